@@ -37,8 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from danling.checkpoints.dcp_plans import SavePlanner
-from danling.checkpoints.plan_cache import PlanCache
+from danling.checkpoints.dcp_files import SavePlanner
 from danling.data.sampler import PositionedBatchSampler
 from danling.distributed import StepSync
 from danling.mesh import Topology
@@ -176,29 +175,24 @@ def measure_start(ranks: int) -> list[Figure]:
         return [*found, Figure(ranks, "an update agrees on", float(counted.bytes), "bytes")]
 
 
-def local_plan(rank: int, ranks: int, cache: PlanCache | None = None) -> tuple[SavePlan, SavePlanner]:
+def local_plan(rank: int, ranks: int) -> tuple[SavePlan, SavePlanner]:
     """Return what one rank plans to save."""
-    planner = SavePlanner(cache=cache)
+    planner = SavePlanner()
     planner.set_up_planner(state(Topology(degrees(ranks))), is_coordinator=rank == 0)
     return planner.create_local_plan(), planner
 
 
 def measure_local_plan(rank: int, ranks: int) -> list[Figure]:
-    """Return what one rank plans and sends, in the first save and in the next one."""
+    """Return what one rank plans and sends."""
     who = "rank 0" if rank == 0 else "the last rank"
-    found = []
     with place(rank, ranks):
-        payload = state(Topology(degrees(ranks)))
-        cache = PlanCache(lambda value: [value])
-        for save in ("first", "next"):
-            planner = SavePlanner(cache=cache)
-            planner.set_up_planner(payload, is_coordinator=rank == 0)
-            plan, seconds, _ = timed(planner.create_local_plan)
-            found.append(Figure(ranks, f"{who} plans the {save} save", seconds, "s"))
-            found.append(Figure(ranks, f"{who} sends for the {save} save", len(pickle.dumps(plan)) / 1e3, "kB"))
-            if plan.usable:
-                planner.finish_plan(plan)
-    return found
+        planner = SavePlanner()
+        planner.set_up_planner(state(Topology(degrees(ranks))), is_coordinator=rank == 0)
+        plan, seconds, _ = timed(planner.create_local_plan)
+    return [
+        Figure(ranks, f"{who} plans a save", seconds, "s"),
+        Figure(ranks, f"{who} sends for a save", len(pickle.dumps(plan)) / 1e3, "kB"),
+    ]
 
 
 def plan_of(plan: SavePlan, rank: int, ranks: int) -> SavePlan:
@@ -235,8 +229,8 @@ def measure_coordinator() -> dict[str, list[float]]:
         (_, metadata), seconds, grown = timed(partial(planner.create_global_plan, plans))
         _, reading, _ = timed(partial(plan_reading, planner.state_dict, metadata))
         values = {
-            "rank 0 makes the global plan of the first save": seconds,
-            "rank 0 holds the plans of the first save": memory + grown,
+            "rank 0 makes the global plan of a save": seconds,
+            "rank 0 holds the plans of a save": memory + grown,
             "a rank plans what it reads": reading,
             "rank 0 writes .metadata": len(pickle.dumps(metadata)) / 1e6,
         }
@@ -272,13 +266,13 @@ def main() -> None:
     figures = []
     for ranks in RANKS:
         figures += [*measure_start(ranks), *measure_local_plan(0, ranks), *measure_local_plan(ranks - 1, ranks)]
-    units = {"rank 0 holds the plans of the first save": "MB", "rank 0 writes .metadata": "MB"}
+    units = {"rank 0 holds the plans of a save": "MB", "rank 0 writes .metadata": "MB"}
     for what, values in measure_coordinator().items():
         unit = units.get(what, "s")
         figures += [Figure(ranks, what, value, unit) for ranks, value in zip(MEASURED, values)]
         for ranks in RANKS:
-            # Of replicas one plans and writes each piece, so that a checkpoint has as many pieces as there are shards.
-            pieces = min(ranks, SHARDS)
+            # Every rank sends its plan; of replicas one writes each piece, so that a checkpoint has as many as there are shards.
+            pieces = ranks if what.endswith("of a save") else min(ranks, SHARDS)
             figures.append(Figure(ranks, what, extrapolated(values, pieces), unit, extrapolated=True))
     print("\n".join(map(str, figures)))
     if asked.json:

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from danling.checkpoints.backends import locate
-from danling.checkpoints.ownership import stored_settings
-from danling.checkpoints.reading import read_payload
+from danling.checkpoints.reading import locate, read_payload, stored_settings
 from danling.config.files import strict_json
 from danling.config.imposed import MeantRun
 from danling.reporting.progress import format_duration

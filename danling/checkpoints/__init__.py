@@ -1,4 +1,4 @@
-"""Checkpoints: which are kept (policy), how they lie on disk (stores), who writes them (managers, executor), and readers."""
+"""Checkpoints: how they are arranged on disk (`store`), found (`directory`), written (`manager`, `dcp`, `deepspeed`), read (`reading`)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from typing import TYPE_CHECKING
 from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
-    from .base import CheckpointManager
+    from .dcp import TorchDistributedCheckpointManager
     from .deepspeed import DeepSpeedCheckpointManager, export_deepspeed_checkpoint
     from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError, CheckpointMismatch, CheckpointNotFound
-    from .exchange import export_weights, import_weights
+    from .exchange import export_weights, import_weights, read_model
     from .exclusion import exclude
-    from .file import FileCheckpointManager
-    from .reading import read_config, read_model
-    from .settings import CheckpointSettings
-    from .torch_distributed import TorchDistributedCheckpointManager
+    from .manager import CheckpointManager, CheckpointSettings, FileCheckpointManager
+    from .reading import read_config
 else:
     # torch.distributed.checkpoint takes its time to import, and most runs write files; to verify them needs no torch at all.
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "base": ("CheckpointManager",),
+            "dcp": ("TorchDistributedCheckpointManager",),
             "deepspeed": ("DeepSpeedCheckpointManager", "export_deepspeed_checkpoint"),
             "errors": (
                 "CheckpointDamaged",
@@ -30,12 +28,10 @@ else:
                 "CheckpointMismatch",
                 "CheckpointNotFound",
             ),
-            "exchange": ("export_weights", "import_weights"),
+            "exchange": ("export_weights", "import_weights", "read_model"),
             "exclusion": ("exclude",),
-            "file": ("FileCheckpointManager",),
-            "reading": ("read_config", "read_model"),
-            "settings": ("CheckpointSettings",),
-            "torch_distributed": ("TorchDistributedCheckpointManager",),
+            "manager": ("CheckpointManager", "CheckpointSettings", "FileCheckpointManager"),
+            "reading": ("read_config",),
         },
     )
 

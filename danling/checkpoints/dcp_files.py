@@ -1,7 +1,11 @@
-"""The files of a `torch.distributed.checkpoint` directory: hashed while they are written, read without running anything."""
+"""The files of a `torch.distributed.checkpoint` target: hashed while they are written, read without running anything.
+
+The writer comes first, then the reader, then how a nested state becomes the flat one of torch, and back.
+"""
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -12,34 +16,48 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from danling.utils.tensors import dtype_of
+from danling.utils.tensors import dtype_of, is_sharded
 
 from . import storage
-from .dcp_plans import LoadPlanner, SavePlanner, destinations, nest
-from .errors import CheckpointDamaged
-from .manifest import Manifest, read_manifest
+from .errors import CheckpointDamaged, CheckpointError
+from .manifest import Manifest, Record, archive_complaints, read_manifest
 from .outline import READ_WHOLE, Entry, Outline, without_tensors
-from .plan_cache import PlanCache
-from .policy import Record
-from .reuse import Reuse
 from .shard_index import INDEX, from_metadata, read_index, to_metadata
-from .target_store import SUMS
+from .store import SUMS
 from .torch_files import check_format, check_values
 
 METADATA = ".metadata"
 _OF_RANK = re.compile(r"(?:\d+)?__(\d+)_\d+\.distcp")
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Tensors that are not written again.
+
+    Attributes:
+        target: Name of the target beside the new one that holds them.
+        names: Their dotted names.
+    """
+
+    target: str
+    names: frozenset[str]
+
+
+# Writing
 
 
 class HashingFileSystem(FileSystem):
@@ -143,7 +161,6 @@ def _taken_over(
     files = {place.relative_path: manifest.files[place.relative_path] for place in places.values()}
     for name in files:
         storage.link(source / name, path / name)
-    # New dictionaries: those that are there may be part of a plan that a later save takes up again.
     whole = replace(
         metadata,
         state_dict_metadata={**metadata.state_dict_metadata, **about},
@@ -205,17 +222,11 @@ def save_target(
     *,
     group: dist.ProcessGroup | None = None,
     alone: bool = False,
-    cache: PlanCache | None = None,
 ) -> None:
     """Write a target. Call on all ranks of the group."""
-    planner = SavePlanner(cache=cache) if writer.reuse is None else SavePlanner(writer.reuse.names)
-    try:
-        with quiet():
-            save(payload, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-    except BaseException:
-        if cache is not None:
-            cache.forget()
-        raise
+    planner = SavePlanner(frozenset() if writer.reuse is None else writer.reuse.names)
+    with quiet():
+        save(payload, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
 
 
 def _metadata(path: Path, *, trust: bool = False) -> Metadata:
@@ -224,19 +235,18 @@ def _metadata(path: Path, *, trust: bool = False) -> Metadata:
     # What is no regular file, such as a pipe, would be waited for.
     missing = sorted(file for file, size in sizes.items() if size is None)
     if missing:
-        raise CheckpointDamaged(f"Expected the files of {path}. Received: no {', '.join(missing[:5])}.")
+        raise CheckpointDamaged(
+            f"Expected the files of {path}. Received: no {', '.join(missing[:5])}. Use another checkpoint."
+        )
     # Memory is allocated for what the index names: together not more than there is in the files.
     if sum(extent.length for extent in index.extents()) > sum(size or 0 for size in sizes.values()):
         raise CheckpointDamaged(
-            f"Expected the files of {path}. Received: an index that names more bytes than they have."
+            f"Expected the files of {path}. Received: an index that names more bytes than they have. Use another checkpoint."
         )
     try:
         return to_metadata(index)
     except ValueError as error:
         raise CheckpointDamaged(f"Expected an index of a sharded checkpoint. Received: {path}: {error}") from error
-
-
-# The backend of `torch.distributed.checkpoint`
 
 
 def read_payload(
@@ -247,12 +257,12 @@ def read_payload(
     mmap: bool = False,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Return the payload of a target; see `Backend.read_payload`."""
+    """Return the payload of a target; see `reading.read_payload`."""
     return check_format(read_target(path, template=template, sections=sections, trust=trust), path)
 
 
 def read_outline(path: Path) -> Outline:
-    """Return what is in a target: plain values, and where the index says that tensors lie; see `Backend.read_outline`."""
+    """Return what is in a target: plain values, and where the index says that tensors lie; see `reading.read_outline`."""
     plain = read_target(path, sections=READ_WHOLE)
     outline = Outline("sharded", path, plain=without_tensors(plain))
     for name, about in sorted(read_index(path).tensors.items()):
@@ -267,3 +277,140 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+# A nested state, and the flat one of torch
+
+Place = tuple[Any, ...]
+"""The keys of a leaf, from the outside."""
+
+
+def flatten(state: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Place]]:
+    """Return the leaves of a state by dotted name, and the path of each.
+
+    A leaf is a tensor, or the largest part that holds none: settings and results go into one entry each instead of one a value, keep
+    their empty parts and their integer keys, and come back as they were.
+    """
+    flat: dict[str, Any] = {}
+    paths: dict[str, Place] = {}
+    for path, leaf in _leaves(state, ()):
+        name = ".".join(map(str, path))
+        if name in flat:
+            raise CheckpointError(
+                f"Expected one value for each name. Received: two parts of the state named {name!r}. Rename one."
+            )
+        flat[name], paths[name] = leaf, path
+    return flat, paths
+
+
+def _leaves(value: Any, path: Place) -> list[tuple[Place, Any]]:
+    if (path and not _holds_tensor(value)) or isinstance(value, Tensor):
+        return [(path, value)]
+    if isinstance(value, Mapping):
+        strange = next((key for key in value if not isinstance(key, str)), None)
+        if strange is not None:
+            raise CheckpointError(
+                f"Expected string keys above tensors. Received: {'.'.join(map(str, path))}[{strange!r}]. Key it by a string."
+            )
+        return [leaf for key, item in value.items() for leaf in _leaves(item, (*path, key))]
+    return [leaf for index, item in enumerate(value) for leaf in _leaves(item, (*path, index))]
+
+
+def _holds_tensor(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(item) for item in value.values())
+    return isinstance(value, (list, tuple)) and any(_holds_tensor(item) for item in value)
+
+
+def nest(flat: Mapping[str, object], paths: Mapping[str, Place]) -> dict[str, object]:
+    """Return the state that `flatten` was given; tuples that held tensors come back as lists."""
+    root: dict[Any, Any] = {}
+    for name, leaf in flat.items():
+        *parents, last = paths[name]
+        holder = root
+        for key in parents:
+            holder = holder.setdefault(key, {})
+        holder[last] = leaf
+    nested: dict[str, Any] = _with_lists(root)
+    return nested
+
+
+def _with_lists(value: object) -> Any:
+    # Only what `nest` has built is looked into: a plain leaf may be a dictionary with integer keys of its own.
+    if isinstance(value, _Leaf):
+        return value.content
+    if type(value) is not dict:
+        return value
+    if value and all(type(key) is int for key in value):
+        return [_with_lists(value[index]) for index in sorted(value)]
+    return {key: _with_lists(item) for key, item in value.items()}
+
+
+class _Leaf:
+    """A plain leaf on its way back."""
+
+    def __init__(self, content: object) -> None:
+        self.content = content
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans a save of a nested state, flattened by `flatten`; the stock loaders and converters restore the nesting."""
+
+    def __init__(self, left_out: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self.left_out = left_out
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Flatten the state."""
+        self.state_dict, self.mappings = flatten(state_dict)
+        for name in self.left_out & self.state_dict.keys():
+            del self.state_dict[name], self.mappings[name]
+        self.is_coordinator = is_coordinator
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Fills a flat state; plain values are read by torch's safe reader only."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Read one plain value."""
+        name = read_item.dest_index.fqn
+        problems = archive_complaints(value)
+        if problems:
+            raise CheckpointDamaged(f"Expected a readable entry. Received: {name}: {'; '.join(problems)}")
+        value.seek(0)
+        try:
+            self.state_dict[name] = _Leaf(torch.load(value, weights_only=True))
+        except Exception as error:
+            raise CheckpointDamaged(
+                f"Expected a readable entry. Received: {name}, on which torch.load fails: {error}"
+            ) from error
+
+
+def destinations(
+    metadata: Metadata, template: Mapping[str, object] | None, sections: frozenset[str] | None
+) -> dict[str, object]:
+    """Return fresh memory for everything that a checkpoint holds, by dotted name: nothing of it is skipped in silence."""
+    layouts = flatten(template)[0] if template is not None else {}
+    found: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if sections is not None and metadata.planner_data[name][0] not in sections:
+            continue
+        if not isinstance(entry, TensorStorageMetadata):
+            found[name] = None
+            continue
+        # The state of an optimizer lies as its parameter does: `optimizer.state.NAME.exp_avg` as `optimizer.state.NAME`.
+        like, dtype = layouts.get(name, layouts.get(name.rpartition(".")[0])), entry.properties.dtype
+        if like is None and template is not None and metadata.planner_data[name][0] in template:
+            found[name] = torch.empty(entry.size, dtype=dtype, device="meta")
+        elif isinstance(like, Tensor) and is_sharded(like) and like.shape == entry.size:
+            found[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+        else:
+            found[name] = torch.empty(entry.size, dtype=dtype)
+    return found

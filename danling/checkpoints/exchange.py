@@ -7,10 +7,11 @@ that start with `ema`.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,15 @@ from danling.utils.tensors import canonical_name, is_sharded
 
 from . import storage
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from .file_store import has_sums, is_of_run, missing_sums, read_manifest
-from .torch_files import check_foreign, is_own, read_file
+from .manifest import is_name
+from .reading import moment
+from .store import TARGETS, has_sums, is_of_run, missing_sums, read_file_manifest
+from .torch_files import check_foreign, holds_format, is_own, read_file
+
+if TYPE_CHECKING:
+    from .manager import CheckpointManager
+
+logger = logging.getLogger("danling")
 
 _STEMS = {"model": "model", "ema": "ema"}
 _WRITTEN = re.compile(r"(model|ema)(-\d{5,}-of-\d{5,})?\.safetensors|(model|ema)\.safetensors\.index\.json")
@@ -125,10 +133,46 @@ def weights_in(content: Any, source: object, which: str = "model") -> dict[str, 
     return _canonical(_state_dict(content, source, which))
 
 
+def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint of this library, or of what another program wrote. Call on all ranks.
+
+    Args:
+        manager: Finds and verifies checkpoints of this library.
+        source: A name or a path of a checkpoint; or a file with a `state_dict`, a `.safetensors` file, its index, or a directory
+            with one of them; or what such a file holds.
+
+    Raises:
+        CheckpointMismatch: If there are no weights in it.
+    """
+    if isinstance(source, Mapping):
+        return weights_in(source, "a mapping")
+    path = manager.bring_file(source) or Path(source)
+    if manager.on_main(lambda: _is_foreign(path)):
+        foreign = manager.on_all(lambda: import_weights(path))
+        manager.release()
+        return foreign
+    payload = manager.load_checkpoint(source, sections=["model", "state"])
+    manager.release()
+    weights = payload.get("model")
+    if not isinstance(weights, Mapping):
+        raise CheckpointMismatch(f"Expected a checkpoint with a model. Received: {source} with {sorted(payload)}.")
+    logger.info("%s holds the weights of %s.", source, moment(payload))
+    return dict(weights)
+
+
+def _is_foreign(path: Path) -> bool:
+    if path.is_dir():
+        return any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    pointer = is_name(path.name) and (path.parent / TARGETS).is_dir()
+    if not path.is_file() or pointer or has_sums(path):
+        return False
+    return path.name.endswith((".safetensors", ".index.json")) or not holds_format(path)
+
+
 def _read_torch_file(path: Path) -> object:
     """Read a file of `torch.save` after comparing it with its checksums, or with those inside of it where it has none beside it."""
     if has_sums(path):
-        read_manifest(path, "full")
+        read_file_manifest(path, "full")
         return read_file(path)
     check_foreign(path, "full")
     content = read_file(path)

@@ -1,74 +1,167 @@
-"""Sizes and SHA-256 checksums beside every checkpoint, in a form that `sha256sum -c` reads."""
+"""What is recorded of each checkpoint, and how its files are compared with what was written.
+
+A manifest holds sizes and SHA-256 checksums in a form that `sha256sum -c` reads. An archive of `torch.save` also has the CRC-32 of each
+of its records, which `torch.load` does not compare.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from danling.utils.files import plain_name
 
 from . import storage
 from .errors import CheckpointDamaged, reason
-from .policy import Record
 
 HEADER = "# danling-manifest 1"
 _INDEX_FILES = ("index.json", ".metadata")
 _SELF_CHECKSUM = "# sha256 of the lines above: "
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 62
+_HISTORY = re.compile(r"ckpt-(e\d{6,}|s\d{12,})")
+_CHUNK = 4 << 20
+_MAGIC = b"PK\x03\x04"
+
+# Records
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a complete checkpoint without reading it.
+
+    Attributes:
+        name: `latest`, `best`, `model` or a history name.
+        sequence: Number of the save that made it, in the order of saves; names of one save share it.
+        branch: Number of its line of saves. A run that goes back to an older checkpoint begins a new line.
+        line: `(branch, last sequence)` of the lines that this one continues, from the oldest.
+        run: Identity of the run.
+        step: Committed updates.
+        epoch: Completed epochs.
+    """
+
+    name: str
+    sequence: int
+    branch: int
+    line: tuple[tuple[int, int], ...]
+    run: str
+    step: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where the saves of this process belong: their branch, the lines before it as in `Record.line`, and the last sequence."""
+
+    branch: int
+    ancestors: tuple[tuple[int, int], ...]
+    sequence: int
+
+
+def history_name(*, step_mode: bool, epoch: int, global_step: int) -> str:
+    """Return the history name of a state: `ckpt-s{global_step:012d}` in step mode, else `ckpt-e{epoch:06d}`."""
+    return f"ckpt-s{global_step:012d}" if step_mode else f"ckpt-e{epoch:06d}"
+
+
+def is_history(name: str) -> bool:
+    """Whether the library gives such a name to history."""
+    return _HISTORY.fullmatch(name) is not None
+
+
+def is_name(name: str) -> bool:
+    """Whether the library gives such a name to a checkpoint."""
+    return name in ("latest", "best", "model") or is_history(name)
+
+
+def newest(records: Iterable[Record]) -> Record | None:
+    """Return a record of the last save; `None` when there are no records."""
+    return max(records, key=lambda record: record.sequence, default=None)
+
+
+def on_line(record: Record, branch: int, ancestors: Iterable[tuple[int, int]]) -> bool:
+    """Whether a record belongs to a line of saves, and not to an abandoned one."""
+    if record.branch == branch:
+        return True
+    return any(record.branch == number and record.sequence <= last for number, last in ancestors)
+
+
+def next_line(records: Collection[Record], resumed: Record | None) -> Line:
+    """Return where a process saves that goes on from `resumed`, or from scratch."""
+    last = newest(records)
+    if last is None:
+        return Line(0, (), 0)
+    if resumed is not None and resumed.sequence == last.sequence:
+        return Line(resumed.branch, resumed.line, last.sequence)
+    branch = max(record.branch for record in records) + 1
+    ancestors = () if resumed is None else (*resumed.line, (resumed.branch, resumed.sequence))
+    return Line(branch, ancestors, last.sequence)
+
+
+def to_delete(records: Iterable[Record], *, keep: int, protected: Collection[int]) -> list[str]:
+    """Return the history names that retention gives up, oldest first."""
+    history = sorted((record for record in records if is_history(record.name)), key=lambda record: record.sequence)
+    return [record.name for record in history[:-keep] if record.sequence not in protected] if keep > 0 else []
+
+
+# Manifests
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
-
-    Attributes:
-        record: What the checkpoint is.
-        files: `(size in bytes, SHA-256)` by path, relative to the manifest.
-    """
+    """What a checkpoint consists of: its record, and `(size in bytes, SHA-256)` of its files by path, relative to the manifest."""
 
     record: Record
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def text(self) -> str:
-        """Return the manifest; what `sha256sum -c` does not know stands in comments."""
-        record = self.record
-        line = " ".join(f"{branch}:{last}" for branch, last in record.line)
-        lines = [HEADER, f"# name: {record.name}", f"# run: {record.run}", f"# sequence: {record.sequence}"]
-        lines += [
+        """Return the manifest; comments hold what `sha256sum -c` does not know."""
+        record, files = self.record, sorted(self.files.items())
+        lines = [
+            HEADER,
+            f"# name: {record.name}",
+            f"# run: {record.run}",
+            f"# sequence: {record.sequence}",
             f"# branch: {record.branch}",
-            f"# continues: {line}",
+            f"# continues: {' '.join(f'{branch}:{last}' for branch, last in record.line)}",
             f"# step: {record.step}",
             f"# epoch: {record.epoch}",
+            *(f"# size: {size} {name}" for name, (size, _) in files),
+            *(f"{digest}  {name}" for name, (_, digest) in files),
         ]
-        lines += [f"# size: {size} {name}" for name, (size, _) in sorted(self.files.items())]
-        lines += [f"{digest}  {name}" for name, (_, digest) in sorted(self.files.items())]
         body = "\n".join(lines) + "\n"
         return f"{body}{_SELF_CHECKSUM}{hashlib.sha256(body.encode()).hexdigest()}\n"
 
     @classmethod
     def parse(cls, text: str) -> Manifest:
-        """Read a manifest: the one place where the names, sizes and checksums in one are taken for what they say."""
+        """Read a manifest: the one place where names, sizes and checksums in one are accepted.
+
+        Raises:
+            CheckpointDamaged: If it is not as it was written.
+        """
         try:
-            return cls._parse(text)
+            body, seal, digest = text.rpartition(_SELF_CHECKSUM)
+            if not text.startswith(f"{HEADER}\n"):
+                raise ValueError("its first line is not a manifest's")
+            if not seal or digest != f"{hashlib.sha256(body.encode()).hexdigest()}\n":
+                raise ValueError("it is not as it was written")
+            return cls._of_lines(body.splitlines()[1:])
         except (KeyError, ValueError) as error:
             raise CheckpointDamaged(f"Expected a whole manifest. Received one that cannot be read: {error}.") from error
 
     @classmethod
-    def _parse(cls, text: str) -> Manifest:
-        body, seal, digest = text.rpartition(_SELF_CHECKSUM)
-        if not text.startswith(f"{HEADER}\n"):
-            raise ValueError("its first line is not a manifest's")
-        if not seal or digest != f"{hashlib.sha256(body.encode()).hexdigest()}\n":
-            raise ValueError("it is not as it was written")
+    def _of_lines(cls, lines: Iterable[str]) -> Manifest:
         fields: dict[str, str] = {}
         sizes: dict[str, int] = {}
         sums: dict[str, str] = {}
-        for line in body.splitlines()[1:]:
+        for line in lines:
             if line.startswith("# size: "):
                 size, _, name = line[8:].partition(" ")
                 sizes[plain_name(name)] = _number(size)
@@ -80,28 +173,11 @@ class Manifest:
                 if not _SHA256.fullmatch(digest):
                     raise ValueError(f"{digest[:80]!r} is no SHA-256")
                 sums[plain_name(name)] = digest
-        return cls(_record(fields), {name: (sizes[name], sums[name]) for name in sums})
-
-
-def read_manifest(path: Path, shown: str) -> Manifest:
-    """Return the manifest in a file."""
-    try:
-        if storage.size_of(path) is None:
-            raise CheckpointDamaged(f"{shown} {storage.absence(path)}")
-        text = storage.read_text(path)
-    except OSError as error:
-        raise CheckpointDamaged(f"{shown} cannot be read: {reason(error)}") from error
-    try:
-        return Manifest.parse(text)
-    except CheckpointDamaged as error:
-        raise CheckpointDamaged(f"{shown}: {error}") from error
-
-
-def _record(fields: dict[str, str]) -> Record:
-    pairs = [part.split(":") for part in fields["continues"].split()]
-    line = tuple((_number(branch), _number(last)) for branch, last in pairs)
-    sequence, branch, step, epoch = (_number(fields[key]) for key in ("sequence", "branch", "step", "epoch"))
-    return Record(plain_name(fields["name"]), sequence, branch, line, fields["run"], step, epoch)
+        pairs = [part.split(":") for part in fields["continues"].split()]
+        ancestors = tuple((_number(branch), _number(last)) for branch, last in pairs)
+        sequence, branch, step, epoch = (_number(fields[key]) for key in ("sequence", "branch", "step", "epoch"))
+        record = Record(plain_name(fields["name"]), sequence, branch, ancestors, fields["run"], step, epoch)
+        return cls(record, {name: (sizes[name], sums[name]) for name in sums})
 
 
 def _number(text: str) -> int:
@@ -111,26 +187,34 @@ def _number(text: str) -> int:
     return number
 
 
+def read_manifest(path: Path, shown: str) -> Manifest:
+    """Return the manifest in a file, which errors call `shown`."""
+    try:
+        if storage.size_of(path) is None:
+            raise CheckpointDamaged(f"{shown} {storage.absence(path)}")
+        return Manifest.parse(storage.read_text(path))
+    except CheckpointDamaged as error:
+        raise error if str(error).startswith(shown) else CheckpointDamaged(f"{shown}: {error}") from error
+    except OSError as error:
+        raise CheckpointDamaged(f"{shown} cannot be read: {reason(error)}") from error
+
+
 def find_problems(manifest: Manifest, directory: Path, level: str) -> list[str]:
-    """Return what is wrong with the files of a checkpoint; empty when they are as written."""
+    """Return how the files of a checkpoint differ from its manifest; level `"full"`, `"size"` or `"none"`."""
 
     def problem(name: str) -> str | None:
+        (size, digest), path = manifest.files[name], directory / name
         try:
-            return differs(name)
+            found = storage.size_of(path)
+            if found is None:
+                return f"{name} {storage.absence(path)}"
+            if level != "none" and found != size:
+                return f"{name} has {found} bytes instead of {size}"
+            is_read = level == "full" or (level == "size" and name in _INDEX_FILES)
+            if is_read and storage.hash_file(path) != digest:
+                return f"{name} has another SHA-256 than was written"
         except OSError as error:
             return f"{name} cannot be read: {reason(error)}"
-
-    def differs(name: str) -> str | None:
-        size, digest = manifest.files[name]
-        found = storage.size_of(directory / name)
-        if found is None:
-            return f"{name} {storage.absence(directory / name)}"
-        if level != "none" and found != size:
-            return f"{name} has {found} bytes instead of {size}"
-        if (level == "full" or (level == "size" and name in _INDEX_FILES)) and storage.hash_file(
-            directory / name
-        ) != digest:
-            return f"{name} has another SHA-256 than was written"
         return None
 
     if len(manifest.files) == 1 or level != "full":
@@ -138,12 +222,7 @@ def find_problems(manifest: Manifest, directory: Path, level: str) -> list[str]:
     else:
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(problem, manifest.files))
-    return [problem for problem in found if problem is not None]
-
-
-def damage_of(source: Path, error: CheckpointDamaged) -> CheckpointDamaged:
-    """Return an error that names the checkpoint, whatever part of it an error is about."""
-    return error if str(error).startswith("Expected") else damaged([str(error)], source)
+    return [each for each in found if each is not None]
 
 
 def damaged(problems: Iterable[str], source: Path) -> CheckpointDamaged:
@@ -152,3 +231,53 @@ def damaged(problems: Iterable[str], source: Path) -> CheckpointDamaged:
         f"Expected {source} as it was written. Received: {'; '.join(dict.fromkeys(problems))}. Use another checkpoint; a "
         "run with auto_resume finds the newest one that verifies."
     )
+
+
+# Checksums inside of archives
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file begins as an archive does; files of `torch.save` before 1.6 are none, and have no checksums inside."""
+    with os.fdopen(storage.open_regular(path), "rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def archive_complaints(source: Path | BinaryIO, *, tensors: bool = True, required: bool = True) -> list[str]:
+    """Return what is wrong with the records of an archive; empty when each has its CRC-32."""
+    try:
+        opened = os.fdopen(storage.open_regular(source), "rb") if isinstance(source, Path) else nullcontext(source)
+        with opened as file, ZipFile(file) as archive:
+            records = archive.infolist()
+            if not any(record.CRC for record in records):
+                return ["it has no CRC-32 of its records"] if required else []
+            read = [record for record in records if tensors or "/data/" not in record.filename]
+            found = [_complaint(archive, record) for record in read]
+    # zipfile raises what its parts raise: struct.error, UnicodeDecodeError, NotImplementedError, ...
+    except Exception as error:
+        return [f"it is no whole archive ({error})"]
+    return [problem for problem in found if problem is not None]
+
+
+def _complaint(archive: ZipFile, record: ZipInfo) -> str | None:
+    if record.compress_type != ZIP_STORED:
+        return f"its record {record.filename} is compressed, which torch never does"
+    try:
+        with archive.open(record) as content:
+            while content.read(_CHUNK):
+                pass
+    except BadZipFile:
+        return f"its record {record.filename} has another CRC-32 than was written"
+    return None
+
+
+def oversized(path: Path, size: int) -> str | None:
+    """Return how the records of an archive are larger than the file, as compressed and overlapping ones; `None` where they are not."""
+    try:
+        with os.fdopen(storage.open_regular(path), "rb") as file, ZipFile(file) as archive:
+            records = archive.infolist()
+    except Exception as error:
+        return f"which is no whole archive ({error})"
+    if any(record.compress_type != ZIP_STORED for record in records):
+        return "whose records are compressed, which torch never does"
+    total = sum(record.file_size for record in records)
+    return f"whose records have {total} bytes and the file {size}" if total > size else None

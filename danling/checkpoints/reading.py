@@ -1,38 +1,70 @@
-"""Reads a checkpoint, or parts of it, without a runner."""
+"""Reads a checkpoint of any kind, or parts of it, without a runner."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from .backends import backend_of, locate
-from .errors import CheckpointError, CheckpointMismatch
-from .exchange import import_weights, weights_in
-from .file_store import has_sums
-from .policy import is_name
-from .target_store import TARGETS
-from .torch_files import FORMAT_VERSION, holds_format, read_file
-
-__all__ = [
-    "FORMAT_VERSION",
-    "moment",
-    "obeyed",
-    "read_config",
-    "read_file",
-    "read_model",
-    "read_payload",
-    "read_sections",
-    "stored_seed",
-]
+from . import storage
+from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+from .manifest import Manifest, Record, newest
+from .store import FILE_SUMS, SUFFIX, SUMS, TARGETS, CheckpointStore, FileStore, TargetStore, is_engine_target
 
 if TYPE_CHECKING:
-    from .base import CheckpointManager
+    from .manager import CheckpointManager
+    from .outline import Outline
 
 logger = logging.getLogger("danling")
+
+BACKENDS = {
+    "file": ("torch_files", "manager.FileCheckpointManager"),
+    "dcp": ("dcp_files", "dcp.TorchDistributedCheckpointManager"),
+    "deepspeed": ("deepspeed", "deepspeed.DeepSpeedCheckpointManager"),
+}
+"""Each kind of checkpoint, as in `checkpoint.backend`: the module whose `read_payload` and `read_outline` read it, and its manager.
+
+They are named and not imported: torch takes its time, and to verify a checkpoint needs none of it."""
+
+
+def kind_of(path: Path) -> str:
+    """Return the kind of a file or target, a key of `BACKENDS`."""
+    if not path.is_dir():
+        return "file"
+    return "deepspeed" if is_engine_target(path) else "dcp"
+
+
+def manager_named(backend: str) -> type[CheckpointManager]:
+    """Return the manager that writes checkpoints of a kind."""
+    if backend not in BACKENDS:
+        raise ValueError(f"Expected one of {[*BACKENDS]}. Received: checkpoint.backend={backend!r}.")
+    module, _, name = BACKENDS[backend][1].partition(".")
+    found: type[CheckpointManager] = getattr(import_module(f"{__package__}.{module}"), name)
+    return found
+
+
+def _reader(path: Path) -> Any:
+    return import_module(f"{__package__}.{BACKENDS[kind_of(path)][0]}")
+
+
+def stores_in(directory: Path, *, first: type[CheckpointStore] = FileStore, run_id: str = "") -> list[CheckpointStore]:
+    """Return a store of every kind for one directory."""
+    kinds: dict[type[CheckpointStore], None] = dict.fromkeys((first, FileStore, TargetStore))
+    return [kind(directory, run_id=run_id) for kind in kinds]
+
+
+def locate(source: str | Path) -> tuple[CheckpointStore, Path]:
+    """Return the checkpoint that a path means: a file, a pointer, a target, or `latest` of a checkpoint or run directory."""
+    # Only the name of the directory matters here: it is looked for in a run directory.
+    for store in stores_in(Path("checkpoints")):
+        found = store.locate(Path(source))
+        if found is not None:
+            return store, found
+    raise CheckpointNotFound(
+        f"Expected a checkpoint file or directory. Received: {str(source)!r}, where there is none."
+    )
 
 
 def read_payload(
@@ -43,9 +75,33 @@ def read_payload(
     mmap: bool = False,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Read a checkpoint, a file or a directory, onto the CPU, without running anything that is in it. Verifies nothing."""
+    """Read a checkpoint, a file or a target, onto the CPU, without running anything that is in it. Verifies nothing.
+
+    Args:
+        path: The file or the target.
+        template: As in `CheckpointManager.load_checkpoint`.
+        sections: Components to read; `None` reads all.
+        mmap: Leave the tensors of a file on disk until they are used.
+        trust: Unpickle files of an engine that need it, which runs what is in them.
+    """
     wanted = None if sections is None else frozenset({*sections, "format_version"})
-    return backend_of(path).read_payload(path, template=template, sections=wanted, mmap=mmap, trust=trust)
+    payload: dict[str, Any] = _reader(path).read_payload(
+        path, template=template, sections=wanted, mmap=mmap, trust=trust
+    )
+    return payload
+
+
+def read_outline(path: Path) -> Outline:
+    """Return what is in a file or a target; the values of its tensors stay on disk."""
+    outline: Outline = _reader(path).read_outline(path)
+    return outline
+
+
+def read_sections(source: str | Path, sections: Iterable[str]) -> dict[str, Any]:
+    """Return components of a checkpoint, found as `read_config` finds it; the tensors of a file stay on disk until they are used."""
+    store, found = locate(source)
+    store.verify(found, "size")
+    return read_payload(store.target(found), sections=sections, mmap=True)
 
 
 def read_config(source: str | Path) -> dict[str, Any]:
@@ -69,10 +125,7 @@ def read_config(source: str | Path) -> dict[str, Any]:
 
 def stored_seed(directory: Path, asked: str | Path | None) -> int | None:
     """Return the seed of the checkpoint that a run will resume from, so that construction draws the same random numbers again."""
-    if asked is None:
-        sources = [directory / name for name in ("latest", "latest.pth", "best", "best.pth")]
-    else:
-        sources = [Path(asked), directory / asked, directory / f"{asked}.pth"]
+    sources = _usual(directory) if asked is None else [Path(asked), directory / asked, directory / f"{asked}{SUFFIX}"]
     for source in sources:
         try:
             seed = read_config(source).get("seed")
@@ -82,11 +135,41 @@ def stored_seed(directory: Path, asked: str | Path | None) -> int | None:
     return None
 
 
-def read_sections(source: str | Path, sections: Iterable[str]) -> dict[str, Any]:
-    """Return components of a checkpoint, found as `read_config` finds it; the tensors of a file stay on disk until they are used."""
-    store, found = locate(source)
-    store.verify(found, "size")
-    return read_payload(store.target(found), sections=sections, mmap=True)
+def stored_settings(directory: Path) -> tuple[Mapping[str, Any], int] | None:
+    """Return the configuration in the newest readable checkpoint of a directory, and how many ranks with different samples made it."""
+    for source in _usual(directory):
+        try:
+            payload = read_sections(source, ["runner", "state"])
+        except (CheckpointError, OSError):
+            continue
+        elastic = (payload.get("state") or {}).get("elastic") or {}
+        return payload.get("runner") or {}, int(elastic.get("data_replicas", elastic.get("world_size", 1)))
+    return None
+
+
+def _usual(directory: Path) -> list[Path]:
+    return [directory / name for name in ("latest", f"latest{SUFFIX}", "best", f"best{SUFFIX}")]
+
+
+def newest_record(directory: Path) -> Record | None:
+    """Return the record of the newest save in a directory, of any kind, from the manifests alone; unreadable ones are left out."""
+
+    def manifests() -> Iterator[Path]:
+        for below, suffix in ((directory, FILE_SUMS), (directory / TARGETS, "")):
+            try:
+                names = storage.names(below)
+            except OSError:
+                continue
+            yield from (below / name / (SUMS if not suffix else "") for name in names if name.endswith(suffix))
+
+    records = []
+    for path in manifests():
+        try:
+            if storage.size_of(path) is not None:
+                records.append(Manifest.parse(storage.read_text(path)).record)
+        except (CheckpointError, OSError):
+            continue
+    return newest(records)
 
 
 # A file must not declare itself trusted. Compiled code runs when it is loaded, and options of a compiler can name programs that it runs.
@@ -111,33 +194,6 @@ def obeyed(stored: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return kept
 
 
-def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint of this library, or of what another program wrote. Call on all ranks.
-
-    Args:
-        manager: Finds and verifies checkpoints of this library.
-        source: A name or a path of a checkpoint; or a file with a `state_dict`, a `.safetensors` file, its index, or a directory
-            with one of them; or what such a file holds.
-
-    Raises:
-        CheckpointMismatch: If there are no weights in it.
-    """
-    if isinstance(source, Mapping):
-        return weights_in(source, "a mapping")
-    path = manager.bring_file(source) or Path(source)
-    if manager.on_main(lambda: _is_foreign(path)):
-        foreign = manager.on_all(lambda: import_weights(path))
-        manager.release()
-        return foreign
-    payload = manager.load_checkpoint(source, sections=["model", "state"])
-    manager.release()
-    weights = payload.get("model")
-    if not isinstance(weights, Mapping):
-        raise CheckpointMismatch(f"Expected a checkpoint with a model. Received: {source} with {sorted(payload)}.")
-    logger.info("%s holds the weights of %s.", source, moment(payload))
-    return dict(weights)
-
-
 def moment(payload: Mapping[str, object]) -> str:
     """Return the step and epoch of a payload as readable text."""
     state = payload.get("state")
@@ -145,12 +201,3 @@ def moment(payload: Mapping[str, object]) -> str:
     if not isinstance(train, Mapping):
         return "a step that is not recorded"
     return f"step {train.get('global_step')}, epoch {train.get('epoch')}"
-
-
-def _is_foreign(path: Path) -> bool:
-    if path.is_dir():
-        return any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
-    pointer = is_name(path.name) and (path.parent / TARGETS).is_dir()
-    if not path.is_file() or pointer or has_sums(path):
-        return False
-    return path.name.endswith((".safetensors", ".index.json")) or not holds_format(path)

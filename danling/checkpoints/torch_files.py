@@ -11,10 +11,10 @@ from zipfile import is_zipfile
 import torch
 
 from . import storage
-from .archive import is_archive, oversized
 from .errors import CheckpointDamaged, CheckpointMismatch, disk_error
-from .file_store import SUMS, verify_alone
+from .manifest import is_archive, oversized
 from .outline import Outline, tensors_in, without_tensors
+from .store import FILE_SUMS, verify_alone
 
 FORMAT_VERSION = 1
 """`format_version` of what is written, and the newest one that can be read."""
@@ -81,7 +81,7 @@ def check_values(payload: object, path: Path, *, size: int | None = None) -> Non
 def _why_unreadable(path: Path, error: Exception) -> str:
     # torch answers with paragraphs, colours and the advice to run what is in the file.
     forbidden = re.search(r"Unsupported (?:global: GLOBAL|class) ([\w.]+\w)", str(error))
-    ours = path.with_name(path.name + SUMS).is_file()
+    ours = path.with_name(path.name + FILE_SUMS).is_file()
     if ours and forbidden:
         package = forbidden[1].partition(".")[0]
         return f"which holds a tensor of the class {forbidden[1]}; read it in a program that imports {package} before."
@@ -135,7 +135,7 @@ def check_foreign(path: Path, level: str) -> None:
         verify_alone(path, level, required=False)
 
 
-# The backend of single files
+# The reader of single files
 
 
 def read_payload(
@@ -146,13 +146,13 @@ def read_payload(
     mmap: bool = False,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Return the payload of a checkpoint file; see `Backend.read_payload`."""
+    """Return the payload of a checkpoint file; see `reading.read_payload`."""
     payload = check_format(read_file(path, mmap=mmap), path)
     return {name: value for name, value in payload.items() if sections is None or name in sections}
 
 
 def read_outline(path: Path) -> Outline:
-    """Return what is in a file of `torch.save`, of this library or of another program; see `Backend.read_outline`."""
+    """Return what is in a file of `torch.save`, of this library or of another program; see `reading.read_outline`."""
     check_foreign(path, "size")
     payload = read_file(path, mmap=True)
     if is_own(payload):

@@ -28,7 +28,6 @@ from .errors import CheckpointError
 
 if TYPE_CHECKING:
     from .dcp_files import TargetWriter
-    from .plan_cache import PlanCache
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PROGRAM = f"""
@@ -210,7 +209,6 @@ class _Actions:
 
     def __init__(self) -> None:
         self._store: Any = None
-        self._plans: PlanCache | None = None
 
     def open(self, host: str) -> int:
         from torch import distributed as dist
@@ -221,14 +219,9 @@ class _Actions:
     def join(self, address: Address, rank: int, size: int) -> None:
         from torch import distributed as dist
 
-        from danling.distributed import Domain
-
-        from .plan_cache import PlanCache
-
         alone = dist.HashStore()  # type: ignore[attr-defined]
         store = alone if size == 1 else dist.TCPStore(*address, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        self._plans = PlanCache(Domain().gather_objects)
 
     def write(self, payload: dict[str, Any], writer: TargetWriter) -> None:
         from .dcp_files import save_target
@@ -238,7 +231,7 @@ class _Actions:
         own = FileLock(Path(writer.path).parent.parent / f"{WRITING}{socket.gethostname()}-{os.getpid()}")
         own.acquire()
         try:
-            save_target(payload, writer, cache=self._plans)
+            save_target(payload, writer)
         finally:
             own.release()
 

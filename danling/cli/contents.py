@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from danling.checkpoints.backends import backend_of, locate
 from danling.checkpoints.errors import CheckpointDamaged
 from danling.checkpoints.outline import Entry, Outline
+from danling.checkpoints.reading import locate, read_outline
 from danling.utils.files import open_file
 from danling.utils.plain import parse_json
 
@@ -29,11 +29,10 @@ def read_contents(source: str | Path) -> Outline:
         return Outline("safetensors", path, [entry for part in parts for entry in part.entries], parts[0].plain)
     store, found = locate(path)
     target = store.target(found)
-    backend = backend_of(target)
     if target.is_dir():
         # Tensors stay unread, so that sizes are enough.
         store.verify(found, "size")
-    contents = backend.read_outline(target)
+    contents = read_outline(target)
     if contents.is_own and not target.is_dir():
         store.verify(found, "size")
     try:

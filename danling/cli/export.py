@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.checkpoints.file_store import SUMS
-from danling.checkpoints.target_store import TARGETS, is_engine_target
+from danling.checkpoints.store import FILE_SUMS, TARGETS, is_engine_target
 
 from .contents import read_contents
 from .output import OK, add_json, as_bytes, print_json
@@ -143,7 +142,7 @@ def _check_place(output: Path, checkpoint: str) -> None:
     directory = source.parent if source.name == TARGETS else source
     is_of_run = directory.name == "checkpoints" or (directory / TARGETS).is_dir()
     own = Path(os.path.realpath(output))
-    if own == directory or (is_of_run and directory in own.parents) or own.with_name(own.name + SUMS).exists():
+    if own == directory or (is_of_run and directory in own.parents) or own.with_name(own.name + FILE_SUMS).exists():
         raise ValueError(
             f"Expected an output outside of the run's checkpoints. Received: {str(output)!r}. Choose another directory."
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from danling.checkpoints.backends import locate
+from danling.checkpoints.reading import locate
 from danling.workspace.runs import Run, find_runs
 
 __all__ = ["checkpoint_at", "is_url", "locate", "runs_at"]

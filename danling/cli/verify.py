@@ -16,23 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from danling.checkpoints import storage
-from danling.checkpoints.backends import stores_in
 from danling.checkpoints.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
 )
-from danling.checkpoints.file_store import SUFFIX, has_sums, is_of_run, verify_alone
-from danling.checkpoints.file_store import SUMS as FILE_SUMS
-from danling.checkpoints.litter import litter_in
-from danling.checkpoints.manifest import Manifest
-from danling.checkpoints.policy import is_name
-from danling.checkpoints.store import CheckpointStore
-from danling.checkpoints.target_store import SUMS
+from danling.checkpoints.manifest import Manifest, is_name
+from danling.checkpoints.reading import stores_in
+from danling.checkpoints.store import FILE_SUMS, SUFFIX, SUMS, CheckpointStore, has_sums, is_of_run, verify_alone
 from danling.utils.messages import as_text
 from danling.workspace.run_directory import is_in_use
-from danling.workspace.runs import Run
 from danling.workspace.workspace import litter_in_run
 
 from .output import DAMAGED, OK, add_json, print_json
@@ -89,9 +83,8 @@ def litter_of(path: Path) -> list[Path]:
     run = path if (path / "metadata").is_dir() or (path / "checkpoints").is_dir() else path.parent
     if is_in_use(run):
         return []
-    keep = Run(run, run.name).config.get("checkpoint.keep_latest_k", 0)
-    found = [left for directory in {path, run / "checkpoints"} for left in litter_in(directory, keep=int(keep or 0))]
-    return sorted(found) + (litter_in_run(run) if run == path else [])
+    stores = [store for directory in (path, run / "checkpoints") for store in stores_in(directory)]
+    return sorted({left for store in stores for left in store.litter()}) + (litter_in_run(run) if run == path else [])
 
 
 def _is_left_of(path: str, litter: list[Path]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from danling.checkpoints.deepspeed_files import EngineTag, HashingFiles, consolidated_optimizer, consolidated_weights
+from danling.checkpoints.deepspeed import EngineTag, HashingFiles, consolidated_optimizer, consolidated_weights
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.exclusion import ExcludedFromLoading
 from danling.deepspeed import engine as engines

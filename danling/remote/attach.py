@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from danling.checkpoints import read_config
-from danling.checkpoints.absent import NoCheckpoints
 
 from .contents import runs_of_id
 from .layout import RunLayout
@@ -73,7 +72,7 @@ class RemoteStores:
     def claim(self) -> None:
         """Become the writer of the run in its store, and copy every save from now on; without a store do nothing. Called on all ranks."""
         home, config, manager = self.sources.home, self._runner.config, self._runner.checkpoint_manager
-        if home is None or config.checkpoint.load_only or isinstance(manager, NoCheckpoints):
+        if home is None or config.checkpoint.load_only:
             return
         remote = config.checkpoint.remote
         settings = MirrorSettings(remote.required, remote.keep_latest_k, remote.interval, config.log_seconds)

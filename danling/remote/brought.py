@@ -14,10 +14,8 @@ from typing import ClassVar
 
 from danling.checkpoints import storage
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from danling.checkpoints.file_store import SUFFIX, FileStore
-from danling.checkpoints.policy import Line, Record, is_name
-from danling.checkpoints.store import CheckpointStore
-from danling.checkpoints.target_store import SUMS, TARGETS, TargetStore, is_target
+from danling.checkpoints.manifest import Line, Record, is_name
+from danling.checkpoints.store import SUFFIX, SUMS, TARGETS, CheckpointStore, FileStore, TargetStore, is_target
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.files import refuse_link
 
@@ -103,7 +101,7 @@ class RemoteCheckpoints(CheckpointStore):
         """Return what is recorded of a checkpoint of the run that reads; `None` for another one, which a URL names."""
         return super().describe(path) if self.is_home else None
 
-    def pass_over(self, path: Path, error: Exception) -> None:
+    def skip(self, path: Path, error: Exception) -> None:
         """Say that a checkpoint does not count."""
         self._found.skip(self._name(path), error)
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from danling.checkpoints.errors import CheckpointDamaged
-from danling.checkpoints.file_store import SUFFIX
-from danling.checkpoints.manifest import Manifest
-from danling.checkpoints.policy import Record, is_name, newest, on_line, to_delete
+from danling.checkpoints.manifest import Manifest, Record, is_name, newest, on_line, to_delete
+from danling.checkpoints.store import SUFFIX
 
 from .layout import FILE_SUMS, RunLayout, listed, unreferenced
 from .store import RemoteStore

@@ -23,8 +23,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from danling.checkpoints.policy import is_name
-from danling.checkpoints.target_store import is_target
+from danling.checkpoints.manifest import is_name
+from danling.checkpoints.store import is_target
 
 CHECKPOINTS = "checkpoints"
 FILES = "files"

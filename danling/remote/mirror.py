@@ -14,9 +14,9 @@ from pathlib import Path
 
 from danling.checkpoints import storage
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError
-from danling.checkpoints.file_store import SUFFIX
+from danling.checkpoints.manager import Saved
 from danling.checkpoints.manifest import Manifest, read_manifest
-from danling.checkpoints.mirroring import Saved
+from danling.checkpoints.store import SUFFIX
 from danling.utils.messages import Paced
 
 from .contents import RemoteRun
@@ -155,7 +155,7 @@ class CheckpointMirror:
                 logger.warning("An old checkpoint in %s is still there: %s", self.run.url, error)
 
     def saved(self, saved: Saved, *, put_off: bool = False) -> None:
-        """Hear of a save, where it was written; see `Mirror.saved`."""
+        """Hear of a save, where it was written; see `danling.checkpoints.manager.Mirror`."""
         self._since_last += 1
         if saved.may_give_way and (put_off or self._since_last < self.settings.interval):
             self._put_off = saved

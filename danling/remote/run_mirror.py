@@ -11,11 +11,10 @@ from itertools import groupby
 from pathlib import Path
 
 from danling.checkpoints import storage
-from danling.checkpoints.base import CheckpointManager
-from danling.checkpoints.mirroring import Saved
-from danling.checkpoints.policy import Record
-from danling.checkpoints.search import Apart
-from danling.checkpoints.target_store import SUMS, TargetStore
+from danling.checkpoints.directory import DiskSharing
+from danling.checkpoints.manager import CheckpointManager, Saved
+from danling.checkpoints.manifest import Record
+from danling.checkpoints.store import SUMS, TargetStore
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.process import in_notebook
 from danling.workspace.workspace import is_unfinished
@@ -60,15 +59,15 @@ class RunMirror:
         manager.on_main(self._open)
         manager.mirror = self.mirror
         if size > 1:
-            manager.lie_apart(self._apart(directory))
+            manager.checkpoints.share(self._disk_sharing(directory))
 
-    def _apart(self, directory: Path) -> Apart:
+    def _disk_sharing(self, directory: Path) -> DiskSharing:
         """Find out whether all ranks see the disk of the main process."""
         token: Path = self._manager.on_main(lambda: _written(storage.staged_name(directory)))
         seen = _is_seen(token)
         all_see = all(self._manager.domain.gather_objects(seen))
         self._manager.on_main(lambda: storage.remove(token))
-        return Apart(any=not all_see, follows=not seen and is_first_on_machine())
+        return DiskSharing(is_split=not all_see, follows=not seen and is_first_on_machine())
 
     def _open(self) -> None:
         self._lease.acquire()

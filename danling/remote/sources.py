@@ -14,9 +14,8 @@ from yaml import YAMLError
 
 from danling.checkpoints import storage
 from danling.checkpoints.errors import CheckpointNotFound
-from danling.checkpoints.file_store import SUFFIX
-from danling.checkpoints.policy import is_name
-from danling.checkpoints.store import CheckpointStore
+from danling.checkpoints.manifest import is_name
+from danling.checkpoints.store import SUFFIX, CheckpointStore
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.plain import parse_yaml
 

@@ -10,10 +10,8 @@ from urllib.parse import urlsplit
 
 from danling.checkpoints import storage
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
-from danling.checkpoints.file_store import SUFFIX
-from danling.checkpoints.manifest import Manifest
-from danling.checkpoints.policy import Record, is_name
-from danling.checkpoints.target_store import is_target
+from danling.checkpoints.manifest import Manifest, Record, is_name
+from danling.checkpoints.store import SUFFIX, is_target
 
 from .errors import RemoteMissing
 from .layout import CHECKPOINTS, SUMS, Listed, RunLayout, listed

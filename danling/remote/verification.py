@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
-from danling.checkpoints.file_store import SUFFIX
-from danling.checkpoints.target_store import is_target, misled
+from danling.checkpoints.store import SUFFIX, is_target, misled
 
 from .errors import RemoteMissing
 from .layout import CHECKPOINTS, TARGETS

@@ -20,10 +20,8 @@ from torch import nn
 from typing_extensions import Self
 
 from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
-from danling.checkpoints.absent import NoCheckpoints
-from danling.checkpoints.backends import backend_named
 from danling.checkpoints.errors import CheckpointNotFound
-from danling.checkpoints.reading import obeyed, stored_seed
+from danling.checkpoints.reading import manager_named, obeyed, stored_seed
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
 from danling.config.imposed import impose
@@ -295,7 +293,10 @@ class BaseRunner(metaclass=MetaRunner):
         self.init_garbage_collection()
         self.init_checkpoint_manager()
         if self.checkpoint_manager is None:
-            self.checkpoint_manager = NoCheckpoints()
+            raise ValueError(
+                "Expected `init_checkpoint_manager` to set `self.checkpoint_manager`. Received: None. Call super() in it; a run that is to "
+                "write no checkpoints sets checkpoint.load_only=true."
+            )
         self.checkpoint_manager.after_save = self._data.commit_saved
         if self._has_remote():
             self._remote.claim()
@@ -901,7 +902,7 @@ class BaseRunner(metaclass=MetaRunner):
     def manager_class(self) -> Callable[..., CheckpointManager]:
         """Return the class of the checkpoint manager."""
         asked = self.config.checkpoint.backend
-        return backend_named("file" if asked == "auto" else asked).manager()
+        return manager_named("file" if asked == "auto" else asked)
 
     def init_checkpoint_manager(self) -> None:
         """Build the manager of `checkpoint.backend`: files, or torch's distributed checkpoint."""
@@ -916,7 +917,7 @@ class BaseRunner(metaclass=MetaRunner):
         )
         self.checkpoint_manager.before_save = self._run_place.confirm
         self.checkpoint_manager.planned_history = self._planned_history
-        self.checkpoint_manager.look_in(lambda: self._remote.sources, own=self._has_remote())
+        self.checkpoint_manager.checkpoints.look_in(lambda: self._remote.sources, own=self._has_remote())
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
 
     def _planned_history(self) -> int:
@@ -1034,7 +1035,7 @@ class BaseRunner(metaclass=MetaRunner):
     def _unsaved_updates(self) -> int | None:
         """Return how many updates are made at most until the first of them is on the disk; `None` where no save is due within a pass."""
         settings = self.config.checkpoint
-        if not self.is_step_mode or settings.load_only or isinstance(self.checkpoint_manager, NoCheckpoints):
+        if not self.is_step_mode or settings.load_only:
             return None
         # A save in the background may wait for the one before it, and is on the disk an interval later then.
         return self.checkpoint_interval * (2 if CheckpointSettings.from_config(settings).is_async else 1)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from danling.checkpoints import CheckpointManager, FileCheckpointManager
-from danling.checkpoints.backends import backend_named
+from danling.checkpoints.reading import manager_named
 from danling.data import PLACEHOLDER
 from danling.distributed import Domain, LaunchEnvironment, Placement
 from danling.mesh import AXES, Axes, ParallelContext, Topology, axes_with, check_micro_batches, check_sequence
@@ -394,7 +394,7 @@ class ParallelRunner(TorchRunner):
         """
         asked = self.config.checkpoint.backend
         if asked != "file":
-            return backend_named("dcp" if asked == "auto" else asked).manager()
+            return manager_named("dcp" if asked == "auto" else asked)
         if self.topology.axes.world_size != self.degree(*axes_with(divides_parameters=False)):
             raise ValueError(
                 "Expected checkpoint.backend='dcp' where parameters are divided. Received: checkpoint.backend='file', "

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from danling.checkpoints import CheckpointSettings, FileCheckpointManager
-from danling.checkpoints.policy import is_history
+from danling.checkpoints.manifest import is_history
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
 from danling.training.loader_states import own_states, states_of_all

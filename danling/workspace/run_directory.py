@@ -122,7 +122,7 @@ class RunDirectoryRequest:
 
         A seed that was drawn is part of the configuration of a checkpoint, but not of the id of its run: such a run keeps its id.
         """
-        from danling.checkpoints.ownership import newest_record  # torch
+        from danling.checkpoints.reading import newest_record  # torch
 
         record = newest_record(run / self.config.checkpoint.dir_name)
         if record is None:
@@ -134,7 +134,7 @@ class RunDirectoryRequest:
 
     def differences(self, run: Path) -> list[str] | None:
         """Return how the run in a directory differs in what changes the result, a line for each key; `None` where none can be read."""
-        from danling.checkpoints.ownership import stored_settings  # torch
+        from danling.checkpoints.reading import stored_settings  # torch
 
         stored = stored_settings(run / self.config.checkpoint.dir_name)
         if stored is None:

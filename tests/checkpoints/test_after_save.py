@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from danling.checkpoints import FileCheckpointManager
-from danling.checkpoints.settings import CheckpointSettings
-from danling.checkpoints.torch_distributed import TorchDistributedCheckpointManager
+from danling.checkpoints.dcp import TorchDistributedCheckpointManager
+from danling.checkpoints.manager import CheckpointSettings
 from danling.distributed import LocalDomain
 
 KINDS = {"file": FileCheckpointManager, "dcp": TorchDistributedCheckpointManager}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from danling.checkpoints.deepspeed_files import CLIENT_STATE, EngineAhead, HashingFiles
+from danling.checkpoints.deepspeed import CLIENT_STATE, EngineAhead, HashingFiles
 
 MODEL, SHARE = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 

@@ -10,7 +10,7 @@ import torch
 from support.toys import differences
 
 from danling.checkpoints import CheckpointSettings, FileCheckpointManager, read_config
-from danling.checkpoints.reading import FORMAT_VERSION
+from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.distributed import LocalDomain
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -248,7 +248,7 @@ def test_targets_that_lead_nowhere_are_an_error_that_says_so(place: Path, kind: 
     (place / "targets").symlink_to(place.parent / "mount")
     manager = make_manager(kind, place)
     assert manager.find_latest() is None
-    with pytest.raises(CheckpointDamaged, match="that verifies, since some lie there"):
+    with pytest.raises(CheckpointDamaged, match="that verifies, since there are some"):
         manager.refuse_lost()
     with pytest.raises(ValueError, match="Expected no link at .*targets.*Move what it leads to here"):
         go_on(kind, place, 4)

@@ -11,7 +11,7 @@ from support.pages import ROOT
 from support.warm import interpreter
 
 import danling
-from danling.checkpoints.reading import FORMAT_VERSION
+from danling.checkpoints.torch_files import FORMAT_VERSION
 
 PAGE = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

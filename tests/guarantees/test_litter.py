@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.checkpoints import storage
-from danling.checkpoints.file_store import FileStore
+from danling.checkpoints.store import FileStore
 from danling.cli.main import main
 
 
@@ -115,29 +114,6 @@ def test_a_deletion_that_was_killed_anywhere_is_finished(
     names = set(os.listdir(run / "checkpoints"))
     assert not [name for name in names if "e000003" in name or name.startswith(".")]
     assert verified(run, capsys, 0)["litter"] == []
-
-
-def test_sums_that_an_older_version_left_of_a_deletion_are_litter_and_others_are_damage(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = trained(settings(epochs=1))
-    checkpoints = run / "checkpoints"
-    old = checkpoints / "ckpt-e000001.pth.sha256"
-    shutil.copy(old, "kept")
-    for epochs in (2, 4):  # the one that is resumed stays
-        trained(settings(epochs=epochs, auto_resume=True))
-    assert not old.exists()
-    shutil.copy("kept", old)
-    assert verified(run, capsys, 0)["litter"] == [str(old)]
-    # One of the two that retention keeps: that is damage, and stays.
-    (checkpoints / "ckpt-e000003.pth").unlink()
-    found = verified(run, capsys, 1)
-    damaged = [verdict["path"] for verdict in found["checkpoints"] if verdict["problems"]]
-    assert damaged == [str(checkpoints / "ckpt-e000003.pth")]
-    with Small(settings(auto_resume=True)):
-        pass
-    assert not old.exists()
-    assert verified(run, capsys, 1)["litter"] == []
 
 
 def test_nothing_of_a_run_in_progress_is_litter(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.checkpoints.file_store import FileStore
-from danling.checkpoints.ownership import newest_record
+from danling.checkpoints.reading import newest_record
+from danling.checkpoints.store import FileStore
 
 SECRETS = {
     "hub": {"token": "hf-TOPSECRET-0001", "user": "ann"},

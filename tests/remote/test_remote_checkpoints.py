@@ -11,7 +11,7 @@ from support.remote_runs import upload_run
 from support.saves import load, make_manager, save
 
 from danling.checkpoints import CheckpointDamaged, CheckpointManager, CheckpointMismatch, CheckpointNotFound
-from danling.checkpoints.policy import history_name
+from danling.checkpoints.manifest import history_name
 from danling.remote import RunLayout, open_store
 from danling.remote.sources import RemoteSources
 from danling.remote.stored_run import StoredRun, place_of

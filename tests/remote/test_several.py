@@ -15,9 +15,8 @@ from support.object_servers import ObjectServer
 from support.processes import run_processes
 from support.toys import TracingRunner, differences
 
-from danling.checkpoints.manifest import Manifest
-from danling.checkpoints.mirroring import Saved
-from danling.checkpoints.policy import Record
+from danling.checkpoints.manager import Saved
+from danling.checkpoints.manifest import Manifest, Record
 from danling.remote import RemoteError, RemoteSettings, RunLayout, open_store
 from danling.remote.attach import RemoteStores
 from danling.remote.contents import RemoteRun

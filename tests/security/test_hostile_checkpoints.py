@@ -15,8 +15,8 @@ import torch
 from support.recorded import bounded, record_run
 
 from danling.checkpoints import CheckpointDamaged, storage
-from danling.checkpoints.file_store import SUMS
 from danling.checkpoints.manifest import Manifest
+from danling.checkpoints.store import FILE_SUMS
 from danling.checkpoints.torch_files import check_values, read_file
 from danling.cli.main import main
 
@@ -77,7 +77,7 @@ def resealed(run: Path, place: Path, put: Callable[[Path], None]) -> Path:
     """Return a copy of a run's checkpoint with other contents, and sums that are right."""
     place.mkdir(exist_ok=True)
     path = Path(shutil.copy(run / "checkpoints" / "best.pth", place / "best.pth"))
-    sums = Path(shutil.copy(run / "checkpoints" / f"best.pth{SUMS}", place))
+    sums = Path(shutil.copy(run / "checkpoints" / f"best.pth{FILE_SUMS}", place))
     path.unlink()
     put(path)
     record = Manifest.parse(sums.read_text()).record

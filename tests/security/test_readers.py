@@ -18,10 +18,10 @@ from support import hostile
 
 from danling.checkpoints import CheckpointDamaged, CheckpointError
 from danling.checkpoints.dcp_files import read_target
-from danling.checkpoints.engine_pickles import read_engine_file
+from danling.checkpoints.deepspeed import read_engine_file
 from danling.checkpoints.exchange import import_weights
-from danling.checkpoints.reading import read_file
 from danling.checkpoints.shard_index import ShardIndex, read_index
+from danling.checkpoints.torch_files import read_file
 from danling.utils.plain import parse_json, parse_yaml
 from danling.workspace.workspace import without_places
 

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from danling.checkpoints.file_store import SUFFIX
-from danling.checkpoints.manifest import Manifest
-from danling.checkpoints.policy import is_name
+from danling.checkpoints.manifest import Manifest, is_name
+from danling.checkpoints.store import SUFFIX
 from danling.remote import RemoteStore, RunLayout
 from danling.remote.layout import FILE_SUMS, SUMS, TARGETS
 

@@ -1,92 +1,88 @@
-"""Which checkpoint is meant by a name, a path or a URL, and which is the newest that can be loaded."""
+"""The directory of a run's checkpoints: which one is meant, which is the newest intact one, where saves belong, and what is removed."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from . import storage
-from .backends import stores_in
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from .litter import pruned_sums
-from .ownership import newest_record
-from .policy import Record, newest, on_line
-from .reading import read_payload
-from .settings import CheckpointSettings
+from .manifest import Line, Record, newest, next_line, on_line
+from .reading import newest_record, read_payload, stores_in
 from .store import CheckpointStore
+
+if TYPE_CHECKING:
+    from .manager import CheckpointSettings, Mirror, Sources
 
 logger = logging.getLogger("danling")
 
 Found = tuple[Record, CheckpointStore]
-"""What is recorded of a checkpoint, and the store that it lies in."""
+"""What is recorded of a checkpoint, and the store that has it."""
 
 _ALONE = {
     "full": ": it was verified by those inside of it, which tell damage, but not which save it is.",
     "size": ": all but its tensors was verified by those inside of it.",
     "none": ", and checkpoint.verify='none' looks at nothing else.",
 }
-
 _NAMED = 4
 """So many checkpoints are named in an error."""
 
 
-class Sources(Protocol):
-    """Where checkpoints are found that do not lie in a directory; see `danling.remote.sources.RemoteSources`."""
-
-    def own(self) -> list[CheckpointStore]:
-        """Return the stores of the run itself."""
-
-    def named(self, source: str | Path) -> tuple[list[CheckpointStore], str] | None:
-        """Return the stores to look in for a URL, and the name to look for; `None` for what is no URL."""
-
-    def bring_file(self, url: str) -> Path | None:
-        """Bring what another program wrote, and return where it lies now; `None` for the URL of a run."""
-
-    def release(self) -> None:
-        """Remove what was brought of other runs."""
-
-
 @dataclass(frozen=True)
-class Apart:
-    """Whether the ranks of a run do not all see one disk, so that no machine has the whole of a save, and only an object store has.
+class DiskSharing:
+    """Whether the ranks of a run share a disk. Where they do not, no machine has the whole of a save, and only an object store has.
 
     Attributes:
-        any: Whether there is such a rank.
-        follows: Whether this one removes on its machine what the main process has removed on its own.
+        is_split: Whether a rank does not see the disk of the main process.
+        follows: Whether this rank removes on its machine what the main process has removed on its own.
     """
 
-    any: bool = False
+    is_split: bool = False
     follows: bool = False
 
 
-class CheckpointSearch:
-    """Finds the checkpoints of one run, in its directory and elsewhere. Nothing here communicates; what reads a disk runs on rank 0."""
+class CheckpointDirectory:
+    """The checkpoints of one run, in its directory and elsewhere. Nothing here communicates; what accesses a disk runs on rank 0.
+
+    Args:
+        path: The directory.
+        first: How the run's own checkpoints are arranged in it.
+        run_id: Identity of the run; checkpoints of another one are refused.
+        settings: Policy.
+        compare: As in `CheckpointManager`.
+    """
 
     def __init__(
         self,
-        directory: Path,
+        path: Path,
         *,
         first: type[CheckpointStore],
         run_id: str,
         settings: CheckpointSettings,
         compare: Callable[[Mapping[str, Any]], list[str]] | None = None,
     ) -> None:
-        self.directory = directory
+        self.path = path
         self.run_id = run_id
         self._settings = settings
         self._compare = compare
         # A run may go on with another kind of manager: what the other kinds have written counts and can be loaded.
-        self.stores = stores_in(directory, first=first, run_id=run_id)
+        self.stores = stores_in(path, first=first, run_id=run_id)
+        self.sharing = DiskSharing()
+        self.mirror: Mirror | None = None
+        self.resumed: Record | None = None
+        """The checkpoint of the run that the process goes on from; `None` from scratch. Known on all ranks."""
+        self._line: Line | None = None
         self._open_sources: Callable[[], Sources] | None = None
         self._sources: Sources | None = None
-        self.apart = Apart()
         self._alone: set[Path] = set()
         self._brought: dict[Path, int] = {}
         self._offered: dict[str, tuple[CheckpointStore, Path, int]] = {}
         self._unreadable: set[tuple[CheckpointStore, int]] = set()
+
+    # Object stores
 
     def look_in(self, sources: Callable[[], Sources], *, own: bool) -> None:
         """Look for checkpoints in object stores as well, after the run's own directory.
@@ -113,16 +109,16 @@ class CheckpointSearch:
         if self._sources is not None:
             self._sources.release()
 
-    def lie_apart(self, apart: Apart) -> None:
-        """Hear whether machines have disks of their own: what lies there is kept as before, and read from where all of it lies."""
-        self.apart = apart
+    def share(self, sharing: DiskSharing) -> None:
+        """Note whether machines have disks of their own: checkpoints there are kept as before, and read from where all of each is."""
+        self.sharing = sharing
         for store in self.stores:
-            store.is_part = apart.any and not store.is_elsewhere
+            store.is_part = sharing.is_split and not store.is_elsewhere
 
-    # One checkpoint
+    # Find and verify one
 
     def verified(self, source: str | Path) -> tuple[int, Path]:
-        """Find a checkpoint and compare it with its checksums."""
+        """Find a checkpoint and compare it with its checksums; return the number of its store, -1 for a local one, and its path."""
         store, path = self._resolve(source)
         store.verify(path, self._settings.verify)
         if store.lacks_sums(path) and path not in self._alone:
@@ -139,7 +135,7 @@ class CheckpointSearch:
         return self.stores if named is None else named[0]
 
     def describe(self, source: str | Path) -> Record | None:
-        """Return what is recorded of a checkpoint, without reading it; `None` for one that lies elsewhere."""
+        """Return what is recorded of a checkpoint, without reading it; `None` for one of another directory."""
         return self._record_of(*self._resolve(source))
 
     def _record_of(self, store: CheckpointStore, path: Path) -> Record | None:
@@ -157,18 +153,15 @@ class CheckpointSearch:
             found = store.find(wanted)
             if found is not None:
                 return store, found
-        raise self._not_found(source, stores if named is not None else None)
-
-    def _not_found(self, source: str | Path, named: list[CheckpointStore] | None) -> CheckpointNotFound:
-        present = sorted({record.name for store in named or self.stores for record in store.records(complete=True)})
+        present = sorted({r.name for store in stores for r in store.records(complete=True)})
         there = ", ".join(present) or "none"
         if named is not None:
-            return CheckpointNotFound(
-                f"Expected a checkpoint at {source}. Received: none (in {named[0].place} there are: {there}). Give the URL of one that "
+            raise CheckpointNotFound(
+                f"Expected a checkpoint at {source}. Received: none (in {stores[0].place} there are: {there}). Give the URL of one that "
                 "is there."
             )
-        return CheckpointNotFound(
-            f"Expected a checkpoint: a name in {self.directory} (there are: {there}), or a path. Received: {str(source)!r}. Give one "
+        raise CheckpointNotFound(
+            f"Expected a checkpoint: a name in {self.path} (there are: {there}), or a path. Received: {str(source)!r}. Give one "
             "that is there, or bring it back (is the file system mounted?)."
         )
 
@@ -184,38 +177,38 @@ class CheckpointSearch:
             return None
         line = [(r, s) for r, s in found if r.name != "model" and on_line(r, last.branch, last.line)]
         for record, store in sorted(line, key=lambda pair: (pair[0].sequence, pair[0].name == "latest"), reverse=True):
-            path = store.path(record.name)
             # The names of one save have the same content.
             if (store, record.sequence) in self._unreadable:
                 continue
+            path = store.path(record.name)
             try:
                 store.verify(path, self._settings.verify)
             except (CheckpointError, OSError) as error:
-                store.pass_over(path, error)
-            else:
-                if store.is_elsewhere:
-                    # From now on it is found in the directory, which other machines may not share.
-                    self._brought[path] = self.stores.index(store)
-                source = record.name if store is self.stores[0] else str(path)
-                self._offered[source] = store, path, record.sequence
-                return source
+                store.skip(path, error)
+                continue
+            if store.is_elsewhere:
+                # From now on it is found in the directory, which other machines may not share.
+                self._brought[path] = self.stores.index(store)
+            source = record.name if store is self.stores[0] else str(path)
+            self._offered[source] = store, path, record.sequence
+            return source
         return None
 
     def skip(self, source: str, error: Exception) -> None:
         """Leave out a save from now on that `find_latest` has returned and that cannot be read."""
         store, path, sequence = self._offered[source]
         self._unreadable.add((store, sequence))
-        store.pass_over(path, error)
+        store.skip(path, error)
 
     def refuse_lost(self) -> None:
-        """Refuse to begin anew where checkpoints lie of which none can be loaded."""
-        storage.refuse_no_directory(self.directory)
+        """Refuse to begin anew where there are checkpoints of which none can be loaded."""
+        storage.refuse_no_directory(self.path)
         self.records()
         lost = [line for store in self._whole() for line in store.lost()]
         if lost and self.find_latest() is None:
             listing = "".join(f"\n  {line}" for line in lost)
             raise CheckpointDamaged(
-                f"Expected a checkpoint in {self.directory} that verifies, since some lie there. Received none that does:{listing}\n"
+                f"Expected a checkpoint in {self.path} that verifies, since there are some. Received none that does:{listing}\n"
                 "Mend or bring back one of them (is a file system not mounted?). To begin anew, name another `dir`, or move these away."
             )
 
@@ -239,37 +232,19 @@ class CheckpointSearch:
         if not foreign:
             return
         record, store = max(foreign, key=lambda pair: pair[0].sequence)
-        differences = self._differences(record, store)
+        differences: list[str] = []
+        if self._compare is not None:
+            try:
+                path = store.target(store.path(record.name))
+                differences = self._compare(read_payload(path, sections=["runner", "state"], mmap=True))
+            except (CheckpointError, OSError):
+                pass  # its configuration only makes the refusal clearer
         others = "".join(f"\n  {line}" for line in differences)
         raise CheckpointMismatch(
             f"Expected {store.place} to hold checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
             + (f", whose configuration differs:{others}\nRestore it, or give" if differences else ". Give")
             + " this run a directory of its own, in which `resume` and a path go on from there; checkpoint.load_only only looks."
         )
-
-    def _differences(self, record: Record, store: CheckpointStore) -> list[str]:
-        if self._compare is None:
-            return []
-        try:
-            path = store.target(store.path(record.name))
-            return self._compare(read_payload(path, sections=["runner", "state"], mmap=True))
-        except (CheckpointError, OSError):
-            return []
-
-    def tidy(self) -> None:
-        """Remove what killed saves and deletions have left in the directory of this run, where nobody else writes."""
-        last = newest_record(self.directory)
-        if last is None or last.run != self.run_id:
-            return
-        try:
-            for store in self.stores:
-                if store.is_used():
-                    store.recover()
-            storage.clean(self.directory, storage.UPLOADING)
-            for orphan in pruned_sums(self.directory, self._settings.keep_latest_k):
-                storage.remove(orphan)
-        except OSError as error:
-            logger.warning("What killed saves have left in %s could not be removed: %s", self.directory, error)
 
     def still_good(self) -> str:
         """Return a sentence that names the checkpoints which are complete, the newest first: what is left after a failure."""
@@ -278,10 +253,82 @@ class CheckpointSearch:
         except (CheckpointError, OSError):
             found = []
         if not found:
-            return (
-                f"What was complete before was not touched; in {self.directory} no complete checkpoint can be seen now."
-            )
+            return f"What was complete before was not touched; in {self.path} no complete checkpoint can be seen now."
         newest_first = sorted(found, key=lambda record: record.sequence, reverse=True)
         names = ", ".join(f"{record.name} (step {record.step})" for record in newest_first[:_NAMED])
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        return f"Still good in {self.directory}: {names}{more}."
+        return f"Still good in {self.path}: {names}{more}."
+
+    # Saves
+
+    def continue_from(self, record: Record | None) -> None:
+        """Begin where a checkpoint is; nothing changes on the disk before the next save. Called on all ranks."""
+        self.resumed = record
+        self._line = None
+
+    def open_save(self, names: list[str], *, needed: int, epoch: int, global_step: int) -> list[Record]:
+        """Number the next save, see that there is room for it, and return its records, one a name."""
+        if self._line is None:
+            self._line = self._open_line()
+        self._make_room(needed)
+        self._line = line = replace(self._line, sequence=self._line.sequence + 1)
+        return [Record(n, line.sequence, line.branch, line.ancestors, self.run_id, global_step, epoch) for n in names]
+
+    def _open_line(self) -> Line:
+        """Make the directory ready for saves, and return where they belong."""
+        storage.make_directory(self.path)
+        self.stores[0].recover()
+        found = self.records()
+        self.refuse_foreign(found)
+        records = [record for record, _ in found]
+        line = next_line(records, self.resumed)
+        abandoned = {r.sequence for r in records if not on_line(r, line.branch, line.ancestors)}
+        if abandoned:
+            origin = f"from {self.resumed.name}" if self.resumed else "from scratch"
+            logger.warning(
+                "Going on %s: %d saves in %s are no longer part of this run.", origin, len(abandoned), self.path
+            )
+        return line
+
+    def _make_room(self, needed: int) -> None:
+        """Refuse a save that the disk has no room for, though uploads that wait are given up for it."""
+        try:
+            storage.require_space(self.path, needed)
+        except CheckpointError:
+            given_up = self.mirror.let_go() if self.mirror is not None else []
+            if not given_up:
+                raise
+            logger.warning(
+                "%s has no room for the next save: %s will not be copied to the object store, and may be removed here.",
+                self.path,
+                ", ".join(given_up),
+            )
+            self.prune()
+            storage.require_space(self.path, needed)
+
+    def prune(self) -> None:
+        """Remove the history that retention gives up, once a save is complete; what is still being uploaded stays."""
+        if self._line is not None:
+            pending = self.mirror.pending() if self.mirror is not None else frozenset()
+            keep = self._settings.keep_latest_k
+            self.stores[0].prune(self._line, keep=keep, resumed=self.resumed, pending=pending)
+
+    def follow(self, sequence: int, exchange: Callable[[object], list[Any]], *, is_main: bool) -> None:
+        """Remove on machines with disks of their own what the main process has removed. On all ranks, in background too."""
+        if self.sharing.is_split:
+            kept = exchange(self.stores[0].targets() if is_main else None)[0]
+            if self.sharing.follows:
+                self.stores[0].follow(sequence, kept)
+
+    def tidy(self) -> None:
+        """Remove what killed saves and deletions have left in the directory of this run, where no other process writes."""
+        last = newest_record(self.path)
+        if last is None or last.run != self.run_id:
+            return
+        try:
+            for store in self.stores:
+                if store.is_used():
+                    store.recover()
+            storage.clean(self.path, storage.UPLOADING)
+        except OSError as error:
+            logger.warning("What killed saves have left in %s could not be removed: %s", self.path, error)

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
+from support.processes import run_processes
 
-from danling.checkpoints.executor import SaveExecutor
+from danling.checkpoints import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointSettings,
+    FileCheckpointManager,
+)
+from danling.checkpoints.manager import SaveExecutor
+from danling.distributed import Domain
 
 
 class _Gate:
@@ -72,8 +82,50 @@ def test_close_gives_up_in_time() -> None:
     gate.started.wait(10)
     executor.submit(lambda: written.append(1), reliable=True)
     assert not executor.close(0.1)
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="after close"):
         executor.submit(lambda: None, reliable=True)
     gate.go.set()
     assert executor.wait(10)
     assert written == []
+
+
+# What one rank raises, all ranks raise
+
+GOOD = "What was complete before was not touched"
+
+
+class _Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("odd")
+        self.held = lambda: None
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+def _met_by_both(directory: str) -> list[str]:
+    domain = Domain()
+    ranks = FileCheckpointManager(directory, domain=domain, run_id="run", settings=CheckpointSettings(), step_mode=True)
+    found = [str(ranks.on_main(lambda: f"of {domain.rank}")), str(ranks.on_all(lambda: f"of {domain.rank}"))]
+    for action in (
+        lambda: ranks.on_main(lambda: _raise(CheckpointDamaged("latest is cut"))),
+        lambda: ranks.on_all(lambda: _raise(OSError(5, "Input/output error", "best.pth")) if domain.rank else "mine"),
+        lambda: ranks.on_all(lambda: _raise(_Unpicklable()) if domain.rank else "mine"),
+        lambda: ranks.on_all(lambda: _raise(ValueError("of rank 1")) if domain.rank else "mine"),
+    ):
+        with pytest.raises((CheckpointError, ValueError)) as raised:
+            action()
+        found.append(f"{type(raised.value).__name__}: {raised.value}")
+    return found
+
+
+def test_values_come_back_and_errors_of_one_rank_are_raised_on_both(tmp_path: Path) -> None:
+    first, second = run_processes(_met_by_both, str(tmp_path), world_size=2, init_process_group=True)
+    assert (first[:2], second[:2]) == (["of 0", "of 0"], ["of 0", "of 1"])
+    assert first[2:] == second[2:]
+    damaged, disk, odd, value = first[2:]
+    assert damaged == "CheckpointDamaged: latest is cut"
+    assert disk.startswith("CheckpointDiskError: ") and "best.pth" in disk and GOOD in disk
+    assert odd.startswith("CheckpointError: ") and "_Unpicklable: odd" in odd and GOOD in odd
+    assert value == "ValueError: of rank 1"

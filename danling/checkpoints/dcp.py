@@ -1,13 +1,15 @@
-"""Checkpoints of `torch.distributed.checkpoint`, written by all ranks."""
+"""Writes checkpoints of `torch.distributed.checkpoint`, all ranks together."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -17,15 +19,12 @@ from danling.distributed import Domain
 from danling.utils.tensors import local_part
 
 from . import storage
-from .collective import CollectiveCheckpointManager
-from .dcp_files import TargetWriter, save_target, written_by
+from .dcp_files import Reuse, TargetWriter, flatten, save_target, written_by
 from .errors import CheckpointDiskError, CheckpointError
-from .manifest import find_problems, read_manifest
-from .plan_cache import PlanCache
-from .policy import Record
-from .reuse import Reuse, SavedAhead, tensor_sums
+from .manager import CollectiveCheckpointManager
+from .manifest import Record, find_problems, read_manifest
 from .snapshot import SnapshotBuffers, count_bytes
-from .target_store import SUMS, TargetStore
+from .store import SUMS, TargetStore
 from .writer_process import WriterProcess, meet
 
 logger = logging.getLogger("danling")
@@ -69,7 +68,6 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
                 "of a background save on one group abort the process."
             )
             self._background = False
-        self._plans = PlanCache(self._exchange)
         self._process: WriterProcess | None = None
         if self.settings.async_mode == "async_with_pinned_mem" and not self.settings.load_only:
             # Now, and not at the first save: it takes seconds until it is ready, and where it cannot be started that is told at once.
@@ -121,7 +119,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             self._submit(save)
 
     def _open_target(self, payload: Mapping[str, object], epoch: int, global_step: int) -> Record:
-        record = self._open_attempt(["latest"], needed=count_bytes(payload), epoch=epoch, global_step=global_step)[0]
+        record = self._open_save(["latest"], needed=count_bytes(payload), epoch=epoch, global_step=global_step)[0]
         return replace(record, name=self.store.new_target(record.sequence))
 
     def _submit(self, save: _Save) -> None:
@@ -154,7 +152,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             self._mirrored(save.record, save.names, target=save.record.name, own=own, put_off=put_off)
         if self.domain.rank == 0:
             self._saved(save.payload, save.names)
-        self._follow(save.record.sequence, self._exchange)
+        self.checkpoints.follow(save.record.sequence, self._exchange, is_main=self.domain.rank == 0)
 
     def _is_mirror_behind(self) -> bool:
         """Whether a save waits to be copied on any rank. Called on all ranks, in the background too: they are to copy the same saves."""
@@ -178,11 +176,10 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
 
     def _upload(self, payload: dict[str, Any], writer: TargetWriter) -> None:
         if self._process is None:
-            alone = self.domain.size == 1
-            save_target(payload, writer, group=self._group, alone=alone, cache=self._plans)
+            save_target(payload, writer, group=self._group, alone=self.domain.size == 1)
             return
         meet(self._process, self._exchange, rank=self.domain.rank, size=self.domain.size)
-        # The copy lies in shared memory, so that the process takes it over without another one.
+        # The copy is in shared memory, so that the process takes it over without another one.
         self._process.write(payload, writer)
 
     def _exchange(self, value: object) -> list[Any]:
@@ -229,3 +226,50 @@ def _explained(error: CheckpointException, path: object) -> CheckpointError:
     told = {rank: str(f) if isinstance(f, CheckpointError) else repr(f) for rank, f in failures.items()}
     reasons = "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
     return kind(f"Expected {path} to be written. Received: {reasons}")
+
+
+# What a save need not write again
+
+
+@dataclass(frozen=True)
+class SavedAhead:
+    """A target that was written before an evaluation, whose metrics belong to the same state.
+
+    Attributes:
+        target: Its name.
+        step: Committed updates.
+        sums: SHA-256 of this rank's part of each tensor, by dotted name.
+    """
+
+    target: str
+    step: int
+    sums: dict[str, str]
+
+    def reuse(
+        self, payload: Mapping[str, object], exchange: Callable[[Any], list[Any]], *, exists: bool
+    ) -> Reuse | None:
+        """Return the tensors that are unchanged in a later payload on every rank, `None` if there are none. Call on all ranks.
+
+        The contents are compared, so that a tensor that the evaluation has changed, such as a buffer, is saved again.
+        """
+        sums = tensor_sums(payload)
+        same = {name for name, value in sums.items() if exists and self.sums.get(name) == value}
+        ranks = exchange((same, sums.keys() - same))
+        names = frozenset().union(*(kept for kept, _ in ranks)).difference(*(changed for _, changed in ranks))
+        return Reuse(self.target, names) if names else None
+
+
+def tensor_sums(payload: Mapping[str, object]) -> dict[str, str]:
+    """Return the SHA-256 of this rank's part of each dense tensor of a state, with dtype and shape, by dotted name."""
+    tensors = {name: leaf for name, leaf in flatten(payload)[0].items() if isinstance(leaf, Tensor)}
+    return {name: _sum(tensor) for name, tensor in tensors.items() if local_part(tensor).layout == torch.strided}
+
+
+def _sum(tensor: Tensor) -> str:
+    local = local_part(tensor)
+    about = f"{tensor.dtype} {tuple(tensor.shape)} {tuple(local.shape)}"
+    plain = local.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    content = plain.view(torch.uint8).numpy()
+    digest = hashlib.sha256(about.encode())
+    digest.update(content.data)
+    return digest.hexdigest()

@@ -1,0 +1,707 @@
+"""The checkpoint managers: when a save is made, in which thread, and which errors all ranks raise; and the manager of single files.
+
+How checkpoints are arranged on the disk is told by `store`, which one is meant by `directory`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from danling.utils.protocols import ReductionDomain
+
+from . import storage
+from .directory import CheckpointDirectory
+from .errors import CheckpointDiskError, CheckpointError, disk_error
+from .manifest import Record, history_name
+from .reading import read_payload
+from .snapshot import SnapshotBuffers, count_bytes, to_host
+from .store import CheckpointStore, FileStore
+
+logger = logging.getLogger("danling")
+
+T = TypeVar("T")
+
+Told = tuple[type[Exception], str]
+"""The class and the text of an error: it need not be possible to pickle the error itself."""
+
+_SECONDS_BETWEEN_SIGNS = 1.0
+"""How often ranks that wait for each other's uploads hear that the others still do."""
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """What `config.checkpoint` says.
+
+    Attributes:
+        async_mode: `"disabled"`, `"async"` or `"async_with_pinned_mem"`.
+        keep_latest_k: History checkpoints to keep; 0 keeps all.
+        verify: `"full"`, `"size"` or `"none"`.
+        wait_timeout: Seconds to wait at close; `None` waits.
+        load_only: Never write.
+        trust: Read engine files by unpickling them, which runs what is in them.
+        dedicated_async_process_group: Whether background saves have a process group of their own.
+        async_process_group_backend: Its backend.
+    """
+
+    async_mode: str = "async"
+    keep_latest_k: int = 0
+    verify: str = "full"
+    wait_timeout: float | None = None
+    load_only: bool = False
+    trust: bool = False
+    dedicated_async_process_group: bool = True
+    async_process_group_backend: str = "gloo"
+
+    @classmethod
+    def from_config(cls, section: Mapping[str, Any]) -> CheckpointSettings:
+        """Read the section; an unset `async_mode` follows `async_enabled`."""
+        mode = section["async_mode"] or ("async" if section["async_enabled"] else "disabled")
+        names = [name for name in cls.__dataclass_fields__ if name != "async_mode"]
+        return cls(async_mode=mode, **{name: section[name] for name in names})
+
+    @property
+    def is_async(self) -> bool:
+        """Whether saves are written in the background."""
+        return self.async_mode != "disabled"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that is complete on the disk.
+
+    Attributes:
+        sequence: Number of the save, as `Record.sequence`.
+        step: Committed updates.
+        names: Its names, in the order in which they became visible.
+        target: Name of the target, where it is a directory of files; `None` for a single file.
+        own: The files of the target that this rank has written, without the manifest.
+    """
+
+    sequence: int
+    step: int
+    names: tuple[str, ...]
+    target: str | None = None
+    own: tuple[str, ...] = ()
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether a newer save may take its place: it is no history, no best and no export."""
+        return self.names == ("latest",)
+
+
+class Mirror(Protocol):
+    """Copies saves to another place in the background; see `danling.remote.mirror`. Nothing here communicates."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a save waits while another one is copied."""
+
+    def saved(self, saved: Saved, *, put_off: bool = False) -> None:
+        """Take a save, on each rank that has written a part of it."""
+
+    def pending(self) -> frozenset[int]:
+        """Return the sequences of saves that are not copied yet: their files stay."""
+
+    def let_go(self) -> list[str]:
+        """Give up saves that wait, since the disk has no room for the next one; return their names."""
+
+    def take_error(self) -> BaseException | None:
+        """Return an error by which training is to end, once."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the last save is copied, or cannot be."""
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait, and end."""
+
+
+class Sources(Protocol):
+    """Where checkpoints are found that are in no directory; see `danling.remote.sources.RemoteSources`."""
+
+    def own(self) -> list[CheckpointStore]:
+        """Return the stores of the run itself."""
+
+    def named(self, source: str | Path) -> tuple[list[CheckpointStore], str] | None:
+        """Return the stores to look in for a URL, and the name to look for; `None` for what is no URL."""
+
+    def bring_file(self, url: str) -> Path | None:
+        """Bring what another program wrote, and return where it is now; `None` for the URL of a run."""
+
+    def release(self) -> None:
+        """Remove what was brought of other runs."""
+
+
+class SaveExecutor:
+    """One thread that writes checkpoints, one at a time, in order; nothing that goes wrong is lost.
+
+    Reliable saves are all written; `submit` waits when `capacity` of them wait already. Of the others only the newest is kept: one
+    that has not begun gives way to whatever comes after it.
+    """
+
+    def __init__(self, capacity: int = 1) -> None:
+        self._capacity = capacity
+        self._waiting: deque[tuple[Callable[[], None], Callable[[], None], bool]] = deque()
+        """Of each save: what writes it, what is called when another one takes its place, and whether it must be written."""
+        self._changed = threading.Condition()
+        self._running = False
+        self._ending = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save waits or is being written."""
+        with self._changed:
+            return self._running or bool(self._waiting)
+
+    def wait_for_room(self) -> None:
+        """Wait until a save can be submitted: before its copy is made, so that copies in memory stay as few as saves in the queue."""
+        with self._changed:
+            self._changed.wait_for(lambda: sum(reliable for _, _, reliable in self._waiting) < self._capacity)
+
+    def submit(self, run: Callable[[], None], *, reliable: bool, discard: Callable[[], None] | None = None) -> None:
+        """Enqueue a save; `discard` is called instead of `run` when a newer save takes its place."""
+        if self._ending:
+            raise RuntimeError("A checkpoint manager cannot save after close(). Save before it.")
+        self.wait_for_room()
+        with self._changed:
+            dropped = [discard for _, discard, reliable in self._waiting if not reliable]
+            self._waiting = deque(job for job in self._waiting if job[2])
+            self._waiting.append((run, discard or _nothing, reliable))
+            if self._thread is None:
+                # A daemon: a save that hangs must not keep a process alive that close() has given up waiting for.
+                self._thread = threading.Thread(target=self._work, name="danling-checkpoint", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        for give_up in dropped:
+            give_up()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting) or self._ending)
+                if not self._waiting:
+                    return
+                run, _, _ = self._waiting.popleft()
+                self._running = True
+                self._changed.notify_all()
+            error: BaseException | None = None
+            try:
+                run()
+            except BaseException as raised:  # torch's CheckpointException is no Exception, and none may pass unseen
+                error = raised
+            # Not kept while the next one is awaited: it refers to the copy of a whole state.
+            del run
+            with self._changed:
+                self._error = self._error or error
+                self._running = False
+                self._changed.notify_all()
+
+    def take_error(self) -> BaseException | None:
+        """Return the first error since the last call, once."""
+        with self._changed:
+            error, self._error = self._error, None
+        return error
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until everything is written; return whether it was in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._running, timeout)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Wait, and end the thread; return whether everything was written in time. What has not begun by then is given up."""
+        done = self.wait(timeout)
+        with self._changed:
+            self._ending = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        if self._thread is not None and done:
+            self._thread.join()
+        return done
+
+
+class CheckpointManager(ABC):
+    """Writes and reads the checkpoints of one run. Every method is called on all ranks, and fails on all or on none.
+
+    Args:
+        directory: The directory of the run's checkpoints.
+        domain: All ranks of the run.
+        run_id: Identity of the run; checkpoints of another one in the same directory are refused.
+        settings: Policy.
+        step_mode: Whether history is named by steps.
+        compare: Returns how the configuration of a payload (`runner`, `state`) differs from that of this run, one line a key; it makes a
+            refusal clearer.
+    """
+
+    store_class: ClassVar[type[CheckpointStore]]
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        domain: ReductionDomain,
+        run_id: str,
+        settings: CheckpointSettings,
+        step_mode: bool,
+        compare: Callable[[Mapping[str, Any]], list[str]] | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self.domain = domain
+        self.settings = settings
+        self.step_mode = step_mode
+        self.checkpoints = CheckpointDirectory(
+            self.directory, first=self.store_class, run_id=run_id, settings=settings, compare=compare
+        )
+        self.store = self.checkpoints.stores[0]
+        self._executor = SaveExecutor()
+        self._buffers = SnapshotBuffers()
+        self._closed = False
+        self._said_need = False
+        self.before_save: Callable[[], None] = _nothing
+        """Called on rank 0 before a save begins; what it raises refuses the save on all ranks."""
+        self.planned_history: Callable[[], int] = int
+        """Returns how many checkpoints with a history name the whole run will make; 0 where that is not known."""
+        self.after_save: Callable[[Mapping[str, Any]], None] = _nothing
+        """Called on rank 0 with the payload of a full state that is on the disk, maybe in the background; it must not communicate."""
+
+    @property
+    def stores(self) -> list[CheckpointStore]:
+        """Where the checkpoints of the run are: its own store first, then those of other kinds and elsewhere."""
+        return self.checkpoints.stores
+
+    @property
+    def mirror(self) -> Mirror | None:
+        """What copies saves to another place in the background; on all ranks or on none."""
+        return self.checkpoints.mirror
+
+    @mirror.setter
+    def mirror(self, mirror: Mirror | None) -> None:
+        self.checkpoints.mirror = mirror
+
+    # Saving
+
+    def save_checkpoint(
+        self, payload: Mapping[str, object], *, epoch: int, global_step: int, history: bool = False, best: bool = False
+    ) -> None:
+        """Save a full state as `latest`, and under its history name and as `best` when asked to. Call on all ranks.
+
+        Live tensors are copied before the call returns where the save goes on in the background. History and best are always
+        written; another save that has not begun gives way to the next one.
+
+        Args:
+            payload: The state; tensors and plain values.
+            epoch: Completed epochs.
+            global_step: Committed updates.
+            history: Keep it under its history name.
+            best: Make it `best`.
+
+        Raises:
+            CheckpointError: If it, or one that was going on in the background, could not be written.
+        """
+        names = [history_name(step_mode=self.step_mode, epoch=epoch, global_step=global_step)] if history else []
+        names += ["best"] if best else []
+        # `latest` becomes visible last: it is what a restart looks for first.
+        self._save(payload, [*names, "latest"], epoch=epoch, global_step=global_step)
+
+    def export_model(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
+        """Write weights only, as `model`; `latest` is left alone. Call on all ranks.
+
+        Args:
+            payload: The weights; tensors and plain values.
+            epoch: Completed epochs.
+            global_step: Committed updates.
+
+        Raises:
+            CheckpointError: As `save_checkpoint`.
+        """
+        self._save(payload, ["model"], epoch=epoch, global_step=global_step)
+
+    @abstractmethod
+    def _save(self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int) -> None:
+        """Write a payload under names, now or in the background."""
+
+    def _open_save(self, names: list[str], *, needed: int, epoch: int, global_step: int) -> list[Record]:
+        """Check that a save can be made, and return its records. Call on rank 0."""
+        self.before_save()
+        count = 0 if self._said_need or self.settings.keep_latest_k else self.planned_history()
+        self._said_need = True
+        if count > 1:
+            logger.info(
+                "%d checkpoints of %s will be kept in %s, %s in all; checkpoint.keep_latest_k=3 keeps three.",
+                count,
+                _as_size(needed),
+                self.directory,
+                _as_size(count * needed),
+            )
+        return self.checkpoints.open_save(names, needed=needed, epoch=epoch, global_step=global_step)
+
+    def _prepared(self, payload: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Return the payload as it is written, and what to call when that is done."""
+        return self._buffers.copy(payload) if self.settings.is_async else (to_host(payload), _nothing)
+
+    def _mirrored(
+        self, record: Record, names: Sequence[str], *, target: str | None = None, own: Iterable[str] = (), put_off: bool
+    ) -> None:
+        """Tell the mirror of a save, before retention. Called on each rank that has written a part, maybe in the background."""
+        if self.mirror is not None:
+            saved = Saved(record.sequence, record.step, tuple(names), target, tuple(own))
+            self.mirror.saved(saved, put_off=put_off)
+
+    def _saved(self, payload: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Do what follows when a payload is on the disk under its names. Called on rank 0, maybe in the background."""
+        self.checkpoints.prune()
+        if "latest" in names:
+            self.after_save(payload)
+
+    # Loading
+
+    def load_checkpoint(
+        self,
+        source: str | Path,
+        *,
+        template: Mapping[str, object] | None = None,
+        sections: Iterable[str] | None = None,
+    ) -> dict[str, Any]:
+        """Return the verified payload of a checkpoint, of this kind of manager or of another, in fresh CPU memory. Call on all ranks.
+
+        Args:
+            source: A name in the run's own directory, or a path.
+            template: A state such as the one to save. Where it has a DTensor of the same name and shape, the payload of a sharded
+                checkpoint has one of the same layout on the same device, of which this rank reads its own shard; else tensors are
+                read whole.
+            sections: Components to read, such as `["model"]`; `None` reads all.
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointDamaged: If it is not what was written.
+            CheckpointMismatch: If it is in this run's directory and belongs to another run, or has a format that is not known.
+        """
+        path, trust = self._fetched(source), self.settings.trust
+        return self.on_all(lambda: read_payload(path, template=template, sections=sections, trust=trust))
+
+    def _fetched(self, source: str | Path) -> Path:
+        """Return the verified file or target of a checkpoint, which every rank can read."""
+        self.wait()
+        number, path = self.on_main(lambda: self.checkpoints.verified(source))
+        if number >= 0:
+            store = self.checkpoints.stores_for(source)[number]
+            self.on_all(lambda: store.bring(path))
+        return path
+
+    def find_latest(self) -> str | None:
+        """Return the newest checkpoint of this run's line that is intact, as a source to load; those that are skipped are logged.
+
+        Call on all ranks.
+        """
+        return self.on_main(self.checkpoints.find_latest)
+
+    def skip(self, source: str, error: Exception) -> None:
+        """Leave out a save from now on that `find_latest` has returned and that cannot be read. Call on all ranks.
+
+        Args:
+            source: What `find_latest` returned.
+            error: Why it does not count.
+        """
+        self.on_main(lambda: self.checkpoints.skip(source, error))
+
+    def refuse_lost(self) -> None:
+        """Refuse to begin anew where there are checkpoints of which none can be loaded. Call on all ranks.
+
+        Raises:
+            CheckpointDamaged: If there are such.
+            CheckpointDiskError: If the directory is a link to where nothing is mounted, so that nothing is known.
+        """
+        self.on_main(self.checkpoints.refuse_lost)
+
+    def check_directory(self) -> None:
+        """Refuse a directory in which another run saves; nothing is written. Call on all ranks.
+
+        Raises:
+            CheckpointMismatch: If there is a checkpoint of another run.
+        """
+        self.on_main(lambda: self.checkpoints.refuse_foreign(self.checkpoints.records()))
+
+    def tidy(self) -> None:
+        """Remove what killed saves and deletions have left. Call on all ranks, where no other process writes."""
+        self.on_main(self.checkpoints.tidy)
+
+    def is_foreign(self) -> bool:
+        """Whether another run saves in the directory. Call on all ranks."""
+        return self.on_main(self.checkpoints.is_foreign)
+
+    def step_of(self, source: str | Path) -> int:
+        """Return the committed updates of a checkpoint, without reading it. Call on all ranks.
+
+        Args:
+            source: As in `load_checkpoint`.
+        """
+        record = self.on_main(lambda: self.checkpoints.describe(source))
+        return record.step if record is not None else 0
+
+    def begin(self, source: str | Path) -> None:
+        """Note the checkpoint that the run goes on from. Call on all ranks.
+
+        Retention spares it. When it is not the newest, the next save begins a new line, and what was saved after it is no longer
+        part of the run; until then nothing changes on disk.
+
+        Args:
+            source: As in `load_checkpoint`.
+        """
+        self.wait()
+        self.checkpoints.continue_from(self.on_main(lambda: self.checkpoints.describe(source)))
+        self.release()
+
+    @property
+    def resumed(self) -> Record | None:
+        """The checkpoint of this run that it goes on from; `None` from scratch, and from another run."""
+        return self.checkpoints.resumed
+
+    def release(self) -> None:
+        """Remove what was brought of other runs, since it has been read. Call on all ranks."""
+        self.checkpoints.release()
+
+    def bring_file(self, source: str | Path) -> Path | None:
+        """Return the local path of a file of weights that a URL names; `None` for anything else. Call on all ranks.
+
+        Args:
+            source: The URL, or whatever else a user has named.
+        """
+        sources = self.checkpoints.sources_of(source)
+        return None if sources is None else self.on_all(lambda: sources.bring_file(str(source)))
+
+    # Ending
+
+    def wait(self) -> None:
+        """Wait until everything is written. Call on all ranks.
+
+        Raises:
+            CheckpointError: If something could not be.
+        """
+        self._executor.wait()
+        self._surface()
+
+    def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:  # noqa: B027
+        """Refuse weights that no checkpoint of this kind can hold, before anything is trained. No communication.
+
+        Args:
+            weights: Parameters by name; of sharded ones what this rank holds is looked at.
+
+        Raises:
+            ValueError: If there is such a one.
+        """
+
+    def wait_for_mirror(self) -> None:
+        """Wait until the last save is copied to the object store, or cannot be, which `close` raises; at most `checkpoint.wait_timeout`.
+
+        The ranks leave together: one that has little to upload would wait for the others in its next collective, which fails after a while.
+        """
+        if self.mirror is None:
+            return
+        if self.domain.size == 1:
+            self.mirror.wait(self.settings.wait_timeout)
+            return
+        waiting = threading.Thread(target=self.mirror.wait, args=(self.settings.wait_timeout,), daemon=True)
+        waiting.start()
+        while any(self.domain.gather_objects(waiting.is_alive())):
+            waiting.join(_SECONDS_BETWEEN_SIGNS)
+
+    def maybe_wait_for_staging(self) -> None:
+        """Wait until live tensors may change. They may as soon as a save returns: it has copied them by then."""
+        return
+
+    def close(self, timeout: float | None = None) -> None:
+        """Write what is left, or give up after `timeout` seconds; complete checkpoints stay as they are. May be called twice.
+
+        Nothing is agreed here: a rank that ends because of an error must not wait for the others. Call `wait` before it where all
+        of them end together.
+
+        Raises:
+            CheckpointError: If something could not be written.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._end(timeout)
+            error = self._executor.take_error()
+            self._raise(error, self._told(error))
+        finally:
+            if self.mirror is not None:
+                self.mirror.close(timeout)
+
+    def _end(self, timeout: float | None) -> None:
+        if not self._executor.close(timeout):
+            logger.warning(
+                "A checkpoint was not written within %s seconds and is given up; complete ones are as they were.",
+                timeout,
+            )
+
+    # What fails on one rank fails on all of them, in the same words
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0; return its value, or raise its error, on all ranks. Call on all ranks."""
+        value: Any = None
+        error: Exception | None = None
+        if self.domain.rank == 0:
+            try:
+                value = action()
+            except Exception as raised:
+                error = raised
+        value, told = self.domain.broadcast_object((value, self._told(error)))
+        self._raise(error, told)
+        result: T = value
+        return result
+
+    def on_all(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank; return its value here, or raise the error of any rank on all of them. Call on all ranks."""
+        value: Any = None
+        error: Exception | None = None
+        try:
+            value = action()
+        except Exception as raised:
+            error = raised
+        self._agree(error)
+        result: T = value
+        return result
+
+    def _surface(self) -> None:
+        """Raise an error of the background of any rank on all of them."""
+        self._agree(self._executor.take_error() or (self.mirror.take_error() if self.mirror is not None else None))
+
+    def _agree(self, error: BaseException | None) -> None:
+        told = self.domain.gather_objects(self._told(error))
+        self._raise(error, next((entry for entry in told if entry is not None), None))
+
+    def _told(self, error: BaseException | None) -> Told | None:
+        if error is None:
+            return None
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            path = Path(error.filename or self.directory)
+            error = disk_error("write or read", path, error, free=storage.free_bytes(path))
+        if isinstance(error, CheckpointDiskError):
+            return CheckpointDiskError, f"{error} {self.checkpoints.still_good()}"
+        if isinstance(error, (CheckpointError, ValueError)):
+            return type(error), str(error)
+        received = f"{type(error).__name__}: {error}. {self.checkpoints.still_good()}"
+        return CheckpointError, f"Expected a checkpoint to be written or read. Received: {received}"
+
+    def _raise(self, error: BaseException | None, told: Told | None) -> None:
+        if isinstance(error, (CheckpointError, ValueError)) and not isinstance(error, CheckpointDiskError):
+            raise error
+        if told is not None:
+            raise told[0](told[1]) from error
+
+
+class FileCheckpointManager(CheckpointManager):
+    """`latest.pth`, `best.pth` and `ckpt-*.pth`, each with its checksums in `*.pth.sha256`.
+
+    A save writes one file and gives it its names by hard links, so that several names cost one write. Only rank 0 accesses
+    the disk; it tells all ranks its results and errors. The payload of rank 0 is the one that is written.
+
+    Each file can be read by `torch.load(path, weights_only=True)`.
+    """
+
+    store_class: ClassVar[type[FileStore]] = FileStore
+    store: FileStore
+
+    def _save(self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int) -> None:
+        if self.settings.load_only:
+            return
+        self._surface()
+        self.on_main(lambda: self._write_or_enqueue(payload, names, epoch, global_step))
+
+    def _write_or_enqueue(self, payload: Mapping[str, object], names: list[str], epoch: int, global_step: int) -> None:
+        records = self._open_save(names, needed=count_bytes(payload), epoch=epoch, global_step=global_step)
+        if not self.settings.is_async:
+            self._write(to_host(payload), records)
+            return
+        self._executor.wait_for_room()
+        copied, release = self._buffers.copy(payload)
+
+        def write() -> None:
+            try:
+                self._write(copied, records)
+            finally:
+                release()
+
+        self._executor.submit(write, reliable=names != ["latest"], discard=release)
+
+    def save_alone(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> bool:
+        """Save a full state as `latest` now, on rank 0, without communication: the other ranks may be in any other code.
+
+        May be called on one rank.
+
+        Args:
+            payload: The state, gathered while all ranks were there.
+            epoch: Completed epochs.
+            global_step: Committed updates.
+
+        Returns:
+            Whether it is saved: always `True`, since the other ranks leave it to rank 0.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        if self.domain.rank == 0 and not self.settings.load_only:
+            self._executor.wait()
+            records = self._open_save(["latest"], needed=count_bytes(payload), epoch=epoch, global_step=global_step)
+            self._write(to_host(payload), records)
+        return True
+
+    def _write(self, payload: dict[str, Any], records: list[Record]) -> None:
+        self.store.write(lambda writer: torch.save(payload, writer), records)  # type: ignore[arg-type]
+        names = [record.name for record in records]
+        self._mirrored(records[0], names, put_off=False)
+        self._saved(payload, names)
+
+
+class CollectiveCheckpointManager(CheckpointManager):
+    """A manager whose saves take all ranks, so that none can be made by one rank once an evaluation has failed: it is made before."""
+
+    _ahead: object | None = None
+    """What the next save takes over from the last one, where that one was made ahead of an evaluation."""
+
+    def save_ahead(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
+        """Save a state as `latest` before an evaluation, after which the next save of it writes again only what has changed.
+
+        Call on all ranks. Until then a run that goes on finds this one.
+
+        Args:
+            payload: The state; tensors and plain values.
+            epoch: Completed epochs.
+            global_step: Committed updates.
+
+        Raises:
+            CheckpointError: As `save_checkpoint`.
+        """
+        self._save(payload, ["latest"], epoch=epoch, global_step=global_step, ahead=True)
+
+    def is_saved_ahead(self) -> bool:
+        """Whether the last save was one ahead and is complete, which is waited for. No communication: may be called on one rank."""
+        self._executor.wait()
+        return self._ahead is not None
+
+    @abstractmethod
+    def _save(
+        self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
+    ) -> None:
+        """Write a payload under names, now or in the background; `ahead` of an evaluation, remember what the next save may take over."""
+
+
+def _as_size(size: int) -> str:
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= u), (1.0, "bytes"))
+    return f"{size / unit:.3g} {name}"
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
