@@ -153,7 +153,6 @@ class Reporter:
         name: str,
         epoch: str,
         profiler: StepProfiler | None,
-        rank_times: RankTimes | None = None,
     ) -> None:
         """Begin to measure and to show a training.
 
@@ -165,9 +164,7 @@ class Reporter:
             name: What stands in front of the bar.
             epoch: What stands behind the name, such as `epoch 2/5`.
             profiler: What profiles some updates.
-            rank_times: Collects what the ranks spend their time with; `None` where nobody looks. On all ranks or on none.
         """
-        self.rank_times = rank_times
         self._samples_at_begin = self._samples_at_log = samples
         self.telemetry = Telemetry(total_steps=total_steps, global_step=step, device=device)
         self._profiler = profiler

@@ -3,168 +3,153 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from danling.utils.protocols import ReductionDomain
+from danling.config.names import counts_flops
+from danling.config.parse import command_line_of
+from danling.utils.messages import Paced
+from danling.utils.secrets import hide_secret_words, secret_values
 
-from .rank_times import RankTimes
-from .reporter import Reporter, StepProfiler
+from .description import describe_batches, describe_parameters, describe_training
+from .summary import Launch, describe_end
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from danling.runners.torch_runner import TorchRunner
+    from danling.training import UpdateOutcome
 
 logger = logging.getLogger("danling")
 
 
-class TrainedSoFar(Protocol):
-    """Counters of a training."""
-
-    global_step: int
-    epoch: int
-    samples: int
-
-
-class ReportedUpdate(Protocol):
-    """What is shown of an update."""
-
-    loss_sum: float | Tensor
-    grad_norm: float | Tensor | None
-
-    @property
-    def loss(self) -> float | Tensor:
-        """The mean loss, 0-dim."""
-
-
-@dataclass(frozen=True)
-class ReportFacts:
-    """What is shown of a run, read anew each time, since it may be changed while it trains.
-
-    Attributes:
-        counters: Returns the progress.
-        count_samples: Brings the count of samples up to date with what is counted on the device.
-        epochs: Returns the number of epochs after which training ends, `None` in step mode.
-        steps: Returns the number of updates after which training ends, `None` when it is not known.
-        by_steps: Returns whether the budget counts updates instead of epochs.
-        index: Returns the epoch or update that results go under.
-        trained: Returns the splits that are trained on.
-        learning_rates: Returns those that the update which is logged was made with.
-        sums_loss: Returns whether the loss is a sum.
-        flops_per_token: Returns the model's FLOPs for a token, `None` when not known.
-        flops_per_sample: Returns the model's FLOPs for a sample, `None` when not known.
-        ended: Returns whether the run is at its end.
-        of_loaders: Returns by split what the loaders have to show; called on the main process.
-        summary: Returns what is said at the end beside the speed, a line each; called on the main process.
-    """
-
-    counters: Callable[[], TrainedSoFar]
-    count_samples: Callable[[], None]
-    epochs: Callable[[], int | None]
-    steps: Callable[[], int | None]
-    by_steps: Callable[[], bool]
-    index: Callable[[], int]
-    trained: Callable[[], Sequence[str]]
-    learning_rates: Callable[[], Sequence[float]]
-    sums_loss: Callable[[], bool]
-    flops_per_token: Callable[[], float | None]
-    flops_per_sample: Callable[[], float | None]
-    ended: Callable[[], bool]
-    of_loaders: Callable[[], Mapping[str, Mapping[str, float]]] = dict
-    summary: Callable[[], Sequence[str]] = tuple
-
-
 class RunReport:
-    """Tells a reporter of one training after the other."""
+    """Tells the reporter of one training after the other."""
 
-    def __init__(
-        self,
-        reporter: Reporter,
-        facts: ReportFacts,
-        *,
-        domain: ReductionDomain,
-        counts_samples: bool,
-        device: torch.device,
-    ) -> None:
-        self.reporter = reporter
-        self._facts = facts
-        self._domain = domain
-        self._counts_samples = counts_samples
-        self._device = device
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self._reporter = runner._reporter
+        self._stream_lines = Paced(runner.config.log_seconds)
 
-    def begin(
-        self,
-        *,
-        name: str,
-        peak_flops: float | None,
-        countable: bool,
-        seconds_between_lines: float,
-        profiler: StepProfiler | None,
-        description: Callable[[], Sequence[str]],
-        rank_times: RankTimes | None = None,
-    ) -> None:
-        """Begin to report a training."""
-        facts, reporter, counters = self._facts, self.reporter, self._facts.counters()
-        known = (facts.flops_per_token() or facts.flops_per_sample()) is not None
-        reporter.flops.begin(peak_flops, known=known, countable=countable)
-        # It may have been changed since a tracker was added, which made the reporter.
-        reporter.seconds_between_lines = seconds_between_lines
+    def begin(self) -> None:
+        """Begin to report a training. Called on all ranks."""
+        runner, reporter, config, train = self._runner, self._reporter, self._runner.config, self._runner.state.train
+        # It may have been changed since the runner was constructed.
+        reporter.seconds_between_lines = config.log_seconds
+        self._stream_lines = Paced(config.log_seconds)
+        self._write_streams()
+        known = (runner.flops_per_token() or runner.flops_per_sample()) is not None
+        countable = counts_flops(runner.stack) and not config.compile.enable
+        reporter.flops.begin(runner.peak_flops(), known=known, countable=countable)
         reporter.begin(
-            step=counters.global_step,
-            samples=counters.samples,
-            total_steps=facts.steps(),
-            device=self._device,
-            name=name,
+            step=train.global_step,
+            samples=train.samples,
+            total_steps=runner.steps,
+            device=runner.device,
+            name=config.experiment,
             epoch=self._epoch(),
-            profiler=profiler,
-            rank_times=rank_times,
+            profiler=runner.build_profiler(),
         )
-        if reporter.is_main:
-            for line in description():
-                logger.info("%s", line)
+        if not runner.is_main_process:
+            return
+        size = runner.world_size
+        for line in describe_training(
+            step=train.global_step,
+            epoch=train.epoch,
+            budget=f"step {runner.steps}" if runner.is_step_mode else f"epoch {runner.epochs}",
+            processes=f"{size} {runner.device.type} process{'es' if size > 1 else ''}",
+            stack=f"{runner.stack}, {config.precision or 'fp32'}",
+            parameters=describe_parameters((p.numel(), p.requires_grad) for _, p in runner.named_parameters()),
+            batches=describe_batches(
+                runner.batch_size, runner.accum_steps, runner._data.plan.division(), distributed=runner.distributed
+            ),
+            directory=runner.workspace.dir,
+        ):
+            logger.info("%s", line)
 
-    def log_update(self, update: ReportedUpdate) -> None:
-        """Log the metrics of an update and the speed since the last line. One collective."""
-        facts, counters = self._facts, self._facts.counters()
-        facts.count_samples()
-        self.reporter.log_update(
-            counters.global_step,
+    def log_update(self, update: UpdateOutcome) -> None:
+        """Log the metrics of an update, the speed since the last line, and how far the streams are. One collective."""
+        runner, train = self._runner, self._runner.state.train
+        runner._parts.update.read_samples()
+        self._reporter.log_update(
+            train.global_step,
             # On an accelerator a window without any weight is noticed only here.
-            loss=update.loss_sum if facts.sums_loss() else update.loss,
-            samples=counters.samples,
+            loss=update.loss_sum if runner._parts.sums_loss else update.loss,
+            samples=train.samples,
             grad_norm=update.grad_norm,
-            learning_rates=facts.learning_rates(),
+            learning_rates=runner._parts.update.rates,
             epoch=self._epoch(),
-            domain=self._domain,
-            counts_samples=self._counts_samples,
-            per_token=facts.flops_per_token,
-            per_sample=facts.flops_per_sample,
-            of_loaders=facts.of_loaders,
+            domain=runner.placement.optimizer,
+            counts_samples=runner.placement.counts_samples,
+            per_token=runner.flops_per_token,
+            per_sample=runner.flops_per_sample,
+            of_loaders=self._metrics_of_data,
         )
+        if self._stream_lines.due():
+            self._write_streams()
 
     def log_result(self, result: Mapping[str, Mapping[str, float]]) -> None:
         """Log the metrics of an epoch or an evaluation."""
-        facts = self._facts
-        self.reporter.log_result(
+        runner = self._runner
+        ended = runner.progress >= 1 or runner._parts.loop.data_ended or runner._session.stop_reason is not None
+        self._reporter.log_result(
             result,
-            step=facts.counters().global_step,
-            title=f"{'step' if facts.by_steps() else 'epoch'} {facts.index()}",
-            trained=facts.trained(),
-            last=facts.ended(),
+            step=runner.state.train.global_step,
+            title=f"{'step' if runner.is_step_mode else 'epoch'} {runner.index}",
+            trained=runner.train_splits,
+            last=ended,
             epoch=self._epoch(),
         )
 
     def say_ending(self, ending: str) -> None:
-        """Say how the training ended, and what it did."""
-        counters = self._facts.counters()
-        self.reporter.log_ending(
-            ending, step=counters.global_step, samples=counters.samples, summary=self._facts.summary
-        )
+        """Say how the training ended, what it did, and how far its streams came."""
+        train = self._runner.state.train
+        self._reporter.log_ending(ending, step=train.global_step, samples=train.samples, summary=self._summary)
+        try:
+            self._write_streams()
+        except Exception:
+            logger.exception("How far the streams of this run came could not be read; its end follows.")
 
     def _epoch(self) -> str:
-        """Return what stands behind the name on the bar."""
-        epochs = self._facts.epochs()
-        if self._facts.by_steps():
+        """Return the text behind the name on the bar."""
+        epochs = self._runner.epochs
+        if self._runner.is_step_mode:
             return ""
-        return f"epoch {min(self._facts.counters().epoch + 1, epochs or 1)}/{epochs}"
+        return f"epoch {min(self._runner.state.train.epoch + 1, epochs or 1)}/{epochs}"
+
+    def _metrics_of_data(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the metrics of the loaders, by split, and of the copy of the run in an object store."""
+        runner = self._runner
+        copied = runner._remote.figures(runner.state.train.global_step) if runner._has_remote() else {}
+        return {**runner._data.metrics(), **copied}
+
+    def _write_streams(self) -> None:
+        """Write how far the streams are that the run trains on, on the main process."""
+        streams = self._runner._data.streams() if self._runner.is_main_process else {}
+        if streams:
+            self._runner.workspace.write_streams(streams)
+
+    def _summary(self) -> list[str]:
+        """Return what is said at the end besides the speed: the best score, and what to do next. No communication."""
+        runner, board = self._runner, self._runner.standing.board
+        unit = "step" if runner.is_step_mode else "epoch"
+        best = None
+        if runner.best_index is not None and runner.best_score is not None:
+            name = runner.config.score_name if board is None else f"{board.split}.{board.name}"
+            best = (name, runner.best_score, f"{unit} {runner.best_index}")
+        words, listed = command_line_of(runner.config), runner.config.secret_keys or ()
+        if words is not None:
+            words = tuple(hide_secret_words(words, secret_values(runner.config.plain(), listed), listed))
+        # Larger values of the settings that have ended the run.
+        more, reason = {}, runner._session.stop_reason
+        done = runner.steps if runner.is_step_mode else runner.epochs
+        if runner.progress >= 1 and done and reason in (None, "patience"):
+            more[f"{unit}s"] = 2 * done
+        if reason == "patience":
+            more["patience"] = runner.standing.evaluations_since_best + max(1, int(runner.config.patience))
+        return describe_end(
+            Launch.of_this_program(words, runner.world_size, type(runner).__name__),
+            directory=runner.workspace.dir,
+            checkpoints=runner.workspace.checkpoints,
+            best=best,
+            more=more,
+            trust=runner.stack == "deepspeed",
+        )

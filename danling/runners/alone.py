@@ -76,13 +76,15 @@ class LoneVerbs:
                 )
             if runner.window.count == 0:
                 runner._session.start()
-                parts.driver.begin_updates()
+                parts.loop.begin_updates()
+                if not runner.model.training:
+                    runner.model.train()
         return parts.update.run(Batch(data, None, None), call)
 
     def _train_epoch(self, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
         runner, parts = self._runner, self._parts
-        parts.driver.check_trainable()
+        parts.loop.check_trainable()
         runner._data.splits.check(split)
         runner._data.agree_lengths(runner.placement.optimizer)
-        with parts.driver.training(whole=False):
-            return parts.loop.train_epoch_alone(split, partial(call, split, *args, **kwargs), runner.train_splits)
+        with parts.loop.training(whole=False):
+            return parts.loop.train_epoch_directly(split, partial(call, split, *args, **kwargs), runner.train_splits)

@@ -7,7 +7,6 @@ every call, since a user may override it, and a setting may change while a run t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,23 +14,19 @@ from danling.checkpoints import FileCheckpointManager
 from danling.config.checks import endless_streams, idle_settings
 from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim.building import scheduler_interval
-from danling.reporting.run_report import ReportFacts, RunReport
+from danling.reporting.run_report import RunReport
 from danling.training import PassAgreement, criterion_setting
 from danling.training.canonical import CanonicalSum
-from danling.training.component_checks import misnamed_overrides, ungraded, ungraded_names
-from danling.training.component_watch import ComponentWatch
-from danling.training.ending import TrainingEnd
+from danling.training.component_checks import misnamed_overrides
 from danling.training.evaluation import Evaluator
 from danling.training.loop import TrainingLoop
 from danling.training.readiness import Readiness
 from danling.training.recompute import MemoryRetry, Recompute, RunWindow
-from danling.training.results import BoundarySchedule, RunResults, ScoreFacts
-from danling.training.safeguard import TrainedKeeper
+from danling.training.results import RunResults
 from danling.training.update import UpdateStep
 from danling.training.weighing import BatchLoss
 
 from .alone import LoneVerbs
-from .driving import TrainingDriver
 from .extensions import is_asked, load
 from .saved import SavedParts
 from .wrapping import ModelWrapping
@@ -157,16 +152,6 @@ class TorchParts:
             self.audits.see_updates(update)
         return update
 
-    def look_at_gradients(self) -> None:
-        """Name what is trained and got no gradient."""
-        runner = self.runner
-        optimized = runner.preparation.optimized_parameters(runner.optimizer)
-        mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
-        trained = (name for name, parameter in runner.named_parameters() if parameter.requires_grad)
-        names = ungraded_names(mine, trained, runner.world)
-        if names and runner.is_main_process:
-            logger.warning("%s", ungraded(names))
-
     # Evaluation
 
     @cached_property
@@ -177,136 +162,21 @@ class TorchParts:
     # Loops
 
     @cached_property
-    def driver(self) -> TrainingDriver:
-        """What drives a training: where it begins, what is due within it, where it ends."""
-        return TrainingDriver(self.runner, self)
-
-    @cached_property
     def loop(self) -> TrainingLoop:
         """The loops of the run."""
-        runner = self.runner
-        keeper = TrainedKeeper(
-            runner.saver,
-            manager=lambda: runner.checkpoint_manager,
-            state=lambda: runner.checkpoint_state(),
-            settle=self.update.raise_pending_error,
-            save=lambda: runner.save_checkpoint(save_best=False),
-            may_write=lambda: not runner.config.checkpoint.load_only,
-            may_save_ahead=lambda: bool(runner.config.checkpoint.before_evaluation),
-            several=lambda: runner.world_size > 1 and runner.fault_tolerance is None,
-            aside=lambda: runner._reporter.aside("checkpoint"),
-        )
-        return TrainingLoop(
-            runner,
-            keys=runner._keys,
-            updates=self.driver.updates,
-            pass_is_over=lambda split: self.agreement.is_over(runner.source(split)),
-            session=runner._session,
-            results=self.results,
-            reporter=runner._reporter,
-            save_if_failing=keeper.make_ready,
-            trained_metrics=self.driver.trained_metrics,
-            first_update=self.driver.first_update,
-            log_update=self.driver.log_update,
-        )
+        return TrainingLoop(self.runner)
 
     @cached_property
     def results(self) -> RunResults:
         """What collects and records metrics."""
-        runner = self.runner
-        facts = ScoreFacts(
-            board=lambda: runner.standing.board,
-            scores=lambda: runner.standing.scores,
-            best_score=lambda: runner.best_score,
-            best_index=lambda: runner.best_index,
-            is_best=lambda: runner.is_best,
-            since_best=lambda: runner.standing.evaluations_since_best,
-            patience=lambda: runner.config.patience,
-            own=runner.standing.own,
-        )
-        schedule = BoundarySchedule(
-            lambda: runner.scheduler,
-            by_updates=lambda: self.update.steps_scheduler,
-            interval=self.scheduler_interval,
-            monitor=lambda: (runner.config.get("scheduler", None) or {}).get("monitor", None),
-            scored=lambda: f"{runner.score_split}.{runner.config.score_name}",
-            facts=facts,
-            index=lambda: runner.index,
-            epochs=lambda: runner.state.train.epoch,
-        )
-        return RunResults(
-            runner,
-            facts=facts,
-            schedule=schedule,
-            session=runner._session,
-            write=self.driver.write_results,
-            report=lambda result: self.report.log_result(result),
-            speaks=runner.is_main_process,
-        )
+        return RunResults(self.runner)
+
+    @cached_property
+    def report(self) -> RunReport:
+        """What tells the reporter of the trainings of the run."""
+        return RunReport(self.runner)
 
     @cached_property
     def alone(self) -> LoneVerbs:
         """What runs verbs that no loop has called."""
         return LoneVerbs(self.runner, self)
-
-    @cached_property
-    def watch(self) -> ComponentWatch:
-        """What warns of components that change under training."""
-        return ComponentWatch(self.runner)
-
-    # Report
-
-    def _figures_of_parts(self) -> Mapping[str, Mapping[str, float]]:
-        """Return what is logged of the loaders, by split, and of the copy of the run in an object store."""
-        runner = self.runner
-        copied = runner._remote.figures(runner.state.train.global_step) if runner._has_remote() else {}
-        return {**runner._data.metrics(), **copied}
-
-    @cached_property
-    def report(self) -> RunReport:
-        """What tells the reporter of the trainings of the run."""
-        runner = self.runner
-        facts = ReportFacts(
-            counters=lambda: runner.state.train,
-            count_samples=self.update.read_samples,
-            epochs=lambda: runner.epochs,
-            steps=lambda: runner.steps,
-            by_steps=lambda: runner.is_step_mode,
-            index=lambda: runner.index,
-            trained=lambda: runner.train_splits,
-            learning_rates=lambda: self.update.rates,
-            sums_loss=lambda: self.sums_loss,
-            flops_per_token=lambda: runner.flops_per_token(),
-            flops_per_sample=lambda: runner.flops_per_sample(),
-            of_loaders=self._figures_of_parts,
-            ended=lambda: runner.progress >= 1 or self.loop.data_ended or runner._session.stop_reason is not None,
-            summary=lambda: self.driver.summary(),
-        )
-        return RunReport(
-            runner._reporter,
-            facts,
-            domain=runner.placement.optimizer,
-            counts_samples=runner.placement.counts_samples,
-            device=runner.device,
-        )
-
-    # Ending
-
-    @cached_property
-    def end(self) -> TrainingEnd:
-        """What ends the trainings of the run."""
-        runner = self.runner
-        return TrainingEnd(
-            session=runner._session,
-            saver=runner.saver,
-            domain=runner.placement.optimizer,
-            counters=lambda: runner.state.train,
-            manager=lambda: runner.checkpoint_manager,
-            pending=self.driver.pending_requests,
-            save=lambda: runner.save_checkpoint(),
-            export=self.driver.export_at_end,
-            write_results=self.driver.write_results,
-            say=self.driver.say_ending,
-            note=self.driver.note_failure,
-            close=self.driver.close_training,
-        )

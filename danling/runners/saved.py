@@ -80,7 +80,7 @@ class SavedParts:
             StatePart(
                 "open_result",
                 lambda: dict(parts.results.open),
-                lambda stored, _: parts.results.reopen(stored),
+                lambda stored, _: setattr(parts.results, "open", dict(stored)),
                 default=dict,
             ),
             # `bare` is what checkpoints call batches without a target.

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -32,6 +33,7 @@ from danling.optim.modes import enter_training, evaluation_weights, modal
 from danling.optim.optimizers import OPTIMIZERS
 from danling.optim.options import adopt_options, given_names, options_of, say_replaced
 from danling.reporting import device_peak_flops
+from danling.reporting.record import RunRecorder
 from danling.supervision import Profiler
 from danling.training import (
     EMA,
@@ -54,7 +56,7 @@ from danling.training import (
 from danling.training.canonical import CanonicalReduction
 from danling.training.component_checks import check_metrics, refuse_early_steps, warn_of
 from danling.training.component_parts import component_parts
-from danling.training.component_watch import untied
+from danling.training.component_watch import ComponentWatch, untied
 from danling.training.evaluation import EvaluationForward
 from danling.training.model_states import ModelStates
 from danling.training.phases import PhasedModel, Phases, phases_of
@@ -67,6 +69,7 @@ from danling.utils.tensors import canonical_name
 from .assembly import TorchParts
 from .base_runner import RESERVED_FIGURES, BaseRunner, Results
 from .extensions import load
+from .watching import RankWatching
 
 if TYPE_CHECKING:
     from danling.audit.layout_report import LayoutReport
@@ -161,6 +164,7 @@ class TorchRunner(BaseRunner):
         )
         if self.config.train_metrics:
             self._parts.train_metrics = TrainMetrics(self._parts.metrics, self.config.train_metrics, self.meters)
+        self.observers.extend([ComponentWatch(self), RunRecorder(self), RankWatching(self)])
 
     def __post_init__(self) -> None:
         """Finish construction, restore the checkpoint, and warn of settings without an effect. Called on all ranks."""
@@ -390,18 +394,17 @@ class TorchRunner(BaseRunner):
             NonFiniteError: If an update is not finite and must not be skipped.
             SystemExit: After a signal that asked the run to stop; its full state has been saved.
         """
-        to_train, to_evaluate = self._parts.driver.check_ready(train_splits, evaluate_splits)
+        loop = self._parts.loop
+        to_train, to_evaluate = loop.check_ready(train_splits, evaluate_splits)
         if self.is_step_mode:
             raise ValueError(
                 f"Expected a budget of epochs for `train_epochs`. Received: steps={self.steps}. Call `train()` or `train_steps()`, or set "
                 "`epochs` instead."
             )
-        if self._parts.loop.is_done():
-            self._parts.loop.say_done()
-            return self.results
-        with self._parts.driver.training():
-            self._parts.driver.try_evaluations(to_evaluate)
-            self._parts.loop.train_epochs(to_train, to_evaluate)
+        if not loop.is_done():
+            with loop.training():
+                loop.try_evaluations(to_evaluate)
+                loop.train_epochs(to_train, to_evaluate)
         return self.results
 
     def train_epoch(self, split: str = "train") -> dict[str, float]:
@@ -436,18 +439,17 @@ class TorchRunner(BaseRunner):
             NonFiniteError: If an update is not finite and must not be skipped.
             SystemExit: After a signal that asked the run to stop; its full state has been saved.
         """
-        to_train, to_evaluate = self._parts.driver.check_ready(train_splits, evaluate_splits)
+        loop = self._parts.loop
+        to_train, to_evaluate = loop.check_ready(train_splits, evaluate_splits)
         if not self.is_step_mode:
             raise ValueError(
                 f"Expected a budget of steps for `train_steps`. Received: epochs={self.epochs}. Call `train()` or `train_epochs()`, or set "
                 "`steps` instead."
             )
-        if self._parts.loop.is_done():
-            self._parts.loop.say_done()
-            return self.results
-        with self._parts.driver.training():
-            self._parts.driver.try_evaluations(to_evaluate)
-            self._parts.loop.train_steps(to_train, to_evaluate)
+        if not loop.is_done():
+            with loop.training():
+                loop.try_evaluations(to_evaluate)
+                loop.train_steps(to_train, to_evaluate)
         return self.results
 
     def check_layout(self, layout: str, **options: Any) -> LayoutReport:
@@ -577,7 +579,14 @@ class TorchRunner(BaseRunner):
 
     def build_profiler(self) -> Profiler | None:
         """Return the profiler of `config.profiling`, `None` when it is off. Called on all ranks."""
-        return self._parts.driver.profiler()
+        settings = dict(self.config.profiling.items())
+        if not settings.pop("enabled"):
+            return None
+        directory = self.workspace.dir / settings.pop("trace_dir")
+        if settings["profile_memory"] and self.device.type == "cuda":
+            # Where blocks were allocated, for the snapshot of a run that is out of memory.
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        return Profiler(directory, rank=self.rank, **settings)
 
     # One update
 

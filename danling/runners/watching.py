@@ -1,4 +1,4 @@
-"""What looks at a rank of a torch runner while it trains, and what of it is what: waiting for data, evaluating, saving."""
+"""An observer that measures what the ranks spend their time on in a training, and detects hangs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,44 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from danling.distributed import Board, collective_timeout, default_store
+from danling.reporting.rank_times import RankTimes
 from danling.reporting.telemetry import Telemetry
 from danling.supervision import ActivitySampler, HangWatch, RankWatch, StackReader
 from danling.supervision.rank_watch import SECONDS_BETWEEN_LOOKS
-from danling.training.ending import TrainingEnd
 from danling.training.evaluation import Evaluator
 from danling.training.loop import TrainingLoop
+from danling.training.observers import Observer
 from danling.training.saving import RunSaver
 
 if TYPE_CHECKING:
     from .torch_runner import TorchRunner
+
+
+class RankWatching(Observer):
+    """Watches this rank for the others in each training of the library's loops."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self._watch: RankWatch | None = None
+
+    def training_started(self) -> None:
+        """Start to watch where there are other ranks, and the configuration asks for it."""
+        runner, settings = self._runner, self._runner.config.comm
+        share = settings.slow_rank_share
+        alone = runner.placement.optimizer.size == 1 or not runner._session.running
+        if alone or (share is None and settings.hang_warning_seconds is None):
+            return
+        watch = self._watch = build_rank_watch(runner, samples=share is not None)
+        watch.start()
+        if share is not None:
+            times = RankTimes(sampled=watch.sampler.take, hosts=watch.hosts, share=share)
+            runner._reporter.rank_times = times
+
+    def training_ended(self) -> None:
+        """Stop to watch."""
+        watch, self._watch, self._runner._reporter.rank_times = self._watch, None, None
+        if watch is not None:
+            watch.stop()
 
 
 def build_rank_watch(runner: TorchRunner, *, samples: bool) -> RankWatch:
@@ -27,7 +55,6 @@ def build_rank_watch(runner: TorchRunner, *, samples: bool) -> RankWatch:
         **dict.fromkeys(saves, "checkpointing"),
         **dict.fromkeys((Evaluator.evaluate, Evaluator.try_once), "evaluating"),
         **TrainingLoop.parts(),
-        **TrainingEnd.parts(),
         Telemetry.timed: "data",
     }
     on_accelerator = runner.device.type != "cpu"

@@ -14,18 +14,11 @@ from .batches import (
     prediction_of,
     unpack_batch,
 )
-from .boundaries import (
-    Boundaries,
-    monitored_metric,
-    patience_exhausted,
-    schedule_advances,
-    warning_of_score,
-)
 from .compilation import Compilation
 from .component_checks import Coverage
 from .ema import EMA
 from .evaluation import checked_figures
-from .passes import PassAgreement, updates_of_pass
+from .passes import PassAgreement
 from .recompute import MemoryRetry
 from .reduction import (
     DDPReduction,
@@ -42,7 +35,7 @@ from .reduction import (
     total_norm,
 )
 from .safeguard import keeping_trained, preserved_tensors
-from .session import EvaluationStopped, SessionEnd, TrainingSession
+from .session import EvaluationStopped, TrainingSession
 from .update import UNCOMMITTED, NonFiniteError, UpdateOutcome, Window
 from .weighing import BatchLoss, criterion_setting, criterion_weight, model_weight, shifts_labels, unweighed
 
@@ -51,7 +44,6 @@ __all__ = [
     "TARGET_NAMES",
     "UNCOMMITTED",
     "BatchLoss",
-    "Boundaries",
     "Compilation",
     "Coverage",
     "DDPReduction",
@@ -62,7 +54,6 @@ __all__ = [
     "NonFiniteError",
     "PassAgreement",
     "Precision",
-    "SessionEnd",
     "TrainingSession",
     "UpdateOutcome",
     "Window",
@@ -82,18 +73,13 @@ __all__ = [
     "keeping_trained",
     "model_loss",
     "model_weight",
-    "monitored_metric",
     "nonfinite_parameters",
-    "patience_exhausted",
     "peek_target",
     "prediction_of",
     "preserved_tensors",
     "scale_gradients",
-    "schedule_advances",
     "shifts_labels",
     "total_norm",
     "unpack_batch",
     "unweighed",
-    "updates_of_pass",
-    "warning_of_score",
 ]

@@ -1,4 +1,4 @@
-"""Warns once of what a program changes while it trains without meaning to: modes, parameters, and what a schedule moves."""
+"""An observer that warns once of what does not train, and of what a program changes while it trains without meaning to."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from danling.optim.schedulers import OneCycleSchedule
 from danling.optim.warmup import WarmupScheduler
 from danling.utils.tensors import canonical_name
 
-from .component_checks import listed
+from .component_checks import listed, ungraded, ungraded_names
+from .observers import Observer
 
 if TYPE_CHECKING:
+    from danling.distributed import StepTotals
     from danling.runners.torch_runner import TorchRunner
+
+    from .update import UpdateOutcome
 
 logger = logging.getLogger("danling")
 
@@ -25,8 +29,8 @@ _COLLAPSED = 1e-6
 """Share of its highest value below which a learning rate trains nothing."""
 
 
-class ComponentWatch:
-    """Looks at the components of a run where passes, evaluations and log lines are; never in an update."""
+class ComponentWatch(Observer):
+    """Looks at the components of a run where passes, evaluations, saves and log lines are, and at the first gradient."""
 
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner
@@ -34,10 +38,11 @@ class ComponentWatch:
         self._parameters: dict[str, nn.Parameter] = {}
         self._highest_rate = 0.0
         self._low_lines = 0
+        self._has_seen_gradients = False
 
-    def begin(self, interval: str) -> None:
-        """Look at what a training begins with, before the model is put into training mode."""
-        runner = self._runner
+    def training_started(self) -> None:
+        """Look at the modes and the schedule that a training begins with."""
+        runner, interval = self._runner, self._runner._parts.scheduler_interval()
         self._parameters = dict(runner.named_parameters())
         self._highest_rate = max(self._highest_rate, self._rate())
         frozen = [name for name, part in parts_in_evaluation(runner.unwrapped_model) if name and not _is_trained(part)]
@@ -59,8 +64,30 @@ class ComponentWatch:
                 f", {updates} times an epoch" if updates else "",
             )
 
-    def look(self) -> None:
-        """Look at modes, parameters and the schedule's optimizer, at the start and the end of passes and before evaluations."""
+    def pass_started(self, split: str) -> None:
+        """Look at modes, parameters and the schedule's optimizer."""
+        self.results_needed()
+
+    def gradients_ready(self, totals: StepTotals, norm: Tensor) -> None:
+        """Name what is trained and got no gradient in the first update."""
+        if self._has_seen_gradients or not float(totals.weight):
+            return
+        self._has_seen_gradients = True
+        runner = self._runner
+        optimized = runner.preparation.optimized_parameters(runner.optimizer)
+        mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
+        trained = (name for name, parameter in runner.named_parameters() if parameter.requires_grad)
+        names = ungraded_names(mine, trained, runner.world)
+        if names:
+            self._warn("gradient", ungraded(names))
+
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        """Look at the learning rate, where an update is logged."""
+        if outcome.committed and self._runner.state.train.global_step % self._runner._parts.update.log_every == 0:
+            self._look_at_rate()
+
+    def results_needed(self) -> None:
+        """Look at modes, parameters and the schedule's optimizer."""
         runner = self._runner
         left = [
             name or "the whole model" for name, part in parts_in_evaluation(runner.unwrapped_model) if _is_trained(part)
@@ -92,8 +119,7 @@ class ComponentWatch:
                 "and these are not trained. Write values in place, with torch.no_grad(): parameter.copy_(values).",
             )
 
-    def look_at_rate(self) -> None:
-        """Look at the learning rate, where an update is logged."""
+    def _look_at_rate(self) -> None:
         runner, rate = self._runner, self._rate()
         self._highest_rate = max(self._highest_rate, rate)
         # A schedule with restarts comes near zero for a moment.

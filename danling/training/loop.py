@@ -1,113 +1,261 @@
-"""The loops of a training: what is trained, evaluated and saved, and in which order."""
+"""A training from its beginning to its end: the loops, what is due between two updates, and how it ends."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
-from danling.reporting import Reporter
+from danling.checkpoints import CheckpointManager
+from danling.checkpoints.torch_files import FORMAT_VERSION
+from danling.data import Batch
+from danling.distributed import agree, set_collective_timeout
+from danling.optim.modes import enter_training
+from danling.optim.schedulers import is_told_its_place
+from danling.supervision import is_out_of_memory, write_memory_snapshot
 
-from .boundaries import Boundaries, Boundary
 from .evaluation import checked_figures
-from .keys import RandomKeys
-from .results import RunResults
-from .safeguard import keeping_trained
-from .session import DataEnded, EvaluationStopped, TrainingAbandoned, TrainingSession
-from .update import UpdateOutcome
+from .model_states import weights_to_export
+from .results import Boundary
+from .safeguard import TrainedKeeper, keeping_trained
+from .session import DataEnded, EvaluationStopped, IntactStateError, PassLeft, TrainingAbandoned
+from .update import UNCOMMITTED, UpdateOutcome
 
 if TYPE_CHECKING:
+    from danling.runners.base_runner import SplitNames
     from danling.runners.torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
 
-EvaluationVerb = Literal["evaluate_epoch", "evaluate_steps"]
-
-
-def is_used_up(run: TorchRunner) -> bool:
-    """Whether a run is at the end of its budget."""
-    counters = run.state.train
-    if run.is_step_mode:
-        return counters.global_step >= (run.steps or 0)
-    return counters.epoch >= (run.epochs or 0)
-
 
 class TrainingLoop:
-    """Trains epoch by epoch or update by update, from where the run stands to the end of its budget."""
+    """Trains epoch by epoch or update by update, from the present state of the run to the end of its budget.
 
-    boundaries: Boundaries
+    Attributes:
+        has_jumped: Whether the state was replaced by one of another pass, so that the loops must leave the pass.
+        data_ended: Whether the last training ended with its stream of samples.
+    """
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self.has_jumped = False
+        self.data_ended = False
+        self._runner = runner
+        self._session = runner._session
+        self._last_split: str | None = None
+        self._log_every = self._evaluate_every = self._checkpoint_every = 1
+        self._keeper = TrainedKeeper(
+            runner.saver,
+            manager=lambda: runner.checkpoint_manager,
+            state=lambda: runner.checkpoint_state(),
+            settle=lambda: runner._parts.update.raise_pending_error(),
+            save=lambda: runner.save_checkpoint(save_best=False),
+            may_write=lambda: not runner.config.checkpoint.load_only,
+            may_save_ahead=lambda: bool(runner.config.checkpoint.before_evaluation),
+            several=lambda: runner.world_size > 1 and runner.fault_tolerance is None,
+            aside=lambda: runner._reporter.aside("checkpoint"),
+        )
 
     @staticmethod
     def parts() -> dict[Callable[..., object], str]:
-        """Return what a rank does within functions of this class, for who looks at its stack."""
-        return {TrainingLoop._evaluate: "evaluating", TrainingLoop._save_if_due: "checkpointing"}
+        """Return what a rank does within functions of this class, for the watch that reads its stack."""
+        return {
+            TrainingLoop._evaluate: "evaluating",
+            TrainingLoop._save_if_due: "checkpointing",
+            TrainingLoop._finish: "checkpointing",
+        }
 
-    def __init__(
-        self,
-        run: TorchRunner,
-        *,
-        keys: RandomKeys,
-        updates: Callable[[str], Iterator[UpdateOutcome]],
-        pass_is_over: Callable[[str], bool],
-        session: TrainingSession,
-        results: RunResults,
-        reporter: Reporter,
-        save_if_failing: Callable[[], Callable[[], bool]],
-        trained_metrics: Callable[[], dict[str, float]],
-        first_update: Callable[[], None],
-        log_update: Callable[[UpdateOutcome], None],
-    ) -> None:
-        self.has_jumped = False
-        self.data_ended = False
-        self._last_split: str | None = None
-        self._run = run
-        self._keys = keys
-        self._updates = updates
-        self._pass_is_over = pass_is_over
-        self._save_if_failing = save_if_failing
-        self._trained_metrics = trained_metrics
-        self._first_update = first_update
-        self._log_update = log_update
-        self._session = session
-        self._results = results
-        self._reporter = reporter
+    # Before a training
+
+    def check_ready(self, train_splits: SplitNames, evaluate_splits: SplitNames) -> tuple[list[str], list[str]]:
+        """Return the splits to train on and to evaluate, of a run that is ready to train. Called on all ranks."""
+        runner = self._runner
+        self.check_trainable()
+        if runner.epochs is None and runner.steps is None:
+            raise ValueError(
+                "Expected a budget: `steps` (optimizer updates) or `epochs`. Received: steps=None, epochs=None. Set one of them."
+            )
+        to_train = runner._data.splits.choose(train_splits, runner.train_splits, "train on")
+        if not (runner.evaluate_splits if evaluate_splits is None else evaluate_splits):
+            runner._parts.readiness.check_schedule(evaluates=False)
+            return to_train, []
+        return to_train, runner._data.splits.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
+
+    def check_trainable(self) -> None:
+        """Refuse a closed runner, and an optimizer that does not take the gradient as it is.
+
+        Called on all ranks.
+        """
+        runner = self._runner
+        if runner._closers.closed:
+            raise ValueError(
+                "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it anew; "
+                "auto_resume goes on from its last checkpoint."
+            )
+        runner._parts.readiness.check_optimizer()
+        if isinstance(runner.checkpoint_manager, CheckpointManager):
+            runner.checkpoint_manager.check_weights(runner.named_parameters())
 
     def is_done(self) -> bool:
-        """Whether there is nothing left to train or to evaluate."""
-        is_open = self._run.is_step_mode and self._results.open
-        return (is_used_up(self._run) and not is_open) or self._results.facts.patience_exhausted()
+        """Whether there is nothing left to train or to evaluate; then the main process logs what makes the run continue."""
+        runner, counters, results = self._runner, self._runner.state.train, self._runner._parts.results
+        is_open = runner.is_step_mode and results.open
+        if self._is_used_up() and not is_open:
+            unit, done = ("steps", counters.global_step) if runner.is_step_mode else ("epochs", counters.epoch)
+            budget = runner.steps if runner.is_step_mode else runner.epochs
+            said = f"the run has completed {done} of {budget} {unit}. Raise {unit} to go on."
+        elif results.patience_exhausted():
+            said = "the patience of the run is used up. Raise patience to go on."
+        else:
+            return False
+        if runner.is_main_process:
+            logger.warning("Nothing is left to train: %s", said)
+        return True
 
-    def say_done(self) -> None:
-        """Log on the main process that nothing is left to train, and what makes the run go on."""
-        run, counters = self._run, self._run.state.train
-        if not self._reporter.is_main:
-            return
-        if not is_used_up(run):
-            logger.warning("Nothing is left to train: the patience of the run is used up. Raise patience to go on.")
-            return
-        unit, done = ("steps", counters.global_step) if run.is_step_mode else ("epochs", counters.epoch)
-        logger.warning(
-            "Nothing is left to train: the run has completed %d of %d %s. Raise %s to go on.",
-            done,
-            run.steps if run.is_step_mode else run.epochs,
-            unit,
-            unit,
-        )
+    def _is_used_up(self) -> bool:
+        """Whether the run is at the end of its budget."""
+        runner, counters = self._runner, self._runner.state.train
+        if runner.is_step_mode:
+            return counters.global_step >= (runner.steps or 0)
+        return counters.epoch >= (runner.epochs or 0)
+
+    # One training
+
+    @contextmanager
+    def training(self, *, whole: bool = True) -> Iterator[None]:
+        """Train inside: what is logged meanwhile is of this run, signals are watched, and the end is saved.
+
+        Args:
+            whole: Whether the run ends here; otherwise it is finished only where it was asked to stop.
+
+        Raises:
+            SystemExit: On exit, after a signal: 143, or 130 after SIGINT.
+        """
+        runner, session = self._runner, self._session
+        session.begin(max_seconds=runner.config.max_time_seconds())
+        session.running = True
+        try:
+            with runner._reporter.speaking(), session.collecting(), session.observed():
+                self.begin_updates()
+                runner.model.train()
+                runner.open_trackers()
+                runner.init_signal_handlers()
+                runner._parts.report.begin()
+                with runner._reporter.trackers.telling_status(whole=whole), self._ending(whole=whole):
+                    yield
+        finally:
+            session.leave()
+
+    def begin_updates(self) -> None:
+        """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
+        runner, update = self._runner, self._runner._parts.update
+        runner._bind_reduction()
+        if runner.fault_tolerance is not None:
+            runner.fault_tolerance.begin_training()
+        runner.window.reduces = True
+        runner.window.sum_reduced = runner._parts.sums_loss
+        self._log_every = update.log_every = runner.log_interval
+        self._checkpoint_every = runner.checkpoint_interval
+        self._evaluate_every = runner.config.evaluate_interval or self._checkpoint_every
+        update.steps_scheduler = runner.scheduler is not None and runner._parts.scheduler_interval() == "step"
+        update.tells_place = is_told_its_place(runner.scheduler)
+        enter_training(runner.optimizer)
+        runner._attributes.before_training()
+
+    @contextmanager
+    def _ending(self, *, whole: bool) -> Iterator[None]:
+        """Save, say and close at the end of what is inside, whether it came to its end, was stopped, or failed."""
+        runner, session = self._runner, self._session
+        try:
+            try:
+                yield
+            except PassLeft:
+                logger.debug("A pass was left between two updates.")
+            except EvaluationStopped:
+                logger.debug("An evaluation was left; it is made anew when the run is resumed.")
+            except TrainingAbandoned:
+                session.apply_requests(agree(runner.placement.optimizer, session.local_requests()))
+            session.running = False
+            runner._parts.update.raise_pending_error()
+            # What was asked for in the last update, which an accelerator hands out with the next one.
+            session.note_stop(runner._parts.update.sync.take_pending_requests())
+            # The epoch has been counted since the last update.
+            session.beat(runner.state.train.global_step, runner.state.train.epoch)
+            if session.stop_reason is not None or whole:
+                self._finish()
+        except Exception as error:
+            self._fail(error)
+            raise
+        finally:
+            session.leave()
+            session.uninstall_signals(keep=runner.placement.optimizer.size > 1)
+            runner._reporter.end()
+            runner._reporter.flush()
+            runner._data.free()
+            if runner.fault_tolerance is not None:
+                # A group that stays and does not train would hold the others up.
+                runner.fault_tolerance.leave()
+        session.redeliver_signal()
+
+    def _finish(self) -> None:
+        runner, session, manager = self._runner, self._session, self._runner.checkpoint_manager
+        if not runner.saver.is_saved:
+            runner.save_checkpoint()
+        if session.stop_reason is None and runner.config.checkpoint.last_save_model_only:
+            config, dtype = runner.config.public(), runner.config.checkpoint.export_dtype
+            runner.saver.export(
+                lambda: weights_to_export(
+                    config, runner.model_state_dict(), runner.ema, dtype=dtype, version=FORMAT_VERSION
+                )
+            )
+        runner._parts.results.write()
+        # On all ranks, so that an error of the background writer is raised on all of them.
+        manager.wait()
+        manager.wait_for_mirror()
+        runner._parts.report.say_ending(session.hear_late_signals(runner.placement.optimizer))
+        session.exit_if_signalled(runner.state.train.global_step)
+
+    def _fail(self, error: Exception) -> None:
+        """Save a state that is whole, and say what failed and where the memory of a device went that ran out."""
+        runner, step = self._runner, self._runner.state.train.global_step
+        if isinstance(error, IntactStateError) and not runner.saver.is_saved:
+            logger.error("Training failed between two updates; saving the state after step %d.", step)
+            try:
+                runner.save_checkpoint()
+                runner.checkpoint_manager.wait()
+            except Exception:
+                logger.exception("That save failed; the error of the training follows.")
+        for note in getattr(error, "__notes__", ()) if runner.is_main_process else ():
+            logger.error("%s", note)
+        if is_out_of_memory(error):
+            directory = runner.workspace.dir / runner.config.profiling.trace_dir
+            write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
+        runner._parts.report.say_ending(f"Failed with {type(error).__name__}")
+
+    def try_evaluations(self, splits: Sequence[str]) -> None:
+        """Evaluate one batch of each split before the first update, unless an evaluation is under way; evaluations of the user's own
+        are left out."""
+        runner = self._runner
+        verb = "evaluate_steps" if runner.is_step_mode else "evaluate_epoch"
+        own = runner._overrides(verb) or runner._overrides("evaluate")
+        if runner.config.try_evaluation and not own and not runner._parts.results.open:
+            runner._parts.evaluator.try_once(splits)
 
     # By epochs
 
     def train_epochs(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
         """Train epoch by epoch."""
-        run, counters, self.data_ended = self._run, self._run.state.train, False
+        runner, counters, self.data_ended = self._runner, self._runner.state.train, False
         try:
-            while counters.epoch < (run.epochs or 0) and not self._session.stop_reason:
+            while counters.epoch < (runner.epochs or 0) and not self._session.stop_reason:
                 if self._train_splits(splits):
                     self._evaluate(evaluated, "evaluate_epoch")
                     self._finish_epoch(splits, "epoch")
-                    self._save_if_due(counters.epoch, final=counters.epoch == run.epochs)
+                    self._save_if_due(counters.epoch, final=counters.epoch == runner.epochs)
         except DataEnded:
             # What was trained was evaluated at the end of its epoch.
-            self._note_end_of_data(f"epoch {counters.epoch} of {run.epochs}")
+            self._note_end_of_data(f"epoch {counters.epoch} of {runner.epochs}")
 
     def _train_splits(self, splits: Sequence[str]) -> bool:
         """Train what is left of the pass over each split; `False` where it was left half-way."""
@@ -115,17 +263,16 @@ class TrainingLoop:
         for split in splits:
             if not self._is_trained(split):
                 self._begin_pass(split)
-                self._keep(split, self._run.train_epoch(split))
+                self._keep(split, self._runner.train_epoch(split))
             if self._is_interrupted():
                 return False
         return True
 
     def _finish_epoch(self, splits: Sequence[str], boundary: Boundary) -> None:
         for split in splits:
-            self._run.source(split).finish_pass()
-        counters = self._run.state.train
-        counters.epoch += 1
-        self._results.close(boundary, step=counters.global_step)
+            self._runner.source(split).finish_pass()
+        self._runner.state.train.epoch += 1
+        self._runner._parts.results.close(boundary)
 
     def train_epoch(self, split: str) -> dict[str, float]:
         """Train what is left of one pass over one split, and return its metrics; none where it was left half-way."""
@@ -135,30 +282,31 @@ class TrainingLoop:
                 return {}
         if self.has_jumped:
             return {}
-        metrics = self._results.open[split] = self._trained_metrics()
+        metrics = self._runner._parts.results.open[split] = self._trained_metrics()
         return metrics
 
-    def train_epoch_alone(self, split: str, train_epoch: Callable[[], object], splits: Sequence[str]) -> object:
+    def train_epoch_directly(self, split: str, train_epoch: Callable[[], object], splits: Sequence[str]) -> object:
         """Train a pass that no loop has asked for; the epoch is counted where every split to train on has had its pass."""
-        self.has_jumped = False
+        results, self.has_jumped = self._runner._parts.results, False
         self._begin_pass(split)
         metrics = train_epoch()
         self._keep(split, metrics)
         if not self._is_interrupted():
             if split not in splits:
-                self._run.source(split).finish_pass()
-                del self._results.open[split]
-            elif all(other in self._results.open for other in splits):
+                self._runner.source(split).finish_pass()
+                del results.open[split]
+            elif all(other in results.open for other in splits):
                 self._finish_epoch(splits, "alone")
         return metrics
 
     def _keep(self, split: str, metrics: object) -> None:
         if self._is_interrupted():
             return  # half-way through the pass
+        results = self._runner._parts.results
         if metrics is None:
-            self._results.open.setdefault(split, {})
+            results.open.setdefault(split, {})
         else:
-            self._results.open[split] = checked_figures("train_epoch", split, metrics)
+            results.open[split] = checked_figures("train_epoch", split, metrics)
 
     def _is_interrupted(self) -> bool:
         """Whether the loops must leave the pass: the run is to stop, or its state was replaced by one of another pass."""
@@ -168,24 +316,25 @@ class TrainingLoop:
 
     def train_steps(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
         """Train update by update, pass after pass over the data. If stopped during an evaluation, resume starts with that evaluation."""
-        if self._results.open:
-            self._validate(evaluated, final=self._run.state.train.global_step == self._run.steps)
-        run, counters, self.data_ended = self._run, self._run.state.train, False
+        runner, counters, results = self._runner, self._runner.state.train, self._runner._parts.results
+        if results.open:
+            self._validate(evaluated, final=counters.global_step == runner.steps)
+        self.data_ended = False
         try:
-            while counters.global_step < (run.steps or 0) and not self._session.stop_reason:
+            while counters.global_step < (runner.steps or 0) and not self._session.stop_reason:
                 if self._train_pass(splits, evaluated):
                     self._count_pass()
         except DataEnded:
             step = counters.global_step
-            self._note_end_of_data(f"update {step} of {run.steps}")
-            if step and step not in run.results:
+            self._note_end_of_data(f"update {step} of {runner.steps}")
+            if step and step not in runner.results:
                 # The run is at its end: what it trained last is evaluated and saved as after the last update of the budget.
-                self._results.open[self._last_split or splits[-1]] = self._trained_metrics()
+                results.open[self._last_split or splits[-1]] = self._trained_metrics()
                 self._validate(evaluated, final=True)
 
     def _note_end_of_data(self, where: str) -> None:
         self.data_ended = True
-        if self._reporter.is_main:
+        if self._runner.is_main_process:
             logger.warning("The stream of samples ended at %s: the run ends there.", where)
 
     def _train_pass(self, splits: Sequence[str], evaluated: Sequence[str]) -> bool:
@@ -201,94 +350,175 @@ class TrainingLoop:
                     return False
             if self.has_jumped:
                 return False
-            self._run.source(split).finish_pass()
+            self._runner.source(split).finish_pass()
         return True
 
     def _count_pass(self) -> None:
-        self._run.state.train.epoch += 1
-        self._results.schedule.end_pass()
+        self._runner.state.train.epoch += 1
+        self._runner._parts.results.advance_schedule("pass", {})
 
     def _after_step(self, splits: Sequence[str], split: str, outcome: UpdateOutcome, evaluated: Sequence[str]) -> bool:
         """Do what is due at an update boundary of step mode; return whether the budget, which may change at any time, is used up."""
-        self._last_split = split
+        runner, self._last_split = self._runner, split
         self._after_update(outcome)
-        step = self._run.state.train.global_step
-        final = step == self._run.steps
+        step = runner.state.train.global_step
+        final = step == runner.steps
         if outcome.committed:
-            if final and self._pass_is_over(split):
+            if final and runner._parts.agreement.is_over(runner.source(split)):
                 # Before what is evaluated and saved last: no loop comes to the end of this pass any more.
-                self._run.source(split).finish_pass()
+                runner.source(split).finish_pass()
                 if split == splits[-1]:
                     self._count_pass()
-            if self.boundaries.evaluation_due(step, final=final):
-                self._results.open[split] = self._trained_metrics()
+            if self._evaluation_is_due(step):
+                runner._parts.results.open[split] = self._trained_metrics()
                 self._validate(evaluated, final=final)
-            elif self.boundaries.checkpoint_due(step) or step in self._run.results:
+            elif step % self._checkpoint_every == 0 or step in runner.results:
                 self._save_if_due(step, final=False)
         return final
 
+    def _evaluation_is_due(self, step: int) -> bool:
+        return self._runner.is_step_mode and (step == self._runner.steps or step % self._evaluate_every == 0)
+
     def _validate(self, evaluated: Sequence[str], *, final: bool) -> None:
         """Evaluate in step mode, and save what follows from it; `final` where the run ends here."""
-        step = self._run.state.train.global_step
         self._evaluate(evaluated, "evaluate_steps")
-        self._results.close("validation", step=step)
-        self._save_if_due(step, final=final)
+        self._runner._parts.results.close("validation")
+        self._save_if_due(self._runner.state.train.global_step, final=final)
 
     # Both
 
     def _begin_pass(self, split: str) -> None:
-        self._keys.begin_pass(split, self._run.source(split).epoch)
-
-    def jumps_out_of(self, split: str) -> bool:
-        """Note whether a state that was taken over stands behind the pass over a split."""
-        self.has_jumped = self._is_trained(split)
-        return self.has_jumped
+        self._runner._keys.begin_pass(split, self._runner.source(split).epoch)
 
     def _is_trained(self, split: str) -> bool:
-        """Whether the pass that the state stands in is over for one of the splits."""
-        run = self._run
-        if is_used_up(run):
+        """Whether the present pass is over for one of the splits."""
+        runner = self._runner
+        if self._is_used_up():
             return True
-        if run.is_step_mode:
-            return run.source(split).epoch > run.state.train.epoch
-        return split in self._results.open
+        if runner.is_step_mode:
+            return runner.source(split).epoch > runner.state.train.epoch
+        return split in runner._parts.results.open
 
-    def _evaluate(self, splits: Sequence[str], verb: EvaluationVerb) -> None:
-        """Evaluate what was trained up to here; whatever goes wrong, it is saved, and a run that goes on begins with this evaluation."""
+    def _updates(self, split: str) -> Iterator[UpdateOutcome]:
+        """Yield the outcome of every update of what is left of a pass: the one batch loop.
+
+        The position of the source moves when an update is decided, even if it was skipped.
+        """
+        runner, session, agreement = self._runner, self._session, self._runner._parts.agreement
+        run_window, member, telemetry = runner._parts.run_window, runner.fault_tolerance, runner._reporter
+        source = runner._data.begin_pass(split, runner.placement.optimizer)
+        runner._bind_reduction()
+        runner._parts.update.split = split
+        runner.observers.notify("pass_started", split)
+
+        def read() -> Iterator[Batch]:
+            return telemetry.timed(session.waiting(source.batches()))
+
+        batches, ends_alike, found = read(), agreement.ends_alike(source), source.consumed > 0
+        compared, begins = False, source.consumed == 0
+        while True:
+            batch = next(batches, None)
+            if batch is None if ends_alike else not agreement.all_have(source, batch):
+                break
+            assert batch is not None
+            found = True
+            if not compared:
+                agreement.compare(source, batch)
+                compared = True
+            if member is not None and member.open_update():
+                # The state is that of another replica group now: batches that were read before do not count.
+                telemetry.forget_samples(runner.state.train.samples)
+                self.has_jumped = self._is_trained(split)
+                if self.has_jumped:
+                    return
+                batches, begins = read(), source.consumed == 0
+                continue
+            if begins:
+                runner.on_pass_start(split)
+                begins = False
+            consumed: list[Batch] = []
+            if not run_window(source, chain([batch], batches), consumed):
+                # Memory ran out: the batches are read again, in smaller ones.
+                batches = read()
+                continue
+            outcome = session.update(runner.step)
+            if outcome.reason == UNCOMMITTED:
+                batches = chain(consumed, batches)
+                continue
+            source.commit(consumed)
+            yield outcome
+        if not found:
+            raise ValueError(
+                f"Expected at least one batch on every rank in split {split!r}. Received: an empty loader on some rank. Check the "
+                "dataset, and `drop_last` against the batch size."
+            )
+        runner.observers.notify("pass_ended", split)
+
+    def _trained_metrics(self) -> dict[str, float]:
+        """Return the metrics of what was trained since the last call, over all ranks, and over the replica groups that take part."""
+        runner, losses, trained = self._runner, self._runner._parts.losses, self._runner._parts.train_metrics
+        runner._parts.update.raise_pending_error()
+        metrics = losses.averages()
+        # Always, since what this rank has seen says nothing of the others.
+        totals = runner.meters.totals(runner.placement.metrics)
+        if runner.fault_tolerance is not None:
+            totals = runner.fault_tolerance.sum_totals(totals)
+        metrics.update({name: total / weight for name, (total, weight) in totals.items() if weight})
+        if trained is not None:
+            metrics.update(trained.compute(runner.placement.metrics))
+            trained.reset()
+        losses.reset()
+        runner.meters.reset()
+        return metrics
+
+    def _evaluate(self, splits: Sequence[str], verb: Literal["evaluate_epoch", "evaluate_steps"]) -> None:
+        """Evaluate what was trained up to here; if the evaluation fails, it is saved, and a resumed run begins with this evaluation."""
         if not splits:
             return
-        step = self._run.state.train.global_step
-        with keeping_trained(self._save_if_failing(), step=step, passing=(EvaluationStopped, TrainingAbandoned)):
+        results, step = self._runner._parts.results, self._runner.state.train.global_step
+        with keeping_trained(self._keeper.make_ready(), step=step, passing=(EvaluationStopped, TrainingAbandoned)):
             for split in splits:
                 with self._session.evaluating(split):
-                    metrics = getattr(self._run, verb)(split)
-                self._results.open[split] = checked_figures(verb, split, metrics)
-            self._results.check()
+                    metrics = getattr(self._runner, verb)(split)
+                results.open[split] = checked_figures(verb, split, metrics)
+            results.check()
 
     def _after_update(self, outcome: UpdateOutcome) -> None:
         """What happens at every update boundary, besides evaluation and periodic checkpoints."""
-        session, counters = self._session, self._run.state.train
+        runner, session, counters = self._runner, self._session, self._runner.state.train
         step = counters.global_step
-        if self._reporter.telemetry is not None:
-            self._reporter.telemetry.stepped(committed=outcome.committed)
+        if runner._reporter.telemetry is not None:
+            runner._reporter.telemetry.stepped(committed=outcome.committed)
         if outcome.committed:
             if not session.updated_once:
-                # Compilation and the first data make the first update slow; the limit that catches a hang begins after it.
                 session.updated_once = True
-                self._first_update()
-            if self.boundaries.log_due(step):
-                self._log_update(outcome)
+                self._after_first_update()
+            if step % self._log_every == 0:
+                runner._parts.report.log_update(outcome)
         # A skipped update is work that was done as well, on all ranks.
         session.updated(step, counters.epoch)
-        self._reporter.stepped(step)
-        if session.save_requested and not (outcome.committed and self._evaluates_at(step)):
-            self._run.save_checkpoint()
+        runner._reporter.stepped(step)
+        # Where an evaluation is due, a checkpoint follows it, so that a resumed run does not leave it out.
+        if session.save_requested and not (outcome.committed and self._evaluation_is_due(step)):
+            runner.save_checkpoint()
             session.save_requested = False
 
-    def _evaluates_at(self, step: int) -> bool:
-        """Whether an evaluation is due first, which a checkpoint follows, so that a resumed run does not leave it out."""
-        return self._run.is_step_mode and self.boundaries.evaluation_due(step, final=step == self._run.steps)
+    def _after_first_update(self) -> None:
+        """Compilation and the first data make the first update slow; the limit that catches a hang begins after it."""
+        runner = self._runner
+        if runner.compilation is not None:
+            runner.compilation.after_first_update(speaks=runner.is_main_process)
+        limit = runner.config.comm.train_timeout_seconds
+        if limit is not None and runner.distributed:
+            runner.world.barrier()
+            set_collective_timeout(limit, runner.placement.groups())
 
     def _save_if_due(self, index: int, *, final: bool) -> None:
-        self.boundaries.save_if_due(index, final=final, requested=self._session.save_requested)
+        """Save where it is time to, at the end, where it was asked for, and after the best evaluation."""
+        runner, requested = self._runner, self._session.save_requested
+        periodic = index % self._checkpoint_every == 0
+        if final or periodic:
+            runner.save_checkpoint(history=periodic)
+        elif requested or runner._parts.results.has_best_at(index):
+            runner.save_checkpoint()
         self._session.save_requested = False

@@ -1,15 +1,12 @@
-"""One pass over the batches of a split: windows of micro-batches, the end of the pass on all ranks, and the loop of its updates."""
+"""The end of a pass over a split, on all ranks at the same update."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 
 from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.distributed import Domain, agree
-
-from .update import UNCOMMITTED, UpdateOutcome
 
 logger = logging.getLogger("danling")
 
@@ -101,72 +98,3 @@ class PassAgreement:
                 "it by self.data_domain.rank and self.data_domain.size, or put a map-style dataset into `self.datasets`.",
                 source.split,
             )
-
-
-def updates_of_pass(
-    source: BatchSource,
-    *,
-    agreement: PassAgreement,
-    timed: Callable[[Iterator[Batch]], Iterator[Batch]],
-    begin: Callable[[], None],
-    state_replaced: Callable[[], bool] | None,
-    is_over: Callable[[], bool],
-    run: Callable[[Iterator[Batch], list[Batch]], bool],
-    step: Callable[[], UpdateOutcome],
-) -> Iterator[UpdateOutcome]:
-    """Yield the outcome of every update of what is left of a pass: the one batch loop.
-
-    The position of the source moves when an update is decided, even if it was skipped.
-
-    Args:
-        source: The batches of the split.
-        agreement: Ends the pass on all ranks at once.
-        timed: Measures the time spent waiting for batches.
-        begin: Called at the first batch of a pass, before it is trained on; not for the rest of one.
-        state_replaced: Called before each update; tells whether the state was replaced by that of another replica group, so that batches
-            that were read before do not count; `None` without such groups.
-        is_over: Tells whether the replaced state is past this pass.
-        run: Runs the micro-batches of an update and fills a list with them; `False` where they are to be read again in smaller ones.
-        step: Decides the update.
-
-    Raises:
-        ValueError: If there was no batch in the whole pass.
-    """
-    batches = timed(source.batches())
-    ends_alike = agreement.ends_alike(source)
-    found = source.consumed > 0
-    compared = False
-    begins = source.consumed == 0
-    while True:
-        batch = next(batches, None)
-        if batch is None if ends_alike else not agreement.all_have(source, batch):
-            break
-        assert batch is not None
-        found = True
-        if not compared:
-            agreement.compare(source, batch)
-            compared = True
-        if state_replaced is not None and state_replaced():
-            if is_over():
-                return
-            batches = timed(source.batches())
-            begins = source.consumed == 0
-            continue
-        if begins:
-            begin()
-            begins = False
-        consumed: list[Batch] = []
-        if not run(chain([batch], batches), consumed):
-            batches = timed(source.batches())
-            continue
-        outcome = step()
-        if outcome.reason == UNCOMMITTED:
-            batches = chain(consumed, batches)
-            continue
-        source.commit(consumed)
-        yield outcome
-    if not found:
-        raise ValueError(
-            f"Expected at least one batch on every rank in split {source.split!r}. Received: an empty loader on some rank. Check the "
-            "dataset, and `drop_last` against the batch size."
-        )

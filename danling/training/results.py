@@ -3,209 +3,150 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
 from danling.metrics import ScoreBoard
 from danling.optim import needs_metric
 from danling.optim.schedulers import advance_by_epoch
 
-from .boundaries import Boundary, monitored_metric, patience_exhausted, schedule_advances, warning_of_score
-from .session import TrainingSession
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
 
-SplitMetrics = dict[str, dict[str, float]]
-"""Metrics by split."""
-
-
-@dataclass(frozen=True)
-class ScoreFacts:
-    """What is known of the scores of a run, read anew each time, since a user may override it.
-
-    Attributes:
-        board: Returns what keeps the scores; `None` where nothing is scored.
-        scores: Returns the scores by epoch or update.
-        best_score: Returns the best one, `None` before the first.
-        best_index: Returns its epoch or update.
-        is_best: Returns whether the last one is the best.
-        since_best: Returns the evaluations after the best one.
-        patience: Returns how many of them are waited for.
-        own: Whether the user makes scores of something else than the metric that is configured.
-    """
-
-    board: Callable[[], ScoreBoard | None]
-    scores: Callable[[], Mapping[int, float]]
-    best_score: Callable[[], float | None]
-    best_index: Callable[[], int | None]
-    is_best: Callable[[], bool]
-    since_best: Callable[[], int]
-    patience: Callable[[], float]
-    own: bool = False
-
-    def patience_exhausted(self) -> bool:
-        """Whether the run is to stop, since its score has not become better for too long."""
-        return patience_exhausted(self.since_best() if self.board() is not None else 0, self.patience())
-
-    def is_best_at(self, index: int) -> bool:
-        """Whether the last score is the best one and of this epoch or update."""
-        return self.is_best() and next(reversed(dict(self.scores())), None) == index
-
-
-class BoundarySchedule:
-    """Advances a schedule that goes by epochs or validations."""
-
-    def __init__(
-        self,
-        scheduler: Callable[[], Any],
-        *,
-        by_updates: Callable[[], bool],
-        interval: Callable[[], str],
-        monitor: Callable[[], str | None],
-        scored: Callable[[], str],
-        facts: ScoreFacts,
-        index: Callable[[], int],
-        epochs: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._scheduler = scheduler
-        self._epochs = epochs
-        self._by_updates = by_updates
-        self._interval = interval
-        self._monitor = monitor
-        self._scored = scored
-        self._facts = facts
-        self._index = index
-
-    def check(self, metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """Refuse metrics of an evaluation among which the one that is watched is not."""
-        scheduler = self._scheduler()
-        is_named = not self._facts.own or self._monitor() is not None
-        if is_named and scheduler is not None and not self._by_updates() and needs_metric(scheduler):
-            self._monitored(metrics)
-
-    def advance(self, boundary: Boundary, metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """Advance the schedule where it is time to."""
-        scheduler = self._scheduler()
-        if scheduler is None or self._by_updates():
-            return
-        by_metric = needs_metric(scheduler)
-        if not schedule_advances(boundary, interval=self._interval(), by_metric=by_metric):
-            return
-        if by_metric:
-            scheduler.step(self._monitored(metrics))
-        else:
-            advance_by_epoch(scheduler, self._epochs())
-
-    def end_pass(self) -> None:
-        """Advance a schedule by epochs at the end of a pass of step mode."""
-        if self._scheduler() is not None and self._interval() == "epoch":
-            self.advance("pass", {})
-
-    def _monitored(self, metrics: Mapping[str, Mapping[str, float]]) -> float:
-        asked, scores = self._monitor(), self._facts.scores()
-        if not asked and self._index() in scores:
-            return scores[self._index()]
-        return monitored_metric(metrics, str(asked or self._scored()))
-
-
-class RecordedRun(Protocol):
-    """What was recorded of a run, and where it stands now."""
-
-    @property
-    def results(self) -> MutableMapping[int, SplitMetrics]:
-        """The results by epoch or update."""
-
-    @property
-    def index(self) -> int:
-        """The epoch or update that results go under."""
+Boundary = Literal["epoch", "validation", "pass", "alone"]
+"""The end of an epoch, a validation of step mode, the end of a pass of step mode, or the end of an epoch that the user trains directly,
+without an evaluation."""
 
 
 class RunResults:
-    """Metrics of the epoch or the evaluation that is under way, and their record."""
+    """Metrics of the epoch or the evaluation that is under way, and their record.
 
-    def __init__(
-        self,
-        run: RecordedRun,
-        *,
-        facts: ScoreFacts,
-        schedule: BoundarySchedule,
-        session: TrainingSession,
-        write: Callable[[], None],
-        report: Callable[[SplitMetrics], None],
-        speaks: bool = True,
-    ) -> None:
-        self.open: SplitMetrics = {}
+    Attributes:
+        open: Metrics by split that are not recorded yet.
+        scored_at: Updates committed at the last record.
+    """
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self.open: dict[str, dict[str, float]] = {}
         self.scored_at: int | None = None
-        self.facts = facts
-        self.schedule = schedule
-        self._run = run
-        self._session = session
-        self._write = write
-        self._report = report
-        self._speaks = speaks
+        self._runner = runner
         self._has_warned = False
-
-    def reopen(self, metrics: Mapping[str, dict[str, float]]) -> None:
-        """Go on with the metrics of an epoch or an evaluation that was under way."""
-        self.open = dict(metrics)
 
     def check_trial(self, split: str, metrics: Mapping[str, float], *, scored: bool) -> None:
         """Refuse a split whose first batch shows that its metrics lack the score."""
-        board = self.facts.board()
-        if board is None or board.split != split or self.facts.own:
+        standing = self._runner.standing
+        board = standing.board
+        if board is None or board.split != split or standing.own or (board.name == "loss" and scored):
             return
-        if not (board.name == "loss" and scored):
-            board.check({split: dict(metrics)})
+        board.check({split: dict(metrics)})
 
     def check(self) -> None:
-        """Refuse metrics without the score before anything is counted by them."""
-        board = self.facts.board()
-        if board is not None and board.split in self.open and not self.facts.own:
-            board.check(self.open)
-        self.schedule.check(self.open)
+        """Refuse metrics without the score, or without the metric of the schedule, before anything is counted by them."""
+        standing, scheduler = self._runner.standing, self._runner.scheduler
+        if standing.board is not None and standing.board.split in self.open and not standing.own:
+            standing.board.check(self.open)
+        is_named = not standing.own or self._monitor() is not None
+        if is_named and scheduler is not None and not self._by_updates() and needs_metric(scheduler):
+            self._monitored(self.open)
 
-    def close(self, boundary: Boundary, *, step: int) -> None:
-        """Record the metrics, and decide what follows from them; the same on all ranks."""
+    def close(self, boundary: Boundary) -> None:
+        """Record the metrics, and do what follows from them; the same on all ranks."""
+        runner, standing = self._runner, self._runner.standing
         result, self.open = self.open, {}
-        index = self._run.index
-        self._run.results[index] = result
-        self.scored_at = step
-        board = self.facts.board() if self._is_scored(index, result) else None
-        if board is not None and board.split and (board.finds(result) or not self.facts.own):
+        index, self.scored_at = runner.index, runner.state.train.global_step
+        runner.results[index] = result
+        board = standing.board
+        if board is not None and not (board.split in result if board.split else index in standing.scores):
+            board = None
+        if board is not None and board.split and (board.finds(result) or not standing.own):
             self._compare_samples(board, index)
             board.record(index, result)
-            self._warn_of(board, index)
-        self.schedule.advance(boundary, result)
-        if board is not None and self.facts.patience_exhausted():
+            self._warn_of_score(board, index)
+        self.advance_schedule(boundary, result)
+        if board is not None and self.patience_exhausted():
             self._stop_early()
-        self._write()
-        self._report(result)
+        self.write()
+        runner._parts.report.log_result(result)
 
     def has_best_at(self, index: int) -> bool:
         """Whether an epoch or update was recorded and has the best score so far."""
-        return index in self._run.results and self.facts.is_best_at(index)
+        runner = self._runner
+        return index in runner.results and runner.is_best and runner.standing.latest_index == index
 
-    def _is_scored(self, index: int, result: SplitMetrics) -> bool:
-        board = self.facts.board()
-        if board is None or board.split:
-            return board is not None and board.split in result
-        return index in self.facts.scores()
+    def patience_exhausted(self) -> bool:
+        """Whether the run is to stop, since its score has not become better for too long."""
+        standing = self._runner.standing
+        since_best = standing.evaluations_since_best if standing.board is not None else 0
+        return 0 < since_best >= self._runner.config.patience
 
-    def _warn_of(self, board: ScoreBoard, index: int) -> None:
-        """Warn once of a score that is not finite."""
-        if self._has_warned:
+    # The schedule
+
+    def advance_schedule(self, boundary: Boundary, metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Advance a schedule that goes by epochs or validations, where it is time to."""
+        scheduler, interval = self._runner.scheduler, self._runner._parts.scheduler_interval()
+        if scheduler is None or self._by_updates() or (boundary == "pass" and interval != "epoch"):
             return
-        warning = warning_of_score(f"{board.split}.{board.name}", board.scores[index], index)
-        self._has_warned = warning is not None
-        if warning is not None and self._speaks:
-            logger.warning("%s", warning)
+        by_metric = needs_metric(scheduler)
+        if boundary == "alone":
+            advances = interval == "epoch" and not by_metric  # what goes by an evaluation waits for one
+        elif interval == "epoch":
+            # At the end of a pass there is no metric, and a validation ends no epoch.
+            advances = boundary != ("pass" if by_metric else "validation")
+        else:
+            advances = True
+        if advances and by_metric:
+            scheduler.step(self._monitored(metrics))
+        elif advances:
+            advance_by_epoch(scheduler, self._runner.state.train.epoch)
+
+    def _by_updates(self) -> bool:
+        return self._runner._parts.update.steps_scheduler
+
+    def _monitor(self) -> str | None:
+        return (self._runner.config.get("scheduler", None) or {}).get("monitor", None)
+
+    def _monitored(self, metrics: Mapping[str, Mapping[str, float]]) -> float:
+        """Return the metric that the schedule goes by: the score, or what `scheduler.monitor` names."""
+        runner, path, scores = self._runner, self._monitor(), self._runner.standing.scores
+        if not path and runner.index in scores:
+            return scores[runner.index]
+        path = path or f"{runner.score_split}.{runner.config.score_name}"
+        split, _, name = path.partition(".")
+        if name not in metrics.get(split, {}):
+            present = [f"{key}.{metric}" for key, of_split in metrics.items() for metric in of_split]
+            raise ValueError(
+                f"Expected scheduler.monitor to name one of {present}. Received: scheduler.monitor={path!r}."
+            )
+        return metrics[split][name]
+
+    # What follows from a score
+
+    def _warn_of_score(self, board: ScoreBoard, index: int) -> None:
+        """Warn once of a score that is not finite."""
+        score = board.scores[index]
+        if self._has_warned or math.isfinite(score):
+            return
+        self._has_warned = True
+        if self._runner.is_main_process:
+            logger.warning(
+                "Expected the score %s.%s to be finite. Received: %s at %d.%s See to it that the metric is defined on the whole split, or "
+                "set score_name to another metric.",
+                board.split,
+                board.name,
+                score,
+                index,
+                " NaN is never the best, and counts against patience." if math.isnan(score) else "",
+            )
 
     def _compare_samples(self, board: ScoreBoard, index: int) -> None:
         """Warn where a score is of another number of samples than the one before it, as after a resume with another batch size."""
         before = next(reversed([each for each in board.scores if each != index]), None)
-        counts = [self._run.results.get(each or 0, {}).get(board.split, {}).get("samples") for each in (before, index)]
-        if None not in counts and counts[0] != counts[1] and self._speaks:
+        results = self._runner.results
+        counts = [results.get(each or 0, {}).get(board.split, {}).get("samples") for each in (before, index)]
+        if None not in counts and counts[0] != counts[1] and self._runner.is_main_process:
             logger.warning(
                 "The score %s.%s of step %d is of %.0f samples, that of step %d of %.0f: they are compared all the same. They are those of "
                 "steps // 20 batches of each rank; keep `steps`, the batch size and the number of ranks, or override `evaluate_steps`.",
@@ -218,11 +159,31 @@ class RunResults:
             )
 
     def _stop_early(self) -> None:
-        self._session.stop_reason = "patience"
-        best, waited = self.facts.best_score(), self.facts.since_best()
-        if best is None:
+        runner, waited = self._runner, self._runner.standing.evaluations_since_best
+        runner._session.stop_reason = "patience"
+        if runner.best_score is None:
             logger.info("Stopping early: no evaluation had a score that can be the best.")
         else:
+            plural = "s" * (waited != 1)
             logger.info(
-                "Stopping early: no better score than %.4g in %d evaluation%s.", best, waited, "s" * (waited != 1)
+                "Stopping early: no better score than %.4g in %d evaluation%s.", runner.best_score, waited, plural
             )
+
+    def write(self) -> None:
+        """Write the metrics of the run, its last ones and its best ones, on the main process."""
+        runner = self._runner
+        if not runner.is_main_process:
+            return
+        weights = "trained" if runner.ema is None else "averaged"
+        latest = {"index": runner.index, "weights": weights, "result": runner.latest_result}
+        best_of_split = (runner.best_result or {}).get(runner.score_split or "", {})
+        is_here = runner.best_index is None or runner.best_index != runner.saver.best_elsewhere
+        best = {
+            "index": runner.best_index,
+            "weights": weights,
+            "score": runner.best_score,
+            **({"samples": best_of_split["samples"]} if "samples" in best_of_split else {}),
+            "result": runner.best_result,
+            "checkpoint_is_here": is_here,
+        }
+        runner.workspace.write_results(runner.results, latest, best)

@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from danling.distributed import Domain, JointLeave, agree, default_store
@@ -62,23 +61,6 @@ class PassLeft(Exception):
 
 class DataEnded(PassLeft):
     """Leaves a pass where nothing is left to train on, now or later, before the budget is used up."""
-
-
-@dataclass(frozen=True)
-class SessionEnd:
-    """What a session calls when its training ends, in this order.
-
-    Attributes:
-        pending: Raises the error that an update has left pending, and returns the requests of its last vote. Called on all ranks.
-        finish: Saves and says the ending; not called where the session goes on in another one. Called on all ranks.
-        failed: Is told of an exception, which goes on its way afterwards.
-        close: Closes what was opened for the training, however it ended.
-    """
-
-    pending: Callable[[], frozenset[str]]
-    finish: Callable[[], None]
-    failed: Callable[[Exception], None]
-    close: Callable[[], None]
 
 
 class TrainingSession:
@@ -443,42 +425,13 @@ class TrainingSession:
         self._training = next(_TRAININGS)
         self._deadline = self._clock() + max_seconds if max_seconds is not None else math.inf
 
-    @contextmanager
-    def opened(self, end: SessionEnd, *, domain: Domain, whole: bool = True) -> Iterator[None]:
-        """Train inside. What goes on after the last update is done on exit.
+    def note_stop(self, requests: frozenset[str]) -> None:
+        """Stop for what the ranks have asked for in the last update, unless there is a reason already."""
+        self.stop_reason = self.stop_reason or _first_stop(requests)
 
-        Args:
-            end: What is called at the end.
-            domain: Ranks that train together.
-            whole: Whether the run ends here; otherwise it is finished only where it was asked to stop.
-
-        Raises:
-            SystemExit: On exit, after a signal: 143, or 130 after SIGINT.
-        """
-        self.running = True
-        try:
-            try:
-                yield
-            except PassLeft:
-                logger.debug("A pass was left between two updates.")
-            except EvaluationStopped:
-                logger.debug("An evaluation was left; it is made anew when the run is resumed.")
-            except TrainingAbandoned:
-                self.apply_requests(agree(domain, self.local_requests()))
-            self.running = False
-            # What was asked for in the last update, which an accelerator hands out with the next one.
-            pending = end.pending()
-            self.stop_reason = self.stop_reason or _first_stop(pending)
-            if self.stop_reason is not None or whole:
-                end.finish()
-        except Exception as error:
-            end.failed(error)
-            raise
-        finally:
-            self.running, self._deadline = False, math.inf
-            self.uninstall_signals(keep=domain.size > 1)
-            end.close()
-        self._redeliver_signal()
+    def leave(self) -> None:
+        """End a training: requests by time or within waits do not apply any more."""
+        self.running, self._deadline = False, math.inf
 
     def hear_late_signals(self, domain: Domain) -> str:
         """Apply a signal that came after the last boundary, as in the last save: there is no other one to apply it at.
@@ -517,7 +470,7 @@ class TrainingSession:
         if self.signals is not None and not (keep and self.stop_reason in BY_SIGNAL):
             self.signals.uninstall()
 
-    def _redeliver_signal(self) -> None:
+    def redeliver_signal(self) -> None:
         """Send this process once more a signal that came too late to be applied, now that the program's own handlers are back."""
         if self.signals is not None and self.signals.received is not None and self.stop_reason not in BY_SIGNAL:
             signal.raise_signal(self.signals.received)

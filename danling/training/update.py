@@ -407,9 +407,7 @@ class UpdateStep:
             session.observers.notify("gradients_ready", agreed, grad_norm)
         reason = self._objection(agreed, grad_norm, step)
         if reason is None:
-            if window.is_first:
-                window.is_first = False
-                runner._parts.look_at_gradients()
+            window.is_first = False
             runner.clip_gradients(grad_norm)
             with self._keys.updating():
                 runner.optimizer_step()

@@ -19,7 +19,6 @@ from danling.reporting.telemetry import Telemetry
 from danling.runners.state import RunnerState
 from danling.runners.watching import build_rank_watch
 from danling.supervision import RankWatch
-from danling.training.ending import TrainingEnd
 from danling.training.evaluation import Evaluator
 from danling.training.loop import TrainingLoop
 from danling.training.saving import RunSaver
@@ -68,7 +67,7 @@ def test_what_of_a_training_is_what(tmp_path: Path) -> None:
         (Evaluator.try_once, "evaluating"),
         (TrainingLoop._evaluate, "evaluating"),
         (TrainingLoop._save_if_due, "checkpointing"),
-        (TrainingEnd._finish, "checkpointing"),
+        (TrainingLoop._finish, "checkpointing"),
     ],
 )
 def test_a_function_of_the_library_is_known_by_its_code(function: Any, expected: str, tmp_path: Path) -> None:

@@ -1,271 +1,272 @@
-"""The loops by themselves: what is trained, evaluated and saved, in which order, without a runner."""
+"""A training from its beginning to its end: what is trained, evaluated and saved, in which order, and how it ends."""
 
 from __future__ import annotations
 
+import logging
+import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.keys import own_keys
+import torch
+from torch import nn
 
-from danling.metrics import ScoreBoard
-from danling.reporting import Reporter
-from danling.training import Boundaries, EvaluationStopped, TrainingSession, UpdateOutcome
-from danling.training.loop import TrainingLoop
-from danling.training.results import BoundarySchedule, RunResults, ScoreFacts
+from danling import TorchRunner
+from danling.training.session import EvaluationStopped, IntactStateError, TrainingAbandoned
 
 
-@dataclass
-class Counted:
-    """Progress, as a runner has it."""
+class Told(TorchRunner):
+    """Writes down what its loop asks of it; `at` maps an event to what happens then. An update on NaN is skipped."""
 
-    global_step: int = 0
-    epoch: int = 0
-
-
-class Passes:
-    """A split of so many updates a pass, which remembers where it stands."""
-
-    def __init__(self, updates: int) -> None:
-        self.updates, self.done, self.epoch = updates, 0, 0
-
-    def finish_pass(self) -> None:
-        self.done, self.epoch = 0, self.epoch + 1
-
-
-class Told:
-    """A run that writes down what its loop asks of it; `at` maps an event to what happens then."""
-
-    def __init__(
-        self,
-        *,
-        epochs: int | None = None,
-        steps: int | None = None,
-        splits: dict[str, int] | None = None,
-        every: dict[str, int] | None = None,
-        at: dict[str, Callable[[], Any]] | None = None,
-        board: ScoreBoard | None = None,
-        skipped: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, directory: Path, *splits: int, at: Any = None, data: Any = None, **settings: Any) -> None:
+        self_settings = {"seed": 1, "log": False, "try_evaluation": False, "skip_nonfinite_grad": True, **settings}
+        super().__init__(
+            {
+                "dir": directory,
+                "dataloader": {"batch_size": 1, "shuffle": False},
+                "checkpoint.async_enabled": False,
+                **self_settings,
+            }
+        )
+        self.model, self.criterion = nn.Linear(1, 1), nn.L1Loss()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        names = ["train", "train_b", "train_c"]
+        self.datasets = {split: [(torch.ones(1), torch.ones(1))] * n for split, n in zip(names, splits or (3,))}
+        if data is not None:
+            self.datasets["train"] = [(torch.tensor([value]), torch.ones(1)) for value in data]
+        self.dataloaders["val"] = [(torch.ones(1, 1), torch.ones(1, 1))]
+        self.at: dict[str, Callable[[], Any]] = at or {}
         self.events: list[str] = []
-        self.counters, self.session = Counted(), TrainingSession()
-        self.passes = {split: Passes(updates) for split, updates in (splits or {"train": 3}).items()}
-        self.recorded: dict[int, dict[str, dict[str, float]]] = {}
-        self.state = SimpleNamespace(train=self.counters)
-        self.steps, self.epochs, self.at, self.skipped, self.made = steps, epochs, at or {}, skipped, 0
-        facts = ScoreFacts(
-            board=lambda: board,
-            scores=lambda: board.scores if board is not None else {},
-            best_score=lambda: None,
-            best_index=lambda: None,
-            is_best=lambda: False,
-            since_best=lambda: 0,
-            patience=lambda: float("inf"),
-        )
-        schedule = BoundarySchedule(
-            lambda: None,
-            by_updates=lambda: False,
-            interval=lambda: "step",
-            monitor=lambda: None,
-            scored=lambda: "val.loss",
-            facts=facts,
-            index=lambda: self.index,
-        )
-        self.open_results = RunResults(
-            self,
-            facts=facts,
-            schedule=schedule,
-            session=self.session,
-            write=lambda: self.note("write"),
-            report=lambda metrics: self.note(f"report {'+'.join(metrics)}"),
-        )
-        self.loop = TrainingLoop(
-            self,  # type: ignore[arg-type]
-            keys=own_keys(self.session),
-            updates=self.updates,
-            pass_is_over=lambda split: self.passes[split].done == self.passes[split].updates,
-            session=self.session,
-            results=self.open_results,
-            reporter=Reporter(is_main=False, world_size=1, seconds_between_lines=0),
-            save_if_failing=lambda: lambda: self.note("kept") is None,
-            trained_metrics=lambda: {"loss": float(self.counters.global_step)},
-            first_update=lambda: self.note("first"),
-            log_update=lambda outcome: self.note("log"),
-        )
-        options = {"log_every": 100, "evaluate_every": 4, "checkpoint_every": 1, **(every or {})}
-        self.loop.boundaries = Boundaries(
-            **options, save=lambda **given: self.note(f"due {self.index}"), is_best=lambda index: False
-        )
-
-    @property
-    def results(self) -> dict[int, dict[str, dict[str, float]]]:
-        return self.recorded
-
-    @property
-    def is_step_mode(self) -> bool:
-        return self.epochs is None
-
-    def train_epoch(self, split: str) -> dict[str, float]:
-        return self.loop.train_epoch(split)
-
-    def evaluate_epoch(self, split: str) -> dict[str, float]:
-        return self.evaluate(f"evaluate {split}")
-
-    def evaluate_steps(self, split: str) -> dict[str, float]:
-        return self.evaluate(f"evaluate steps {split}")
-
-    def source(self, split: str) -> Passes:
-        return self.passes[split]
-
-    def save_checkpoint(self) -> None:
-        self.note("save")
-
-    @property
-    def index(self) -> int:
-        return self.counters.global_step if self.epochs is None else self.counters.epoch
 
     def note(self, event: str) -> None:
         self.events.append(event)
         if event in self.at:
             self.at[event]()
 
-    def evaluate(self, event: str) -> dict[str, float]:
-        self.note(event)
-        return {"loss": 0.5}
+    def step(self) -> Any:
+        outcome = super().step()
+        self.note(f"update {self.state.train.global_step}" if outcome.committed else "skipped")
+        return outcome
 
-    def updates(self, split: str) -> Iterator[UpdateOutcome]:
-        source = self.passes[split]
-        while source.done < source.updates:
-            source.done += 1
-            self.made += 1
-            committed = self.made not in self.skipped
-            self.counters.global_step += committed
-            self.note(f"{split} {self.made}")
-            yield UpdateOutcome(committed, 1.0, 1.0, 1.0)
+    def evaluate_epoch(self, split: str) -> dict[str, float]:
+        self.note(f"evaluate {split}")
+        return super().evaluate_epoch(split)
 
+    def evaluate_steps(self, split: str, steps: int | None = None) -> dict[str, float]:
+        self.note(f"evaluate {split}")
+        return super().evaluate_steps(split, steps)
 
-def test_an_epoch_is_trained_evaluated_recorded_and_saved_in_this_order() -> None:
-    told = Told(epochs=2, splits={"train": 2})
-    told.loop.train_epochs(["train"], ["val"])
-    first = ["train 1", "first", "train 2", "evaluate val", "write", "report train+val", "due 1"]
-    assert told.events == [*first, "train 3", "train 4", "evaluate val", "write", "report train+val", "due 2"]
-    assert told.recorded == {
-        1: {"train": {"loss": 2.0}, "val": {"loss": 0.5}},
-        2: {"train": {"loss": 4.0}, "val": {"loss": 0.5}},
-    }
-    assert told.passes["train"].epoch == 2 and told.loop.is_done()
+    def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
+        self.note("history" if history else "save")
+        super().save_checkpoint(history=history, save_best=save_best)
 
 
-def test_update_by_update_evaluations_lie_within_passes_and_the_end_is_one() -> None:
-    told = Told(steps=7, splits={"train": 3}, every={"evaluate_every": 4, "checkpoint_every": 2})
-    told.loop.train_steps(["train"], ["val"])
-    assert [event for event in told.events if event.startswith(("due", "evaluate"))] == [
-        "due 2",
-        "evaluate steps val",
-        "due 4",
-        "due 6",
-        "evaluate steps val",
-        "due 7",
-    ]
-    assert told.recorded.keys() == {4, 7} and told.counters == Counted(7, 2) and told.passes["train"].done == 1
+def updates(first: int, last: int) -> list[str]:
+    return [f"update {step}" for step in range(first, last + 1)]
 
 
-def test_a_skipped_update_is_no_boundary() -> None:
-    told = Told(steps=2, skipped=(1, 3), every={"evaluate_every": 1, "log_every": 1})
-    told.loop.train_steps(["train"], [])
-    assert told.events == [
-        *("train 1", "train 2", "first", "log", "write", "report train", "due 1"),
-        *("train 3", "train 4", "log", "write", "report train", "due 2"),
-    ]
+@pytest.mark.parametrize(
+    ("settings", "events", "recorded"),
+    [
+        (
+            {"epochs": 2},
+            [*updates(1, 3), "evaluate val", "history", *updates(4, 6), "evaluate val", "history"],
+            [1, 2],
+        ),
+        (
+            {"steps": 7, "evaluate_interval": 4, "checkpoint.interval": 2, "min_delta": 9.0},
+            [
+                *(*updates(1, 2), "history", *updates(3, 4), "evaluate val", "history"),
+                *(*updates(5, 6), "history", "update 7", "evaluate val", "save"),
+            ],
+            [4, 7],
+        ),
+        # Without a periodic save, the first evaluation is the best one so far, and the last update is saved.
+        (
+            {"steps": 5, "evaluate_interval": 2, "checkpoint.interval": 100, "min_delta": 9.0},
+            [
+                *updates(1, 2),
+                "evaluate val",
+                "save",
+                *updates(3, 4),
+                "evaluate val",
+                "update 5",
+                "evaluate val",
+                "save",
+            ],
+            [2, 4, 5],
+        ),
+    ],
+)
+def test_what_is_trained_evaluated_and_saved_in_which_order(
+    settings: dict[str, Any], events: list[str], recorded: list[int], tmp_path: Path
+) -> None:
+    with Told(tmp_path, **settings) as run:
+        run.train()
+        assert run.events == events and list(run.results) == recorded and run.progress == 1
+        assert run.results[recorded[-1]].keys() == {"train", "val"}
+        run.train()  # nothing is left
+        assert run.events == events
 
 
-def test_a_stop_leaves_the_pass_and_records_nothing() -> None:
-    told = Told(epochs=2, at={"train 2": lambda: setattr(told.session, "stop_reason", "stop")})
-    told.loop.train_epochs(["train"], ["val"])
-    assert told.events == ["train 1", "first", "train 2"] and not told.recorded and not told.open_results.open
-    assert told.counters == Counted(2, 0) and told.passes["train"].done == 2
+def test_a_skipped_update_is_no_boundary(tmp_path: Path) -> None:
+    nan = float("nan")
+    with Told(tmp_path, data=(nan, 1.0, nan, 1.0), steps=2, evaluate_interval=1, min_delta=9.0) as run:
+        run.train()
+        first, second = ["skipped", "update 1", "evaluate val", "history"], ["skipped", "update 2", "evaluate val"]
+        assert run.events == [*first, *second, "history"]
+        assert run.state.train.skipped_updates == 2
 
 
-def test_a_checkpoint_that_was_asked_for_waits_for_an_evaluation_that_is_due() -> None:
+def test_a_stop_leaves_the_pass_records_nothing_and_is_saved(tmp_path: Path) -> None:
+    settings = {"epochs": 2, "checkpoint": {"async_enabled": False, "last_save_model_only": True}}
+    with Told(tmp_path, at={"update 2": lambda: run.stop()}, **settings) as run:
+        run.train()
+        # The request is applied at the boundary of the next update.
+        assert run.events == [*updates(1, 3), "save"] and not run.results and run.state.train.epoch == 0
+        assert not list(tmp_path.rglob("model*"))  # only a run that is complete is exported
+        run.at.clear()
+        run.train()
+        assert list(run.results) == [1, 2] and list(tmp_path.rglob("model*"))
+
+
+def test_a_checkpoint_that_was_asked_for_waits_for_an_evaluation_that_is_due(tmp_path: Path) -> None:
     def ask() -> None:
-        told.session.save_requested = True
+        run.request_checkpoint()
 
-    told = Told(steps=4, at={"train 1": ask, "train 4": ask}, every={"evaluate_every": 4, "checkpoint_every": 100})
-    told.loop.train_steps(["train"], ["val"])
-    kept = [event for event in told.events if event.startswith(("save", "evaluate", "due", "train"))]
-    assert kept == ["train 1", "save", "train 2", "train 3", "train 4", "evaluate steps val", "due 4"]
-    assert not told.session.save_requested
-
-
-def test_a_failing_evaluation_is_kept_and_one_that_is_left_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    for error, kept in ((RuntimeError("broken"), True), (EvaluationStopped(), False)):
-
-        def fail(error: Exception = error) -> None:
-            raise error
-
-        told = Told(epochs=1, at={"evaluate val": fail})
-        with pytest.raises(type(error)):
-            told.loop.train_epochs(["train"], ["val"])
-        assert ("kept" in told.events) is kept
-        # A run that goes on begins with this evaluation: the pass is not trained again.
-        told.at.clear()
-        made = told.made
-        told.loop.train_epochs(["train"], ["val"])
-        assert told.made == made and told.recorded.keys() == {1}
+    settings: Any = {"steps": 5, "evaluate_interval": 4, "checkpoint.interval": 100, "min_delta": 9.0}
+    with Told(tmp_path, at={"update 1": ask, "update 3": ask}, **settings) as run:
+        run.train()
+        first = ["update 1", "update 2", "save", "update 3", "update 4", "evaluate val", "save"]
+        assert run.events == [*first, "update 5", "evaluate val", "save"]
 
 
-def test_metrics_without_the_score_are_refused_before_anything_is_counted() -> None:
-    told = Told(epochs=1, board=ScoreBoard("accuracy", split="val"))
-    with pytest.raises(ValueError, match="accuracy"):
-        told.loop.train_epochs(["train"], ["val"])
-    assert not told.recorded and told.counters.epoch == 0
+def test_metrics_without_the_score_are_refused_before_anything_is_counted(tmp_path: Path) -> None:
+    with Told(tmp_path, epochs=1, score_name="accuracy") as run:
+        with pytest.raises(ValueError, match="accuracy"):
+            run.train()
+        assert not run.results and run.state.train.epoch == 0
 
 
-def test_a_budget_that_shrinks_ends_the_run_where_it_is() -> None:
-    told = Told(steps=10, at={"train 2": lambda: setattr(told, "steps", 2)}, every={"evaluate_every": 100})
-    told.loop.train_steps(["train"], [])
-    assert told.counters.global_step == 2 and told.recorded.keys() == {2}
+def test_a_budget_that_shrinks_ends_the_run_where_it_is(tmp_path: Path) -> None:
+    def shrink() -> None:
+        run.config.steps = 2
+
+    with Told(tmp_path, at={"update 2": shrink}, steps=10, evaluate_interval=100) as run:
+        run.train()
+        assert run.state.train.global_step == 2 and list(run.results) == [2]
 
 
-@pytest.mark.parametrize("evaluate_every", [3, 5, 100])
-def test_data_that_ends_before_the_budget_ends_the_run_with_an_evaluation_and_a_save(evaluate_every: int) -> None:
-    told = Told(steps=9, splits={"train": 3}, every={"evaluate_every": evaluate_every, "checkpoint_every": 100})
-    updates = told.updates
+class Ending:
+    """A loader whose data ends for good after a pass."""
 
-    def over(split: str) -> Iterator[UpdateOutcome]:
-        if told.passes[split].epoch:
-            told.session.leave_pass()
-        yield from updates(split)
+    def __init__(self, run: Told) -> None:
+        self.run, self.passes = run, 0
 
-    told.session.running = True
-    told.loop._updates = over
-    told.loop.train_steps(["train"], ["val"])
-    made = ["evaluate steps val", "write", "report train+val"]
-    assert told.events == ["train 1", "first", "train 2", "train 3", *made, *(["due 3"] if evaluate_every != 3 else [])]
-    assert told.recorded == {3: {"train": {"loss": 3.0}, "val": {"loss": 0.5}}} and told.loop.data_ended
-    told.loop.train_steps(["train"], ["val"])
-    assert told.recorded.keys() == {3} and told.events.count("evaluate steps val") == 1
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        if self.passes > 1:
+            self.run._session.leave_pass()
+        return iter([(torch.ones(1, 1), torch.ones(1, 1))] * 3)
 
 
-def test_a_pass_that_is_trained_alone_closes_the_epoch_with_the_last_split() -> None:
-    told = Told(epochs=3, splits={"train": 1, "train_b": 1, "extra": 1})
-    trained = ["train", "train_b"]
-    for split, epoch in (("extra", 0), ("train", 0), ("train_b", 1)):
-        metrics = told.loop.train_epoch_alone(split, lambda split=split: told.loop.train_epoch(split), trained)
-        assert metrics.keys() == {"loss"} and told.counters.epoch == epoch and told.passes["extra"].epoch == 1
-    assert told.recorded.keys() == {1} and told.recorded[1].keys() == set(trained)
+@pytest.mark.parametrize("evaluate_interval", [3, 100])
+def test_data_that_ends_before_the_budget_ends_the_run_with_an_evaluation_and_a_save(
+    evaluate_interval: int, tmp_path: Path
+) -> None:
+    settings: Any = {"steps": 9, "evaluate_interval": evaluate_interval, "checkpoint.interval": 100}
+    with Told(tmp_path, **settings) as run:
+        del run.datasets["train"]
+        run.dataloaders["train"] = Ending(run)
+        run.train()
+        # Where the pass is counted after the evaluation, that is saved too.
+        saves = ["save"] * (2 if evaluate_interval == 3 else 1)
+        assert run.events == [*updates(1, 3), "evaluate val", *saves] and list(run.results) == [3]
+        run.train()
+        assert run.events.count("evaluate val") == 1
 
 
-def test_a_state_of_another_pass_sends_the_loops_back_to_it() -> None:
-    def jump() -> None:
-        told.counters.epoch = 1
-        assert told.loop.jumps_out_of("train") is False  # not trained yet in that epoch
-        told.open_results.open["train"] = {"loss": 9.0}
-        assert told.loop.jumps_out_of("train")
+def test_passes_that_a_user_trains_close_the_epoch_with_the_last_split(tmp_path: Path) -> None:
+    with Told(tmp_path, 1, 1, 1, epochs=3, train_splits=["train", "train_b"]) as run:
+        for split, epoch in (("train_c", 0), ("train", 0), ("train_b", 1)):
+            assert run.train_epoch(split).keys() == {"loss"} and run.state.train.epoch == epoch
+        assert run.source("train_c").epoch == 1 and run.results[1].keys() == {"train", "train_b"}
 
-    told = Told(epochs=2, at={"train 2": jump})
-    told.loop.train_epochs(["train"], [])
-    # What was trained of the first pass is no epoch; the second one was trained elsewhere.
-    assert told.recorded == {2: {"train": {"loss": 9.0}}}
+
+# The end
+
+
+class Lost(IntactStateError):
+    """The others are lost."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_failure_that_leaves_the_state_whole_is_saved_before_it_is_raised(
+    fails: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lose() -> None:
+        if fails:
+            run.save_checkpoint = fail  # type: ignore[method-assign]
+        raise Lost("gone")
+
+    def fail(**options: Any) -> None:
+        raise OSError("no space left")
+
+    with Told(tmp_path, at={"evaluate val": lose}, epochs=2, **{"checkpoint.before_evaluation": False}) as run:
+        with pytest.raises(Lost):
+            run.train()
+        assert ("That save failed" in caplog.text) is fails
+        assert (run.saver.saved_at == (3, 0)) is not fails
+
+
+def test_a_failure_is_said_and_closes_what_the_training_has_opened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise ArithmeticError("broken")
+
+    caplog.set_level(logging.INFO, "danling")
+    before = signal.getsignal(signal.SIGTERM)
+    with Told(tmp_path, at={"update 2": fail}, epochs=2) as run:
+        with pytest.raises(ArithmeticError, match="broken"):
+            run.train()
+        assert "Failed with ArithmeticError: " in caplog.text and run.events == updates(1, 2)
+        assert not run._session.running and run._reporter.bar is None
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("error", "reason"), [(EvaluationStopped(), None), (TrainingAbandoned(), "stop")])
+def test_an_evaluation_that_was_left_and_a_wait_that_was_given_up_are_ends_like_others(
+    error: Exception, reason: str | None, tmp_path: Path
+) -> None:
+    def leave() -> None:
+        if reason is not None:
+            run.stop()
+        raise error
+
+    with Told(tmp_path, at={"evaluate val": leave}, epochs=2) as run:
+        run.train()
+        assert run._session.stop_reason == reason and run.events[-2:] == ["evaluate val", "save"]
+        # It is made anew: the pass is not trained again.
+        run.at.clear()
+        run.train()
+        assert run.events[5:7] == ["evaluate val", "history"] and run.state.train.global_step == 6
+
+
+def test_a_signal_that_came_too_late_reaches_the_program(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with Told(tmp_path, epochs=1) as run:
+            free = run._data.free
+
+            def late() -> None:
+                signal.raise_signal(signal.SIGUSR1)
+                free()
+
+            run._data.free = late  # type: ignore[method-assign]
+            run.train()
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)

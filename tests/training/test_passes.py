@@ -1,19 +1,23 @@
-"""One pass by itself: windows of micro-batches, the loop of its updates, and its end on several ranks."""
+"""One pass: windows of micro-batches, the loop of its updates, and its end on several ranks."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.processes import run_processes
+from torch import nn
 from torch.utils.data import TensorDataset
 
-from danling.data import Batch, BatchSource, build_dataloader
+from danling import TorchRunner
+from danling.data import BatchSource, build_dataloader
 from danling.distributed import Domain, LocalDomain
-from danling.training import UNCOMMITTED, PassAgreement, UpdateOutcome, updates_of_pass
+from danling.training import UNCOMMITTED, PassAgreement, UpdateOutcome
 
 
 def source(batches: int = 6, *, split: str = "train", first: int = 0, rank: int = 0, size: int = 1) -> BatchSource:
@@ -22,129 +26,144 @@ def source(batches: int = 6, *, split: str = "train", first: int = 0, rank: int 
     return BatchSource(numbers, split=split, rank=rank, world_size=size)
 
 
-def outcome(*, committed: bool = True, reason: str | None = None) -> UpdateOutcome:
-    return UpdateOutcome(committed, 1.0, 0.0, 1.0, None, reason)
+class Passes(TorchRunner):
+    """Numbers in windows of two, and everything that happened in a pass over them."""
 
-
-class Loop:
-    """A pass in windows of two, and everything that happened in it."""
-
-    def __init__(self, batches: BatchSource, size: int = 2) -> None:
-        self.source, self.size = batches, size
-        self.windows: list[list[int]] = []
-        self.outcomes: list[UpdateOutcome] = []
-        self.replaced: list[bool] = []
-        self.fits: list[bool] = []
-        self.over = False
-        self.waited_for: list[int] = []
+    def __init__(self, directory: Any, numbers: int, accum_steps: int = 2, collective: bool = False) -> None:
+        self.collective = collective
+        super().__init__({"dir": directory, "steps": 9, "accum_steps": accum_steps, "log": False, "seed": 1})
+        self.model, self.read = nn.Linear(1, 1), list[int]()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.dataloaders["train"] = Reading(self, numbers)
+        self.windows: list[list[int]] = [[]]
+        self.outcomes: list[UpdateOutcome | None] = []
         self.begun: list[int] = []
-        self.agreement = PassAgreement(LocalDomain(), LocalDomain())
 
-    def run(self, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
-        """Run a window; it fits, unless it was said otherwise."""
-        batch = next(batches, None)
-        while batch is not None:
-            consumed.append(batch)
-            batch = self.agreement.next_of_window(self.source, batches) if len(consumed) < self.size else None
-        if self.fits and not self.fits.pop(0):
-            return False
-        self.windows.append([int(batch.data) for batch in consumed])
-        return True
+    def build_agreement(self) -> PassAgreement:
+        return PassAgreement(self.world, self.world, collective_forward=self.collective)
 
-    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Note the batches that are waited for."""
-        for batch in batches:
-            self.waited_for.append(int(batch.data))
-            yield batch
+    def on_pass_start(self, split: str) -> None:
+        self.begun.append(self.source(split).consumed)
+
+    def train_step(self, data: Any) -> Any:
+        self.windows[-1].append(int(data))
+        loss = self.model(data).mean()
+        self.backward(loss)
+        return None, loss
+
+    def step(self) -> UpdateOutcome:
+        outcome = super().step()
+        self.windows.append([])
+        return (self.outcomes.pop(0) if self.outcomes else None) or outcome
 
     def updates(self) -> Iterator[UpdateOutcome]:
-        """Return the loop."""
-        return updates_of_pass(
-            self.source,
-            agreement=self.agreement,
-            timed=self.timed,
-            begin=lambda: self.begun.append(self.source.consumed),
-            state_replaced=lambda: self.replaced.pop(0) if self.replaced else False,
-            is_over=lambda: self.over,
-            run=self.run,
-            step=lambda: self.outcomes.pop(0) if self.outcomes else outcome(),
-        )
+        return self._parts.loop._updates("train")
+
+    def seen(self) -> list[list[int]]:
+        return [window for window in self.windows if window]
 
 
-def test_every_batch_is_in_one_window_and_the_last_one_is_shorter() -> None:
-    loop = Loop(source(5))
-    assert [made.committed for made in loop.updates()] == [True] * 3
-    assert loop.windows == [[0, 1], [2, 3], [4]] and loop.source.consumed == 5
-    assert loop.begun == [0]
+class Reading:
+    """A loader of numbers, which notes what was read."""
+
+    def __init__(self, run: Passes, numbers: int) -> None:
+        self.run, self.numbers = run, numbers
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(self.numbers):
+            self.run.read.append(number)
+            yield torch.tensor([[float(number)]])
 
 
-def test_the_position_moves_with_skipped_updates_and_stands_where_the_loop_was_left() -> None:
-    loop = Loop(source(6))
-    loop.outcomes = [outcome(committed=False, reason="nonfinite")]
-    updates = loop.updates()
-    assert next(updates).reason == "nonfinite"
-    assert loop.source.consumed == 2
-    next(updates)
-    updates.close()  # type: ignore[attr-defined]
-    assert loop.source.consumed == 4
-    again = Loop(loop.source)
-    list(again.updates())
-    assert again.windows == [[4, 5]]
-    assert loop.begun == [0] and again.begun == []
+def skipped(reason: str) -> UpdateOutcome:
+    return UpdateOutcome(False, 1.0, 0.0, 1.0, None, reason)
 
 
-def test_an_update_that_was_not_committed_is_made_again_from_the_same_batches() -> None:
-    loop = Loop(source(4))
-    loop.outcomes = [outcome(), outcome(committed=False, reason=UNCOMMITTED)]
-    assert len(list(loop.updates())) == 2
-    assert loop.windows == [[0, 1], [2, 3], [2, 3]] and loop.source.consumed == 4
+def test_every_batch_is_in_one_window_and_the_last_one_is_shorter(tmp_path: Path) -> None:
+    with Passes(tmp_path, 5) as run:
+        assert [made.committed for made in run.updates()] == [True] * 3
+        assert run.seen() == [[0, 1], [2, 3], [4]] and run.source("train").consumed == 5
+        assert run.begun == [0]
 
 
-def test_a_window_that_does_not_fit_is_read_again_smaller() -> None:
-    loop = Loop(source(4))
-    loop.fits = [True, False]
-    updates = loop.updates()
-    next(updates)
-    loop.size = 1
-    assert len(list(updates)) == 2 and loop.windows == [[0, 1], [2], [3]]
-    assert loop.waited_for == [0, 1, 2, 2, 3]
+def test_the_position_moves_with_skipped_updates_and_stays_where_the_loop_was_left(tmp_path: Path) -> None:
+    with Passes(tmp_path, 6) as run:
+        run.outcomes = [skipped("nonfinite")]
+        updates = run.updates()
+        assert next(updates).reason == "nonfinite"
+        assert run.source("train").consumed == 2
+        next(updates)
+        updates.close()  # type: ignore[attr-defined]
+        assert run.source("train").consumed == 4
+        list(run.updates())
+        assert run.seen()[-1] == [4, 5] and run.begun == [0]
 
 
-def test_a_state_that_was_taken_over_is_gone_on_with_or_ends_the_pass() -> None:
-    loop = Loop(source(4))
-    loop.replaced = [True, False, True]
-    assert len(list(loop.updates())) == 2 and loop.windows == [[0, 1], [2, 3]]
-    # What the state in its place begins with is waited for as well.
-    assert loop.waited_for == [0, 0, 1, 2, 2, 3]
-    over = Loop(source(4))
-    over.replaced, over.over = [False, True], True
-    assert len(list(over.updates())) == 1
+def test_an_update_that_was_not_committed_is_made_again_from_the_same_batches(tmp_path: Path) -> None:
+    with Passes(tmp_path, 4) as run:
+        run.outcomes = [None, skipped(UNCOMMITTED)]
+        assert len(list(run.updates())) == 2
+        assert run.seen() == [[0, 1], [2, 3], [2, 3]] and run.source("train").consumed == 4
 
 
-def test_a_pass_without_a_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one batch on every rank in split 'train'"):
-        list(Loop(source(0)).updates())
-    read = Loop(source(2))
-    list(read.updates())
-    assert list(Loop(read.source).updates()) == []  # its position stands at the end, which is no empty loader
+def test_a_window_that_does_not_fit_is_read_again(tmp_path: Path) -> None:
+    with Passes(tmp_path, 4) as run:
+        run_window, fits = run._parts.run_window, [True, False, True]
+
+        def run_or_fail(source: Any, batches: Any, consumed: Any) -> bool:
+            if fits.pop(0):
+                return run_window(source, batches, consumed)
+            return next(batches) is None
+
+        run._parts.run_window = run_or_fail
+        assert len(list(run.updates())) == 2 and run.seen() == [[0, 1], [2, 3]]
+        assert run.read.count(2) == 2
+
+
+def test_a_state_that_was_taken_over_is_continued_or_ends_the_pass(tmp_path: Path) -> None:
+    for name, replaced, over, made in (
+        ("a", [True, False, True, False], False, [[0, 1], [2, 3]]),
+        ("b", [False, True], True, [[0, 1]]),
+    ):
+        with Passes(tmp_path / name, 4) as run:
+
+            def open_update(replaced: list[bool] = replaced, over: bool = over, run: Passes = run) -> bool:
+                taken = replaced.pop(0)
+                if taken and over:
+                    run.state.train.epoch = -1  # the state is of another pass than this one
+                return taken
+
+            run.fault_tolerance = SimpleNamespace(open_update=open_update, around=lambda given: given)  # type: ignore[assignment]
+            list(run.updates())
+            assert run.seen() == made and run._parts.loop.has_jumped is over
+            run.fault_tolerance = None
+
+
+def test_a_pass_without_a_batch_is_refused(tmp_path: Path) -> None:
+    with (
+        Passes(tmp_path / "a", 0) as run,
+        pytest.raises(ValueError, match="at least one batch on every rank in split 'train'"),
+    ):
+        list(run.updates())
+    with Passes(tmp_path / "b", 2) as run:
+        list(run.updates())
+        assert list(run.updates()) == []  # its position is at the end, which is no empty loader
 
 
 # Several ranks
 
 
-def _uneven() -> Any:
-    world = Domain()
-    loop = Loop(source(5 if world.rank == 0 else 3, rank=world.rank, size=2), size=1)
-    loop.agreement = PassAgreement(world, world)
-    count = len(list(loop.updates()))
-    window = Loop(source(5 if world.rank == 0 else 3, rank=world.rank, size=2), size=2)
-    window.agreement = PassAgreement(world, world, collective_forward=True)
-    list(window.updates())
-    return count, window.windows
+def _uneven(directory: str, rank: int = 0) -> Any:
+    rank = int(torch.distributed.get_rank())
+    with Passes(Path(directory) / "a", 5 if rank == 0 else 3, accum_steps=1) as run:
+        count = len(list(run.updates()))
+    with Passes(Path(directory) / "b", 5 if rank == 0 else 3, collective=True) as run:
+        list(run.updates())
+        return count, run.seen()
 
 
-def test_a_pass_ends_on_all_ranks_with_the_shortest_loader() -> None:
-    assert run_processes(_uneven, init_process_group=True) == [(3, [[0, 1], [2]])] * 2
+def test_a_pass_ends_on_all_ranks_with_the_shortest_loader(tmp_path: Path) -> None:
+    assert run_processes(_uneven, str(tmp_path), init_process_group=True) == [(3, [[0, 1], [2]])] * 2
 
 
 def _compared() -> list[str]:

@@ -16,49 +16,8 @@ from support.processes import run_processes
 
 from danling.distributed import Domain, LocalDomain
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher
-from danling.training import EvaluationStopped, SessionEnd, TrainingSession
-from danling.training.session import PassLeft, TrainingAbandoned
-
-
-class Abandoned(TrainingAbandoned):
-    """A wait for others was given up."""
-
-
-class Trace:
-    """The end of a training, written down."""
-
-    def __init__(self, session: TrainingSession, pending: frozenset[str] = frozenset()) -> None:
-        self.session, self.waiting, self.calls = session, pending, list[str]()
-        self.error: Exception | None = None
-        self.end = SessionEnd(self.pending, self.finish, self.failed, self.close)
-
-    def pending(self) -> frozenset[str]:
-        """Return what the last update left."""
-        self.calls.append("pending")
-        return self.waiting
-
-    def finish(self) -> None:
-        """Be the last save."""
-        self.calls.append("finish")
-        assert not self.session.running
-
-    def failed(self, error: Exception) -> None:
-        """Keep the error."""
-        self.calls.append("failed")
-        self.error = error
-
-    def close(self) -> None:
-        """Be the end of all."""
-        self.calls.append("close")
-
-
-def trained(session: TrainingSession, *, whole: bool = True, pending: frozenset[str] = frozenset()) -> Trace:
-    trace = Trace(session, pending)
-    session.begin()
-    with session.opened(trace.end, domain=LocalDomain(), whole=whole):
-        assert session.running
-    return trace
-
+from danling.training import EvaluationStopped, TrainingSession
+from danling.training.session import PassLeft
 
 # Requests
 
@@ -179,39 +138,6 @@ def test_a_rank_out_of_batches_votes_on_and_all_stop_together() -> None:
 # How a training ends
 
 
-def test_a_training_that_ends_by_itself_is_finished_and_closed() -> None:
-    session = TrainingSession()
-    trace = trained(session)
-    assert trace.calls == ["pending", "finish", "close"] and not session.running and session.stop_reason is None
-
-
-def test_a_part_of_a_training_is_finished_only_where_it_was_asked_to_stop() -> None:
-    session = TrainingSession()
-    assert trained(session, whole=False).calls == ["pending", "close"]
-    assert trained(session, whole=False, pending=frozenset({"stop"})).calls == ["pending", "finish", "close"]
-    assert session.stop_reason == "stop"
-
-
-def test_an_evaluation_that_was_left_and_a_wait_that_was_given_up_are_ends_like_others() -> None:
-    session = TrainingSession()
-    for error, reason in ((EvaluationStopped(), None), (Abandoned(), "stop")):
-        trace = Trace(session)
-        session.begin()
-        with session.opened(trace.end, domain=LocalDomain()):
-            if reason is not None:
-                session.request(reason)
-            raise error
-        assert trace.calls == ["pending", "finish", "close"] and session.stop_reason == reason
-
-
-def test_an_error_is_told_and_goes_on_its_way() -> None:
-    session = TrainingSession()
-    trace = Trace(session)
-    with pytest.raises(ArithmeticError), session.opened(trace.end, domain=LocalDomain()):
-        raise ArithmeticError("no further")
-    assert trace.calls == ["failed", "close"] and isinstance(trace.error, ArithmeticError) and not session.running
-
-
 def test_a_signal_ends_the_process_with_its_code_and_one_in_the_last_save_too() -> None:
     for number, code, said in ((signal.SIGTERM, 143, "Stopped by SIGTERM"), (signal.SIGINT, 130, "Stopped by SIGINT")):
         session = TrainingSession()
@@ -223,26 +149,6 @@ def test_a_signal_ends_the_process_with_its_code_and_one_in_the_last_save_too() 
             with pytest.raises(SystemExit) as end:
                 session.exit_if_signalled(3)
         assert end.value.code == code
-
-
-def test_a_signal_that_came_too_late_reaches_the_program() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    try:
-        session = TrainingSession()
-        session.signals = SignalWatcher()
-        session.signals.install()
-        trace = Trace(session)
-        with session.opened(SessionEnd(trace.pending, trace.finish, trace.failed, _raise_signal), domain=LocalDomain()):
-            pass
-        assert heard == [signal.SIGUSR1] and signal.getsignal(signal.SIGUSR1) is not SignalWatcher
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def _raise_signal() -> None:
-    # As the program's own handlers are back, it is not noted but told at once; so it is raised only once.
-    signal.raise_signal(signal.SIGUSR1)
 
 
 def test_patience_is_an_ending_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""The end of a training by itself, and what is made ready for an evaluation that fails."""
+"""What is made ready for an evaluation that fails."""
 
 from __future__ import annotations
 
@@ -8,93 +8,8 @@ from typing import Any
 
 import pytest
 
-from danling.distributed import LocalDomain
-from danling.training import TrainingSession
-from danling.training.ending import TrainingEnd
 from danling.training.safeguard import TrainedKeeper, keeping_trained
 from danling.training.saving import RunSaver
-from danling.training.session import IntactStateError
-
-
-class Lost(IntactStateError):
-    """The others are lost."""
-
-
-class Ended:
-    """A training that ends, and what is called then."""
-
-    def __init__(self, *, fails: tuple[str, ...] = ()) -> None:
-        self.called: list[str] = []
-        self.fails = fails
-        self.session = TrainingSession()
-        self.counters = SimpleNamespace(global_step=3, epoch=1)
-        self.manager = SimpleNamespace(
-            wait=lambda: self.call("wait"), wait_for_mirror=lambda: self.call("wait for mirror")
-        )
-        self.saver = RunSaver(manager=lambda: self.manager, position=lambda: self.counters, state=dict)
-        self.end = TrainingEnd(
-            session=self.session,
-            saver=self.saver,
-            domain=LocalDomain(),
-            counters=lambda: self.counters,
-            manager=lambda: self.manager,
-            pending=self.pending,
-            save=lambda: self.call("save"),
-            export=lambda: self.call("export"),
-            write_results=lambda: self.call("results"),
-            say=self.call,
-            note=lambda error: self.call(f"note {error}"),
-            close=lambda: self.call("close"),
-        )
-
-    def call(self, name: str) -> None:
-        self.called.append(name)
-        if name in self.fails:
-            raise OSError("no space left")
-
-    def pending(self) -> frozenset[str]:
-        self.call("pending")
-        return frozenset()
-
-    def train(self, error: Exception | None = None, stop: str | None = None) -> None:
-        self.session.begin()
-        with self.session.opened(self.end.of_session(), domain=LocalDomain()):
-            self.session.stop_reason = stop
-            if error is not None:
-                raise error
-
-
-def test_a_training_that_comes_to_its_end_is_saved_exported_and_said() -> None:
-    ended = Ended()
-    ended.train()
-    assert ended.called == ["pending", "save", "export", "results", "wait", "wait for mirror", "Finished", "close"]
-
-
-def test_what_is_saved_already_is_not_saved_again_and_a_stop_exports_nothing() -> None:
-    ended = Ended()
-    ended.saver.note_saved()
-    ended.train(stop="stop")
-    assert ended.called == ["pending", "results", "wait", "wait for mirror", "Stopped", "close"]
-
-
-def test_a_failure_is_noted_said_and_goes_on_its_way() -> None:
-    ended = Ended()
-    with pytest.raises(RuntimeError):
-        ended.train(RuntimeError("broken"))
-    assert ended.called == ["note broken", "Failed with RuntimeError", "close"]
-
-
-@pytest.mark.parametrize("fails", [(), ("save",)])
-def test_a_group_that_has_lost_the_others_saves_before_it_leaves(
-    fails: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.ERROR, "danling")
-    ended = Ended(fails=fails)
-    with pytest.raises(Lost):
-        ended.train(Lost("gone"))
-    saves = ["save"] if fails else ["save", "wait"]
-    assert ended.called == [*saves, "note gone", "Failed with Lost", "close"]
-    assert ("That save failed" in caplog.text) is bool(fails)
 
 
 class Kept:
