@@ -1,13 +1,13 @@
 """A GAN with two optimizers on the digits of scikit-learn, by overriding `train_step`.
 
-python examples/gan.py                                    # 30 s of processor time
+python examples/gan.py                                    # 50 s of processor time
 python examples/gan.py --auto_resume true --steps 8000    # goes on from there, both optimizers restored
 torchrun --nproc-per-node 2 examples/gan.py --dataloader.batch_size 32
 
-It prints the Fréchet distance between generated and real images, in pixels: 3.52 after 6000 steps, 44.76 untrained. Lower is
-better. Both networks stand in one module, so that one forward and one backward serve both, also under DistributedDataParallel: the
-discriminator's loss has a gradient for the discriminator only, the generator's for the generator only. `JointOptimizer` holds the two
-optimizers, so that both are stepped, or skipped, saved and restored together.
+It prints the Fréchet distance between generated and real images, in pixels: 2.41 after 6000 steps, 44.76 untrained. In each step the
+discriminator is updated first, and then the generator against the new discriminator, as in the usual loop. Each of them has an optimizer
+with a name, and `with self.optimizing(name)` makes its update: weighed over micro-batches and ranks, clipped by its own norm, saved and
+restored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import softplus
 from torch.utils.data import TensorDataset
 
@@ -37,41 +36,34 @@ class GAN(nn.Module):
             nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2), nn.Linear(width, 1)
         )
 
-    def forward(self, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return generated images (B, 64) and the losses of discriminator and generator (https://arxiv.org/abs/1406.2661)."""
-        fake = self.generator(torch.randn(len(real), self.noise, device=real.device))
-        discriminator_loss = (
-            softplus(-self.discriminator(real)).mean() + softplus(self.discriminator(fake.detach())).mean()
-        )
-        # The generator's loss must have no gradient for the discriminator, whose weights are therefore detached here.
-        frozen = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
-        generator_loss = softplus(-functional_call(self.discriminator, frozen, (fake,))).mean()
-        return fake, discriminator_loss, generator_loss
-
 
 class GANRunner(dl.Runner):
-    """Trains both networks at once."""
+    """Updates the discriminator, then the generator (https://arxiv.org/abs/1406.2661)."""
 
     def __init__(self, config: dl.RunnerConfig) -> None:
         super().__init__(config)
         images = torch.from_numpy(load_digits().data).float() / 8 - 1
         self.datasets = {"train": TensorDataset(images[:1500]), "val": TensorDataset(images[1500:])}
         self.model = GAN()
-        self.optimizer = dl.optim.JointOptimizer(
-            torch.optim.Adam(self.model.generator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
-            torch.optim.Adam(self.model.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
-        )
+        self.optimizer = {
+            "discriminator": torch.optim.Adam(self.model.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
+            "generator": torch.optim.Adam(self.model.generator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
+        }
 
-    def train_step(self, data: Any) -> tuple[Tensor, Tensor]:
-        """Run one batch through both networks; the runner decides the update of both."""
+    def train_step(self, data: Any) -> tuple[Tensor, None]:
+        """Update both networks with one batch."""
         (real,) = data
-        with self.train_context():
+        gan: Any = self.model
+        with self.optimizing("discriminator"):
             with self.forward_context():
-                fake, discriminator_loss, generator_loss = self.model(real)
-                loss = discriminator_loss + generator_loss
+                fake = gan.generator(torch.randn(len(real), gan.noise, device=real.device))
+                loss = softplus(-gan.discriminator(real)).mean() + softplus(gan.discriminator(fake.detach())).mean()
             self.backward(loss)
-        self.meters.update({"discriminator": discriminator_loss, "generator": generator_loss}, len(real))
-        return fake, loss
+        with self.optimizing("generator"):
+            with self.forward_context():
+                loss = softplus(-gan.discriminator(fake)).mean()
+            self.backward(loss)
+        return fake, None
 
     def evaluate_step(self, data: Any) -> tuple[None, None]:
         """Do nothing with a batch: the distance is one of whole sets."""
@@ -91,7 +83,7 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
     a, b = first.double(), second.double()
     between = torch.linalg.eigvals(a.T.cov() @ b.T.cov()).real.clamp_min(0).sqrt().sum()
     distance = (a.mean(0) - b.mean(0)).square().sum() + a.T.cov().trace() + b.T.cov().trace() - 2 * between
-    return float(distance)
+    return float(distance.detach())
 
 
 if __name__ == "__main__":

@@ -590,7 +590,7 @@ class TorchRunner(BaseRunner):
 
     # One update
 
-    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+    def train_step(self, data: Any) -> tuple[Any, Any]:
         """Run one micro-batch forward and backward. Called on all ranks, `accum_steps` times an update.
 
         Override it to compute the loss in your own way, and call `self.backward(loss)` with the mean-reduced loss of the batch. Called by
@@ -600,7 +600,7 @@ class TorchRunner(BaseRunner):
             data: The batch; within a loop it is on the device.
 
         Returns:
-            The prediction and the loss.
+            The prediction and the loss; in an override both may be `None`.
         """
         inputs, target = data if is_pair(data) else unpack_batch(data, self.unwrapped_model)
         with self.train_context() or nullcontext():

@@ -32,6 +32,9 @@ class PhasedModel(DistributedDataParallel):
         """Call the module."""
         return self.module(*args, **kwargs)
 
+    def __getitem__(self, name: Any) -> Any:
+        return self.module[name]
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
