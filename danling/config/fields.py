@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import os
 import sys
 import textwrap
@@ -27,8 +26,8 @@ MISSING = object()
 _RESERVED = frozenset(
     {"indent", "separator", "convert_mapping", "fallback", "frozen", "parser", "default_factory", "class_defaults_"}
 )
-_SEQUENCES: tuple[type, ...] = (list, tuple, set, frozenset)
-_NONE_WORDS = frozenset({"none", "null", "~"})
+SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
+NONE_WORDS = frozenset({"none", "null", "~"})
 
 
 @dataclass(frozen=True)
@@ -204,109 +203,58 @@ def conform(value: object, hint: object) -> Any:
 def _is_exactly(value: object, member: object) -> bool:
     if get_origin(member) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(member))
-    return isinstance(member, type) and member not in _SEQUENCES and type(value) is member
+    return isinstance(member, type) and member not in SEQUENCES and type(value) is member
 
 
-def _convert(value: object, member: object) -> object:
-    origin = get_origin(member) or member
+def _convert(value: Any, member: object) -> object:
+    """Return a value as one type, or raise `TypeError` or `ValueError`."""
+    kind, arguments = get_origin(member) or member, get_args(member)
     if member is Any:
         return value
-    if origin is Literal:
-        return _convert_choice(value, get_args(member))
-    if origin in _SEQUENCES:
-        return _convert_sequence(value, origin, get_args(member))
-    if origin in _CONVERSIONS:
-        return _CONVERSIONS[origin](value)
-    if isinstance(origin, type):
-        return _convert_instance(value, origin)
-    return value
-
-
-def _convert_instance(value: object, kind: type) -> object:
-    if isinstance(value, kind):
+    if kind is type(None):
+        if value is None or (isinstance(value, str) and value.lower() in NONE_WORDS):
+            return None
+    elif kind is Literal:
+        if value is None and "none" in arguments:
+            return "none"
+        if isinstance(value, str):
+            # A wrong choice is a string all the same; `validate` names it together with the choices.
+            return next((choice for choice in arguments if str(choice).lower() == value.lower()), value)
+    elif kind in SEQUENCES:
+        return _convert_sequence(value, kind, arguments)
+    elif kind is bool:
+        if type(value).__name__ in ("bool", "bool_"):
+            return bool(value)
+    elif kind is int:
+        if isinstance(value, Real) and not isinstance(value, bool) and float(value).is_integer():
+            return int(value)  # type: ignore[call-overload]
+    elif kind is float:
+        if isinstance(value, (Real, str)) and not isinstance(value, bool):
+            return float(value)
+    elif kind in (str, Path):
+        text = value.value if isinstance(value, Enum) else os.fspath(value)
+        if isinstance(text, str):
+            return kind(text)
+    elif kind in (dict, Mapping):
+        if isinstance(value, Mapping):
+            return value
+    elif not isinstance(kind, type) or isinstance(value, kind):
         return value
-    if issubclass(kind, Enum):
+    elif issubclass(kind, Enum):
         return kind(value)
     raise TypeError
 
 
-def _convert_choice(value: object, choices: tuple[object, ...]) -> object:
-    if value is None and "none" in choices:
-        return "none"
-    if not isinstance(value, str):
-        raise TypeError
-    # A wrong choice is a string all the same; `validate` names it together with the choices.
-    return next((choice for choice in choices if str(choice).lower() == value.lower()), value)
-
-
-def _convert_sequence(value: object, kind: type, arguments: tuple[object, ...]) -> object:
+def _convert_sequence(value: Any, kind: Any, arguments: tuple[object, ...]) -> object:
     if isinstance(value, str) and arguments and str in members_of(arguments[0]):
         value = [value]
-    if not isinstance(value, (list, tuple, set, frozenset)):
+    if not isinstance(value, SEQUENCES):
         raise TypeError
     if kind is tuple and arguments and arguments[-1] is not Ellipsis:
         if len(arguments) != len(value):
             raise TypeError
         return tuple(conform(item, hint) for item, hint in zip(value, arguments))
-    hint = arguments[0] if arguments else Any
-    return kind(conform(item, hint) for item in value)
-
-
-def _to_none(value: object) -> None:
-    if value is not None and not (isinstance(value, str) and value.lower() in _NONE_WORDS):
-        raise TypeError
-
-
-def _to_bool(value: object) -> bool:
-    if type(value).__name__ not in ("bool", "bool_"):
-        raise TypeError
-    return bool(value)
-
-
-def _to_int(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise TypeError
-    number = int(value)  # type: ignore[call-overload]
-    if number != value:
-        raise TypeError
-    return int(number)
-
-
-def _to_float(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (Real, str)):
-        raise TypeError
-    return float(value)
-
-
-def _to_str(value: Any) -> str:
-    if isinstance(value, Enum) and isinstance(value.value, str):
-        return value.value
-    text = os.fspath(value)
-    if not isinstance(text, str):
-        raise TypeError
-    return text
-
-
-def _to_path(value: object) -> Path:
-    return Path(_to_str(value))
-
-
-def _to_mapping(value: object) -> object:
-    if not isinstance(value, Mapping):
-        raise TypeError
-    return value
-
-
-_CONVERSIONS: dict[Any, Any] = {
-    type(None): _to_none,
-    bool: _to_bool,
-    int: _to_int,
-    float: _to_float,
-    str: _to_str,
-    Path: _to_path,
-    dict: _to_mapping,
-    Mapping: _to_mapping,
-}
+    return kind(conform(item, arguments[0] if arguments else Any) for item in value)
 
 
 def _problem(value: object, hint: object) -> str | None:
@@ -339,7 +287,7 @@ def describe(hint: object) -> str:
 def _word(member: Any) -> str:
     if get_origin(member) is Literal:
         return " or ".join(repr(choice) for choice in get_args(member))
-    if get_origin(member) in _SEQUENCES:
+    if get_origin(member) in SEQUENCES:
         inner = [describe(argument) for argument in get_args(member) if argument is not Ellipsis]
         return f"a list of {inner[0]}" if inner else "a list"
     words = {type(None): "none", bool: "true or false", int: "an integer", float: "a number", str: "a string"}

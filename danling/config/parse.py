@@ -9,7 +9,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -17,7 +17,7 @@ import yaml
 from danling.utils.messages import did_you_mean
 from danling.utils.process import ERROR_FILE, first_failure
 
-from .fields import MISSING, Config, Field, conform, describe, fields_of, help_texts, members_of, of_chanfig
+from .fields import MISSING, SEQUENCES, Config, Field, conform, describe, fields_of, help_texts, members_of, of_chanfig
 from .files import SettingsLoader
 from .names import has_file_section
 from .node import ClosedSection, Section
@@ -29,7 +29,6 @@ _SPECIAL = re.compile(r"[-+]?(inf|nan)\Z", re.IGNORECASE)
 _NONE_WORDS = frozenset({"none", "null"})
 _TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
 _FALSE_WORDS = frozenset({"false", "no", "off", "0"})
-_SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
 
 
 def parse_into(
@@ -45,10 +44,16 @@ def parse_into(
     options = split_options(arguments)
     file_options = {"config"} if file_option is None else {"config", file_option}
     if file_option is not None and all(name != file_option for name, _ in options):
-        _report_missing(file_option, missing)
+        message = f"Expected --{file_option} FILE. Received: no such option."
+        if missing == "raise":
+            raise ValueError(message)
+        if missing == "warn":
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
     for name, words in options:
         if name in file_options:
-            for path in _files(name, words):
+            if not words:
+                raise ValueError(f"Expected --{name} FILE. Received: no file.")
+            for path in words:
                 config.merge_from_file(path)
     for name, words in options:
         if name not in file_options:
@@ -86,20 +91,6 @@ def _mend_word(word: str) -> str:
     if word.startswith("-"):
         return f" Did you mean '-{word}'?"
     return f" Did you mean '--config {word}'?" if word.endswith((".yaml", ".yml", ".json", ".toml")) else ""
-
-
-def _report_missing(option: str, action: str) -> None:
-    message = f"Expected --{option} FILE. Received: no such option."
-    if action == "raise":
-        raise ValueError(message)
-    if action == "warn":
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
-
-
-def _files(option: str, words: list[str]) -> list[str]:
-    if not words:
-        raise ValueError(f"Expected --{option} FILE. Received: no file.")
-    return words
 
 
 def assign(config: Section, key: str, words: list[str], *, strict: bool = False) -> None:
@@ -153,7 +144,7 @@ def _section_value(key: str, words: list[str], section: Config) -> object:
 def read(words: list[str], hint: object) -> Any:
     """Return what words mean for a declared type."""
     members = members_of(hint)
-    sequence = next((member for member in members if (get_origin(member) or member) in _SEQUENCES), None)
+    sequence = next((member for member in members if (get_origin(member) or member) in SEQUENCES), None)
     if not words:
         if bool in members or Any in members:
             return True
@@ -180,78 +171,52 @@ def _items(words: list[str], sequence: object) -> list[object]:
 
 
 def _read_word(word: str, members: tuple[Any, ...]) -> Any:
-    order = sorted(members, key=_rank)
-    for member in order:
-        try:
-            return _READERS.get(get_origin(member) or member, _read_other)(word, member)
-        except (TypeError, ValueError):
-            continue
-    if any(get_origin(member) is Literal for member in members):
+    # A word that is one of the choices is that choice, even if the choice is "none"; a string takes any word, so it comes last.
+    order: list[Any] = [Literal, type(None), bool, int, float, None, str]
+    kinds = {member: get_origin(member) or member for member in members}
+    for member in sorted(members, key=lambda one: order.index(kinds[one] if kinds[one] in order else None)):
+        with suppress(TypeError, ValueError):
+            return _read_as(word, member, kinds[member])
+    if Literal in kinds.values():
         return word  # an alias, or a wrong choice that `validate` names together with the choices
     raise TypeError(" or ".join(describe(member) for member in members))
 
 
-def _rank(member: object) -> int:
-    # A word that is one of the choices is that choice, even if the choice is "none"; a string takes any word, so it comes last.
-    order: list[Any] = [Literal, type(None), bool, int, float]
-    origin = get_origin(member) or member
-    return order.index(origin) if origin in order else (len(order) + 1 if origin is str else len(order))
-
-
-def _read_choice(word: str, member: object) -> object:
-    for choice in get_args(member):
-        if str(choice).lower() == word.lower():
-            return choice
+def _read_as(word: str, member: Any, kind: Any) -> Any:
+    lowered = word.lower()
+    if kind is Literal:
+        found = [choice for choice in get_args(member) if str(choice).lower() == lowered]
+        if found:
+            return found[0]
+    elif kind is type(None):
+        if lowered in _NONE_WORDS:
+            return None
+    elif kind is bool:
+        if lowered in _TRUE_WORDS | _FALSE_WORDS:
+            return lowered in _TRUE_WORDS
+    elif kind is int:
+        return conform(int(word) if _INTEGER.match(word.replace("_", "")) else float(word), int)
+    elif kind is float:
+        return float(word)
+    elif kind is str:
+        return word
+    else:
+        return conform(infer(word) if member is Any or kind is dict else word, member)
     raise TypeError
-
-
-def _read_none(word: str, _: object) -> None:
-    if word.lower() not in _NONE_WORDS:
-        raise TypeError
-
-
-def _read_bool(word: str, _: object) -> bool:
-    if word.lower() in _TRUE_WORDS | _FALSE_WORDS:
-        return word.lower() in _TRUE_WORDS
-    raise TypeError
-
-
-def _read_int(word: str, _: object) -> int:
-    number = int(word) if _INTEGER.match(word.replace("_", "")) else float(word)
-    return int(conform(number, int))
-
-
-def _read_other(word: str, member: Any) -> Any:
-    return conform(infer(word) if member in (Any, dict) or get_origin(member) is dict else word, member)
-
-
-_READERS: dict[Any, Callable[[str, Any], Any]] = {
-    Literal: _read_choice,
-    type(None): _read_none,
-    bool: _read_bool,
-    int: _read_int,
-    float: lambda word, _: float(word),
-    str: lambda word, _: word,
-}
 
 
 def _read_undeclared(words: list[str], existing: object) -> object:
-    if existing is MISSING or existing is None:
-        return infer_all(words)
+    """Return what words mean for a key without a declared type: a value of the type of the present one."""
     if isinstance(existing, bool):
         return read(words, bool | None)
-    if isinstance(existing, (int, float)):
-        return _read_number(words)
     if isinstance(existing, str):
         return read(words, str | None)
-    if isinstance(existing, (list, tuple)):
-        return type(existing)(_items(words, type(existing))) if not _is_word_for_none(words, (type(None),)) else None
-    return infer_all(words)
-
-
-def _read_number(words: list[str]) -> object:
+    if isinstance(existing, (list, tuple)) and not _is_word_for_none(words, (type(None),)):
+        return type(existing)(_items(words, type(existing)))
     value = infer_all(words)
-    if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+    if isinstance(existing, (int, float)) and (
+        isinstance(value, bool) or not isinstance(value, (int, float, type(None)))
+    ):
         raise TypeError("a number or none")
     return value
 
@@ -358,7 +323,7 @@ def _groups(config: Section) -> Iterator[tuple[str, str, list[str]]]:
             yield name, _title(name, value), list(_section_entries(value, f"{name}."))
     extra = [name for name, value in config.items() if name not in fields and not isinstance(value, Config)]
     if extra:
-        yield "", "others", [line for name in extra for line in _undeclared(name, config[name])]
+        yield "", "others", [f"  --{name}  (default: {_shown(config[name])})" for name in extra]
 
 
 def _title(name: str, section: Config) -> str:
@@ -381,7 +346,7 @@ def _section_entries(section: Config, prefix: str) -> Iterator[str]:
         if isinstance(value, Config):
             yield from _section_entries(value, f"{prefix}{name}.")
         else:
-            yield from _undeclared(f"{prefix}{name}", value)
+            yield f"  --{prefix}{name}  (default: {_shown(value)})"
 
 
 def _entry(section: Config, field: Field, prefix: str) -> Iterator[str]:
@@ -392,10 +357,6 @@ def _entry(section: Config, field: Field, prefix: str) -> Iterator[str]:
     yield f"  --{prefix}{field.name}  ({kind}; {default})"
     text = help_texts(type(section)).get(field.name, "")
     yield from textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
-
-
-def _undeclared(name: str, value: object) -> Iterator[str]:
-    yield f"  --{name}  (default: {_shown(value)})"
 
 
 def _shown(value: object) -> str:
