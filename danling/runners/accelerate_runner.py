@@ -89,7 +89,7 @@ class AccelerateRunner(TorchRunner):
     def bind_optimizer(self) -> None:
         """Let Accelerate prepare model and optimizer together."""
         self.preparation.bind(self.optimizer)
-        self._parts.wrapping.wrap()
+        self._wrap()
 
     def build_reduction(self) -> GradientReduction:
         """Return what runs the backward and the step through the accelerator."""
@@ -102,5 +102,5 @@ class AccelerateRunner(TorchRunner):
             stepped=self.preparation.stepped(self.optimizer),
             model=self.model,
             domain=self.data_domain if wrapped else LocalDomain(),
-            unreduced=self._parts.wrapping.unreduced,
+            unreduced=self._unreduced,
         )

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from danling.training import UpdateOutcome
     from danling.training.observers import Observers
 
-    from .assembly import TorchParts
+    from .torch_runner import TorchParts
 
 logger = logging.getLogger("danling")
 

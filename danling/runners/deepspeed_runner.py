@@ -108,7 +108,7 @@ class DeepSpeedRunner(TorchRunner):
             check_replayable(settings)
         check_criterion(self.criterion)
         if self.data_domain.size > 1:
-            for tensor in self._parts.wrapping.criterion_tensors("parameters"):
+            for tensor in self._criterion_tensors("parameters"):
                 self.world.broadcast(tensor.data)
         check_dtype(self.model)
         check_optimizer(self.optimizer, settings)

@@ -10,7 +10,7 @@ from typing import Any
 
 from danling.checkpoints.errors import CheckpointError
 
-from .alone import make_standalone
+from .direct_call import prepare_direct_calls
 from .names import GUARDED, check_class, is_library, noting
 
 logger = logging.getLogger("danling")
@@ -22,13 +22,13 @@ class MetaRunner(type):
     A subclass puts model, data and optimizer on itself after `super().__init__(config)`; only when all of its `__init__` has run
     can they be moved, wrapped and restored, so no class in the chain could do it from its own `__init__`.
 
-    The verbs of every class are made to work alone; see `danling.runners.alone`.
+    The verbs of every class may be called directly; see `danling.runners.direct_call`.
     """
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
         # A class made by `type(name, bases, methods)` belongs to the module that asked for it, not to this one.
         namespace.setdefault("__module__", sys._getframe(1).f_globals.get("__name__", "__main__"))
-        make_standalone(namespace)
+        prepare_direct_calls(namespace)
         return super().__new__(mcs, name, bases, namespace, **kwargs)
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> None:

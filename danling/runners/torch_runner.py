@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from danling.checkpoints import exclude, read_model
+from danling.checkpoints import FileCheckpointManager, exclude, read_model
 from danling.checkpoints.pretrained import (
     DESCRIPTION,
     check_pretrained,
@@ -24,16 +24,18 @@ from danling.checkpoints.pretrained import (
     write_description,
 )
 from danling.config import RunnerConfig
+from danling.config.checks import endless_streams, idle_settings
 from danling.data import move_to_device
 from danling.distributed import StepTotals
 from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim import JointOptimizer, JointScheduler
-from danling.optim.building import build_optimizer, build_scheduler
+from danling.optim.building import build_optimizer, build_scheduler, scheduler_interval
 from danling.optim.modes import enter_training, evaluation_weights, modal
 from danling.optim.optimizers import OPTIMIZERS
 from danling.optim.options import adopt_options, given_names, options_of, say_replaced
 from danling.reporting import device_peak_flops
 from danling.reporting.record import RunRecorder
+from danling.reporting.run_report import RunReport
 from danling.supervision import Profiler
 from danling.training import (
     EMA,
@@ -48,30 +50,37 @@ from danling.training import (
     call_model,
     count_tokens,
     criterion_loss,
+    criterion_setting,
     criterion_weight,
     is_pair,
     prediction_of,
     unpack_batch,
 )
-from danling.training.canonical import CanonicalReduction
-from danling.training.component_checks import check_metrics, refuse_early_steps, warn_of
-from danling.training.component_parts import component_parts
+from danling.training.canonical import CanonicalReduction, CanonicalSum
+from danling.training.component_checks import check_metrics, misnamed_overrides, refuse_early_steps, warn_of
+from danling.training.component_parts import carry_of_all, component_parts, progress_parts
 from danling.training.component_watch import ComponentWatch, untied
-from danling.training.evaluation import EvaluationForward
+from danling.training.evaluation import EvaluationForward, Evaluator
+from danling.training.frozen import FrozenWeights
+from danling.training.loop import TrainingLoop
 from danling.training.model_states import ModelStates
 from danling.training.phases import PhasedModel, Phases, phases_of
 from danling.training.preparation import ModelPreparation
-from danling.training.readiness import check_components
+from danling.training.readiness import Readiness, check_components
+from danling.training.recompute import MemoryRetry, Recompute, RunWindow
+from danling.training.results import RunResults
 from danling.training.run_state import StatePart
-from danling.training.weighing import returned_loss
+from danling.training.update import UpdateStep
+from danling.training.weighing import BatchLoss, returned_loss
+from danling.utils.protocols import SteppedOptimizer
 from danling.utils.tensors import canonical_name
 
-from .assembly import TorchParts
 from .base_runner import RESERVED_FIGURES, BaseRunner, Results
-from .extensions import load
+from .extensions import is_asked, load
 from .watching import RankWatching
 
 if TYPE_CHECKING:
+    from danling.audit.attach import Audits
     from danling.audit.layout_report import LayoutReport
     from danling.audit.rerun import AuditResult
     from danling.torchft.member import ReplicaMember
@@ -117,7 +126,7 @@ class TorchRunner(BaseRunner):
         self.model_states: ModelStates = self.build_model_states()
         # Before anything else: weights must not be saved while the check of the last update is pending.
         self.saver.before.insert(0, lambda: parts.update.raise_pending_error())
-        self.saver.around = parts.saved.saving
+        self.saver.around = self._saving
         self.saver.is_scored = lambda: parts.results.scored_at == self.state.train.global_step
 
     # Construction, after the `__init__` of the user
@@ -127,7 +136,7 @@ class TorchRunner(BaseRunner):
 
         Bad input is refused before the first file is written.
         """
-        self._parts.saved.check_saving()
+        self._check_trainable_only()
         self.preparation = self.build_preparation()
         if isinstance(self.optimizer, Mapping):
             self.optimizer = JointOptimizer(**self.optimizer)
@@ -143,11 +152,13 @@ class TorchRunner(BaseRunner):
         self.window = Window(self.placement.optimizer, self.device)
         if self._parts.audits is not None:
             self._parts.audits.check()
-        self._parts.wrapping.check_memory_retry()
+        self._check_memory_retry()
         self.materialize_model()
         if recorder is not None:
             recorder.divided()
-        self._parts.saved.note_trained()
+        if self.config.checkpoint.trainable_only:
+            # Also trained where it is frozen before the first save.
+            self._parts.frozen.note_trained()
         if self.stack == "ddp":
             trains = any(parameter.requires_grad for _, parameter in self.named_parameters())
             own = any(self._overrides(hook) for hook in ("build_reduction", "complete_gradients", "unscale_gradients"))
@@ -185,7 +196,22 @@ class TorchRunner(BaseRunner):
 
         No communication: may be called on one rank.
         """
-        return self._parts.idle_settings()
+        plan, splits, trained = self._data.plan, self._data.splits, self.train_splits
+        built = [self.sources[split] for split in self.datasets if split in self.sources]
+        return [
+            *idle_settings(
+                self.config,
+                evaluates=bool(self.evaluate_splits),
+                step_mode=self.is_step_mode,
+                positioned=all(source.kind in ("position", "sampled") for source in built),
+                writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
+                divides_updates=not trained or any(plan.division(split) or splits.replaced(split) for split in trained),
+            ),
+            *splits.idle_settings(),
+            *self.preparation.unused_settings(),
+            *([] if self.is_step_mode else endless_streams(trained, splits.lengths or {})),
+            *misnamed_overrides(type(self), vars(self), self._parts.readiness.unset()),
+        ]
 
     def _build_if_absent(self) -> None:
         if self.optimizer is None and (self.config.get("optim", None) or self._overrides("build_optimizer")):
@@ -220,7 +246,55 @@ class TorchRunner(BaseRunner):
             self.criterion.to(self.device)
         self._build_ema()
         self.compile_modules([self.model])
-        self._parts.wrapping.wrap()
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Put the model into the wrapper of the stack. Called on all ranks."""
+        # DistributedDataParallel reads the compiler's setting as well.
+        with self.compilation.settings() if self.compilation is not None else nullcontext():
+            self.model = self.wrap_model(self.model)
+        self.preparation.note_wrapped(self.unwrapped_model)
+        if isinstance(self.model, DistributedDataParallel):
+            # As the wrapper does with the model's.
+            for parameter in self._criterion_tensors("parameters"):
+                self.world.broadcast(parameter.data)
+
+    def _criterion_tensors(self, kind: Literal["parameters", "buffers"]) -> list[Tensor]:
+        """Return the parameters or the buffers of the criterion, if it is a module."""
+        return list(getattr(self.criterion, kind)()) if isinstance(self.criterion, nn.Module) else []
+
+    def _unreduced(self, optimizer: SteppedOptimizer) -> Sequence[Tensor]:
+        """Return what DistributedDataParallel does not reduce: parameters of the criterion.
+
+        All, if memory may run out in the backward, or the optimizer is one of several.
+        """
+        if isinstance(self.model, PhasedModel):
+            return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not self._data.plan.finds_micro_batch_size:
+            return self._criterion_tensors("parameters")
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def _check_memory_retry(self) -> None:
+        """Refuse to look for the size of micro-batches where forward or backward communicate."""
+        if not self._data.plan.finds_micro_batch_size:
+            return
+        reason = self.preparation.forward_communicates(self.unwrapped_model)
+        if reason is not None:
+            raise ValueError(
+                "Expected dataloader.micro_batch_size to be a number where forward or backward communicate: a rank that is out of memory "
+                f"would leave the others waiting. Received: dataloader.micro_batch_size='auto' with {reason}. Set the most samples that "
+                "fit a rank."
+            )
+
+    def _check_trainable_only(self) -> None:
+        """Refuse to leave frozen weights out of checkpoints if the writer cannot do it."""
+        several = int(self.config.parallel.axes.pipeline) != 1 and self.stack == "parallel"
+        if self.config.checkpoint.trainable_only and (several or self.stack == "deepspeed"):
+            received = "parallel.axes.pipeline above 1" if several else "stack='deepspeed'"
+            raise ValueError(
+                "Expected a stack on which every rank knows all weights for checkpoint.trainable_only=true. Received: "
+                f"{received}. Leave it out there; for adapters alone call `runner.save_pretrained(directory)`."
+            )
 
     def _build_ema(self) -> None:
         settings = {key: value for key, value in self.config.ema.items() if key != "enabled"}
@@ -252,7 +326,7 @@ class TorchRunner(BaseRunner):
             for tensor in (
                 *model.parameters(),
                 *model.buffers(),
-                *self._parts.wrapping.criterion_tensors("parameters"),
+                *self._criterion_tensors("parameters"),
             ):
                 self.world.broadcast(tensor.data)
             return model
@@ -327,7 +401,7 @@ class TorchRunner(BaseRunner):
 
         DistributedDataParallel does it only at the next training forward; until then ranks may have different buffers.
         """
-        self.preparation.broadcast_buffers(self.model, self._parts.wrapping.criterion_tensors("buffers"))
+        self.preparation.broadcast_buffers(self.model, self._criterion_tensors("buffers"))
 
     def build_optimizer(self) -> Optimizer:
         """Return the optimizer of `config.optim` over the parameters that require a gradient. Called on all ranks."""
@@ -722,7 +796,11 @@ class TorchRunner(BaseRunner):
 
     def _bind_reduction(self) -> None:
         """Make the reduction again for the present model and optimizer. Called on all ranks, between updates."""
-        self._parts.wrapping.rewrap_if_trainables_changed()
+        if self.preparation.trainables_changed(self.unwrapped_model):
+            # DistributedDataParallel reduces what required a gradient when it was made, and nothing else.
+            self.model = self.unwrap(self.model)
+            self._wrap()
+            self.preparation.note_constructed(self.model)
         self.reduction = self._chosen_reduction()
         if self._phases is not None:
             self._phases.bind()
@@ -745,7 +823,7 @@ class TorchRunner(BaseRunner):
             self.precision.scaler,
             model=self.model,
             domain=self.data_domain,
-            unreduced=partial(self._parts.wrapping.unreduced, self.optimizer),
+            unreduced=partial(self._unreduced, self.optimizer),
         )
 
     def train_context(self) -> AbstractContextManager[object]:
@@ -1001,17 +1079,20 @@ class TorchRunner(BaseRunner):
 
     def component_parts(self) -> list[StatePart]:
         """Return model, criterion, EMA, optimizer and scheduler, in the order in which they are restored."""
-        saved = self._parts.saved
-        return component_parts(
-            self,
-            saved.frozen,
-            leaves_out=lambda: self.config.checkpoint.trainable_only,
-            load_base=saved.load_base,
-        )
+        return component_parts(self)
 
     def progress_parts(self) -> list[StatePart]:
         """Return the parts of the entry `state` of a checkpoint, in the order in which they are restored."""
-        return [*super().progress_parts(), *self._parts.saved.progress_parts()]
+        return [*super().progress_parts(), *progress_parts(self)]
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Leave a save in a training out of its speed, and flush the trackers with it."""
+        with self._session.saving():
+            with self._reporter.aside("checkpoint") if self._session.running else nullcontext():
+                yield
+            if self._session.running:
+                self._reporter.trackers.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values. Call on all ranks.
@@ -1021,7 +1102,7 @@ class TorchRunner(BaseRunner):
         self.broadcast_buffers()
         payload = super().state_dict()
         totals = self.meters.totals(self.placement.metrics)
-        payload["state"]["carry"] = self._parts.saved.carry_of_all()
+        payload["state"]["carry"] = carry_of_all(self)
         if self._parts.train_metrics is not None:
             payload["state"]["train_metrics"] = self._parts.train_metrics.state_dict(self.placement.metrics)
         payload["state"]["meters"] = {name: list(pair) for name, pair in totals.items()}
@@ -1156,3 +1237,106 @@ class TorchRunner(BaseRunner):
         if self.ema is not None:
             self.ema.reset()
         logger.info("Loaded the weights of %s.", "a mapping" if isinstance(checkpoint, Mapping) else checkpoint)
+
+
+class TorchParts:
+    """The parts of a torch runner, each made when it is first asked for, after the user's `__init__`."""
+
+    metrics: MetricSet
+    train_metrics: TrainMetrics | None = None
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self.runner = runner
+
+    @cached_property
+    def readiness(self) -> Readiness:
+        """Checks the run before it trains."""
+        return Readiness(self.runner)
+
+    @cached_property
+    def frozen(self) -> FrozenWeights:
+        """Tells the frozen weights of the model from the trained ones."""
+        return FrozenWeights(
+            lambda: ((canonical_name(name), p) for name, p in self.runner.unwrapped_model.named_parameters())
+        )
+
+    @cached_property
+    def audits(self) -> Audits | None:
+        """What checks updates while they are made; `None` where no setting of `audit` asks for it."""
+        if not is_asked("audit", self.runner.config):
+            return None
+        audits: Audits = load("audit").Audits(self.runner)
+        return audits
+
+    def scheduler_interval(self) -> str:
+        """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`."""
+        config = self.runner.config
+        return scheduler_interval(config.scheduler if "scheduler" in config else {}, self.runner.scheduler)
+
+    @property
+    def sums_loss(self) -> bool:
+        """Whether the criterion sums instead of averaging, so that its gradient is not divided."""
+        return criterion_setting(self.runner.criterion, "reduction") == "sum"
+
+    @cached_property
+    def loss(self) -> BatchLoss:
+        """What weighs the batches, and knows which of them have a loss."""
+        return BatchLoss(self.runner)
+
+    @cached_property
+    def agreement(self) -> PassAgreement:
+        """How the ranks end a pass together."""
+        return self.runner.build_agreement()
+
+    @cached_property
+    def run_window(self) -> RunWindow:
+        """What runs the micro-batches of an update."""
+        run_window = self.update.run_window
+        if self.runner._data.plan.finds_micro_batch_size:
+            run_window = MemoryRetry(self.runner, run_window, self.recompute).run_window
+        return run_window if self.audits is None else self.audits.around(run_window)
+
+    @cached_property
+    def canonical(self) -> CanonicalSum | None:
+        """What adds in one order; `None` unless `gradient_sum: canonical`."""
+        return CanonicalSum(self.runner) if self.runner.config.gradient_sum == "canonical" else None
+
+    @cached_property
+    def recompute(self) -> Recompute:
+        """What takes the micro-batches of an update back, so that they can be run again."""
+        return Recompute(self.runner)
+
+    @cached_property
+    def losses(self) -> Meters:
+        """Loss of the open epoch, or since the last evaluation in step mode; there from the beginning, unlike what makes updates."""
+        return Meters()
+
+    @cached_property
+    def update(self) -> UpdateStep:
+        """What makes updates."""
+        update = UpdateStep(self.runner)
+        if self.runner.fault_tolerance is not None or self.runner.config.audit.replay_interval is not None:
+            update.recompute = self.recompute
+        if self.audits is not None:
+            self.audits.see_updates(update)
+        return update
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """What evaluates and predicts whole splits."""
+        return Evaluator(self.runner)
+
+    @cached_property
+    def loop(self) -> TrainingLoop:
+        """The loops of the run."""
+        return TrainingLoop(self.runner)
+
+    @cached_property
+    def results(self) -> RunResults:
+        """What collects and records metrics."""
+        return RunResults(self.runner)
+
+    @cached_property
+    def report(self) -> RunReport:
+        """What tells the reporter of the trainings of the run."""
+        return RunReport(self.runner)

@@ -83,7 +83,7 @@ class Recompute:
                 )
 
     def _buffers(self) -> dict[str, Tensor]:
-        of_criterion = self._runner._parts.wrapping.criterion_tensors("buffers")
+        of_criterion = self._runner._criterion_tensors("buffers")
         return {
             **dict(self._runner.unwrapped_model.named_buffers()),
             **{f"criterion.{number}": buffer for number, buffer in enumerate(of_criterion)},

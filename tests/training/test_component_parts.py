@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.checkpoints import CheckpointMismatch
+from danling.config import RunnerConfig
 from danling.training.component_parts import component_parts
 from danling.training.frozen import FrozenWeights
 from danling.training.run_state import RunState
@@ -34,6 +36,8 @@ class Held:
         self.optimizer: Any = object()
         self.scheduler: Any = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), 5)
         self.restored: list[tuple[str, Any, bool]] = []
+        self.config = RunnerConfig()
+        self._parts = SimpleNamespace(frozen=FrozenWeights(list))
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return weights."""
@@ -112,9 +116,10 @@ class Bare(Held):
         self.criterion = self.optimizer = self.scheduler = None
         self.weights = {"base": torch.full((3,), base), "head": torch.full((2,), head)}
         self.ema.weights, self.ema.state_dict = self.weights, lambda: {"weights": self.weights, "num_updates": 3}
-        self.leaves_out = True
+        self.config.checkpoint.trainable_only = True
         held = [(name, nn.Parameter(value, requires_grad=name == "head")) for name, value in self.weights.items()]
-        self.parts = RunState(component_parts(self, FrozenWeights(lambda: held), leaves_out=lambda: self.leaves_out))
+        self._parts.frozen = FrozenWeights(lambda: held)
+        self.parts = RunState(component_parts(self), [])  # type: ignore[arg-type]
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return weights."""
@@ -132,12 +137,12 @@ def test_a_run_goes_over_to_saving_what_is_trained_alone_and_back() -> None:
     before, trained = Bare(1.0, 2.0), [{"base": [1.0] * 3, "head": [2.0] * 2}] * 2
     without = before.parts.components()
     assert list(without) == ["frozen", "model", "ema"] and list(without["model"]) == ["head"]
-    before.leaves_out = False
+    before.config.checkpoint.trainable_only = False
     whole = before.parts.components()
     assert list(whole) == ["model", "ema"] and list(whole["ema"]["weights"]) == ["base", "head"]
     for leaves_out in (True, False):
         after = Bare(1.0, 7.0)
-        after.leaves_out = leaves_out
+        after.config.checkpoint.trainable_only = leaves_out
         assert "frozen" not in after.parts.names()
         # A payload of the one kind after one of the other, too.
         assert all(after.loaded(payload) == trained for payload in (without, whole, without))
@@ -150,7 +155,7 @@ def test_a_run_goes_over_to_saving_what_is_trained_alone_and_back() -> None:
 
 def test_a_frozen_weight_that_a_whole_checkpoint_has_other_values_of_is_saved_on() -> None:
     before = Bare(1.5, 2.0)
-    before.leaves_out = False
+    before.config.checkpoint.trainable_only = False
     after = Bare(1.0, 7.0)
     after.loaded(before.parts.components())
     assert list(after.parts.components()["model"]) == ["base", "head"]
