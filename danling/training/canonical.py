@@ -143,6 +143,7 @@ class CanonicalSum:
         self._losses: dict[int, tuple[float | Tensor, float | Tensor]] = {}
         self._sums: Tensor | None = None
         self._parameters: list[nn.Parameter] = []
+        self._micro_step = 0
         self._checked = False
 
     # Before training
@@ -213,10 +214,11 @@ class CanonicalSum:
         assert batch.ordinal is not None
         leaf, self.number = batch.ordinal
         self.slot = window.count
+        if self.slot == 0:
+            self._micro_step = runner.state.train.micro_step
         put_back = runner._parts.recompute.remember(window=False) if batch.samples == 0 else None
-        buffers = (
-            None if self._checked else {name: (b, b._version) for name, b in runner.unwrapped_model.named_buffers()}
-        )
+        # Looked at once in a process. Batch normalization does not increase the version of what it changes.
+        buffers = None if self._checked else {name: b.clone() for name, b in runner.unwrapped_model.named_buffers()}
         before, window.loss = window.loss, 0.0
         try:
             runner._parts.update.run(batch, step)
@@ -248,7 +250,7 @@ class CanonicalSum:
                 "gradient_sum='canonical', or set gradient_sum='fast'."
             )
 
-    def _check_run(self, buffers: dict[str, tuple[Tensor, int]] | None) -> None:
+    def _check_run(self, buffers: dict[str, Tensor] | None) -> None:
         if self._runner.carry is not None:
             raise ValueError(
                 "self.carry cannot be used with gradient_sum='canonical': the micro-batch before may be another rank's. Set "
@@ -256,7 +258,8 @@ class CanonicalSum:
             )
         if buffers is not None:
             self._checked = True
-            changed = [name for name, (buffer, version) in buffers.items() if buffer._version != version]
+            found = dict(self._runner.unwrapped_model.named_buffers())
+            changed = [name for name, before in buffers.items() if name in found and not before.equal(found[name])]
             if changed:
                 raise ValueError(
                     f"Expected buffers that a forward leaves as they are with gradient_sum='canonical': their changes have no order over "
@@ -298,6 +301,8 @@ class CanonicalSum:
     @torch.no_grad()
     def complete(self) -> None:
         """Give every rank the sum of the gradients of all micro-batches. Called on all ranks, after the collective of the update."""
+        # Over all ranks, so that checkpoints do not depend on their number either.
+        self._runner.state.train.micro_step = self._micro_step + self.number
         if self.domain.size == 1:
             for parameter, gradient in zip(self._parameters, self._tree.take_total()):
                 parameter.grad = gradient

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import run_processes
+from support.processes import run_outcomes, run_processes
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -73,6 +73,7 @@ class GPT(nn.Module):
 class AnySize(dl.Runner):
     """Trains one of the two models, and kills its last process where it is told."""
 
+    not_saved = ("kill_at",)
     kill_at: int | None = None
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -164,3 +165,138 @@ def test_one_hash(model: str, precision: str | None, sizes: list[tuple[int, dict
         for size in (1, 2)
     ]
     assert len({expected[0], *hashes}) == 3
+
+
+def steps(root: Path, **more: Any) -> dict[str, Any]:
+    """Return settings of a run of nine updates, each of which is saved."""
+    schedule = {"type": "cosine", "warmup_steps": 3}
+    return settings(root, epochs=None, steps=9, evaluate_interval=3, auto_resume=True, scheduler=schedule, **more)
+
+
+def audit(config: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Train a run again in this process, from its beginning, and return whether its end is bitwise the stored one."""
+    with AnySize(config) as runner:
+        found = runner.audit(0)
+    return found.is_same, [each.path for each in found.differences]
+
+
+@pytest.mark.parametrize("stack", [{}, pytest.param(FSDP, marks=slow)])
+def test_two_three_and_one_process_with_kills(stack: dict[str, Any], tmp_path: Path) -> None:
+    """A run goes on with other numbers of processes after SIGKILLs; one process that audits it finds the same bits."""
+    expected = run_processes(train, steps(tmp_path / "whole"), world_size=1)[0]
+    config = steps(tmp_path / "parts", **stack)
+    for world_size, kill_at in ((2, 2), (3, 5)):
+        outcomes = run_outcomes(train, config, kill_at, world_size=world_size, grace=0.5)
+        assert [o.exit_code for o in outcomes if o.rank == world_size - 1] == [-signal.SIGKILL]
+    (ended,) = run_processes(train, config, world_size=1)
+    assert [ended[name] for name in ("hash", "results", "losses")] == [
+        expected[name] for name in ("hash", "results", "losses")
+    ]
+    if not stack:
+        two = run_processes(train, steps(tmp_path / "two"), world_size=2)
+        assert two[0]["hash"] == expected["hash"]
+        assert run_processes(audit, steps(tmp_path / "two"), world_size=1) == [(True, [])]
+
+
+@pytest.mark.parametrize(
+    ("more", "received"),
+    [
+        ({"dataloader": {"batch_size": 4}}, "no dataloader.global_batch_size"),
+        ({"dataloader": {"global_batch_size": 16}}, "no dataloader.micro_batch_size"),
+        ({"dataloader": {"global_batch_size": 16, "micro_batch_size": "auto"}}, "micro_batch_size='auto'"),
+        ({"stack": "deepspeed"}, "stack='deepspeed'"),
+        ({"stack": "accelerate"}, "stack='accelerate'"),
+        ({"ft": {"enabled": True}}, "ft.enabled=True"),
+        ({"stack": "parallel", "parallel": {"axes": {"tensor": 2}}}, "parallel.axes.tensor=2"),
+        ({"stack": "parallel", "parallel": {"axes": {"replicate": 2, "shard": 2}}}, "parallel.axes.shard=2"),
+        ({**FSDP, "fsdp": {"mp_policy": {"param_dtype": "bf16"}}}, "fsdp.mp_policy"),
+        ({"optim": {"type": "adamw", "fused": True}}, "optim.fused=True"),
+    ],
+)
+def test_settings_without_one_order_are_refused(more: dict[str, Any], received: str) -> None:
+    with pytest.raises(ValueError, match="gradient_sum='canonical'") as caught:
+        dl.RunnerConfig(settings(Path("nowhere"), **more)).validate()
+    assert received in str(caught.value)
+
+
+class Unfit(AnySize):
+    """Has one part that has no order over ranks."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        part = self.config.unfit
+        if part == "loader":
+            self.dataloaders["train"] = [(torch.randn(4, 10), torch.randint(0, 5, (4,)))] * 4
+            del self.datasets["train"]
+        elif part == "batch norm":
+            self.model[1] = nn.BatchNorm1d(23)
+        elif part == "fused":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+
+    def train_step(self, data: Any) -> Any:
+        """Carry something where that is asked for."""
+        found = super().train_step(data)
+        if self.config.unfit == "carry":
+            self.carry = found[0]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("part", "received"),
+    [
+        ("loader", "split 'train'.*list"),
+        ("batch norm", "1.running_mean.*GroupNorm"),
+        ("fused", r"AdamW\(fused=True\)"),
+        ("carry", "self.carry"),
+    ],
+)
+def test_parts_without_one_order_are_refused(part: str, received: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=received), Unfit(settings(tmp_path, unfit=part)) as runner:
+        runner.train()
+
+
+def test_a_loop_by_hand_is_refused(tmp_path: Path) -> None:
+    with AnySize(settings(tmp_path)) as runner, pytest.raises(ValueError, match="no order over ranks"):
+        runner.train_step({"input": torch.randn(4, 10), "target": torch.randint(0, 5, (4,))})
+
+
+class Partly(nn.Module):
+    """Uses one of its layers for some batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 5), nn.Linear(10, 5)
+        self.never = nn.Linear(10, 5)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return five logits."""
+        return self.first(rows) + (self.second(rows) if rows[0, 0] > 0 else 0.0)
+
+
+class PartlyUsed(AnySize):
+    """Trains such a model, with momentum, where a zero is another gradient than none."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model = Partly()
+
+
+def train_partly(config: dict[str, Any]) -> Any:
+    torch.set_num_threads(1)
+    with PartlyUsed(config) as runner:
+        runner.train()
+        state = [runner.optimizer.state[p] for p in runner.model.parameters()]
+        return [p.detach().clone() for p in runner.model.parameters()], [len(each) for each in state]
+
+
+def test_parameters_without_a_gradient(tmp_path: Path) -> None:
+    """On ddp they count as zeros where another micro-batch has one; FSDP2, which would reduce another layout, refuses them by name."""
+    one, two, three = (
+        run_processes(train_partly, settings(tmp_path / str(size)), world_size=size)[0] for size in (1, 2, 3)
+    )
+    for other in (two, three):
+        assert all(torch.equal(a, b) and torch.equal(a.signbit(), b.signbit()) for a, b in zip(one[0], other[0]))
+        assert other[1] == one[1]
+    assert one[1][-1] == 0, "what never has a gradient is not stepped"
+    with pytest.raises(ValueError, match="second.weight"):
+        run_processes(train_partly, settings(tmp_path / "fsdp", **FSDP), world_size=2)
