@@ -117,7 +117,7 @@ def make_manager(directory: str, url: str) -> TorchDistributedCheckpointManager:
         step_mode=True,
     )
     sources = RemoteSources(Path(directory), run_id="run", connect=open_store, home=(url, LAYOUT))
-    manager.look_in(lambda: sources, own=True)
+    manager.checkpoints.look_in(lambda: sources, own=True)
     return manager
 
 
