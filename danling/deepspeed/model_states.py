@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -15,54 +15,43 @@ from danling.deepspeed import engine as engines
 from danling.training.model_states import ModelStates
 from danling.utils.tensors import canonical_name
 
+from .engine_config import uses_bf16_weights
+
+if TYPE_CHECKING:
+    from danling.runners.deepspeed_runner import DeepSpeedRunner
+
 
 class EngineModelStates(ModelStates):
     """Reads and writes the states of a model in an engine."""
 
     keeps_modes = False
 
-    def __init__(
-        self,
-        *,
-        engine: Callable[[], Any],
-        stage: Callable[[], int],
-        world_size: int,
-        group_names: Callable[[], Sequence[Sequence[str]]],
-        whole_weights: Callable[[], AbstractContextManager[None]],
-        keeps_master_weights: Callable[[], bool],
-        trust: Callable[[], bool],
-        excluded: Callable[[], ExcludedFromLoading],
-        on_all: Callable[[Callable[[], Any]], Any],
-        **parts: Any,
-    ) -> None:
-        super().__init__(**parts)
-        self._engine = engine
-        self._stage = stage
-        self._world_size = world_size
-        self._group_names = group_names
-        self._whole_weights = whole_weights
-        self._keeps_master_weights = keeps_master_weights
-        self._trust = trust
-        self._excluded = excluded
-        self._on_all = on_all
+    runner: DeepSpeedRunner
+
+    def __init__(self, runner: DeepSpeedRunner) -> None:
+        super().__init__(runner)
         self._tag_read: EngineTag | None = None
+
+    @property
+    def _trust(self) -> bool:
+        return bool(self.runner.config.checkpoint.trust)
 
     # Saving
 
     def model_state(self) -> dict[str, Any]:
         """Return whole weights and persistent buffers by canonical name, weights in float32. Call on all ranks."""
-        engine = self._engine()
-        with self._whole_weights():
+        engine = self.runner.engine
+        with self.runner.whole_weights():
             state = super().model_state()
             if engine is not None and engines.divides_weights(engine):
                 state = {name: value.detach().clone() for name, value in state.items()}
-        if engine is not None and self._keeps_master_weights():
+        if engine is not None and uses_bf16_weights(self.runner.given_settings):
             state.update(self._master_weights())
         return state
 
     def _master_weights(self) -> dict[str, Tensor]:
         found = {}
-        for name, parameter in self.model().named_parameters(remove_duplicate=False):
+        for name, parameter in self.runner.unwrapped_model.named_parameters(remove_duplicate=False):
             weight = engines.full_parameter(parameter) if parameter.requires_grad else None
             if weight is not None:
                 found[canonical_name(name)] = weight.detach().clone()
@@ -70,7 +59,7 @@ class EngineModelStates(ModelStates):
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's whole state by parameter name, as the other stacks do. Call on all ranks."""
-        engine = self._engine()
+        engine = self.runner.engine
         if not engines.is_divided(engine):
             return super().optimizer_state()
         state = {name: engines.full_state(engine, parameter) for name, parameter in self._trained().items()}
@@ -78,22 +67,22 @@ class EngineModelStates(ModelStates):
 
     def outline(self) -> dict[str, Any]:
         """Return what the engine's files do not say by name: its stage and ranks, groups of parameters, and states that are no tensors."""
-        engine = self._engine()
-        place = {"stage": self._stage(), "world_size": self._world_size}
-        if self.optimizer() is None:
+        engine = self.runner.engine
+        place = {"stage": self.runner.preparation.stage, "world_size": self.runner.world_size}
+        if self.runner.optimizer is None:
             return place
         scalars = engines.scalar_states(engine) if engines.is_divided(engine) else {}
         return {**place, "param_groups": self._named_groups(), "scalars": scalars}
 
     def _named_groups(self) -> list[dict[str, Any]]:
-        names = self._group_names() or [list(self._trained())]
+        names = self.runner.preparation.group_names or [list(self._trained())]
         return [
             {**{key: value for key, value in group.items() if key != "params"}, "params": own}
-            for group, own in zip(self.optimizer().param_groups, names)
+            for group, own in zip(self.runner.optimizer.param_groups, names)
         ]
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: parameter for name, parameter in self.runner.named_parameters() if parameter.requires_grad}
 
     # Loading
 
@@ -114,10 +103,12 @@ class EngineModelStates(ModelStates):
         return self._whole_optimizer(tag)
 
     def _whole_model(self, tag: EngineTag) -> object:
-        return self._on_all(lambda: consolidated_weights(tag.path, trust=self._trust()))
+        return self.runner.checkpoint_manager.on_all(lambda: consolidated_weights(tag.path, trust=self._trust))
 
     def _whole_optimizer(self, tag: EngineTag) -> object:
-        return self._on_all(lambda: consolidated_optimizer(tag.path, tag.outline, trust=self._trust()))
+        return self.runner.checkpoint_manager.on_all(
+            lambda: consolidated_optimizer(tag.path, tag.outline, trust=self._trust)
+        )
 
     def load_model(self, state: Any, *, partial: bool = False) -> None:
         """Load weights by canonical name, or the model of an engine's own checkpoint. Call on all ranks."""
@@ -126,7 +117,7 @@ class EngineModelStates(ModelStates):
             return
         if isinstance(state, EngineTag):
             state = self._whole_model(state)
-        engine = self._engine()
+        engine = self.runner.engine
         with engines.gathered(engine, modify=True):
             super().load_model(state, partial=partial)
         if engine is not None and engines.is_divided(engine):
@@ -138,31 +129,33 @@ class EngineModelStates(ModelStates):
             return
         if isinstance(state, EngineTag):
             state = self._whole_optimizer(state)
-        if engines.is_divided(self._engine()):
+        if engines.is_divided(self.runner.engine):
             self._load_divided(state)
         else:
             super().load_optimizer(state)
 
     def _load_divided(self, state: Mapping[str, Any]) -> None:
-        engine, here = self._engine(), self._group_names()
+        engine, here = self.runner.engine, self.runner.preparation.group_names
         names = [set(group["params"]) for group in state["param_groups"]]
         if sorted(map(sorted, names)) != sorted(map(sorted, here)):
             raise CheckpointMismatch(
                 f"Expected the parameter groups of the checkpoint. Received: {len(here)} groups here, {len(names)} stored, "
                 "divided otherwise. Restore optim.param_groups, or add 'optimizer' to checkpoint.exclude_from_loading."
             )
-        for group, own in zip(self.optimizer().param_groups, here):
+        for group, own in zip(self.runner.optimizer.param_groups, here):
             stored = state["param_groups"][names.index(set(own))]
             group.update({key: value for key, value in stored.items() if key != "params"})
         engines.load_full_states(engine, [(p, state["state"].get(name, {})) for name, p in self._trained().items()])
 
     def _fits(self, tag: EngineTag) -> bool:
         """Whether the engine reads the tag itself; one of another stage or number of ranks is put together and divided anew."""
-        return tag.stage == self._stage() and (tag.world_size == self._world_size or tag.stage == 0)
+        return tag.stage == self.runner.preparation.stage and (
+            tag.world_size == self.runner.world_size or tag.stage == 0
+        )
 
     def _load_tag(self, tag: EngineTag) -> None:
-        engine, whole = self._engine(), not self._excluded().mentions("optimizer")
-        with engines.single_writer(engine, HashingFiles(trust=self._trust())):
+        engine, whole = self.runner.engine, not self.runner.run_state.excluded.mentions("optimizer")
+        with engines.single_writer(engine, HashingFiles(trust=self._trust)):
             engine.load_checkpoint(str(tag.path.parent), tag=tag.path.name, load_optimizer_states=whole)
         self._tag_read = tag
 

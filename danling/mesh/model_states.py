@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,15 +13,16 @@ from danling.utils.tensors import shard_like
 
 from .optimizer import keep_kinds_apart
 
+if TYPE_CHECKING:
+    from danling.runners.parallel_runner import ParallelRunner
+
 
 class ShardedModelStates(ModelStates):
     """Reads and writes what this rank holds of a model."""
 
     keeps_modes = False
 
-    def __init__(self, *, gather: Callable[[Any], list[Any]], **parts: Any) -> None:
-        super().__init__(**parts)
-        self._gather = gather
+    runner: ParallelRunner
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights by canonical name into what this rank holds. Called on all ranks."""
@@ -41,7 +42,7 @@ class ShardedModelStates(ModelStates):
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         """Restore the state of the parameters that this rank holds, by name. Called on all ranks."""
-        here = dict(self.named_parameters())
+        here = dict(self.runner.named_parameters())
         mine = super().optimizer_state()["param_groups"]
         stored = [group_of(state["param_groups"], names) for names in self._whole_groups(mine)]
         groups = [{**match, "params": group["params"]} for match, group in zip(stored, mine)]
@@ -52,27 +53,27 @@ class ShardedModelStates(ModelStates):
         }
         super().load_optimizer({"state": values, "param_groups": groups})
         # A stage whose parameters lie on one mesh may have written how its group is stepped.
-        keep_kinds_apart(self.optimizer())
+        keep_kinds_apart(self.runner.optimizer)
 
     def template(self) -> dict[str, Any]:
         """Return a state that says how tensors are laid out on this rank: one reads its own shards of a checkpoint."""
         template: dict[str, Any] = {"model": self.model_state()}
-        averages = self.ema()
+        averages = self.runner.ema
         if averages is not None:
             template["ema"] = {"weights": dict(averages.weights)}
-        if self.optimizer() is not None:
-            template["optimizer"] = {"state": dict(self.named_parameters())}
+        if self.runner.optimizer is not None:
+            template["optimizer"] = {"state": dict(self.runner.named_parameters())}
         return template
 
     def _share_of(self, state: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
         """Return the entries of a whole model that this rank holds, laid out as they are here; names that nobody holds stay."""
-        elsewhere = set().union(*self._gather(set(here))) - here.keys()
+        elsewhere = set().union(*self.runner.pipeline_domain.gather_objects(set(here))) - here.keys()
         return {name: laid_out(value, here.get(name)) for name, value in state.items() if name not in elsewhere}
 
     def _whole_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         """Return the names of the parameters of each group on all ranks of the pipeline together."""
         mine = [list(group["params"]) for group in groups]
-        parts = self._gather(mine)
+        parts = self.runner.pipeline_domain.gather_objects(mine)
         return [sorted({name for part in parts for name in part[index]}) for index in range(len(mine))]
 
 

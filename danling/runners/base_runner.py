@@ -51,7 +51,7 @@ from danling.training import TrainingSession, loader_states
 from danling.training.attributes import KeptAttributes
 from danling.training.keys import RandomKeys
 from danling.training.loader_states import LoaderPositions
-from danling.training.restoring import RunRestorer, best_left_behind
+from danling.training.restoring import RunRestorer
 from danling.training.run_state import (
     RunState,
     StatePart,
@@ -192,9 +192,7 @@ class BaseRunner(metaclass=MetaRunner):
             self.progress_parts(),
             excluded=lambda: self.config.checkpoint.exclude_from_loading,
         )
-        self.saver = RunSaver(
-            manager=lambda: self.checkpoint_manager, position=lambda: self.state.train, state=self.checkpoint_state
-        )
+        self.saver = RunSaver(self)
         self.saver.around = self._session.saving
         # Overrides of `init_distributed` and the log read both before the process group is there.
         self.launch = LaunchEnvironment.read()
@@ -1103,14 +1101,7 @@ class BaseRunner(metaclass=MetaRunner):
             if source is not None:
                 # The store is asked by one rank, and fails all of them where it fails that one.
                 self.saver.best_elsewhere = self.world.on_first(
-                    lambda: best_left_behind(
-                        self.workspace.checkpoints,
-                        self.best_index,
-                        self.best_score,
-                        source,
-                        is_stored=lambda: self._has_remote() and self._remote.has("best"),
-                        speaks=self.is_main_process,
-                    )
+                    lambda: self._restorer().warn_if_best_is_elsewhere(self.workspace.checkpoints, source)
                 )
                 self.saver.note_loaded()
 

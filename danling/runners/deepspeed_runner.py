@@ -185,21 +185,7 @@ class DeepSpeedRunner(TorchRunner):
 
     def build_model_states(self) -> EngineModelStates:
         """Return how the states of a model in an engine are read and put back."""
-        return EngineModelStates(
-            engine=lambda: self.engine,
-            stage=lambda: self.preparation.stage,
-            world_size=self.world_size,
-            group_names=lambda: self.preparation.group_names,
-            whole_weights=lambda: self.whole_weights(),
-            keeps_master_weights=lambda: uses_bf16_weights(self.given_settings),
-            trust=lambda: bool(self.config.checkpoint.trust),
-            excluded=lambda: self.run_state.excluded,
-            on_all=lambda action: self.checkpoint_manager.on_all(action),
-            model=lambda: self.unwrapped_model,
-            named_parameters=lambda: self.named_parameters(),
-            optimizer=lambda: self.optimizer,
-            ema=lambda: self.ema,
-        )
+        return EngineModelStates(self)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return what is saved beside the engine's files. Call on all ranks."""

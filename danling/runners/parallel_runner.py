@@ -405,13 +405,7 @@ class ParallelRunner(TorchRunner):
 
     def build_model_states(self) -> ModelStates:
         """Return how the states of shards, and of parts of a pipeline, are read and put back."""
-        return ShardedModelStates(
-            gather=lambda value: self.pipeline_domain.gather_objects(value),
-            model=lambda: self.unwrapped_model,
-            named_parameters=lambda: self.named_parameters(),
-            optimizer=lambda: self.optimizer,
-            ema=lambda: self.ema,
-        )
+        return ShardedModelStates(self)
 
     # Data
 

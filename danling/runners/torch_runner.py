@@ -1070,12 +1070,7 @@ class TorchRunner(BaseRunner):
 
     def build_model_states(self) -> ModelStates:
         """Return how the states of model, EMA and optimizer are read and loaded; a stack that divides them overrides this."""
-        return ModelStates(
-            model=lambda: self.unwrapped_model,
-            named_parameters=lambda: self.named_parameters(),
-            optimizer=lambda: self.optimizer,
-            ema=lambda: self.ema,
-        )
+        return ModelStates(self)
 
     def component_parts(self) -> list[StatePart]:
         """Return model, criterion, EMA, optimizer and scheduler, in the order in which they are restored."""

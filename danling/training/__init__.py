@@ -34,7 +34,6 @@ from .reduction import (
     scale_gradients,
     total_norm,
 )
-from .safeguard import keeping_trained, preserved_tensors
 from .session import EvaluationStopped, TrainingSession
 from .update import UNCOMMITTED, NonFiniteError, UpdateOutcome, Window
 from .weighing import BatchLoss, criterion_setting, criterion_weight, model_weight, shifts_labels, unweighed
@@ -70,13 +69,11 @@ __all__ = [
     "criterion_weight",
     "gradients_of",
     "is_pair",
-    "keeping_trained",
     "model_loss",
     "model_weight",
     "nonfinite_parameters",
     "peek_target",
     "prediction_of",
-    "preserved_tensors",
     "scale_gradients",
     "shifts_labels",
     "total_norm",

@@ -29,7 +29,6 @@ from .batches import (
     prediction_of,
     unpack_batch,
 )
-from .safeguard import preserved_tensors
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -271,7 +270,7 @@ class Evaluator:
         source = self._source(split)
         if not source.can_restart:
             return
-        with source.peek(), preserved_tensors(self._written()):
+        with source.peek(), _preserved(self._written()):
             try:
                 # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
                 opened = source if source.kind == "position" else runner.sources.open(split, source.loader)
@@ -470,3 +469,15 @@ def _as_pair(returned: object) -> tuple[Any, Any]:
         f"Expected `evaluate_step` to return the prediction and the loss, each of which may be None. Received: {received}. "
         "End it with `return pred, loss`."
     )
+
+
+@contextmanager
+def _preserved(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put the values of tensors back on exit, also after an error."""
+    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in kept:
+                tensor.copy_(before)

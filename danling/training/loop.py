@@ -19,7 +19,7 @@ from danling.supervision import is_out_of_memory, write_memory_snapshot
 from .evaluation import checked_figures
 from .model_states import weights_to_export
 from .results import Boundary
-from .safeguard import TrainedKeeper, keeping_trained
+from .saving import TrainedKeeper, keeping_trained
 from .session import DataEnded, EvaluationStopped, IntactStateError, PassLeft, TrainingAbandoned
 from .update import UNCOMMITTED, UpdateOutcome
 
@@ -45,17 +45,7 @@ class TrainingLoop:
         self._session = runner._session
         self._last_split: str | None = None
         self._log_every = self._evaluate_every = self._checkpoint_every = 1
-        self._keeper = TrainedKeeper(
-            runner.saver,
-            manager=lambda: runner.checkpoint_manager,
-            state=lambda: runner.checkpoint_state(),
-            settle=lambda: runner._parts.update.raise_pending_error(),
-            save=lambda: runner.save_checkpoint(save_best=False),
-            may_write=lambda: not runner.config.checkpoint.load_only,
-            may_save_ahead=lambda: bool(runner.config.checkpoint.before_evaluation),
-            several=lambda: runner.world_size > 1 and runner.fault_tolerance is None,
-            aside=lambda: runner._reporter.aside("checkpoint"),
-        )
+        self._keeper = TrainedKeeper(runner)
 
     @staticmethod
     def parts() -> dict[Callable[..., object], str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.exclusion import ExcludedFromLoading
@@ -16,33 +15,21 @@ from danling.utils.tensors import canonical_name, floating_dtype
 
 from .ema import EMA
 
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+
 _TRAINED = "train_weights"
 """Key of the optimizer's state under which the weights of training are, where those of the model are others."""
 
-NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
-
 
 class ModelStates:
-    """Reads and writes the states of a model that this rank holds whole; stacks that divide it have a class of their own.
-
-    What is handed in are callables, since a run may wrap its model and optimizer anew.
-    """
+    """Reads and writes the states of a model that this rank holds whole; stacks that divide it have a class of their own."""
 
     keeps_modes: bool = True
     """Whether an optimizer may have other weights in training than to evaluate, see `danling.optim.modes`."""
 
-    def __init__(
-        self,
-        *,
-        model: Callable[[], nn.Module],
-        named_parameters: NamedParameters,
-        optimizer: Callable[[], Optimizer],
-        ema: Callable[[], EMA | None],
-    ) -> None:
-        self.model = model
-        self.named_parameters = named_parameters
-        self.optimizer = optimizer
-        self.ema = ema
+    def __init__(self, runner: TorchRunner) -> None:
+        self.runner = runner
 
     # Model
 
@@ -52,14 +39,16 @@ class ModelStates:
         Where the optimizer has other weights in training than to evaluate, those to evaluate are returned, as copies: whoever reads a
         checkpoint expects them. Those of training are in the state of the optimizer.
         """
-        if not modal(self.optimizer()):
-            return {canonical_name(name): value for name, value in self.model().state_dict().items()}
-        with evaluation_weights(self.optimizer()):
-            return {canonical_name(name): value.clone() for name, value in self.model().state_dict().items()}
+        if not modal(self.runner.optimizer):
+            return {canonical_name(name): value for name, value in self.runner.unwrapped_model.state_dict().items()}
+        with evaluation_weights(self.runner.optimizer):
+            return {
+                canonical_name(name): value.clone() for name, value in self.runner.unwrapped_model.state_dict().items()
+            }
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights by canonical name; see `TorchRunner.load_model`. Called on all ranks."""
-        model = self.model()
+        model = self.runner.unwrapped_model
         names = {canonical_name(name): name for name in model.state_dict()}
         state = _under_own_module(state, names)
         missing = sorted(names.keys() - state.keys())
@@ -83,7 +72,7 @@ class ModelStates:
         ema = self.averages()
         weights = state.get("weights")
         if partial and weights is not None:
-            present = {canonical_name(name): value for name, value in self.model().state_dict().items()}
+            present = {canonical_name(name): value for name, value in self.runner.unwrapped_model.state_dict().items()}
             begun = {name: value for name, value in present.items() if name in ema.weights}
             state = {**state, "weights": {**begun, **weights}}
         try:
@@ -93,7 +82,7 @@ class ModelStates:
 
     def averages(self) -> EMA:
         """Return the EMA of the weights, or refuse if there is none."""
-        ema = self.ema()
+        ema = self.runner.ema
         if ema is None:
             raise CheckpointMismatch(
                 "Expected averaged weights to restore. Received: none, since ema.enabled=False. Set it, or leave the state out."
@@ -104,25 +93,25 @@ class ModelStates:
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's state by parameter name. Called on all ranks."""
-        optimizer = self.optimizer()
-        state = named_state_dict(optimizer, self.named_parameters())
+        optimizer = self.runner.optimizer
+        state = named_state_dict(optimizer, self.runner.named_parameters())
         apart = {id(parameter) for parameter in training_weights(optimizer)}
         if apart:
             # Copies, as those of the model are: whoever puts both back in this process writes into the parameters first.
-            trained = {name: p.detach().clone() for name, p in self.named_parameters() if id(p) in apart}
+            trained = {name: p.detach().clone() for name, p in self.runner.named_parameters() if id(p) in apart}
             state[_TRAINED] = {canonical_name(name): value for name, value in trained.items()}
         return state
 
     def load_optimizer(self, state: Mapping[str, object]) -> None:
         """Restore the optimizer's state by parameter name. Called on all ranks."""
         try:
-            load_named_state_dict(self.optimizer(), state, self.named_parameters())
+            load_named_state_dict(self.runner.optimizer, state, self.runner.named_parameters())
         except ValueError as error:
             raise CheckpointMismatch(str(error)) from error
         trained: Mapping[str, Any] = state.get(_TRAINED, {}) if state["state"] else {}  # type: ignore[assignment]
-        named = {canonical_name(name): parameter for name, parameter in self.named_parameters()}
+        named = {canonical_name(name): parameter for name, parameter in self.runner.named_parameters()}
         put_training_weights(
-            self.optimizer(), [(named[name], value) for name, value in trained.items() if name in named]
+            self.runner.optimizer, [(named[name], value) for name, value in trained.items() if name in named]
         )
 
     # What a checkpoint is read into

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ class Trained:
     """A small model after one step of Adam, with averages."""
 
     def __init__(self, seed: int, only: str = "") -> None:
+        self.pipeline_domain: Any = None
         torch.manual_seed(seed)
         whole = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         # A stage of a pipeline has some of the children, under the names of the whole.
@@ -35,27 +37,18 @@ class Trained:
         for name, child in whole.named_children():
             if not only or name in only:
                 self.model.add_module(name, child)
-        self.averages: EMA | None = EMA(self.model, decay=0.5)
+        self.unwrapped_model: nn.Module = self.model
+        self.ema: EMA | None = EMA(self.model, decay=0.5)
         decayed = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim == 1]
-        self.adam = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.1)
+        self.optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.1)
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 0.5)
-        self.adam.step()
-        self.averages.update()
+        self.optimizer.step()
+        self.ema.update()
 
-    def parts(self) -> dict[str, Any]:
-        """Return what the states are made with."""
-
-        def named() -> Iterable[tuple[str, nn.Parameter]]:
-            return self.model.named_parameters()
-
-        return {
-            "model": lambda: self.model,
-            "named_parameters": named,
-            "optimizer": lambda: self.adam,
-            "ema": lambda: self.averages,
-        }
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters()
 
 
 def copied(state: Any) -> Any:
@@ -69,7 +62,7 @@ def copied(state: Any) -> Any:
 
 def test_a_model_takes_over_the_state_of_another() -> None:
     first, second = Trained(1), Trained(2)
-    states, others = ModelStates(**first.parts()), ModelStates(**second.parts())
+    states, others = ModelStates(first), ModelStates(second)
     assert differences(states.model_state(), others.model_state())
     others.load_model(states.model_state())
     others.load_ema(states.averages().state_dict())
@@ -81,7 +74,7 @@ def test_a_model_takes_over_the_state_of_another() -> None:
 
 
 def test_names_and_shapes_that_do_not_fit_are_named() -> None:
-    states = ModelStates(**Trained(1).parts())
+    states = ModelStates(Trained(1))
     weights = states.model_state()
     with pytest.raises(CheckpointMismatch, match=r"missing=\['0\.bias'\], unexpected=\['head'\]"):
         states.load_model({**{n: v for n, v in weights.items() if n != "0.bias"}, "head": torch.ones(1)})
@@ -97,9 +90,9 @@ def test_a_model_whose_only_part_is_called_module_takes_plain_weights_of_itself(
             super().__init__()
             self.module = Trained(seed).model
 
-    parts, saved = Trained(1).parts(), Wrapper(2).state_dict()
-    model = Wrapper(3)
-    states = ModelStates(**{**parts, "model": lambda: model})
+    trained, saved = Trained(1), Wrapper(2).state_dict()
+    trained.unwrapped_model = model = Wrapper(3)
+    states = ModelStates(trained)
     for weights in (saved, {f"module.{name}": value for name, value in saved.items()}):
         torch.save(weights, tmp_path / "weights.pth")
         model.module[0].weight.data.zero_()
@@ -112,12 +105,12 @@ def test_a_model_whose_only_part_is_called_module_takes_plain_weights_of_itself(
 
 def test_averages_of_weights_that_were_left_out_begin_at_the_models() -> None:
     trained = Trained(1)
-    states = ModelStates(**trained.parts())
+    states = ModelStates(trained)
     states.load_ema({"weights": {"0.bias": torch.zeros(4)}, "num_updates": 9}, partial=True)
     averages = states.averages()
     assert averages.num_updates == 9 and averages.weights["0.bias"].tolist() == [0.0] * 4
     assert torch.equal(averages.weights["2.weight"], trained.model[2].weight)
-    trained.averages = None
+    trained.ema = None
     with pytest.raises(CheckpointMismatch, match="ema.enabled=False"):
         states.load_ema({"weights": {}, "num_updates": 0})
 
@@ -125,7 +118,7 @@ def test_averages_of_weights_that_were_left_out_begin_at_the_models() -> None:
 def test_stages_of_a_pipeline_have_the_states_of_the_whole() -> None:
     """Two stages read what a whole model saved, and together save what it is."""
     whole = Trained(1)
-    saved = ModelStates(**whole.parts())
+    saved = ModelStates(whole)
     payload = copied(
         {"model": saved.model_state(), "ema": saved.averages().state_dict(), "optimizer": saved.optimizer_state()}
     )
@@ -133,15 +126,16 @@ def test_stages_of_a_pipeline_have_the_states_of_the_whole() -> None:
     # What a gather answers each of them with: the names of tensors, or of the parameters in each group.
     names = [set(stage.model.state_dict()) for stage in stages]
     groups = [
-        [list(group["params"]) for group in ModelStates(**stage.parts()).optimizer_state()["param_groups"]]
-        for stage in stages
+        [list(group["params"]) for group in ModelStates(stage).optimizer_state()["param_groups"]] for stage in stages
     ]
 
     def gather(value: Any) -> list[Any]:
         answer: list[Any] = names if isinstance(value, set) else groups
         return answer
 
-    states = [ShardedModelStates(gather=gather, **stage.parts()) for stage in stages]
+    for stage in stages:
+        stage.pipeline_domain = SimpleNamespace(gather_objects=gather)
+    states = [ShardedModelStates(stage) for stage in stages]
     found: dict[str, Any] = {"model": {}, "ema": {}, "optimizer": {}}
     for state in states:
         state.load_model(payload["model"])

@@ -12,7 +12,7 @@ import pytest
 from danling.checkpoints import CheckpointDamaged, CheckpointDiskError, CheckpointMismatch, CheckpointNotFound
 from danling.config import RunnerConfig
 from danling.distributed import LocalDomain
-from danling.training.restoring import RunRestorer, best_left_behind
+from danling.training.restoring import RunRestorer
 from danling.training.run_state import RunState
 
 
@@ -42,7 +42,10 @@ class Begun:
         self.dataloaders: dict[str, Any] = {}
         self.train_splits: list[str] = []
         self.differences: list[str] = []
-        self.restorer = RunRestorer(self)
+        self.best_index: int | None = None
+        self.best_score = 0.5
+        self.is_main_process = True
+        self.restorer = RunRestorer(self)  # type: ignore[arg-type]
 
     def load_checkpoint(self, checkpoint: str | Path) -> None:
         self.asked.append(f"load {checkpoint}")
@@ -52,6 +55,9 @@ class Begun:
 
     def load_pretrained(self, checkpoint: str | Path) -> None:
         self.asked.append(f"pretrained {checkpoint}")
+
+    def _has_remote(self) -> bool:
+        return False
 
     def config_differences(self, payload: Any) -> list[str]:
         return self.differences
@@ -108,12 +114,18 @@ def test_what_verifies_and_cannot_be_read_is_skipped_for_an_older_one(error: typ
         Begun(failing=1, error=error, resume="a").restore()  # one that was named is loaded or refused
 
 
-def test_a_best_that_lies_elsewhere_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_best_that_is_elsewhere_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begun = Begun()
+
+    def elsewhere() -> int | None:
+        return begun.restorer.warn_if_best_is_elsewhere(tmp_path, "there")
+
     with caplog.at_level(logging.INFO, "danling"):
-        assert best_left_behind(tmp_path, None, None, "there") is None
-        assert best_left_behind(tmp_path, 4, 0.5, "there", speaks=False) == 4
-        assert not caplog.messages
-        assert best_left_behind(tmp_path, 4, 0.5, "there") == 4
+        assert elsewhere() is None
+        begun.best_index, begun.is_main_process = 4, False
+        assert elsewhere() == 4 and not caplog.messages
+        begun.is_main_process = True
+        assert elsewhere() == 4
     assert "0.5000 at 4, was kept beside there" in caplog.text
     (tmp_path / "best.pth").touch()
-    assert best_left_behind(tmp_path, 4, 0.5, "there") is None
+    assert elsewhere() is None

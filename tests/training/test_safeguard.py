@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from danling.training.safeguard import TrainedKeeper, keeping_trained
-from danling.training.saving import RunSaver
+from danling.training.saving import RunSaver, TrainedKeeper, keeping_trained
 
 
 class Kept:
@@ -24,17 +24,19 @@ class Kept:
         if "ahead" in abilities:
             manager.save_ahead = lambda payload, **at: self.calls.append(("ahead", payload, at))
             manager.is_saved_ahead = lambda: True
-        self.saver = RunSaver(manager=lambda: manager, position=lambda: self.position, state=dict)
-        self.keeper = TrainedKeeper(
-            self.saver,
-            manager=lambda: manager,
-            state=lambda: {"step": self.position.global_step},
-            settle=lambda: self.calls.append("settle"),
-            save=lambda: self.calls.append("save"),
-            may_write=lambda: writes,
-            may_save_ahead=lambda: ahead,
-            several=lambda: several,
+        runner: Any = SimpleNamespace(
+            checkpoint_manager=manager,
+            state=SimpleNamespace(train=self.position),
+            config=SimpleNamespace(checkpoint=SimpleNamespace(load_only=not writes, before_evaluation=ahead)),
+            world_size=2 if several else 1,
+            fault_tolerance=None,
+            checkpoint_state=lambda: {"step": self.position.global_step},
+            save_checkpoint=lambda *, save_best: self.calls.append("save"),
+            _parts=SimpleNamespace(update=SimpleNamespace(raise_pending_error=lambda: self.calls.append("settle"))),
+            _reporter=SimpleNamespace(aside=lambda name: nullcontext()),
         )
+        self.saver = runner.saver = RunSaver(runner)
+        self.keeper = TrainedKeeper(runner)
 
 
 AT = {"epoch": 1, "global_step": 3}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,13 @@ class Run:
         self.manager = FileCheckpointManager(
             root, domain=LocalDomain(), run_id="run", settings=settings, step_mode=False
         )
-        self.saver = RunSaver(manager=lambda: self.manager, position=lambda: self.counters, state=self.state)
+        self.saver = RunSaver(
+            SimpleNamespace(
+                checkpoint_manager=self.manager,
+                state=SimpleNamespace(train=self.counters),
+                checkpoint_state=self.state,
+            )  # type: ignore[arg-type]
+        )
 
     def state(self) -> Mapping[str, Any]:
         """Return a payload."""
