@@ -82,7 +82,7 @@ class ModelStates:
 
     def averages(self) -> EMA:
         """Return the EMA of the weights, or refuse if there is none."""
-        ema = self.runner.ema
+        ema: EMA | None = self.runner.ema
         if ema is None:
             raise CheckpointMismatch(
                 "Expected averaged weights to restore. Received: none, since ema.enabled=False. Set it, or leave the state out."

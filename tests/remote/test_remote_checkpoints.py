@@ -45,7 +45,9 @@ class Remote:
         directory = directory or self.root / f"machine-{self.machines}" / "checkpoints"
         manager = make_manager(self.kind, directory, keep=0, run=run)
         known = (self.url, LAYOUT) if home else None
-        manager.checkpoints.look_in(lambda: RemoteSources(directory, run_id=run, connect=open_store, home=known), own=True)
+        manager.checkpoints.look_in(
+            lambda: RemoteSources(directory, run_id=run, connect=open_store, home=known), own=True
+        )
         return manager
 
     def object_of(self, step: int) -> Path:
