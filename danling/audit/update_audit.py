@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.config.imposed import end_after
-from danling.optim.tensor_subclasses import to_parts
+from danling.optim.state import to_parts
 from danling.training.observers import Observer
 from danling.utils.tensors import canonical_name
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from .building import build_param_groups
 from .joint import JointOptimizer, JointScheduler
-from .optimizers import OPTIMIZERS
-from .param_groups import build_param_groups
-from .schedulers import SCHEDULERS, needs_metric
+from .registry import OPTIMIZERS, SCHEDULERS, needs_metric
 from .warmup import ConstantSchedule, CosineSchedule, LinearSchedule, WarmupScheduler, WSDSchedule
 
 __all__ = [

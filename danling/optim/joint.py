@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .schedulers import is_told_its_place, needs_metric
+from .registry import is_told_its_place, needs_metric
 
 
 class JointOptimizer(Optimizer):

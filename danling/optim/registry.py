@@ -1,12 +1,22 @@
-"""Names and what they build."""
+"""Optimizers and schedules by name."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.swa_utils import SWALR
+
 from danling.utils.messages import did_you_mean
+
+from .warmup import ConstantSchedule, CosineSchedule, LinearSchedule, WSDSchedule, rewrite_rates
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -102,3 +112,177 @@ def _required(builder: Callable[..., object]) -> list[str]:
         for name, parameter in parameters.items()
         if parameter.default is inspect.Parameter.empty and parameter.kind not in variadic and name not in passed
     ]
+
+
+# Not SGD and Adagrad: their fused forms refuse sparse gradients, which cannot be told from the parameters.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+_IMPLEMENTATIONS = frozenset({"fused", "foreach", "differentiable", "capturable"})
+_GROUP_KEYS = ("params", "param_names", "name", "initial_lr")
+
+
+class OptimizerRegistry(Registry):
+    """Every optimizer of `torch.optim` by its lower-case name, and what users register."""
+
+    def build(self, params: object, type: str | None = None, **options: Any) -> Optimizer:
+        """Build an optimizer.
+
+        Adam and AdamW are fused where all parameters are plain floating tensors on one CPU or CUDA device, unless `fused` or
+        `foreach` (or `capturable`, `differentiable`) is given; that differs from the loop over tensors by rounding only.
+        Lists are taken where the optimizer wants a tuple, as for `betas`.
+        """
+        self.check_options(type, options)
+        builder = self.lookup(type)
+        entries = _listed(params)
+        if not _tensors(entries):
+            raise ValueError(
+                f"Expected at least one parameter that requires a gradient for optimizer {type!r}. Received: none. Unfreeze a layer."
+            )
+        entries = [self._checked_group(type, entry) if isinstance(entry, dict) else entry for entry in entries]
+        options = _with_tuples(builder, options)
+        if _can_fuse(builder, entries, options):
+            options["fused"] = True
+        optimizer: Optimizer = builder(entries, **options)
+        return optimizer
+
+    def _checked_group(self, name: str | None, group: dict[str, Any]) -> dict[str, object]:
+        # torch keeps an unknown key of a group and does nothing with it.
+        valid = self.options(name)
+        for key in group:
+            if valid is not None and key not in valid and key not in _GROUP_KEYS:
+                raise ValueError(
+                    f"Expected options of a parameter group of optimizer {name!r} out of {', '.join(valid)}. Received: {key!r}."
+                    f"{did_you_mean(key, valid)}"
+                )
+        return _with_tuples(self.lookup(name), group)
+
+
+def _listed(params: Any) -> list[object]:
+    """Return parameters or groups as lists: they are looked at before torch gets them, and may be generators."""
+    if isinstance(params, (set, frozenset)):
+        raise ValueError(
+            "Expected parameters in an order that is the same in every process. Received: a set. Pass a list, such as "
+            "list(model.parameters())."
+        )
+    entries = [params] if isinstance(params, (Tensor, Mapping)) else list(params)
+    return [_listed_group(entry) if isinstance(entry, Mapping) else entry for entry in entries]
+
+
+def _listed_group(group: Mapping[str, object]) -> dict[str, object]:
+    if "params" not in group:
+        raise ValueError(f"Expected every parameter group to have `params`. Received: keys {sorted(group)}.")
+    return {**group, "params": _listed(group["params"])}
+
+
+def _tensors(entries: Sequence[object]) -> list[Any]:
+    members = [member for entry in entries for member in (entry["params"] if isinstance(entry, dict) else [entry])]
+    return [member[1] if isinstance(member, tuple) else member for member in members]
+
+
+def _with_tuples(builder: Callable[..., object], options: Mapping[str, object]) -> dict[str, object]:
+    parameters = inspect.signature(builder).parameters
+    wanted = {name for name, parameter in parameters.items() if isinstance(parameter.default, tuple)}
+    return {
+        name: tuple(value) if name in wanted and isinstance(value, list) else value for name, value in options.items()
+    }
+
+
+def _can_fuse(builder: object, entries: Sequence[object], options: Mapping[str, object]) -> bool:
+    if builder not in _FUSED or _IMPLEMENTATIONS & options.keys():
+        return False
+    if any(isinstance(entry, dict) and _IMPLEMENTATIONS & entry.keys() for entry in entries):
+        return False
+    tensors = _tensors(entries)
+    # Not DTensor and other subclasses: they may live on several meshes, which one fused call cannot take.
+    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_floating_point() for tensor in tensors)
+    devices = {tensor.device for tensor in tensors} if plain else set()
+    return len(devices) == 1 and {device.type for device in devices} <= {"cpu", "cuda"}
+
+
+def _torch_optimizers() -> dict[str, type[Optimizer]]:
+    classes = inspect.getmembers(torch.optim, inspect.isclass)
+    return {name.lower(): cls for name, cls in classes if issubclass(cls, Optimizer) and cls is not Optimizer}
+
+
+OPTIMIZERS = OptimizerRegistry("optimizer", _torch_optimizers())
+"""Optimizers by name: `OPTIMIZERS.build(params=model.parameters(), type="adamw", lr=1e-3)`."""
+
+
+_NO_SCHEDULES = ("LRScheduler", "_LRScheduler")
+
+
+class SchedulerRegistry(Registry):
+    """Every scheduler of `torch.optim.lr_scheduler` by its lower-case name, the warm-up schedules, and what users register."""
+
+    def build(self, optimizer: object, type: str | None = None, **options: Any) -> Any:
+        """Build a scheduler."""
+        self.check_options(type, options)
+        builder = self.lookup(type)
+        if "schedulers" in options:
+            options["schedulers"] = [self._part(optimizer, part) for part in options["schedulers"]]
+        # ChainedScheduler takes the optimizer second.
+        if "optimizer" in inspect.signature(builder).parameters:
+            return builder(optimizer=optimizer, **options)
+        return builder(optimizer, **options)
+
+    def _part(self, optimizer: object, part: object) -> Any:
+        return self.build(optimizer, **part) if isinstance(part, Mapping) else part
+
+
+class OneCycleSchedule(OneCycleLR):
+    """`OneCycleLR` that goes on when a resumed run has become longer; torch's raises at the end of the former run."""
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Take up a saved position on this object's cycle. Restore the optimizer first."""
+        own = {name: getattr(self, name) for name in ("total_steps", "_schedule_phases")}
+        super().load_state_dict({**state_dict, **own})
+        if state_dict["total_steps"] != self.total_steps:
+            with warnings.catch_warnings():
+                # It asks for get_last_lr, which holds the rates of the former cycle.
+                warnings.simplefilter("ignore", UserWarning)
+                rewrite_rates(self)
+
+
+def needs_metric(scheduler: object) -> bool:
+    """Whether `scheduler.step` wants the value of a metric, as `ReduceLROnPlateau` does."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return True
+    step = getattr(type(scheduler), "step", None)
+    parameters = list(inspect.signature(step).parameters.values())[1:] if step is not None else []
+    return any(p.name in ("metrics", "metric") and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def is_told_its_place(scheduler: object) -> bool:
+    """Whether a schedule is told the epoch or the update that it is at, as those of timm: `step(epoch)` and `step_update(num_updates)`."""
+    kind: Any = type(scheduler)
+    return bool(_is_told(kind))
+
+
+@lru_cache(maxsize=32)
+def _is_told(kind: Any) -> bool:
+    step = getattr(kind, "step", None)
+    if step is None or not callable(getattr(kind, "step_update", None)):
+        return False
+    first = list(inspect.signature(step).parameters.values())[1:2]
+    return bool(first) and first[0].name == "epoch" and first[0].default is inspect.Parameter.empty
+
+
+def advance_by_epoch(scheduler: Any, epochs: int) -> None:
+    """Advance a schedule after an epoch."""
+    if is_told_its_place(scheduler):
+        scheduler.step(epochs)
+    else:
+        scheduler.step()
+
+
+def _schedules() -> dict[str, Any]:
+    classes = inspect.getmembers(lr_scheduler, inspect.isclass)
+    known: dict[str, Any] = {
+        name.lower(): cls for name, cls in classes if issubclass(cls, LRScheduler) and name not in _NO_SCHEDULES
+    }
+    known.update(swalr=SWALR, onecyclelr=OneCycleSchedule)
+    known.update(linear=LinearSchedule, cosine=CosineSchedule, constant=ConstantSchedule, wsd=WSDSchedule)
+    return known
+
+
+SCHEDULERS = SchedulerRegistry("scheduler", _schedules())
+"""Schedulers by name: `SCHEDULERS.build(optimizer, type="cosine", total_steps=1000, warmup_steps=100)`."""

@@ -24,7 +24,7 @@ from danling.deepspeed.preparation import (
     trained_names,
 )
 from danling.deepspeed.reduction import EngineReduction
-from danling.optim.named_state import parameter_names
+from danling.optim.state import parameter_names
 from danling.training import GradientReduction, Precision
 
 from .torch_runner import TorchRunner

@@ -31,8 +31,8 @@ from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim import JointOptimizer, JointScheduler
 from danling.optim.building import build_optimizer, build_scheduler, scheduler_interval
 from danling.optim.modes import enter_training, evaluation_weights, modal
-from danling.optim.optimizers import OPTIMIZERS
-from danling.optim.options import adopt_options, given_names, options_of, say_replaced
+from danling.optim.registry import OPTIMIZERS
+from danling.optim.state import adopt_options, given_names, options_of, say_replaced
 from danling.reporting import device_peak_flops
 from danling.reporting.record import RunRecorder
 from danling.reporting.run_report import RunReport

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from danling.optim import JointScheduler
-from danling.optim.schedulers import OneCycleSchedule
+from danling.optim.registry import OneCycleSchedule
 from danling.optim.warmup import WarmupScheduler
 from danling.utils.tensors import canonical_name
 

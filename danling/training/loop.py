@@ -13,7 +13,7 @@ from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.data import Batch
 from danling.distributed import agree, set_collective_timeout
 from danling.optim.modes import enter_training
-from danling.optim.schedulers import is_told_its_place
+from danling.optim.registry import is_told_its_place
 from danling.supervision import is_out_of_memory, write_memory_snapshot
 
 from .evaluation import checked_figures

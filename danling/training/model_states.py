@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.exclusion import ExcludedFromLoading
 from danling.optim.modes import evaluation_weights, modal, put_training_weights, training_weights
-from danling.optim.named_state import load_named_state_dict, named_state_dict
+from danling.optim.state import load_named_state_dict, named_state_dict
 from danling.utils.tensors import canonical_name, floating_dtype
 
 from .ema import EMA

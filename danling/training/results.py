@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from danling.metrics import ScoreBoard
 from danling.optim import needs_metric
-from danling.optim.schedulers import advance_by_epoch
+from danling.optim.registry import advance_by_epoch
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner

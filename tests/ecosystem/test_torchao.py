@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.optim.tensor_subclasses import from_parts, to_parts
+from danling.optim.state import from_parts, to_parts
 
 pytest.importorskip("torchao")
 

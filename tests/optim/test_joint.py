@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from danling.optim import JointOptimizer
-from danling.optim.named_state import load_named_state_dict, named_state_dict
+from danling.optim.state import load_named_state_dict, named_state_dict
 
 
 class Pair(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from danling.optim import OPTIMIZERS
-from danling.optim.named_state import load_named_state_dict, named_state_dict
+from danling.optim.state import load_named_state_dict, named_state_dict
 
 
 def _train(model: nn.Module, optimizer: Any, steps: int) -> None:

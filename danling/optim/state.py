@@ -1,0 +1,266 @@
+"""The state of an optimizer by parameter name, and what of its options a resumed run takes from the program."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from danling.utils.tensors import canonical_name, is_sharded
+
+from .joint import JointOptimizer, JointScheduler
+
+_CLASS, _PARTS, _CONTEXT, _SHAPE, _STRIDE = "tensor_class", "parts", "context", "shape", "stride"
+
+
+def to_parts(value: object) -> object:
+    """Return a tensor that is made of others as a mapping of these and what puts them together; anything else as it is.
+
+    It is such as `torch.compile` takes apart: with `__tensor_flatten__`. A DTensor is left, since checkpoints know it.
+    """
+    if not isinstance(value, Tensor) or is_sharded(value) or not is_traceable_wrapper_subclass(value):
+        return value
+    names, context = value.__tensor_flatten__()
+    kind = type(value)
+    return {
+        _CLASS: f"{kind.__module__}:{kind.__qualname__}",
+        _PARTS: {name: to_parts(getattr(value, name)) for name in names},
+        _CONTEXT: context,
+        _SHAPE: list(value.shape),
+        _STRIDE: list(value.stride()),
+    }
+
+
+def from_parts(value: object) -> object:
+    """Return a copy of what `to_parts` was given; of a plain tensor too.
+
+    The class is looked up in modules that are loaded: the program that made the optimizer has it, and no file decides what is imported.
+    """
+    if isinstance(value, Tensor):
+        return value.clone()
+    if not isinstance(value, Mapping) or _CLASS not in value:
+        return value
+    parts = {name: from_parts(part) for name, part in value[_PARTS].items()}
+    kind = _class(str(value[_CLASS]))
+    return kind.__tensor_unflatten__(parts, value[_CONTEXT], torch.Size(value[_SHAPE]), tuple(value[_STRIDE]))
+
+
+def _class(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    # A dotted path would lead through other objects.
+    found = getattr(found, path, None) if path.isidentifier() else None
+    if not (isinstance(found, type) and issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__")):
+        raise ValueError(
+            f"Expected the optimizer that the checkpoint was saved with, whose state has tensors of the class {name}. Received: a program "
+            "that has not loaded it. Make the same optimizer, or add 'optimizer' to checkpoint.exclude_from_loading."
+        )
+    return found
+
+
+HOW = frozenset({"foreach", "fused", "maximize", "capturable", "differentiable"})
+"""Options that versions of torch have added to optimizers, and which torch itself completes in an older state."""
+
+_DECOUPLED = "decoupled_weight_decay"
+"""The option in which Adam and AdamW differ; older versions of torch have not stored it."""
+
+OF_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
+
+_OPTIONS_OF_TORCH = frozenset(
+    name
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer)
+    for name in inspect.signature(kind).parameters
+)
+
+
+def check_kind(
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], stored_groups: Iterable[Mapping[str, Any]]
+) -> None:
+    """Refuse the state of another kind of optimizer, which torch would take in and fail over in the next update, or never.
+
+    The options of its groups are all that torch stores of an optimizer's kind.
+    """
+    for group, stored, member in zip(groups, stored_groups, _member_of_each_group(optimizer)):
+        lacks = set(getattr(member, "defaults", ())) - set(stored) - HOW - {_DECOUPLED}
+        foreign = (set(stored) - set(group) - HOW - OF_SCHEDULES) & _OPTIONS_OF_TORCH
+        known = _DECOUPLED in stored and _DECOUPLED in group
+        if lacks or foreign or (known and bool(stored[_DECOUPLED]) != bool(group[_DECOUPLED])):
+            shown = (name for name in stored if name not in {"params", *HOW, *OF_SCHEDULES})
+            raise ValueError(
+                f"Expected the state of {type(member).__name__}, the optimizer of this run. Received: that of another one, with "
+                f"{', '.join(f'{name}={stored[name]}' for name in shown)}. Restore the optimizer, or add 'optimizer' to "
+                "checkpoint.exclude_from_loading to begin afresh with the new one."
+            )
+
+
+def _member_of_each_group(optimizer: Any) -> list[Optimizer]:
+    """Return the optimizer that steps each group: of several in one, and inside of a wrapper."""
+    if isinstance(optimizer, JointOptimizer):
+        return [found for member in optimizer.optimizers for found in _member_of_each_group(member)]
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer):
+        return _member_of_each_group(inner)
+    return [optimizer] * len(optimizer.param_groups)
+
+
+def parameter_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:
+    """Return the name of every parameter of every group.
+
+    A parameter without a name is called `group.{i}.{j}` by its place in the optimizer.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in named_parameters:
+        names.setdefault(id(parameter), canonical_name(name))
+    return [
+        [names.get(id(parameter), f"group.{i}.{j}") for j, parameter in enumerate(group["params"])]
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, object]:
+    """Return `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`; tensors are not copied.
+
+    A tensor that is made of others, such as a moment in 8 bits, is given by these."""
+    names = parameter_names(optimizer, named_parameters)
+    plain = optimizer.state_dict()
+    flat = {
+        index: name
+        for group, labels in zip(plain["param_groups"], names)
+        for index, name in zip(group["params"], labels)
+    }
+    return {
+        "state": {flat[index]: _in_parts(state) for index, state in plain["state"].items()},
+        "param_groups": [{**group, "params": labels} for group, labels in zip(plain["param_groups"], names)],
+    }
+
+
+def load_named_state_dict(
+    optimizer: Optimizer, state: Mapping[str, Any], named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """Restore what `named_state_dict` returned; parameters are matched by name, groups by the names they hold."""
+    names = parameter_names(optimizer, named_parameters)
+    stored = [list(group["params"]) for group in state["param_groups"]]
+    _check_groups(names, stored)
+    plain = optimizer.state_dict()
+    index_of = {
+        name: i for group, labels in zip(plain["param_groups"], names) for i, name in zip(group["params"], labels)
+    }
+    groups = []
+    for i, (group, labels) in enumerate(zip(plain["param_groups"], names)):
+        # The same place first: several groups may be empty where this process holds a part of the model.
+        candidates = [state["param_groups"][i], *state["param_groups"]]
+        match = next(entry for entry in candidates if set(entry["params"]) == set(labels))
+        groups.append({**match, "params": group["params"]})
+    check_kind(optimizer, plain["param_groups"], groups)
+    values = {index_of[name]: _clone(entry) for name, entry in state["state"].items()}
+    optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:
+    ours = {name for group in names for name in group}
+    theirs = {name for group in stored for name in group}
+    if ours != theirs:
+        missing, unexpected = sorted(ours - theirs), sorted(theirs - ours)
+        raise ValueError(
+            f"Expected the state of an optimizer over the parameters of this one. Received: one without {missing[:5]} and with "
+            f"{unexpected[:5]} besides ({len(missing)} and {len(unexpected)} in all). Restore the optimizer, or add 'optimizer' to "
+            "checkpoint.exclude_from_loading to begin afresh with the new one."
+        )
+    if sorted(map(sorted, names)) != sorted(map(sorted, stored)):
+        raise ValueError(
+            f"Expected the parameter groups of the checkpoint. Received: {len(names)} groups here, {len(stored)} stored, divided "
+            "otherwise. Restore optim.param_groups, or add 'optimizer' to checkpoint.exclude_from_loading."
+        )
+
+
+def _clone(entry: Mapping[str, object]) -> dict[str, object]:
+    # An optimizer keeps tensors of the right dtype and device as they are: without a copy the caller's would change in training.
+    return {key: from_parts(value) for key, value in entry.items()}
+
+
+def _in_parts(entry: Mapping[str, object]) -> dict[str, object]:
+    return {key: to_parts(value) for key, value in entry.items()}
+
+
+logger = logging.getLogger("danling")
+
+Options = list[dict[str, Any]]
+"""What stands in each parameter group beside the parameters."""
+
+_MOVED_BY_SCHEDULES = frozenset({"lr", "momentum", "betas"})
+
+
+def options_of(optimizer: Optimizer) -> Options:
+    """Return the options of every group, such as `lr` and `weight_decay`."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def given_names(optimizer: object) -> set[str]:
+    """Return the names of the arguments that an optimizer, or several in one, is made of.
+
+    Groups may have more entries: those of schedule-free optimizers have counters, which no program gives.
+    """
+    inner = getattr(optimizer, "optimizers", None) or [getattr(optimizer, "optimizer", None)]
+    names = set().union(*(given_names(each) for each in inner if each is not None))
+    for kind in type(optimizer).__mro__:
+        if "__init__" in vars(kind):
+            names |= inspect.signature(vars(kind)["__init__"]).parameters.keys()
+    return names
+
+
+def say_replaced(asked: Options, loaded: Options, *, given: Collection[str], scheduled: bool) -> None:
+    """Warn of options that a restored state has given another value than the program did. May be called on one rank."""
+    replaced: dict[str, str] = {}
+    for before, after in zip(asked, loaded):
+        moved = _MOVED_BY_SCHEDULES if "max_momentum" in after else {"lr"} if scheduled else set[str]()
+        for name in sorted(before.keys() & after.keys() & set(given) - HOW - OF_SCHEDULES - moved):
+            if _is_plain(before[name]) and _is_plain(after[name]) and before[name] != after[name]:
+                replaced.setdefault(name, f"{name}={after[name]} (here {before[name]})")
+    if replaced:
+        logger.warning(
+            "The optimizer goes on with the options of the checkpoint, which are not those of the program: %s. To have the program's, add "
+            "'optimizer.param_groups' to checkpoint.exclude_from_loading.",
+            ", ".join(replaced.values()),
+        )
+
+
+def adopt_options(optimizer: Optimizer, scheduler: object, options: Options, wanted: Callable[[str], bool]) -> None:
+    """Put options into an optimizer that was restored. No communication: call it on every rank.
+
+    A learning rate is put in as that which the schedule begins from: where the schedule stands, it is that share of the new one.
+    """
+    for group, own in zip(optimizer.param_groups, options):
+        for name, value in own.items():
+            if name not in ("lr", "initial_lr") and wanted(name):
+                group[name] = value
+    if wanted("lr"):
+        _adopt_rates(optimizer, scheduler, [group.get("initial_lr", group["lr"]) for group in options])
+
+
+def _adopt_rates(optimizer: Optimizer, scheduler: object, rates: list[Any]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates):
+        before = group.get("initial_lr", group["lr"])
+        if rate == before:
+            continue  # the quotient below would round
+        group["lr"] = rate * (group["lr"] / before) if before else rate
+        if "initial_lr" in group:
+            group["initial_lr"] = rate
+    rate_of = {id(group): rate for group, rate in zip(optimizer.param_groups, rates)}
+    schedules = list(scheduler) if isinstance(scheduler, JointScheduler) else [scheduler]
+    for part in [part for each in schedules for part in (each, *getattr(each, "_schedulers", ()))]:
+        if hasattr(part, "base_lrs"):
+            groups = part.optimizer.param_groups
+            part.base_lrs = [rate_of.get(id(group), base) for group, base in zip(groups, part.base_lrs)]
+            part._last_lr = [group["lr"] for group in groups]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str, tuple, list)) or value is None
