@@ -39,7 +39,7 @@ from danling.distributed import (
     world_of,
 )
 from danling.metrics import Meters, ScoreBoard
-from danling.metrics.standing import Standing
+from danling.metrics.scores import BestScore
 from danling.reporting import (
     Reporter,
     Tracker,
@@ -172,9 +172,7 @@ class BaseRunner(metaclass=MetaRunner):
         self.meters = Meters(reserved=RESERVED_FIGURES)
         self.results: Results = {}
         self._session = TrainingSession()
-        self.standing = Standing(
-            lambda: self.scores, lambda: self.best_index, own=type(self).scores is not BaseRunner.scores
-        )
+        self.standing = BestScore(self, own=type(self).scores is not BaseRunner.scores)
         self._data = RunData(
             self,
             own_accum_steps=type(self).accum_steps is not BaseRunner.accum_steps,
