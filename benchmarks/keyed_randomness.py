@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
-from danling.data import BatchSource, DataLoader
+from danling.data import DataLoader, open_source
 
 SAMPLES, PAIRS, TARGET, TARGET_OF_SAMPLE = 4096, 41, 40.0, 15.0
 
@@ -83,7 +83,7 @@ def read_batches(batch_size: int, dataset: Dataset[int], keyed: str = "batch") -
 def source_over_users_loader() -> float:
     """Return what `BatchSource` adds to a batch of a user's loader, with its commit."""
     batches = [torch.zeros(1)] * 20_000
-    source = BatchSource(batches, split="train", rank=0, world_size=1, seed=0)
+    source = open_source(batches, split="train", rank=0, world_size=1, seed=0)
 
     def bare() -> None:
         for _ in batches:

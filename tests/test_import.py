@@ -16,7 +16,7 @@ from danling import Runner, RunnerConfig, TorchRunner
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
-OURS = {"danling", "chanfig", "lazy_imports", "torchdata", "yaml", "_yaml", "tomli"}
+OURS = {"danling", "chanfig", "lazy_imports", "yaml", "_yaml", "tomli"}
 
 
 def test_a_runner_imports_nothing_of_torch_that_torch_does_not():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .batching import AUTO, divide_updates, merge_settings
 from .build import build_dataloader, order_setting
-from .cursors import Batch
 from .datamodule import LoaderSettings, from_datamodule
 from .keyed import KeyedDataset
 from .loader import DataLoader
@@ -14,9 +13,9 @@ from .packing import Packed, TokenBudget, cu_seqlens
 from .randomness import derive_seed, mix_seed, seed_streams
 from .sampler import PositionedBatchSampler
 from .shares import Division
-from .source import PLACEHOLDER, BatchSource, ProxySource
-from .splits import Splits, open_source
-from .windows import ReaderPlace, WindowLoader
+from .source import PLACEHOLDER, BatchSource, open_source
+from .splits import Splits
+from .windows import Batch, ReaderPlace, WindowLoader
 
 __all__ = [
     "AUTO",
@@ -30,7 +29,6 @@ __all__ = [
     "Mixture",
     "Packed",
     "PositionedBatchSampler",
-    "ProxySource",
     "ReaderPlace",
     "Splits",
     "TokenBudget",

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe
 from torch.utils.data import DataLoader as TorchDataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from danling.utils.messages import did_you_mean
 
@@ -21,12 +20,14 @@ from .order import OrderedDataset
 from .packing import TokenBudget
 from .sampled import SampledLoader, yields_batches
 from .stream_loader import StreamLoader
-from .workers import WorkerInit, end_with_process, quiet_torchdata
+from .workers import WorkerInit
 
 logger = logging.getLogger("danling")
 
-SETTINGS = (frozenset(inspect.signature(StatefulDataLoader.__init__).parameters) - {"self", "dataset"}) | OWN
-"""Valid names under `dataloader`: the arguments of `StatefulDataLoader`, and what an update is made of."""
+_UNUSED = "snapshot_every_n_steps"
+"""A setting of `StatefulDataLoader`: the loaders of the library have the position of each batch."""
+SETTINGS = (frozenset(inspect.signature(TorchDataLoader.__init__).parameters) - {"self", "dataset"}) | OWN | {_UNUSED}
+"""Valid names under `dataloader`: the arguments of torch's `DataLoader`, and what an update is made of."""
 
 
 def build_dataloader(
@@ -50,7 +51,7 @@ def build_dataloader(
 
     Args:
         dataset: A dataset, or a loader.
-        settings: Arguments of `StatefulDataLoader`. `shuffle` and `drop_last` default to `train`, `pin_memory` to
+        settings: Arguments of `torch.utils.data.DataLoader`. `shuffle` and `drop_last` default to `train`, `pin_memory` to
             whether the device is CUDA. `batch_size` is that of one rank. `global_batch_size` makes updates of so many
             samples over all ranks, of which a rank holds `micro_batch_size` at once.
         split: Name of the split, for messages.
@@ -73,6 +74,7 @@ def build_dataloader(
         settings, split=split, train=train, world_size=world_size, accum_steps=accum_steps, canonical=canonical
     )
     options = {"pin_memory": device is not None and device.type == "cuda", **given, "keyed": keyed}
+    options.pop(_UNUSED, None)
     if division is not None and division.is_update:
         _check_divisible(dataset, options, split)
     placement: dict[str, Any] = {"split": split, "seed": seed, "rank": rank, "world_size": world_size}
@@ -181,7 +183,8 @@ def _build_iterable(dataset: Any, options: dict[str, Any], placement: Mapping[st
     options = {"drop_last": train and options.get("batch_size", 1) is not None, **options}
     place = {name: placement[name] for name in ("split", "seed", "rank")}
     if isinstance(dataset, IterDataPipe):  # torch shuffles and divides it by its type
-        return _build_stateful(dataset, {name: value for name, value in options.items() if name != "keyed"})
+        del options["keyed"]
+        return TorchDataLoader(dataset, **{**options, "worker_init_fn": WorkerInit(options.get("worker_init_fn"))})
     return StreamLoader(dataset, **options, **place)
 
 
@@ -199,15 +202,6 @@ def _check_sampled(options: Mapping[str, Any], split: str) -> None:
     if others:
         raise ValueError(f"{alone} decides {', '.join(others)}: leave {'it' if len(others) == 1 else 'them'} out.")
     check_settings(options, options.get("num_workers", 0), split)
-
-
-def _build_stateful(dataset: object, options: dict[str, Any]) -> object:
-    options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
-    with quiet_torchdata():
-        loader = StatefulDataLoader(dataset, **options)
-    if loader.num_workers:
-        end_with_process(loader)
-    return loader
 
 
 def _without_none(options: Mapping[str, object]) -> dict[str, object]:

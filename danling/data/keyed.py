@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler, Subset, TensorDataset, get_worker_info
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .collation import collate
 from .dataset_state import DatasetState, Stamped, parts_of, set_states, stateful_parts
 from .generators import Generators
 from .order import OrderedDataset
 from .randomness import derive_seed, mix_seed, seed_host_streams
-from .workers import WorkerInit, WorkersView, end_with_process, quiet_torchdata, shut_down_workers
+from .workers import WorkerInit, WorkersView, end_with_process, shut_down_workers, signals_blocked
 
 KEYED = ("batch", "sample")
 """What reading is seeded by."""
@@ -187,8 +187,8 @@ def as_is(data: object) -> Any:
     return data
 
 
-class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
-    """A `StatefulDataLoader` whose sampler yields a `BatchKey` for each batch, and that seeds before it reads; see `KeyedDataset`.
+class KeyedLoader(TorchDataLoader[Any]):
+    """A loader whose sampler yields a `BatchKey` for each batch, and that seeds before it reads; see `KeyedDataset`.
 
     Args:
         dataset: A map-style dataset.
@@ -202,8 +202,16 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         collate_fn: Makes a batch of a list of samples; `None` is `danling.data.collation.collate`.
         num_workers: Worker processes.
         worker_init_fn: Called with its id in every worker.
-        settings: Further arguments of `StatefulDataLoader`.
+        settings: Further arguments of `torch.utils.data.DataLoader`.
     """
+
+    dataset: Any
+    seed: int
+    """Base seed of order and randomness."""
+    epoch: int
+    """The pass that the position is in."""
+    consumed: int
+    """How far the pass is consumed, 0 at its beginning."""
 
     def __init__(
         self,
@@ -226,37 +234,21 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         self._collates = collate_fn is not None
         draws_nothing(dataset)  # refuses a declaration that is none
         self.dataset_state = DatasetState(dataset, split, num_workers)
-        # The position is the whole state, so nothing is to be fetched from workers for it.
-        settings.update(generator=torch.Generator().manual_seed(0), snapshot_every_n_steps=0)
-        with quiet_torchdata():
-            super().__init__(
-                dataset,
-                batch_size=1 if batched else None,
-                **{"batch_sampler" if batched else "sampler": keys},
-                collate_fn=collate if collate_fn is None and batched else collate_fn,
-                num_workers=num_workers,
-                worker_init_fn=WorkerInit(worker_init_fn),
-                **settings,
-            )
+        super().__init__(
+            dataset,  # type: ignore[arg-type]
+            batch_size=1 if batched else None,
+            sampler=None if batched else keys,
+            batch_sampler=keys if batched else None,  # type: ignore[arg-type]
+            collate_fn=collate if collate_fn is None and batched else collate_fn,
+            num_workers=num_workers,
+            worker_init_fn=WorkerInit(worker_init_fn),
+            generator=torch.Generator().manual_seed(0),
+            **settings,
+        )
         # torch forgets both when it is given a batch sampler, and refuses to have them set.
         self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
         if num_workers:
             end_with_process(self)
-
-    @property
-    def seed(self) -> int:
-        """Base seed of order and randomness."""
-        raise NotImplementedError
-
-    @property
-    def epoch(self) -> int:
-        """The pass that the position is in."""
-        raise NotImplementedError
-
-    @property
-    def consumed(self) -> int:
-        """How far the pass is consumed, 0 at its beginning."""
-        raise NotImplementedError
 
     def __iter__(self) -> Any:
         """Return an iterator over the batches from the position to the end of the pass."""
@@ -272,7 +264,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             self.dataset_state.begin(first=not self.consumed)
         if not self.num_workers and not self.pin_memory:
             return self._read_here()
-        iterator = super().__iter__()
+        iterator = self._iterator = super().__iter__()
         if self.dataset_state and self.num_workers:
             return self.dataset_state.unwrapped(iterator)
         return iterator
@@ -285,7 +277,8 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             view.__dict__["collate_fn"] = as_is
         if self.dataset_state and self.num_workers:
             view.__dict__["collate_fn"] = Stamped(view.collate_fn, self.dataset)
-        return super(KeyedLoader, view)._get_iterator()
+        with signals_blocked():
+            return super(KeyedLoader, view)._get_iterator()
 
     def _reading(self) -> KeyedDataset:
         return KeyedDataset(
@@ -299,13 +292,13 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         )
 
     def _read_here(self) -> Iterator[object]:
-        """Read in this process, without the bookkeeping that torchdata has for a position of its own."""
+        """Read in this process, without the bookkeeping that torch has for processes."""
         reading = self._reading()
         batched = self.batch_sampler is not None
         read = reading.__getitems__ if batched else reading.__getitem__
         finish = as_is if self._collates else self.collate_fn
         # Taken here and not where the first batch is asked for: moving the position must not disturb the iterator.
-        keys = iter(self.batch_sampler if batched else self.sampler)
+        keys: Iterator[Any] = iter(self.sampler if self.batch_sampler is None else self.batch_sampler)
         # Not a chain of `map`: that takes a StopIteration of the user's for its own end.
         return (finish(read(key)) for key in keys)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from .keyed import KeyedLoader
 from .order import OrderedDataset
 from .sampler import KeySampler, PositionedBatchSampler
 from .shares import Division
+from .windows import Batch
 
 
 class DataLoader(KeyedLoader):
-    """A `StatefulDataLoader` whose position is restored exactly.
+    """A loader whose position is restored exactly.
 
     Its state is (seed, epoch, consumed), which determines everything that is read: the number of workers, their
     prefetched batches and the number of ranks do not matter. Iterating begins at the position; the position moves when
@@ -33,7 +34,7 @@ class DataLoader(KeyedLoader):
         collate_fn: Makes a batch of a list of samples; `None` is torch's, with samples of some libraries put together by these.
         num_workers: Worker processes.
         worker_init_fn: Called with its id in every worker.
-        settings: Further arguments of `StatefulDataLoader`.
+        settings: Further arguments of `torch.utils.data.DataLoader`.
 
     Raises:
         ValueError: If the dataset is empty, smaller than one global batch while ragged ones are dropped, or a setting
@@ -106,9 +107,19 @@ class DataLoader(KeyedLoader):
     # Position
 
     @property
-    def seed(self) -> int:
+    def seed(self) -> int:  # type: ignore[override]
         """Base seed of order and randomness."""
         return self.positions.seed
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        """The pass that the position is in."""
+        return self.positions.epoch
+
+    @property
+    def consumed(self) -> int:  # type: ignore[override]
+        """Samples of this pass that are consumed, over all ranks."""
+        return self.positions.consumed
 
     @property
     def length(self) -> int:
@@ -120,21 +131,6 @@ class DataLoader(KeyedLoader):
         self.positions.length = _checked_length(self.dataset, self.split)
         self._check_not_empty()
         self.close()  # workers that are kept hold a copy of the dataset
-
-    @property
-    def epoch(self) -> int:
-        """The pass that the position is in."""
-        return self.positions.epoch
-
-    @property
-    def consumed(self) -> int:
-        """Samples of this pass that are consumed, over all ranks."""
-        return self.positions.consumed
-
-    @property
-    def even(self) -> bool:
-        """Whether every rank gets the same number of batches in a pass."""
-        return self.positions.even
 
     @property
     def remaining_batches(self) -> int:
@@ -161,17 +157,15 @@ class DataLoader(KeyedLoader):
         self.positions.division = self.positions.division.capped(samples)
         self.__dict__.update(batch_size=self.positions.division.micro_batch_size)
 
-    def closings(self) -> Iterator[bool | None]:
-        """Return of each batch from the position on whether it is the last one of its update; `None`: not known here."""
-        return self.positions.closings()
-
-    def places(self) -> Iterator[int]:
-        """Return the position, in the order of the pass, of the first sample of each batch of this rank from the position on."""
-        return self.positions.places()
-
-    def ordinals(self) -> Iterator[tuple[int, int] | None]:
-        """Return of each batch from the position on its number in the update, and how many there are; see `gradient_sum`."""
-        return self.positions.ordinals()
+    def micro_batches(self, data: Iterable[Any]) -> Iterator[Batch]:
+        """Yield data of the batches from the position on with what is known of each. Padding has 0 samples."""
+        plan = self.positions
+        for each, (samples, total), closes, place, ordinal in zip(
+            data, plan.counts(), plan.closings(), plan.places(), plan.ordinals()
+        ):
+            if self.batch_size is None:  # only the dataset knows how many samples an item holds
+                samples, total = None if samples else 0, None
+            yield Batch(each, samples, total, closes, (place,), ordinal)
 
     def advance(self, batches: int) -> None:
         """Move the position: an update consumed `batches` batches of each rank."""
@@ -182,16 +176,6 @@ class DataLoader(KeyedLoader):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
         self.positions.epoch, self.positions.consumed = epoch, 0
-
-    def counts(self) -> Iterator[tuple[int | None, int | None]]:
-        """Return (samples on this rank, over all ranks) of each batch from the position on.
-
-        Padding has 0 samples. Without a batch size only the dataset knows how many samples an item holds: then `None`.
-        """
-        counts = self.positions.counts()
-        if self.batch_size is None:
-            return ((None if samples else 0, None) for samples, _ in counts)
-        return counts
 
     # State
 

@@ -13,8 +13,8 @@ from .build import build_dataloader, order_setting
 from .datamodule import LoaderSettings
 from .keyed import KeyedLoader
 from .loader import DataLoader
-from .source import BatchSource
-from .splits import DividedSettings, Splits, UpdatePlan, open_source
+from .source import BatchSource, open_source
+from .splits import DividedSettings, Splits, UpdatePlan
 from .stream_loader import StreamLoader
 from .windows import ReaderPlace, WindowLoader
 
@@ -152,7 +152,8 @@ class RunData:
         return open_source(
             loader,
             split=split,
-            share=self.place(split),
+            rank=self.place(split)[0],
+            world_size=self.place(split)[1],
             seed=run.seed,
             reads=placement.reads_data,
             place=self._reader_place(split, loader) if isinstance(loader, WindowLoader) else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -21,8 +22,6 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data._utils.collate import default_collate, default_convert
-from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import BatchSampler as StatefulBatchSampler
 
 from .dataset_state import from_plain, is_stateful, to_plain
 from .generators import Generators
@@ -32,7 +31,17 @@ from .sampler import KeySampler
 
 _OWN_ORDER = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 """Samplers that draw an order for one rank, never one of which each rank takes a part."""
-_BATCH_SAMPLERS = (BatchSampler, StatefulBatchSampler)
+
+
+def _of_torchdata(name: str, module: str = "torchdata.stateful_dataloader") -> tuple[Any, ...]:
+    """Return a class of torchdata, where a program has loaded that."""
+    loaded = sys.modules.get(module)
+    return (getattr(loaded, name),) if loaded is not None else ()
+
+
+def is_of_torchdata(loader: object) -> bool:
+    """Return whether a loader is a `StatefulDataLoader`, or of a subclass."""
+    return isinstance(loader, _of_torchdata("StatefulDataLoader"))
 
 
 class SampledBatches(Sampler[BatchKey]):
@@ -201,14 +210,15 @@ class SampledBatches(Sampler[BatchKey]):
     @property
     def order_seed(self) -> int:
         """Seed of the order of this pass."""
-        inner = self.sampler.sampler if type(self.sampler) in _BATCH_SAMPLERS else self.sampler
+        batches = (BatchSampler, *_of_torchdata("BatchSampler", "torchdata.stateful_dataloader.sampler"))
+        inner = self.sampler.sampler if type(self.sampler) in batches else self.sampler
         apart = (self.rank,) if type(inner) in _OWN_ORDER else ()
         return derive_seed(self.seed, "order", self.split, self.epoch, *apart)
 
 
 def yields_batches(sampler: Any) -> bool:
     """Return whether a sampler yields lists of indices, the batches, and not single ones. A class of the user's own is asked for one."""
-    if isinstance(sampler, _BATCH_SAMPLERS):
+    if isinstance(sampler, BatchSampler):
         return True
     if hasattr(sampler, "__next__"):
         return False
@@ -312,17 +322,17 @@ class SampledLoader(KeyedLoader):
         )
 
     @property
-    def seed(self) -> int:
+    def seed(self) -> int:  # type: ignore[override]
         """Base seed of order and randomness."""
         return self.order.seed
 
     @property
-    def epoch(self) -> int:
+    def epoch(self) -> int:  # type: ignore[override]
         """The pass that the position is in."""
         return self.order.epoch
 
     @property
-    def consumed(self) -> int:
+    def consumed(self) -> int:  # type: ignore[override]
         """Batches of the pass that are consumed on this rank."""
         return self.order.batches
 
@@ -348,16 +358,15 @@ class SampledLoader(KeyedLoader):
         self.load_held_state(state_dict)
 
 
-TAKEN = (
-    frozenset(inspect.signature(TorchDataLoader.__init__).parameters)
-    & frozenset(inspect.signature(StatefulDataLoader.__init__).parameters)
-) - {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
+TAKEN = frozenset(inspect.signature(TorchDataLoader.__init__).parameters) - {
+    *("self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
+}
 """Settings that a loader of the library takes over from one of the user's."""
 
 
 def is_plain_loader(loader: Any) -> bool:
     """Return whether a loader is one of torch or torchdata, no subclass, that gives its batches in order."""
-    if type(loader) not in (TorchDataLoader, StatefulDataLoader):
+    if type(loader) not in (TorchDataLoader, *_of_torchdata("StatefulDataLoader")):
         return False
     return bool(getattr(loader, "in_order", True)) or not loader.num_workers
 

@@ -14,8 +14,6 @@ from .batching import AUTO, divide_updates, merge_settings
 from .datamodule import LoaderSettings
 from .loader import DataLoader
 from .shares import Division
-from .source import BatchSource, ProxySource
-from .windows import ReaderPlace
 
 DividedSettings = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
 """Returns the settings of a split to train on that take the place of given ones; it is told whether the data divides itself."""
@@ -338,48 +336,6 @@ def check_named_once(splits: Sequence[str], where: str) -> None:
             f"Expected every split of {where} once. Received: {where}={list(splits)!r}, with {', '.join(map(repr, twice))} more than once. "
             "Name each one once."
         )
-
-
-def check_share(loader: object, split: str, share: tuple[int, int]) -> None:
-    """Refuse a sampler that divides a user's loader over other ranks than those that read different data."""
-    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    for sampler in samplers:
-        number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
-        if isinstance(number, int) and isinstance(rank, int) and number > 1 and (rank, number) != share:
-            raise ValueError(
-                f"Expected the sampler of split {split!r} to take share {share[0]} of {share[1]}, as this rank reads data. Received: "
-                f"{type(sampler).__name__} with rank={rank}, num_replicas={number}. Pass rank=self.data_domain.rank and "
-                "num_replicas=self.data_domain.size, or let the library build the loader from a dataset."
-            )
-
-
-def open_source(
-    loader: object,
-    *,
-    split: str,
-    share: tuple[int, int],
-    seed: int,
-    reads: bool = True,
-    place: ReaderPlace | None = None,
-) -> BatchSource:
-    """Return the batches of a loader and the position in them.
-
-    Args:
-        loader: An iterable of batches.
-        split: Its split.
-        share: Which share of the split this rank reads, and how many there are.
-        seed: Base seed of the run.
-        reads: Whether this rank reads batches; else it counts those that others read.
-        place: What a `WindowLoader` is told.
-
-    Raises:
-        ValueError: If the loader cannot be iterated, or its sampler takes another share.
-    """
-    rank, world_size = share
-    if not reads:
-        return ProxySource(loader, split=split, rank=rank, world_size=world_size, seed=seed, place=place)
-    check_share(loader, split, share)
-    return BatchSource(loader, split=split, rank=rank, world_size=world_size, seed=seed, place=place)
 
 
 def _shortest(lengths: Sequence[int | None]) -> int | None:

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data._utils.collate import default_collate, default_convert
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .collation import collate
 from .dataset_state import check_savable, from_plain, is_stateful, to_plain
 from .generators import Generators
-from .keyed import draws_nothing
+from .keyed import as_is, draws_nothing
 from .randomness import derive_seed, mix_seed, seed_host_streams
 from .sampled import is_plain_loader, taken_settings
-from .workers import WorkerInit, WorkersView, end_with_process, quiet_torchdata
+from .workers import WorkerInit, WorkersView, end_with_process, shut_down_workers, signals_blocked
 
 logger = logging.getLogger("danling")
 
 
 class KeyedStream(WorkersView, IterableDataset[Any]):
-    """An iterable dataset before each of whose batches all randomness is seeded.
+    """Batches of an iterable dataset, before each of which all randomness is seeded. A worker hands over its place with each of them.
 
     torch's CPU generator, NumPy, `random`, and the generators that the dataset or `collate_fn` holds are seeded with (seed, split, epoch,
     rank * workers + worker, number of the batch). What the method `__iter__` itself draws, unless it is a generator function, is
     seeded like the order of a sampler: alike on all ranks.
+
+    Args:
+        dataset: The dataset.
+        seed: Base seed.
+        split: Name of the split.
+        epoch: The pass.
+        every: After how many items the randomness is seeded.
+        rank: Coordinate of this process in the data domain.
+        collate_fn: The user's, which may hold generators.
+        make: Makes a batch of a list of items.
+        size: Items of a batch.
+        drop_last: Leave out a batch that is not full.
+        states: Places to go on from, by worker.
+        first: The worker whose turn it is.
     """
 
     def __init__(
@@ -40,14 +55,34 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
         every: int,
         rank: int = 0,
         collate_fn: object = None,
+        make: Callable[[list[Any]], Any] = collate,
+        size: int = 1,
+        drop_last: bool = False,
+        states: Mapping[int, Mapping[str, Any]] | None = None,
+        first: int = 0,
     ) -> None:
         self.dataset = dataset
         self.seed, self.split, self.epoch, self.rank = seed, split, epoch, rank
         self.every = every
         self.collate_fn = collate_fn
+        self.make, self.size, self.drop_last = make, size, drop_last
+        self.states, self.first = dict(states or {}), first
+        self.reader: StreamIterator | None = None
+        """Reads in this process, if there are no workers."""
 
-    def __iter__(self) -> StreamIterator:
-        return StreamIterator(self)
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | None, tuple[Any] | None]]:
+        """Yield worker, its place (`None` in this process) and the batch; without a batch where it only takes its turn, or ends."""
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        reader = self.reader = StreamIterator(self)
+        if worker in self.states:
+            reader.load_state_dict(self.states[worker])
+        if worker < self.first:
+            yield worker, None, None
+        while len(items := list(islice(reader, self.size))) == self.size or (items and not self.drop_last):
+            yield worker, None if info is None else reader.state_dict(), (self.make(items),)
+        if info is not None:
+            yield worker, reader.state_dict(), None
 
 
 class StreamIterator:
@@ -115,7 +150,7 @@ class StreamIterator:
         if dataset is not None:
             self._dataset.load_state_dict(from_plain(dataset))
         if state["over"] or state["epoch"] != self.stream.epoch:
-            # A dataset may be at its beginning again by then, and torchdata's workers ask once more.
+            # A dataset may be at its beginning again by then.
             self._over = bool(state["over"] or state["items"])
         elif dataset is None and iterator is None:
             self._read_again(
@@ -172,23 +207,23 @@ def _why_again(dataset: object) -> str | None:
     return None
 
 
-class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
-    """A `StatefulDataLoader` over an iterable dataset, with its randomness keyed; see `KeyedStream`.
+class StreamLoader(DataLoader[Any]):
+    """A loader over an iterable dataset, with its randomness keyed; see `KeyedStream`. Its state is the place of each worker.
 
     Workers are made anew for each pass, so that what a pass is does not depend on what they read before.
     """
 
-    next_iter_state: dict[str, Any] | None
-    """The loaded state, until an iterator is made from it."""
-
     def __init__(
         self,
-        dataset: object,
+        dataset: Any,
         *,
         seed: int = 0,
         rank: int = 0,
         split: str = "train",
         keyed: str = "batch",
+        batch_size: int | None = 1,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         **settings: Any,
     ) -> None:
         self.split, self.seed, self.rank, self.keyed = split, seed, rank, keyed
@@ -199,13 +234,17 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             logger.info(
                 "Split %r is an IterableDataset: its workers are made anew for each pass, to read alike.", split
             )
-        collate_fn = settings.get("collate_fn")
-        self._collate = None if collate_fn in (default_collate, default_convert) else collate_fn
-        if collate_fn in (None, default_collate) and settings.get("batch_size", 1) is not None:
-            settings["collate_fn"] = collate
-        settings["worker_init_fn"] = WorkerInit(settings.get("worker_init_fn"))
-        with quiet_torchdata():
-            super().__init__(dataset, **settings)
+        self._own_collate = None if collate_fn in (default_collate, default_convert) else collate_fn
+        if collate_fn in (None, default_collate):
+            collate_fn = default_convert if batch_size is None else collate
+        self._collate: Callable[[list[Any]], Any] = collate_fn
+        settings.update(worker_init_fn=WorkerInit(settings.get("worker_init_fn")), collate_fn=as_is)
+        super().__init__(dataset, batch_size=None, generator=torch.Generator().manual_seed(0), **settings)
+        self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
+        self._stream: KeyedStream | None = None
+        self._states: dict[int, dict[str, Any]] = {}
+        self._first = 0
+        self._is_loaded = False
         if self.num_workers:
             end_with_process(self)
 
@@ -218,21 +257,66 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         """Prepare a pass."""
         self.epoch = epoch
 
-    def _get_iterator(self) -> object:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Return the batches of a pass, from the place on that was loaded."""
+        if not self._is_loaded:
+            self._states, self._first = {}, 0
+        self._is_loaded = False
+        shut_down_workers(self)
+        self._iterator = super().__iter__()
+        return self._taken(self._iterator)
+
+    def _taken(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for worker, state, batch in iterator:
+            if state is not None:
+                self._states[worker] = state
+            if batch is not None:
+                self._first = (worker + 1) % (self.num_workers or 1)
+                yield batch[0]
+
+    def _get_iterator(self) -> Any:
         # The iterator sees the keyed view; `loader.dataset` is the user's own dataset.
         view = copy.copy(self)
-        view.__dict__["dataset"] = KeyedStream(
+        size = self.batch_size
+        self._stream = view.__dict__["dataset"] = KeyedStream(
             self.dataset,
             self.seed,
             split=self.split,
             epoch=self.epoch,
-            every=1 if self.keyed == "sample" else self.batch_size or 1,
+            every=1 if self.keyed == "sample" else size or 1,
             rank=self.rank,
-            collate_fn=self._collate,
+            collate_fn=self._own_collate,
+            make=self._collate if size is not None else _Single(self._collate),
+            size=size or 1,
+            drop_last=self.drop_last,
+            states=self._states,
+            first=self._first,
         )
-        iterator = super(StreamLoader, view)._get_iterator()
-        self.next_iter_state = None
-        return iterator
+        view.__dict__["batch_size"] = None
+        with signals_blocked():
+            return super(StreamLoader, view)._get_iterator()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of each worker that has given a batch, and whose turn it is."""
+        reader = None if self._stream is None else self._stream.reader
+        states = {0: reader.state_dict()} if reader is not None and not self.num_workers else self._states
+        return {"workers": {str(worker): state for worker, state in states.items()}, "first": self._first}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place, from which the next iterator begins."""
+        self._states = {int(worker): place for worker, place in state["workers"].items()}
+        self._first = state["first"]
+        self._is_loaded = True
+
+
+class _Single:
+    """Makes what is delivered of a single item."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, items: list[Any]) -> Any:
+        return self.collate_fn(items[0])
 
 
 def stream_twin(loader: Any, *, split: str, seed: int, rank: int = 0) -> StreamLoader | None:
@@ -240,5 +324,5 @@ def stream_twin(loader: Any, *, split: str, seed: int, rank: int = 0) -> StreamL
     dataset = getattr(loader, "dataset", None)
     if not is_plain_loader(loader) or not isinstance(dataset, IterableDataset) or isinstance(dataset, IterDataPipe):
         return None
-    settings = taken_settings(loader, "batch_size", "drop_last", "collate_fn", "snapshot_every_n_steps")
+    settings = taken_settings(loader, "batch_size", "drop_last", "collate_fn")
     return StreamLoader(dataset, split=split, seed=seed, rank=rank, **settings)

@@ -1,28 +1,38 @@
-"""Loaders of one order of samples that all ranks share and that grows while it is read: what they are told of a run, and asked by it."""
+"""What a batch is, and loaders of one order of samples that grows while it is read: what they are told of a run, and asked by it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
-
-from .cursors import Batch, KeepingLoader, KeptCursor
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
-def _nothing() -> None:
-    """Nobody needs to know."""
+class Batch(NamedTuple):
+    """One batch as a loader delivered it.
+
+    Attributes:
+        data: What the loader delivered.
+        samples: Real samples on this rank, 0 for padding, `None` where only the data could tell.
+        total: Real samples over all ranks, `None` where it is not known.
+        closes: Whether it is the last one of its update, `None` where `accum_steps` says so.
+        place: Where it is in the pass, which random numbers are keyed by: the position of its first sample in an order that all ranks
+            share, else the rank and the number of the batch. Equal on ranks of one data coordinate, and after a resume.
+        ordinal: With `gradient_sum: canonical`, its number in the update, over all ranks, and how many micro-batches the update has.
+    """
+
+    data: Any
+    samples: int | None
+    total: int | None
+    closes: bool | None = None
+    place: tuple[int, ...] = ()
+    ordinal: tuple[int, int] | None = None
 
 
-def _wait(place: int) -> None:
-    """Nobody asks for an end of the wait."""
-
-
-def _unknown() -> None:
-    """Nobody knows."""
+def _ignore(*_: object) -> None:
+    """Neither answer nor end a wait."""
 
 
 def _unnamed() -> str:
-    """No identity."""
     return ""
 
 
@@ -54,18 +64,23 @@ class ReaderPlace:
     is_main: bool = True
     trained: bool = True
     run: Callable[[], str] = _unnamed
-    unsaved_updates: Callable[[], int | None] = _unknown
-    waiting: Callable[[int], None] = _wait
-    waited: Callable[[], None] = _nothing
-    over: Callable[[], None] = _nothing
+    unsaved_updates: Callable[[], int | None] = _ignore
+    waiting: Callable[[int], None] = _ignore
+    waited: Callable[[], None] = _ignore
+    over: Callable[[], None] = _ignore
 
 
 @runtime_checkable
-class WindowLoader(KeepingLoader, Protocol):
+class WindowLoader(Protocol):
     """A loader that divides whole updates over the ranks itself, so that all of them end a pass at the same one without a word.
 
     Its position counts samples over all ranks, and means the same on any number of them.
     """
+
+    epoch: int
+    """Pass of the position, from 0."""
+    consumed: int
+    """Samples of the pass that are consumed."""
 
     def take_place(self, place: ReaderPlace) -> None:
         """Hear where it is read; called before anything else."""
@@ -76,6 +91,18 @@ class WindowLoader(KeepingLoader, Protocol):
         Args:
             read: Whether their data is needed; else it is `None`.
         """
+
+    def advance(self, batches: int) -> None:
+        """Move the position by so many batches of each rank."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go to a saved position."""
 
     def commit_state(self, state: Mapping[str, Any]) -> None:
         """Free what lies before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
@@ -92,53 +119,3 @@ class WindowLoader(KeepingLoader, Protocol):
 
     def close(self) -> None:
         """Let go of what the loader has opened."""
-
-
-class WindowCursor(KeptCursor):
-    """Position in a `WindowLoader`: `consumed` counts samples over all ranks, so that a position fits any world size."""
-
-    kind = "window"
-    is_rank_local = False
-    foreseen = True
-    loader: WindowLoader
-
-    @property
-    def even(self) -> bool:
-        """Every rank gets the same number of batches."""
-        return True
-
-    def num_batches(self) -> int | None:
-        """Return `None`: the order may grow."""
-        return None
-
-    def remaining_batches(self) -> int | None:
-        """Return `None`: the order may grow."""
-        return None
-
-    def batches(self) -> Iterator[Batch]:
-        """Return the batches from the position on."""
-        return self.loader.micro_batches(read=True)
-
-    def unread(self, data: object) -> Iterator[Batch]:
-        """Return what the batches are, with `data` in the place of theirs."""
-        return (batch._replace(data=data) for batch in self.loader.micro_batches(read=False))
-
-    def commit_state(self, state: Mapping[str, object]) -> None:
-        """Free what lies before a position that is in a checkpoint on the disk."""
-        self.loader.commit_state(state)
-
-    def free(self) -> None:
-        """Let the loader free what is due."""
-        self.loader.free()
-
-    def metrics(self) -> dict[str, float]:
-        """Return what is shown of the loader."""
-        return self.loader.metrics()
-
-    def standing(self) -> Mapping[str, object]:
-        """Return how far the loader and those who fill it are."""
-        return self.loader.standing()
-
-    def close(self) -> None:
-        """Close the loader."""
-        self.loader.close()

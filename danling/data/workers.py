@@ -6,7 +6,6 @@ import atexit
 import os
 import signal
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
-_IGNORED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+_IGNORED = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)}
 
 
 class WorkersView:
@@ -40,12 +39,26 @@ class WorkerInit:
     def __call__(self, worker_id: int) -> None:
         """Prepare the worker process `worker_id`."""
         if threading.current_thread() is threading.main_thread():
-            for name in _IGNORED:
-                if hasattr(signal, name):
-                    signal.signal(getattr(signal, name), signal.SIG_IGN)
+            for number in _IGNORED:
+                signal.signal(number, signal.SIG_IGN)
+            if hasattr(signal, "pthread_sigmask"):
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
         _show_users_dataset()
         if self.user is not None:
             self.user(worker_id)
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Keep what a `WorkerInit` makes workers ignore from those that start inside, until they come to it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _show_users_dataset() -> None:
@@ -68,7 +81,8 @@ def kept_from_group_signals(loader: object) -> Iterator[None]:
     users = loader.worker_init_fn
     loader.worker_init_fn = WorkerInit(users)
     try:
-        yield
+        with signals_blocked():
+            yield
     finally:
         loader.worker_init_fn = users
 
@@ -113,11 +127,3 @@ def _shut_down_all() -> None:
                 _end_workers(loader)
             else:
                 shut_down_workers(loader)
-
-
-@contextmanager
-def quiet_torchdata() -> Iterator[None]:
-    """Leave out a warning about a call inside torchdata that a user can do nothing about."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        yield

@@ -11,7 +11,7 @@ from support.streams import publish
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 
-from danling.data import BatchSource, DataLoader, Division, ProxySource, ReaderPlace
+from danling.data import BatchSource, DataLoader, Division, ReaderPlace, open_source
 from danling.stream import MemoryChannel, MemoryStore, StreamLoader
 
 LENGTH = 22
@@ -46,8 +46,8 @@ def test_places_are_positions_in_the_order_of_the_pass(
 ) -> None:
     for rank, starts in enumerate(expected):
         loader = DataLoader(DATA, shuffle=True, seed=1, rank=rank, world_size=world_size, **settings)
-        assert places(BatchSource(loader, split="train")) == [(start,) for start in starts]
-        assert places(ProxySource(loader, split="train"))[: len(starts)] == [(start,) for start in starts]
+        assert places(open_source(loader, split="train")) == [(start,) for start in starts]
+        assert places(open_source(loader, split="train", reads=False))[: len(starts)] == [(start,) for start in starts]
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
@@ -61,8 +61,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_places_are_the_same_after_a_resume_and_on_ranks_that_read_nothing(name: str) -> None:
-    def opened(kind: type[BatchSource] = BatchSource) -> BatchSource:
-        return kind(LOADERS[name](), split="train", rank=0, world_size=1, seed=3)
+    def opened(*, reads: bool = True) -> BatchSource:
+        return open_source(LOADERS[name](), split="train", seed=3, reads=reads)
 
     source = opened()
     taken = [batch.place for batch, _ in zip(source.batches(), range(5))]
@@ -70,7 +70,7 @@ def test_places_are_the_same_after_a_resume_and_on_ranks_that_read_nothing(name:
     assert taken == [(2 * n,) if name in ("the library's", "windows") else (0, n) for n in range(5)]
     source = opened()
     source.commit([batch for _, batch in zip(range(2), source.batches())])
-    resumed, proxy = opened(), opened(ProxySource)
+    resumed, proxy = opened(), opened(reads=False)
     resumed.load_state_dict(source.state_dict())
     proxy.load_state_dict(source.state_dict())
     for other in (resumed, proxy):

@@ -9,7 +9,7 @@ from support.datasets import Augmented, Stream, drain, stateful_loader
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from danling.data import BatchSource, DataLoader, build_dataloader, order_setting
+from danling.data import DataLoader, build_dataloader, open_source, order_setting
 from danling.data.batching import merge_settings
 from danling.data.sampled import SampledLoader
 from danling.data.stream_loader import StreamLoader
@@ -57,7 +57,7 @@ def test_sequences_are_datasets() -> None:
 def test_iterable_dataset_keeps_its_own_state() -> None:
     loader = build(Stream(10), {"batch_size": 4})
     assert type(loader) is StreamLoader
-    source = BatchSource(loader, split="train", rank=0, world_size=1)
+    source = open_source(loader, split="train", rank=0, world_size=1)
     assert source.kind == "stateful"
     assert [batch.tolist() for batch in drain(source)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     test = build(Stream(10), {"batch_size": 4, "num_workers": 1}, train=False)
@@ -71,7 +71,7 @@ def test_samplers_of_the_user_are_used() -> None:
     batched = build(data, {"batch_sampler": BatchSampler(SequentialSampler(data), 3, False)})
     for loader, count in ((sampled, 2), (batched, 4)):
         assert type(loader) is SampledLoader
-        assert BatchSource(loader, split="train", rank=0, world_size=1).kind == "sampled"
+        assert open_source(loader, split="train", rank=0, world_size=1).kind == "sampled"
         assert len(list(loader)) == count
 
 

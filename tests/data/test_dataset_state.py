@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from danling.data import BatchSource, build_dataloader
+from danling.data import BatchSource, build_dataloader, open_source
 from danling.data.dataset_state import DatasetState, from_plain, to_plain
 
 
@@ -43,9 +43,9 @@ def source_of(kind: str, **settings: Any) -> BatchSource:
         kind, lambda: ConcatDataset([Counting(), Counting()])
     )()
     if kind == "of a loader":
-        return BatchSource(TorchDataLoader(data, batch_size=2, shuffle=True, **settings), split="train", seed=3)
+        return open_source(TorchDataLoader(data, batch_size=2, shuffle=True, **settings), split="train", seed=3)
     loader = build_dataloader(data, {"batch_size": 2, **settings}, split="train", train=True, seed=3)
-    return BatchSource(loader, split="train", seed=3)
+    return open_source(loader, split="train", seed=3)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_another_number_of_workers_within_an_epoch_is_refused() -> None:
 
 def test_each_rank_has_its_own() -> None:
     assert source_of("itself").is_rank_local
-    assert not BatchSource(build_dataloader([1], {}, split="a", train=False, seed=1), split="a").is_rank_local
+    assert not open_source(build_dataloader([1], {}, split="a", train=False, seed=1), split="a").is_rank_local
 
 
 def test_a_state_that_cannot_be_saved_is_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from support.datasets import stateful_loader
 from torch.utils.data import IterableDataset
 
-from danling.data.source import BatchSource
+from danling.data import BatchSource, open_source
 
 LENGTH = 6
 
@@ -47,7 +47,7 @@ class OwnLoader(Place):
 def source(way: str, **options: Any) -> BatchSource:
     workers = 1 if way == "worker" else 0
     loader = OwnLoader(**options) if way == "own" else stateful_loader(Place(**options), 1, num_workers=workers)
-    return BatchSource(loader, split="train", seed=3)
+    return open_source(loader, split="train", seed=3)
 
 
 def read(source: BatchSource, batches: int = 100, *, saves: bool = False) -> list[int]:

@@ -15,7 +15,7 @@ from support.datasets import drain
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from danling.data import BatchSource, build_dataloader
+from danling.data import BatchSource, build_dataloader, open_source
 from danling.data.generators import Generators, generator_state, set_generator_state
 
 LENGTH = 12
@@ -199,7 +199,7 @@ MAKE: dict[str, Callable[[], Dataset[Tensor]]] = {
 
 def source_of(name: str, **settings: Any) -> BatchSource:
     options = {"batch_size": 3, "keyed": "sample", **settings}
-    return BatchSource(
+    return open_source(
         build_dataloader(MAKE[name](), options, split="train", train=True, seed=5), split="train", seed=5
     )
 
@@ -227,7 +227,7 @@ def test_generators_are_keyed_in_workers(name: str) -> None:
 
 def test_samples_and_epochs_and_generators_draw_differently() -> None:
     first = random.Random(1)
-    source = BatchSource(
+    source = open_source(
         build_dataloader(Drawing(Jitter(first), Jitter(random.Random(1))), {}, split="a", train=False, seed=5),
         split="a",
     )
@@ -242,7 +242,7 @@ def test_samples_and_epochs_and_generators_draw_differently() -> None:
 def test_a_collate_function_with_a_generator_is_keyed_by_batch() -> None:
     def make() -> BatchSource:
         settings = {"batch_size": 3, "collate_fn": functools.partial(jittered_sum, Jitter(random.Random(1)))}
-        return BatchSource(build_dataloader(range(LENGTH), settings, split="train", train=True, seed=5), split="train")
+        return open_source(build_dataloader(range(LENGTH), settings, split="train", train=True, seed=5), split="train")
 
     whole, first, second = drain(make()), make(), make()
     taken = drain(first, 2)
@@ -261,7 +261,7 @@ def test_what_seeds_itself_is_keyed_by_batch_in_a_loader_of_the_users(loader: An
 
     def make() -> BatchSource:
         made = Loader() if loader is list else DataLoader(Drawing(SeedsItself()), batch_size=3)
-        return BatchSource(made, split="train", seed=5)
+        return open_source(made, split="train", seed=5)
 
     whole, first, second = drain(make()), make(), make()
     taken = drain(first, 2)

@@ -12,7 +12,7 @@ from support.datasets import Augmented, BatchAugmented, drain
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from danling.data import BatchSource, KeyedDataset, build_dataloader
+from danling.data import BatchSource, KeyedDataset, build_dataloader, open_source
 from danling.data.keyed import BatchKey, draws_nothing
 
 LENGTH = 12
@@ -123,7 +123,7 @@ def mixed(samples: list[Any]) -> Tensor:
 def test_a_collate_function_that_draws_is_resumed(data: Dataset[Any], keyed: str, workers: int) -> None:
     def make() -> BatchSource:
         settings = {"batch_size": 3, "collate_fn": mixed, "keyed": keyed, "num_workers": workers}
-        return BatchSource(build_dataloader(data, settings, split="train", train=True, seed=3), split="train", seed=3)
+        return open_source(build_dataloader(data, settings, split="train", train=True, seed=3), split="train", seed=3)
 
     whole, first, second = drain(make()), make(), make()
     assert len({float(batch.flatten()[0] % 1) for batch in whole}) == len(whole)
@@ -154,7 +154,7 @@ class Lazy(Dataset[Tensor]):
 def test_a_generator_made_lazily_in_a_worker_is_keyed(workers: int, persistent: bool) -> None:
     def make() -> BatchSource:
         settings = {"batch_size": 3, "num_workers": workers, "persistent_workers": persistent and workers > 0}
-        return BatchSource(build_dataloader(Lazy(), settings, split="train", train=True, seed=3), split="train", seed=3)
+        return open_source(build_dataloader(Lazy(), settings, split="train", train=True, seed=3), split="train", seed=3)
 
     whole = make()
     batches = drain(whole)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
-from danling.data import BatchSource, build_dataloader
+from danling.data import BatchSource, build_dataloader, open_source
 
 LENGTH = 22
 
@@ -143,9 +143,9 @@ STREAMS: dict[str, Callable[[], IterableDataset[Tensor]]] = {
 def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
     data, options = STREAMS[name](), {"batch_size": 4, **settings}
     if kind == "built":
-        return BatchSource(build_dataloader(data, options, split="train", train=True, seed=3), split="train", seed=3)
+        return open_source(build_dataloader(data, options, split="train", train=True, seed=3), split="train", seed=3)
     loader = {"torch": TorchDataLoader, "stateful": stateful_loader}[kind](data, **options)
-    return BatchSource(loader, split="train", seed=3)
+    return open_source(loader, split="train", seed=3)
 
 
 def check(name: str, kind: str, stops: range, **settings: Any) -> None:
@@ -222,7 +222,7 @@ def test_a_generator_that_was_seeded_by_chance_comes_back() -> None:
             return order
 
     def make() -> BatchSource:
-        return BatchSource(TorchDataLoader(Chance(), batch_size=4), split="train", seed=3)
+        return open_source(TorchDataLoader(Chance(), batch_size=4), split="train", seed=3)
 
     for stop in (3, 6, 8):
         source = make()
@@ -247,7 +247,7 @@ def test_workers_see_the_users_dataset() -> None:
             return iter(self.files)
 
     loader = TorchDataLoader(Files(), batch_size=None, num_workers=2, worker_init_fn=divide)
-    source = BatchSource(loader, split="train", seed=3)
+    source = open_source(loader, split="train", seed=3)
     assert sorted(drain(source)) == list(range(10))
     source.close()
 
@@ -286,7 +286,7 @@ def test_an_iterable_that_nobody_divides_draws_other_noise_on_each_rank_and_work
     def read_by(rank: int) -> Tensor:
         settings = {"batch_size": 2, "num_workers": workers}
         loader = build_dataloader(Undivided(), settings, split="train", train=True, seed=3, rank=rank, world_size=2)
-        source = BatchSource(loader, split="train", seed=3, rank=rank, world_size=2)
+        source = open_source(loader, split="train", seed=3, rank=rank, world_size=2)
         rows = torch.cat(drain(source))
         source.close()
         return rows

@@ -17,7 +17,7 @@ from support.warm import interpreter
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from danling.data import BatchSource, DataLoader, derive_seed, seed_streams
+from danling.data import BatchSource, DataLoader, derive_seed, open_source, seed_streams
 from danling.data.order import KeyedPermutation
 
 LENGTH = 23
@@ -29,7 +29,7 @@ def make(workers: int = 0, **settings: Any) -> DataLoader:
 
 
 def source_of(loader: Any, rank: int = 0, world_size: int = 1) -> BatchSource:
-    return BatchSource(loader, split="train", rank=rank, world_size=world_size, seed=7)
+    return open_source(loader, split="train", rank=rank, world_size=world_size, seed=7)
 
 
 def passes(source: BatchSource, count: int) -> list[Tensor]:
@@ -185,7 +185,7 @@ def test_evaluation_gives_each_sample_once_and_nothing_to_idle_ranks() -> None:
     assert counts == [[(2, 5)], [(1, 5)], [(1, 5)], [(1, 5)]]
     loaders = [make(dataset=Augmented(2), shuffle=False, pad=False, rank=rank, world_size=4) for rank in range(4)]
     assert [len(list(loader)) for loader in loaders] == [1, 1, 0, 0]
-    assert not loaders[0].even
+    assert not loaders[0].positions.even
 
 
 def test_it_looks_like_a_loader_of_torch() -> None:

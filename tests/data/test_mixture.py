@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import danling as dl
-from danling.data import BatchSource, Mixture, build_dataloader
+from danling.data import BatchSource, Mixture, build_dataloader, open_source
 from danling.data.mixture import LARGEST_PERIOD, Turns, proportions_of
 
 WEIGHTS = {"web": 0.7, "code": 0.2, "maths": 0.1}
@@ -53,7 +53,7 @@ def source_of(mixture: Mixture, rank: int = 0, world_size: int = 1, **settings: 
     options = {"batch_size": 4, "drop_last": False, **settings}
     placement = {"split": "train", "rank": rank, "world_size": world_size}
     loader = build_dataloader(mixture, options, train=True, seed=3, **placement)  # type: ignore[arg-type]
-    return BatchSource(loader, seed=3, **placement)  # type: ignore[arg-type]
+    return open_source(loader, seed=3, **placement)  # type: ignore[arg-type]
 
 
 def rows(batches: list[Tensor]) -> Tensor:

@@ -146,7 +146,7 @@ def test_batches_of_a_number_of_tokens() -> None:
 def source_of(data: Any, rank: int = 0, world_size: int = 1, **settings: Any) -> Any:
     place = {"split": "train", "seed": 3}
     loader = build_dataloader(data, settings, train=True, rank=rank, world_size=world_size, **place)  # type: ignore[arg-type]
-    return open_source(loader, share=(rank, world_size), **place)  # type: ignore[arg-type]
+    return open_source(loader, rank=rank, world_size=world_size, **place)  # type: ignore[arg-type]
 
 
 def ids(batches: list[dict[str, Tensor]]) -> list[list[int]]:

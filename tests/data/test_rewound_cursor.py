@@ -9,16 +9,17 @@ import torch
 from support.datasets import stateful_loader
 from torch.utils.data import RandomSampler
 
-from danling.data.cursors import StatefulCursor
+from danling.data import Batch
+from danling.data.source import StatefulSource
 
 
-def cursor() -> StatefulCursor:
+def cursor() -> StatefulSource:
     numbers = list(range(12))
     sampler = RandomSampler(numbers, generator=torch.Generator().manual_seed(3))
-    return StatefulCursor(stateful_loader(numbers, 2, sampler=sampler), split="train", rank=0, world_size=1, seed=5)
+    return StatefulSource(stateful_loader(numbers, 2, sampler=sampler), split="train", rank=0, world_size=1, seed=5)
 
 
-def rest(of: StatefulCursor) -> list[list[int]]:
+def rest(of: StatefulSource) -> list[list[int]]:
     return [batch.data.tolist() for batch in of.batches()]
 
 
@@ -26,7 +27,7 @@ def rest(of: StatefulCursor) -> list[list[int]]:
 def test_a_loaded_position_is_given_up_by_a_rewind(read: int) -> None:
     saved = cursor()
     begun = [batch.data.tolist() for batch in islice(saved.batches(), read)]
-    saved.commit(read)
+    saved.commit([Batch(None, None, None)] * read)
     state = saved.state_dict()
     whole = begun + rest(saved)
     loaded = cursor()

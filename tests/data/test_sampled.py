@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.datasets import Augmented, drain, ids, read, stateful_loader
+from support.datasets import Augmented, drain, ids, read, share_of, stateful_loader
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from danling.data import BatchSource, build_dataloader
+from danling.data import BatchSource, build_dataloader, open_source
 
 LENGTH = 22
 
@@ -134,7 +134,7 @@ def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
         loader = build_dataloader(data, options, split="train", train=True, seed=3)
     else:
         loader = {"torch": TorchDataLoader, "stateful": stateful_loader}[kind](data, **options)
-    return BatchSource(loader, split="train", seed=3)
+    return open_source(loader, split="train", seed=3, **share_of(loader))
 
 
 @pytest.mark.parametrize("kind", ["built", "torch", "stateful"])
@@ -203,7 +203,7 @@ def test_a_sampler_without_an_end() -> None:
                 yield random.randrange(LENGTH)
 
     def make() -> BatchSource:
-        return BatchSource(TorchDataLoader(Augmented(LENGTH), batch_size=4, sampler=Forever()), split="train", seed=3)  # type: ignore[arg-type]
+        return open_source(TorchDataLoader(Augmented(LENGTH), batch_size=4, sampler=Forever()), split="train", seed=3)  # type: ignore[arg-type]
 
     whole, first, second = read(make(), 40), make(), make()
     taken = read(first, 25)
@@ -219,7 +219,7 @@ def test_names_that_are_no_integers() -> None:
 
     def make() -> BatchSource:
         data = ByName(a=torch.zeros(1), b=torch.ones(1), c=torch.ones(1) * 2)
-        return BatchSource(TorchDataLoader(data, sampler=["b", "c", "a"]), split="train", seed=3)  # type: ignore[arg-type]
+        return open_source(TorchDataLoader(data, sampler=["b", "c", "a"]), split="train", seed=3)  # type: ignore[arg-type]
 
     whole, first, second = read(make(), 6), make(), make()
     taken = read(first, 4)
@@ -241,7 +241,7 @@ def test_a_sampler_of_another_length_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"split 'train' to have the length 22.*Received: SubsetRandomSampler of length 9"
     ):
-        BatchSource(loader, split="train", seed=3).load_state_dict(first.state_dict())
+        open_source(loader, split="train", seed=3).load_state_dict(first.state_dict())
 
 
 def test_a_sampler_that_does_not_give_its_order_again_is_refused() -> None:
@@ -249,7 +249,7 @@ def test_a_sampler_that_does_not_give_its_order_again_is_refused() -> None:
 
     def make() -> BatchSource:
         loader = TorchDataLoader(Augmented(LENGTH), batch_size=2, sampler=(index for index in order))  # type: ignore[arg-type]
-        return BatchSource(loader, split="train", seed=3)
+        return open_source(loader, split="train", seed=3)
 
     first = make()
     drain(first, 2)
@@ -279,7 +279,7 @@ class CountsInSilence(CountsPasses):
 
 def test_a_sampler_that_changes_itself_in_silence_is_refused_within_a_later_epoch() -> None:
     def make() -> BatchSource:
-        return BatchSource(TorchDataLoader(Augmented(LENGTH), 4, sampler=CountsInSilence()), split="train", seed=3)  # type: ignore[arg-type]
+        return open_source(TorchDataLoader(Augmented(LENGTH), 4, sampler=CountsInSilence()), split="train", seed=3)  # type: ignore[arg-type]
 
     first = make()
     read(first, 8)  # six batches of the first pass, and two of the next
@@ -297,7 +297,7 @@ def test_a_sample_drawn_twice_in_a_pass_of_the_librarys_order_is_augmented_diffe
 
     def noise(keyed: str) -> list[float]:
         data = Subset(Augmented(LENGTH), [3, 3, 3, 3])
-        source = BatchSource(
+        source = open_source(
             build_dataloader(
                 data, {"batch_size": 2, "keyed": keyed, "num_workers": workers}, split="train", train=True, seed=3
             ),

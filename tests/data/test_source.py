@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.datasets import Augmented, Stream, drain, ids, stateful_loader
+from support.datasets import Augmented, Stream, drain, ids, share_of, stateful_loader
 from support.toys import differences
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from danling.data import Batch, BatchSource, DataLoader, seed_streams
+from danling.data import Batch, BatchSource, DataLoader, open_source, seed_streams
 
 LENGTH = 22
 
 
 def source_of(loader: Any, **settings: Any) -> BatchSource:
-    return BatchSource(loader, **{"split": "train", "rank": 0, "world_size": 1, "seed": 3, **settings})
+    return open_source(loader, **{"split": "train", "seed": 3, **share_of(loader), **settings})
 
 
 def distributed_sampler(dataset: Any) -> DistributedSampler[Any]:

@@ -177,10 +177,10 @@ def test_a_sampler_that_takes_another_share_is_refused() -> None:
     dataset = points(8)
     loader = TorchDataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, num_replicas=4, rank=1))
     with pytest.raises(ValueError, match="Expected the sampler of split 'train' to take share 0 of 2"):
-        open_source(loader, split="train", share=(0, 2), seed=0)
-    assert open_source(loader, split="train", share=(1, 4), seed=0).reads
+        open_source(loader, split="train", rank=0, world_size=2, seed=0)
+    assert open_source(loader, split="train", rank=1, world_size=4, seed=0).reads
     # A rank that reads nothing does not divide anything.
-    proxy = open_source(loader, split="train", share=(0, 2), seed=0, reads=False)
+    proxy = open_source(loader, split="train", rank=0, world_size=2, seed=0, reads=False)
     assert not proxy.reads and next(iter(proxy.batches())).data is PLACEHOLDER
 
 

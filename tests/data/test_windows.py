@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from danling.data import PLACEHOLDER, Batch, BatchSource, ProxySource, ReaderPlace, WindowLoader
+from danling.data import PLACEHOLDER, Batch, BatchSource, ReaderPlace, WindowLoader, open_source
 
 
 class Numbers:
@@ -61,7 +61,7 @@ def opened(**place: Any) -> tuple[Numbers, BatchSource]:
     """Return a loader and the source over it."""
     loader = Numbers()
     assert isinstance(loader, WindowLoader)
-    return loader, BatchSource(loader, split="train", seed=3, place=ReaderPlace(**place))
+    return loader, open_source(loader, split="train", seed=3, place=ReaderPlace(**place))
 
 
 def test_the_loader_hears_its_place_and_keeps_the_position() -> None:
@@ -87,7 +87,7 @@ def test_what_is_on_the_disk_goes_to_the_loader_and_to_no_other_kind() -> None:
     source.commit_state({"kind": "window", "consumed": 4, "epoch": 0})
     source.free()
     assert (loader.committed, loader.freed) == ([{"consumed": 4, "epoch": 0}], 1)
-    plain = BatchSource([1, 2], split="train")
+    plain = open_source([1, 2], split="train")
     plain.commit_state({"kind": "counted"})
     plain.free()
     assert plain.metrics() == {}
@@ -95,7 +95,7 @@ def test_what_is_on_the_disk_goes_to_the_loader_and_to_no_other_kind() -> None:
 
 def test_a_rank_that_reads_nothing_knows_every_batch() -> None:
     loader, source = opened()
-    proxy = ProxySource(loader, split="train", seed=3)
+    proxy = open_source(loader, split="train", seed=3, reads=False)
     assert proxy.even and proxy.foreseen
     seen = list(proxy.batches())
     assert [batch[1:] for batch in seen] == [batch[1:] for batch in source.batches()]

@@ -20,7 +20,7 @@ from support.seen import Seeing, seen
 from torch import nn
 from torch.utils.data import DataLoader
 
-from danling.data.stream_loader import KeyedStream
+from danling.data.stream_loader import KeyedStream, StreamIterator
 
 datasets = pytest.importorskip("datasets")
 
@@ -121,13 +121,13 @@ def test_a_pass_is_gone_back_in_again_and_again_over_one_dataset() -> None:
     def values(iterator: Any, number: int) -> list[float]:
         return [float(row["input"]) for row in islice(iterator, number)]
 
-    reading = iter(keyed)
+    reading = StreamIterator(keyed)
     whole, states = [], {}
     for position in range(0, NUMBER, 4):
         states[position] = reading.state_dict()
         whole += values(reading, 4)
     for position in (8, 36, 16, 28):
-        again = iter(keyed)
+        again = StreamIterator(keyed)
         again.load_state_dict(states[position])
         assert values(again, 8) == whole[position : position + 8]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +13,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from danling.data.workers import quiet_torchdata
-
 
 def stateful_loader(*arguments: Any, **settings: Any) -> Any:
     """Return a loader of torchdata as a user makes one, without the warning that torchdata calls a deprecated function of torch."""
-    with quiet_torchdata():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(*arguments, **settings)
 
 
@@ -75,6 +75,12 @@ class StreamIterator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+
+
+def share_of(loader: Any) -> dict[str, int]:
+    """Return the share that the sampler of a loader takes, as `open_source` is told of it."""
+    sampler = getattr(loader, "sampler", None)
+    return {"rank": getattr(sampler, "rank", 0), "world_size": getattr(sampler, "num_replicas", 1)}
 
 
 def drain(source: Any, batches: int | None = None) -> list[Any]:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, TensorDataset
 
 from danling.checkpoints import CheckpointMismatch
-from danling.data import BatchSource, build_dataloader
+from danling.data import build_dataloader, open_source
 from danling.distributed import LocalDomain
 from danling.training.loader_states import (
     LoaderPositions,
@@ -27,7 +27,7 @@ def test_a_position_is_one_for_all_ranks() -> None:
     loader = build_dataloader(
         dataset, {"batch_size": 2}, split="train", train=True, seed=1, rank=0, world_size=1, device=torch.device("cpu")
     )
-    source = BatchSource(loader, split="train", rank=0, world_size=1, seed=1)
+    source = open_source(loader, split="train", rank=0, world_size=1, seed=1)
     assert own_states({"train": source}) == {}
     state = state_of("train", source, [(0, {}), (1, {})])
     assert state == source.state_dict() and share_of(state, "train", rank=1, size=4, inexact=False) is state
@@ -53,7 +53,7 @@ class Numbers(IterableDataset[int]):
 
 
 def test_states_of_each_replica_are_handed_back_to_it(caplog: pytest.LogCaptureFixture) -> None:
-    source = BatchSource(TorchDataLoader(Numbers(), batch_size=2), split="train", rank=0, world_size=2, seed=1)
+    source = open_source(TorchDataLoader(Numbers(), batch_size=2), split="train", rank=0, world_size=2, seed=1)
     assert source.is_rank_local
     mine = own_states({"train": source})
     # Ranks 0 and 1 read the same data.
@@ -83,7 +83,7 @@ def test_passes_that_end_elsewhere_are_named() -> None:
 
 
 def test_states_of_several_splits_are_those_of_each() -> None:
-    sources = {name: BatchSource([1, 2], split=name) for name in ("train", "more")}
+    sources = {name: open_source([1, 2], split=name) for name in ("train", "more")}
     ranks = [(0, own_states(sources)), (1, own_states(sources))]
     found = states_of_all(sources, iter(ranks))
     assert found == {name: state_of(name, source, ranks) for name, source in sources.items()}
@@ -91,8 +91,8 @@ def test_states_of_several_splits_are_those_of_each() -> None:
 
 
 def test_positions_of_the_splits_to_train_on_are_put_back() -> None:
-    sources = {name: BatchSource([1, 2, 3], split=name) for name in ("train", "more")}
-    before = {name: BatchSource([1, 2, 3], split=name) for name in sources}
+    sources = {name: open_source([1, 2, 3], split=name) for name in ("train", "more")}
+    before = {name: open_source([1, 2, 3], split=name) for name in sources}
     for source in before.values():
         source.commit([next(iter(source.batches()))])
     trained, inexact = ["train", "more"], False

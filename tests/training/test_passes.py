@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from danling import TorchRunner
-from danling.data import BatchSource, build_dataloader
+from danling.data import BatchSource, build_dataloader, open_source
 from danling.distributed import Domain, LocalDomain
 from danling.training import UNCOMMITTED, PassAgreement, UpdateOutcome
 
@@ -23,7 +23,7 @@ from danling.training import UNCOMMITTED, PassAgreement, UpdateOutcome
 def source(batches: int = 6, *, split: str = "train", first: int = 0, rank: int = 0, size: int = 1) -> BatchSource:
     """Return numbers from the first one, one a batch, of a loader of the user's."""
     numbers = [torch.tensor([first + i]) for i in range(batches)]
-    return BatchSource(numbers, split=split, rank=rank, world_size=size)
+    return open_source(numbers, split=split, rank=rank, world_size=size)
 
 
 class Passes(TorchRunner):
@@ -187,7 +187,7 @@ def test_ranks_that_read_the_same_are_told_once() -> None:
 def test_the_end_of_a_loader_of_the_library_is_known_without_asking() -> None:
     data = TensorDataset(torch.arange(8))
     loader = build_dataloader(data, {"batch_size": 2}, split="train", train=True, seed=1, rank=0, world_size=2)
-    own, users = BatchSource(loader, split="train", world_size=2), source(2, size=2)
+    own, users = open_source(loader, split="train", world_size=2), source(2, size=2)
     world = Domain.__new__(Domain)
     world.size, world.rank = 2, 0
     agreement = PassAgreement(world, world)

@@ -12,7 +12,7 @@ from support.processes import run_processes
 from torch import Tensor, nn
 
 import danling as dl
-from danling.data import Batch, BatchSource
+from danling.data import Batch, open_source
 from danling.distributed import Domain, StepTotals
 from danling.training import NonFiniteError, UpdateOutcome
 from danling.training.update import UpdateStep
@@ -175,7 +175,7 @@ def test_the_last_micro_batch_of_a_window_reduces(
     tmp_path: Path, closes: tuple[bool | None, ...], size: int, expected: list[list[bool]]
 ) -> None:
     with Run(tmp_path, accum_steps=size) as run:
-        source = BatchSource([], split="train", seed=0)
+        source = open_source([], split="train", seed=0)
         batches = iter([Batch(torch.ones(2, 1), 2, None, each) for each in closes])
         found: list[list[bool]] = []
         run.train_step = lambda data: found[-1].append(run.window.reduces)  # type: ignore[assignment, method-assign, misc]
