@@ -163,9 +163,10 @@ class DataLoader(KeyedLoader):
         for each, (samples, total), closes, place, ordinal in zip(
             data, plan.counts(), plan.closings(), plan.places(), plan.ordinals()
         ):
+            known: tuple[int | None, int | None] = (samples, total)
             if self.batch_size is None:  # only the dataset knows how many samples an item holds
-                samples, total = None if samples else 0, None
-            yield Batch(each, samples, total, closes, (place,), ordinal)
+                known = (None if samples else 0, None)
+            yield Batch(each, *known, closes, (place,), ordinal)
 
     def advance(self, batches: int) -> None:
         """Move the position: an update consumed `batches` batches of each rank."""
