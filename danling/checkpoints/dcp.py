@@ -44,7 +44,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
     """Targets that are written once by all ranks together, and pointer files with the names; see `TargetStore`.
 
     Every rank passes its own payload: DTensors are written by the ranks that hold them, what is equal everywhere is written once,
-    and what differs from rank to rank stands under a key for each rank. Saves never overlap: two at a time hang.
+    and what differs from rank to rank has a key for each rank. Saves never overlap: two at a time hang.
 
     A save that may give way to a newer one and finds one in progress waits for the next save, `wait` or `close`.
 
@@ -109,8 +109,8 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             self._executor.wait()
         self._give_up_pending()
         record = self.on_main(lambda: self._open_target(payload, epoch, global_step))
-        held, release = self.on_all(lambda: self._prepared(payload))
-        save = _Save(held, release, record, tuple(names), ahead)
+        copied, release = self.on_all(lambda: self._prepared(payload))
+        save = _Save(copied, release, record, tuple(names), ahead)
         if not self._background:
             self.on_all(lambda: self._write(save))
         elif deferred:

@@ -49,7 +49,7 @@ class Reuse:
     """Tensors that are not written again.
 
     Attributes:
-        target: Name of the target beside the new one that holds them.
+        target: Name of the target, next to the new one, that has them.
         names: Their dotted names.
     """
 
@@ -104,7 +104,7 @@ class TargetWriter(FileSystemWriter):
         self.reuse = reuse
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the files of all ranks; beside those that are taken over, by other names."""
+        """Name the files of all ranks, otherwise than those that are taken over."""
         named = super().prepare_global_plan(plans)
         if self.reuse is None:
             return named
@@ -184,7 +184,7 @@ class TargetReader(FileSystemReader):
         self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what lies where."""
+        """Return the index."""
         return self.metadata
 
 
@@ -262,7 +262,7 @@ def read_payload(
 
 
 def read_outline(path: Path) -> Outline:
-    """Return what is in a target: plain values, and where the index says that tensors lie; see `reading.read_outline`."""
+    """Return what is in a target: plain values, and the tensors that the index lists; see `reading.read_outline`."""
     plain = read_target(path, sections=READ_WHOLE)
     outline = Outline("sharded", path, plain=without_tensors(plain))
     for name, about in sorted(read_index(path).tensors.items()):
@@ -325,7 +325,7 @@ def _holds_tensor(value: object) -> bool:
 
 
 def nest(flat: Mapping[str, object], paths: Mapping[str, Place]) -> dict[str, object]:
-    """Return the state that `flatten` was given; tuples that held tensors come back as lists."""
+    """Return the state that `flatten` was given; tuples with tensors come back as lists."""
     root: dict[Any, Any] = {}
     for name, leaf in flat.items():
         *parents, last = paths[name]
@@ -405,7 +405,7 @@ def destinations(
         if not isinstance(entry, TensorStorageMetadata):
             found[name] = None
             continue
-        # The state of an optimizer lies as its parameter does: `optimizer.state.NAME.exp_avg` as `optimizer.state.NAME`.
+        # The state of an optimizer is laid out as its parameter is: `optimizer.state.NAME.exp_avg` as `optimizer.state.NAME`.
         like, dtype = layouts.get(name, layouts.get(name.rpartition(".")[0])), entry.properties.dtype
         if like is None and template is not None and metadata.planner_data[name][0] in template:
             found[name] = torch.empty(entry.size, dtype=dtype, device="meta")

@@ -156,7 +156,7 @@ class HashingFiles:
         """Nothing is committed later."""
 
     def cleanup(self) -> None:
-        """Nothing is held."""
+        """There is nothing to clean up."""
 
     def preserves_storage_sharing(self) -> bool:
         """Whether tensors that share memory do so when they are read."""
@@ -452,7 +452,7 @@ def read_payload(
 
 
 def read_outline(path: Path) -> Outline:
-    """Return what the runner saved beside the engine's files; see `reading.read_outline`."""
+    """Return what the runner saved with the engine's files; see `reading.read_outline`."""
     payload = read_runner_file(path)
     return Outline("engine", path, list(tensors_in(payload)), without_tensors(payload))
 
@@ -472,7 +472,7 @@ _ENUMS = frozenset({"ZeroStageEnum"})
 
 
 class _Record:
-    """What stands for a record of DeepSpeed's in a process that does not use it."""
+    """A record of DeepSpeed's in a process that does not use it."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -535,7 +535,7 @@ def untrusted(what: str) -> CheckpointError:
 
 
 def require_trust(trust: bool, path: Path) -> None:
-    """Refuse to hand files that nobody trusts to DeepSpeed's own converters, which unpickle them."""
+    """Refuse to hand untrusted files to DeepSpeed's own converters, which unpickle them."""
     if not trust:
         raise untrusted(
             f"{path}: its shares are put together by DeepSpeed's own converters, which unpickle them; the same stage on the same number "

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, and with the disk that it lies on."""
+"""What can be wrong with a checkpoint, and with its disk."""
 
 from __future__ import annotations
 

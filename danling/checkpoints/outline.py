@@ -41,7 +41,7 @@ class Outline:
     """A checkpoint without its tensors' values.
 
     Attributes:
-        kind: `file`, `sharded`, `engine` (what the runner saved beside a DeepSpeed engine), `safetensors` or `torch file` (one that
+        kind: `file`, `sharded`, `engine` (what the runner saved with a DeepSpeed engine), `safetensors` or `torch file` (one that
             another program wrote).
         path: The file or directory that was read.
         entries: Its tensors.

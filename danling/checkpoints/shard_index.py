@@ -1,6 +1,6 @@
-"""What lies where in the files of a sharded checkpoint: plain JSON beside the manifest, read without running anything.
+"""The index of a sharded checkpoint: which file has which part of each tensor, in plain JSON, read without running anything.
 
-torch keeps the same in `.metadata`, a pickle, which stays beside it for torch's own reader.
+torch keeps the same in `.metadata`, a pickle, which stays for torch's own reader.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Extent:
     """A stretch of a file.
 
     Attributes:
-        file: Name of a file beside the index.
+        file: Name of a file in the directory of the index.
         offset: First byte.
         length: Number of bytes.
     """
@@ -54,7 +54,7 @@ class Chunk:
     Attributes:
         offsets: Where it begins in each dimension of the whole tensor.
         sizes: Its shape.
-        extent: Where it lies.
+        extent: Its place.
     """
 
     offsets: tuple[int, ...]
@@ -85,7 +85,7 @@ class ValueEntry:
 
     Attributes:
         path: Their keys in the state, from the outside.
-        extent: Where they lie.
+        extent: Their place.
     """
 
     path: Name
@@ -215,7 +215,7 @@ def path_of(keys: Any) -> Name:
 
 
 def read_index(directory: Path, *, trust: bool = False) -> ShardIndex:
-    """Return what lies where in a target."""
+    """Return the index of a target."""
     path = directory / INDEX
     if storage.size_of(path) is not None:
         try:

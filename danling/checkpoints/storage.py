@@ -43,7 +43,7 @@ def _trying(operation: str, path: Path) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the free bytes where a path lies; `None` when even that cannot be known."""
+    """Return the free bytes of the file system of a path; `None` when even that cannot be known."""
     for directory in (path, *path.parents):
         try:
             found = os.statvfs(directory)
@@ -103,12 +103,12 @@ class HashingWriter:
         return self.size
 
     def fileno(self) -> int:
-        """Return the descriptor, with everything handed to the system: whoever asks for it wants to sync it."""
+        """Return the descriptor, with everything handed to the system, so that it can be synced."""
         self.flush()
         return self._handle
 
     def close(self) -> None:
-        """Hand what was gathered to the system; whoever opened the descriptor closes it."""
+        """Hand what was gathered to the system; the descriptor stays open."""
         self.flush()
 
     @property
@@ -325,7 +325,7 @@ def make_way(path: Path) -> Path | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename what lies at a path to a unique name `<name>.aside-<random>`, and return the new path."""
+    """Rename what is at a path to a unique name `<name>.aside-<random>`, and return the new path."""
     aside = path.parent / f"{path.name}.aside-{uuid.uuid4().hex[:8]}"
     replace(path, aside)
     return aside
@@ -338,7 +338,7 @@ def open_regular(path: Path) -> int:
         if stat.S_ISREG(os.fstat(handle).st_mode):
             return handle
         os.close(handle)
-    raise CheckpointDiskError(f"Expected a file at {path}. Received: what lies there {absence(path)}. Move it away.")
+    raise CheckpointDiskError(f"Expected a file at {path}. Received: what is there {absence(path)}. Move it away.")
 
 
 def file_size(path: Path) -> int:

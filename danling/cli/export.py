@@ -110,8 +110,7 @@ def _write(
     # Only now, so that a wrong option is named at once.
     import torch
 
-    from danling.checkpoints.exchange import export_weights
-    from danling.checkpoints.pretrained import DESCRIPTION, read_description, write_description
+    from danling.checkpoints.exchange import DESCRIPTION, export_weights, read_description, write_description
 
     dtype = getattr(torch, DTYPES[options.dtype]) if options.dtype else None
     described = {}

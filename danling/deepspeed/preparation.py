@@ -78,9 +78,9 @@ class EnginePreparation(ModelPreparation):
         """Return the parameters that the engine updates, of which ZeRO's optimizer holds flat pieces. May be called on one rank."""
         if self.engine is None:
             return super().optimized_parameters(optimizer)
-        held = {name for names in self.group_names for name in names} or self._trained
+        updated = {name for names in self.group_names for name in names} or self._trained
         named = {canonical_name(name): parameter for name, parameter in self.engine.module.named_parameters()}
-        return [parameter for name, parameter in named.items() if name in held]
+        return [parameter for name, parameter in named.items() if name in updated]
 
     def whole_weights(self, model: nn.Module, *, modify: bool) -> AbstractContextManager[None]:
         """Return a context in which ZeRO's weights are gathered."""

@@ -92,7 +92,7 @@ class EngineReduction(LocalReduction):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate a loss through the engine, which reduces the gradient in the last backward of a window."""
         self.engine.set_gradient_accumulation_boundary(last)
-        # The weight stands for the engine's own division by the number of micro-batches.
+        # The weight takes the place of the engine's own division by the number of micro-batches.
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def held(self) -> list[Tensor]:

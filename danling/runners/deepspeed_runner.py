@@ -12,8 +12,14 @@ from torch import distributed as dist
 from danling.checkpoints import CheckpointManager, DeepSpeedCheckpointManager
 from danling.config import RunnerConfig
 from danling.deepspeed import engine as engines
-from danling.deepspeed.engine_config import EngineFacts, clip_norm, engine_config, uses_bf16_weights, zero_stage
-from danling.deepspeed.keys import check_keys
+from danling.deepspeed.engine_config import (
+    EngineFacts,
+    check_keys,
+    clip_norm,
+    engine_config,
+    uses_bf16_weights,
+    zero_stage,
+)
 from danling.deepspeed.model_states import EngineFiles, EngineModelStates
 from danling.deepspeed.preparation import (
     EnginePreparation,
@@ -97,7 +103,7 @@ class DeepSpeedRunner(TorchRunner):
         """Build the engine around model and optimizer. Call on all ranks.
 
         Raises:
-            ValueError: If DeepSpeed does not know a key, or a setting contradicts another one, such as averaged weights beside weights
+            ValueError: If DeepSpeed does not know a key, or a setting contradicts another one, such as averaged weights with weights
                 in bfloat16.
         """
         settings = self.engine_settings()
@@ -188,7 +194,7 @@ class DeepSpeedRunner(TorchRunner):
         return EngineModelStates(self)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return what is saved beside the engine's files. Call on all ranks."""
+        """Return what is saved with the engine's files. Call on all ranks."""
         with self.run_state.saved_elsewhere("model", "optimizer"):
             state = super().checkpoint_state()
         return {**state, "engine": self.model_states.outline()}

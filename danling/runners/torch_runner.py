@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from danling.checkpoints import FileCheckpointManager, exclude, read_model
-from danling.checkpoints.pretrained import (
+from danling.checkpoints.exchange import (
     DESCRIPTION,
     check_pretrained,
     describe_model,

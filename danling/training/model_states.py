@@ -36,8 +36,8 @@ class ModelStates:
     def model_state(self) -> dict[str, Any]:
         """Return parameters and persistent buffers by canonical name. Called on all ranks.
 
-        Where the optimizer has other weights in training than to evaluate, those to evaluate are returned, as copies: whoever reads a
-        checkpoint expects them. Those of training are in the state of the optimizer.
+        Where the optimizer has other weights in training than to evaluate, those to evaluate are returned, as copies: readers of a
+        checkpoint expect them. Those of training are in the state of the optimizer.
         """
         if not modal(self.runner.optimizer):
             return {canonical_name(name): value for name, value in self.runner.unwrapped_model.state_dict().items()}
@@ -97,7 +97,7 @@ class ModelStates:
         state = named_state_dict(optimizer, self.runner.named_parameters())
         apart = {id(parameter) for parameter in training_weights(optimizer)}
         if apart:
-            # Copies, as those of the model are: whoever puts both back in this process writes into the parameters first.
+            # Copies, as those of the model are: loading both in this process writes into the parameters first.
             trained = {name: p.detach().clone() for name, p in self.runner.named_parameters() if id(p) in apart}
             state[_TRAINED] = {canonical_name(name): value for name, value in trained.items()}
         return state

@@ -27,7 +27,7 @@ _PAYLOAD_ORDER = (
     "ema",
     "scheduler",
 )
-"""Components in the order in which they lie in a file, so that equal states of two versions give equal files."""
+"""Components in their order in a file, so that equal states of two versions give equal files."""
 
 
 class Stateful(Protocol):
@@ -93,15 +93,15 @@ class StatePart:
         )
 
     @classmethod
-    def stateful(cls, name: str, held: Callable[[], Stateful | None], *, resets: bool = False) -> StatePart:
+    def stateful(cls, name: str, current: Callable[[], Stateful | None], *, resets: bool = False) -> StatePart:
         """Return the part that is the state of an object, or empty while there is no such object."""
 
         def get() -> dict[str, Any]:
-            found = held()
+            found = current()
             return dict(found.state_dict()) if found is not None else {}
 
         def restore(state: Any, _: Collection[str]) -> None:
-            found = held()
+            found = current()
             if found is not None and (state or resets):
                 found.load_state_dict(dict(state))
 
@@ -109,7 +109,7 @@ class StatePart:
 
 
 class RunState:
-    """Two tables: the components of a checkpoint (`model`, `optimizer`, ...), and what lies in its entry `state`.
+    """Two tables: the components of a checkpoint (`model`, `optimizer`, ...), and the parts of its entry `state`.
 
     Parts are saved and restored in the order of their table. A stack differs from another one in the parts it hands in: a later part
     takes the place of an earlier one of the same name, as an override does.
@@ -169,7 +169,7 @@ class RunState:
 
     @contextmanager
     def saved_elsewhere(self, *names: str) -> Iterator[None]:
-        """Leave components out of `components` within the context: somebody else writes them, such as an engine."""
+        """Leave components out of `components` within the context: something else writes them, such as an engine."""
         before, self._saved_elsewhere = self._saved_elsewhere, frozenset(names)
         try:
             yield
@@ -186,7 +186,7 @@ class RunState:
         self._progress[part.name] = part
 
     def progress(self) -> dict[str, Any]:
-        """Return what lies in the entry `state`. No communication: may be called on one rank."""
+        """Return the entry `state`. No communication: may be called on one rank."""
         return {part.name: part.get() for part in self._progress.values() if part.exists()}
 
     def load_progress(self, state: Mapping[str, object]) -> None:
@@ -210,7 +210,7 @@ def _restore(part: StatePart, state: Any, excluded: Collection[str]) -> None:
 
 
 def in_order(payload: Mapping[str, object]) -> dict[str, Any]:
-    """Return a payload with its components in the order in which they lie in a file, those of a user's last."""
+    """Return a payload with its components in their order in a file, those of a user's last."""
     known = [name for name in _PAYLOAD_ORDER if name in payload]
     return {name: payload[name] for name in dict.fromkeys([*known, *payload])}
 

@@ -8,7 +8,7 @@ import pytest
 from support.engines import needs_deepspeed
 from support.processes import run_processes
 
-from danling.deepspeed.keys import check_keys
+from danling.deepspeed.engine_config import check_keys
 
 BASE = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2, "gradient_accumulation_steps": 1}
 

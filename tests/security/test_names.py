@@ -30,9 +30,8 @@ FUNCTIONS = {
         "_taken_over",
     ],
     "checkpoints/deepspeed": ["DeepSpeedCheckpointManager._publish", "EngineAhead.link"],
-    "checkpoints/exchange": ["_put", "_read_safetensors", "_write_safetensors", "export_weights"],
+    "checkpoints/exchange": ["_put", "_read_safetensors", "_write_safetensors", "export_weights", "write_description"],
     "checkpoints/manifest": ["archive_complaints", "is_archive", "oversized"],
-    "checkpoints/pretrained": ["write_description"],
     "checkpoints/storage": [
         "chunks",
         "file_size",
