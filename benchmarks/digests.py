@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from danling.audit.attach import entries
 from danling.audit.hashing import Hasher, key_of
-from danling.audit.update_audit import entries
 
 WIDTH, HEADS, WORDS = 768, 12, 50257
 

@@ -36,7 +36,7 @@ from danling.checkpoints import CheckpointSettings, FileCheckpointManager
 from danling.distributed import LocalDomain
 from danling.remote import RemoteStore, RunLayout, open_store
 from danling.remote.mirror import MirrorSettings
-from danling.remote.run_mirror import RunMirror
+from danling.remote.attach import RunMirror
 
 ROUNDS = 5
 SECONDS_OF_TRAINING = 4.0

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from danling.workspace.runs import Curve, Run, config_differences
 
-from .digests import DigestLine, read_digests
-from .environment import read_environment
+from .digests import DigestLine, read_digests, read_environment
 
 _CODE = ("code_id", "sha", "branch", "dirty", "diff_sha")
 _ORDER = ("samples", "loss", "grad_norm", "optimizer", "weights", "buffers", "ema")

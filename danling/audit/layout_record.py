@@ -93,7 +93,6 @@ class RankRecord:
         coordinate: Its coordinate on each axis.
         degrees: Number of ranks along each axis.
         trained: Names of the parameters that the optimizer updates.
-        tied: Further names of parameters that have several, by these names: the name under which they are listed.
         before: Digests of the whole weights before the model was divided, by name.
         moved: Names of the weights that were other ones once the model was divided.
         initial: Names of weights that were not those of one process before they were replaced by these.
@@ -110,7 +109,6 @@ class RankRecord:
     coordinate: Mapping[str, int]
     degrees: Mapping[str, int]
     trained: Sequence[str]
-    tied: Mapping[str, str]
     before: Mapping[str, int]
     moved: Sequence[str]
     initial: Sequence[str]
@@ -457,10 +455,7 @@ class LayoutRecorder(Observer):
     def _record(self) -> RankRecord:
         runner, model = self._runner, self._runner.unwrapped_model
         named = list(runner.named_parameters())
-        names = {id(parameter): name for name, parameter in reversed(named)}
         owned = {id(p) for group in runner.optimizer.param_groups for p in group["params"]}
-        several = model.named_parameters(remove_duplicate=False)
-        tied = {canonical_name(name): names.get(id(p), "") for name, p in several}
         # SyncBatchNorm is left out: the statistics of all ranks together do not depend on the layout.
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
         finest = max((torch.finfo(p.dtype).eps for _, p in named if p.is_floating_point()), default=0.0)
@@ -470,7 +465,6 @@ class LayoutRecorder(Observer):
             coordinate=dict(coordinate),
             degrees=dict(degrees),
             trained=[name for name, parameter in named if id(parameter) in owned and parameter.requires_grad],
-            tied={name: listed for name, listed in tied.items() if listed and name != listed},
             before=self._before,
             moved=self._moved,
             initial=self._initial,

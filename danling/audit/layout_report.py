@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -141,7 +140,7 @@ def _compare_update(
         part = wanted.gradients.get(name)
         found = compare(name, None if part is None else part.tensor, held, degrees, tolerance)
         if found is not None:
-            gradients.append(_untied(found, one, ranks) or found)
+            gradients.append(found)
     weights = [] if gradients else _weights(wanted, made, ranks, degrees, Tolerance(relative, 32 * eps))
     buffers = [] if gradients else _buffers(wanted, made, relative)
     same_loss = abs(made[0].loss - wanted.loss) <= max(relative * abs(wanted.loss), 32 * eps)
@@ -185,42 +184,33 @@ def compare(
 ) -> Finding | None:
     """Compare a tensor on a layout with that of one process; `None` where they are the same but for rounding."""
     norm = None if one is None else float(one.double().norm())
-    present = [(rank, part) for rank, part in held if part.tensor is not None]
+    present = [part for _, part in held if part.tensor is not None]
     if not held:
         return Finding(name, "no parameter of this name on the layout", norm, None)
     if one is None or norm is None:
-        largest = max((float(_values(part).norm()) for _, part in present), default=0.0)
-        if tolerance.covers(largest, 0.0):
-            return None
-        return Finding(name, "a gradient on the layout only", None, largest)
+        largest = max((float(part.tensor.double().norm()) for part in present if part.tensor is not None), default=0.0)
+        same = tolerance.covers(largest, 0.0)
+        return None if same else Finding(name, "a gradient on the layout only", None, largest)
     if not present:
         return None if tolerance.covers(norm, 0.0) else Finding(name, "no gradient on the layout", norm, None)
-    shape = present[0][1].shape
-    if any(part.shape != tuple(one.shape) for _, part in present):
-        return Finding(name, f"shape {list(shape)} on the layout, {list(one.shape)} in one process", norm, None)
-    # A rank without a gradient has zeros where another rank of its place has one.
-    places: dict[tuple[int, ...], list[tuple[RankRecord, Tensor]]] = {}
+    if any(part.shape != tuple(one.shape) for part in present):
+        shape = list(present[0].shape)
+        return Finding(name, f"shape {shape} on the layout, {list(one.shape)} in one process", norm, None)
+    copies: dict[tuple[int, ...], list[tuple[RankRecord, Tensor]]] = {}
     targets: dict[tuple[int, ...], Tensor] = {}
     for rank, part in held:
-        known = part if part.tensor is not None else next((p for _, p in present if p.offset == part.offset), None)
-        if known is None:
-            known = present[0][1]
-        if known.tensor is None or known.tensor.numel() == 0:
-            continue
-        target = targets.setdefault(known.offset, known.of(one).double())
-        value = torch.zeros_like(target) if part.tensor is None else part.tensor.double()
-        places.setdefault(known.offset, []).append((rank, value))
-    error = math.sqrt(sum(max(_error(value, targets[at]) for _, value in copies) ** 2 for at, copies in places.items()))
+        # A rank without a gradient has zeros where another rank with the same part has one.
+        known = part if part.tensor is not None else next((p for p in present if p.offset == part.offset), present[0])
+        if known.tensor is not None and known.tensor.numel():
+            target = targets.setdefault(known.offset, known.of(one).double())
+            value = torch.zeros_like(target) if part.tensor is None else part.tensor.double()
+            copies.setdefault(known.offset, []).append((rank, value))
+    error = math.sqrt(sum(max(_error(v, targets[at]) for _, v in ranks) ** 2 for at, ranks in copies.items()))
     if tolerance.covers(error, norm):
         return None
-    layout = math.sqrt(sum(float(copies[0][1].norm()) ** 2 for copies in places.values()))
-    what, ratio, axis = _describe(places, targets, degrees, tolerance)
+    layout = math.sqrt(sum(float(ranks[0][1].norm()) ** 2 for ranks in copies.values()))
+    what, ratio, axis = _describe(copies, targets, degrees, tolerance)
     return Finding(name, what, norm, layout, error / norm if norm else math.inf, ratio, axis)
-
-
-def _values(part: Part) -> Tensor:
-    assert part.tensor is not None
-    return part.tensor.double()
 
 
 def _error(value: Tensor, target: Tensor) -> float:
@@ -228,94 +218,38 @@ def _error(value: Tensor, target: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-Places = Mapping[tuple[int, ...], Sequence[tuple[RankRecord, Tensor]]]
-
-
 def _describe(
-    places: Places, targets: Mapping[tuple[int, ...], Tensor], degrees: Mapping[str, int], tolerance: Tolerance
+    copies: Mapping[tuple[int, ...], Sequence[tuple[RankRecord, Tensor]]],
+    targets: Mapping[tuple[int, ...], Tensor],
+    degrees: Mapping[str, int],
+    tolerance: Tolerance,
 ) -> tuple[str, float | None, str | None]:
     """Return what differs, the ratio, and the axis."""
-    bad = sorted({rank.rank for copies in places.values() for rank, value in copies if not value.isfinite().all()})
+    bad = sorted({rank.rank for ranks in copies.values() for rank, value in ranks if not value.isfinite().all()})
     if bad:
-        return f"not finite on {_ranks(bad)}", None, None
-    differing = {
-        axis
-        for copies in places.values()
-        for (first, mine), (second, other) in combinations(copies, 2)
-        for axis in degrees
-        if [a for a in degrees if first.coordinate.get(a) != second.coordinate.get(a)] == [axis]
-        and not tolerance.covers(_error(mine, other), float(other.norm()))
-    }
+        return f"not finite on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad[:8]))}", None, None
+    differing = set()
+    for ranks in copies.values():
+        for (first, mine), (second, other) in combinations(ranks, 2):
+            apart = [axis for axis in degrees if first.coordinate.get(axis) != second.coordinate.get(axis)]
+            if len(apart) == 1 and not tolerance.covers(_error(mine, other), float(other.norm())):
+                differing.add(apart[0])
     if differing:
-        axes = [axis for axis in degrees if axis in differing]
-        over = " x ".join(axes)
-        what, ratio = (
-            f"differs between ranks of {over}",
-            _common_ratio(list(_sums(places, targets, degrees, axes)), tolerance),
-        )
-        return (what if ratio is None else f"{what}; their sum is {ratio:.6g} times that of one process"), None, over
-    ratio = _common_ratio([(copies[0][1], targets[at]) for at, copies in places.items()], tolerance)
-    if ratio is not None:
-        subsets = [axes for number in range(1, len(degrees) + 1) for axes in combinations(degrees, number)]
-        sizes = {" x ".join(axes): prod(degrees[axis] for axis in axes) for axes in subsets}
-        matching = [over for over, n in sizes.items() if abs(ratio / n - 1) < _FITS or abs(ratio * n - 1) < _FITS]
-        return f"{ratio:.6g} times that of one process", ratio, " or ".join(matching) or None
-    right = [
-        rank.rank
-        for at, copies in places.items()
-        for rank, value in copies
-        if tolerance.covers(_error(value, targets[at]), float(targets[at].norm()))
-    ]
-    if right:
-        return f"right on {_ranks(sorted(right))} only", None, None
-    return "other values, the same on all ranks with copies", None, None
-
-
-def _sums(
-    places: Places, targets: Mapping[tuple[int, ...], Tensor], degrees: Mapping[str, int], axes: Sequence[str]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the sums of copies over axes, each with what one process has."""
-    for at, copies in places.items():
-        groups: dict[tuple[int | None, ...], list[Tensor]] = {}
-        for rank, value in copies:
-            others = tuple(rank.coordinate.get(axis) for axis in degrees if axis not in axes)
-            groups.setdefault(others, []).append(value)
-        yield from ((torch.stack(group).sum(0), targets[at]) for group in groups.values())
-
-
-def _common_ratio(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: Tolerance) -> float | None:
-    """Return what all targets are multiplied by, `None` where no number fits."""
+        over = " x ".join(axis for axis in degrees if axis in differing)
+        return f"differs between ranks of {over}", None, over
+    pairs = [(ranks[0][1], targets[at]) for at, ranks in copies.items()]
     square = sum(float((target * target).sum()) for _, target in pairs)
-    if not square:
-        return None
-    ratio = sum(float((value * target).sum()) for value, target in pairs) / square
-    fits = all(
-        float((value - ratio * target).norm())
-        <= max(max(_FITS, tolerance.relative) * float(target.norm()), tolerance.absolute)
-        for value, target in pairs
-    )
-    return (0.0 if abs(ratio) < _FITS else ratio) if fits else None
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    ratio = sum(float((value * target).sum()) for value, target in pairs) / square if square else 0.0
+    near = max(_FITS, tolerance.relative)
+    fits = (_error(v, ratio * t) <= max(near * float(t.norm()), tolerance.absolute) for v, t in pairs)
+    if not square or not all(fits):
+        return "other values, the same on all ranks with copies", None, None
+    ratio = 0.0 if abs(ratio) < _FITS else ratio
+    matching = [axis for axis, n in degrees.items() if abs(ratio / n - 1) < _FITS or abs(ratio * n - 1) < _FITS]
+    return f"{ratio:.6g} times that of one process", ratio, " or ".join(matching) or None
 
 
 # One update
-
-
-def _untied(found: Finding, one: RankRecord, ranks: Sequence[RankRecord]) -> Finding | None:
-    """Return the finding of a parameter that is tied to another one in one process only."""
-    tied = {name for rank in ranks for name in rank.tied}
-    for other, name in one.tied.items():
-        if other in tied or found.name not in (other, name):
-            continue
-        partner = name if found.name == other else other
-        if any({other, name} <= set(rank.trained) for rank in ranks):
-            what = f"tied to {partner} in one process, not on the layout"
-            return Finding(found.name, what, found.one, found.layout, found.error, found.ratio, found.axis)
-    return None
 
 
 def _weights(

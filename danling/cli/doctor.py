@@ -133,13 +133,8 @@ def run(options: argparse.Namespace) -> int:
         if not options.json:
             took = f"  ({check.seconds:.1f} s)" if check.seconds else ""
             print(f"{check.state:7} {check.name:24} {check.detail}{took}", flush=True)
-    rule = _rule_of(options.remote) if options.remote is not None else {}
     if options.json:
-        print_json({"checks": [asdict(check) for check in checks], **rule})
-    for text in [] if options.json else rule.values():
-        print(
-            f"\nParts that a killed upload leaves, which no listing shows, are removed by a rule of the store:\n{text}"
-        )
+        print_json({"checks": [asdict(check) for check in checks]})
     return DAMAGED if any(check.state == "failed" for check in checks) else OK
 
 
@@ -189,19 +184,15 @@ def _examine_script(program: Sequence[str], updates: int, timeout: float, lineag
 
 def _examine_store(url: str) -> Iterator[Check]:
     """Try what a run asks of a store: nothing is left there."""
-    # Who has no store needs nothing of this.
+    # Only a user with a store needs this.
     from danling.remote import open_store
-    from danling.remote.probe import Probe
+    from danling.remote.lease import trials
 
-    with tempfile.TemporaryDirectory(prefix="danling-doctor-") as folder:
-        for trial in Probe(open_store(url), Path(folder)).run():
-            yield Check(*trial)
-
-
-def _rule_of(url: str) -> dict[str, str]:
-    from danling.remote.probe import lifecycle_rule
-
-    return {"lifecycle_rule": lifecycle_rule(url)}
+    for name, trial in trials(open_store(url)):
+        check = _timed(name, trial)
+        yield check
+        if name == "put" and check.state == "failed":
+            return  # nothing can be said of an object that is not there
 
 
 def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:

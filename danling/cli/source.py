@@ -41,7 +41,7 @@ def one_run(path: str) -> Iterator[Run]:
 def _brought(url: str, stack: ExitStack) -> list[Run]:
     # Who looks at directories needs nothing of this.
     from danling.remote import open_store
-    from danling.remote.listing import runs_below
+    from danling.remote.reading import runs_below
 
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="danling-runs-"))
     return runs_below(open_store(url), Path(folder))

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 def _verify_url(url: str, level: str) -> list[dict[str, Any]]:
     # Who looks at directories needs nothing of this.
     from danling.remote import open_store
-    from danling.remote.verification import verify_stored
+    from danling.remote.reading import verify_stored
 
     return verify_stored(url, level, connect=open_store)
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from .errors import RemoteConflict, RemoteDenied, RemoteError, RemoteExists, RemoteMissing, RemoteUnavailable
-from .layout import RunLayout
-from .store import RemoteObject, RemoteSettings, RemoteStore, is_url, open_store
+from .store import (
+    RemoteConflict,
+    RemoteDenied,
+    RemoteError,
+    RemoteExists,
+    RemoteMissing,
+    RemoteObject,
+    RemoteSettings,
+    RemoteStore,
+    RemoteUnavailable,
+    is_url,
+    open_store,
+)
+from .stored_run import RunLayout
 
 __all__ = [
     "RemoteConflict",

@@ -2,21 +2,196 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from danling.checkpoints import read_config
+from danling.checkpoints import read_config, storage
+from danling.checkpoints.directory import DiskSharing
+from danling.checkpoints.manager import CheckpointManager, Saved
+from danling.checkpoints.manifest import Record
+from danling.checkpoints.store import SUMS, TargetStore
+from danling.distributed.environment import is_first_on_machine
+from danling.utils.process import in_notebook
+from danling.workspace.workspace import is_unfinished
 
-from .contents import runs_of_id
-from .layout import RunLayout
-from .mirror import MirrorSettings
-from .run_mirror import RunMirror
+from .lease import SECONDS, Lease
+from .mirror import CheckpointMirror, MirrorSettings
 from .sources import RemoteSources, local_copy
-from .store import RemoteSettings, RemoteStore, open_store
+from .store import RemoteError, RemoteSettings, RemoteStore, open_store
+from .stored_run import RemoteRun, RunLayout, runs_of_id
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
+
+logger = logging.getLogger("danling")
+
+_LOOK_SECONDS = 2.0
+
+
+class RunMirror:
+    """Copies a run to an object store. Constructed on all ranks; rank 0 alone holds the lease and makes saves visible."""
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        layout: RunLayout,
+        *,
+        directory: Path,
+        manager: CheckpointManager,
+        settings: MirrorSettings,
+        lease_seconds: float = SECONDS,
+    ) -> None:
+        self.run = RemoteRun(store, layout)
+        self._manager = manager
+        self._lease = Lease(store, layout.lock, seconds=lease_seconds, again=in_notebook())
+        rank, size = manager.domain.rank, manager.domain.size
+        self.mirror = CheckpointMirror(
+            manager.directory,
+            self.run,
+            rank=rank,
+            alone=size == 1 or not issubclass(manager.store_class, TargetStore),
+            settings=settings,
+            before_commit=FileMirror(store, layout, directory).copy,
+        )
+        self.mirror.lost = lambda: self._lease.lost
+        self.mirror.on_close = self._lease.release
+        manager.on_main(self._open)
+        manager.mirror = self.mirror
+        if size > 1:
+            manager.checkpoints.share(self._disk_sharing(directory))
+
+    def _disk_sharing(self, directory: Path) -> DiskSharing:
+        """Find out whether all ranks see the disk of the main process."""
+        token: Path = self._manager.on_main(lambda: _written(storage.staged_name(directory)))
+        seen = _is_seen(token)
+        all_see = all(self._manager.domain.gather_objects(seen))
+        self._manager.on_main(lambda: storage.remove(token))
+        return DiskSharing(is_split=not all_see, follows=not seen and is_first_on_machine())
+
+    def _open(self) -> None:
+        self._lease.acquire()
+        try:
+            self.run.open()
+        except BaseException:
+            self._lease.release()
+            raise
+
+    def begin(self) -> None:
+        """Copy what lies on the disk and is not in the store yet: what the run goes on from is safe before its first save. On all ranks."""
+        self._manager.on_main(self._begin)
+
+    def _begin(self) -> None:
+        here = [store for store in self._manager.stores if not (store.is_elsewhere or store.is_part)]
+        local = [(record, store) for store in here for record in store.records(complete=True)]
+        if not local and self._manager.resumed is None and self.run.records:
+            newest = max(self.run.records, key=lambda record: record.sequence)
+            raise RemoteError(
+                f"Expected {self.run.url} to hold no run, since this one begins from scratch. Received: one at step {newest.step}. Set "
+                "auto_resume=true to go on from it, or give this run another lineage."
+            )
+        # All that is asked of the store is asked before the thread begins, which follows what is there from then on.
+        newest_there = [r for r in self.run.records if r.name != "model"]
+        if newest_there:
+            self.mirror.committed_step = max(newest_there, key=lambda record: record.sequence).step
+        there = {record.name: record.sequence for record in self.run.records}
+        missing = sorted(
+            ((r, store) for r, store in local if r.sequence > there.get(r.name, -1) and not _is_target_name(r, store)),
+            key=lambda pair: (pair[0].sequence, pair[0].name == "latest"),
+        )
+        # A process that was killed may have left files of a save that never became visible, or that retention had given up.
+        coming = {store.target(store.path(r.name)).name for r, store in missing if isinstance(store, TargetStore)}
+        self.mirror.sweep(None, coming)
+        for _, group in groupby(missing, key=lambda pair: (pair[0].sequence, isinstance(pair[1], TargetStore))):
+            pairs = list(group)
+            record, store = pairs[0]
+            names = tuple(r.name for r, _ in pairs)
+            if isinstance(store, TargetStore):
+                target = store.target(store.path(record.name))
+                own = sorted(storage.names(target) - {SUMS})
+                self.mirror.saved(Saved(record.sequence, record.step, names, target.name, tuple(own)))
+            else:
+                self.mirror.saved(Saved(record.sequence, record.step, names))
+
+    def figures(self, step: int) -> dict[str, dict[str, float]]:
+        """Return what is logged of the copy, by group; see `CheckpointMirror.figures`."""
+        return {"remote": self.mirror.figures(step)}
+
+
+def _written(path: Path) -> Path:
+    storage.make_directory(path.parent)
+    path.touch()
+    return path
+
+
+def _is_seen(path: Path) -> bool:
+    """Whether a file that has just been made on another machine is there: a network disk may show it a moment later."""
+    end = time.monotonic() + _LOOK_SECONDS
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_target_name(record: Record, store: object) -> bool:
+    """Whether a record is of a target that no name leads to."""
+    return isinstance(store, TargetStore) and store.path(record.name).parent != store.directory
+
+
+_DIRECTORIES = ("metadata", "logs", "tensorboard")
+_FILES = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.json", "digests.jsonl")
+
+
+class FileMirror:
+    """Copies the files of a run directory that have changed since they were copied last. On one thread."""
+
+    def __init__(self, store: RemoteStore, layout: RunLayout, directory: Path) -> None:
+        self._store = store
+        self._layout = layout
+        self._directory = directory
+        self._copied: dict[str, tuple[int, int]] = {}
+        self._unread: set[str] = set()
+
+    def copy(self) -> None:
+        """Copy what has changed. A file that is being written to goes up as it is now, and again the next time."""
+        for path in run_files(self._directory):
+            name = path.relative_to(self._directory).as_posix()
+            try:
+                found = path.stat()
+                if not stat.S_ISREG(found.st_mode):
+                    continue  # a pipe would be waited for
+                state = (found.st_size, found.st_mtime_ns)
+                if self._copied.get(name) == state:
+                    continue
+                # Read at once: what is appended meanwhile must not go up in part.
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                # A save is worth more than a log that cannot be read.
+                if name not in self._unread:
+                    self._unread.add(name)
+                    logger.warning("%s is not copied to %s: %s", path, self._store.url, error)
+                continue
+            self._store.put(self._layout.file(name), content)
+            self._copied[name] = state
+
+
+def run_files(directory: Path) -> Iterator[Path]:
+    """Yield the files of a run directory that belong to the run, apart from its checkpoints."""
+    for name in _FILES:
+        if (directory / name).is_file():
+            yield directory / name
+    for name in _DIRECTORIES:
+        for place, _, files in os.walk(directory / name):
+            yield from (Path(place, file) for file in sorted(files) if not is_unfinished(file))
 
 
 class RemoteStores:

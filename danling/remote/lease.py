@@ -16,67 +16,118 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from danling.utils.plain import parse_json
 
-from .errors import RemoteConflict, RemoteDenied, RemoteError, RemoteExists, RemoteMissing, RemoteUnavailable
-from .store import RemoteStore, Tag
+from .store import (
+    RemoteConflict,
+    RemoteDenied,
+    RemoteError,
+    RemoteExists,
+    RemoteMissing,
+    RemoteStore,
+    RemoteUnavailable,
+    Tag,
+)
 
 CREATE, REPLACE = "If-None-Match", "If-Match"
 """The conditions, as S3 calls them."""
 
 
-def unkept(store: RemoteStore, key: str, contents: Callable[[], bytes]) -> str | None:
-    """Try whether a store creates an object only once, and replaces it only where it is the expected one."""
+def unkept(store: RemoteStore, key: str) -> str | None:
+    """Return the first condition that a store does not keep to: to create an object only once, and to replace only the expected one.
+
+    Some stores compare the tag of an object without its quotes, such as the gateway of Ceph 16; a store that is found to do so is asked
+    in this way from then on.
+    """
+
+    def content() -> bytes:
+        return Writer.me(SECONDS).text()
+
+    def is_replaced(tag: Tag) -> bool:
+        try:
+            store.put_if_match(key, content(), tag)
+        except (RemoteDenied, RemoteUnavailable):
+            raise
+        except RemoteError:  # a conflict, or a store that knows no such request
+            return False
+        return True
+
     try:
-        first = store.put_if_absent(key, contents())
-        if not creates_once(store, key, contents):
+        tag = store.put_if_absent(key, content())
+        try:
+            store.put_if_absent(key, content())
             return CREATE
-        return None if replaces_once(store, key, first, contents) else REPLACE
+        except RemoteExists:
+            pass
+        for bare in (False, True):
+            store.bare_tags = bare
+            if is_replaced(tag):
+                if not is_replaced(tag):
+                    return None
+                break
+        store.bare_tags = False
+        return REPLACE
     finally:
         with suppress(RemoteError):
             store.delete(key)
 
 
-def creates_once(store: RemoteStore, key: str, contents: Callable[[], bytes]) -> bool:
-    """Whether an object that is there is not created again."""
-    try:
-        store.put_if_absent(key, contents())
-    except RemoteExists:
-        return True
-    return False
+def trials(store: RemoteStore) -> Iterator[tuple[str, Callable[[], tuple[str, str]]]]:
+    """Yield what a run asks of a store: a name, and a call that returns `ok`, `failed` or `absent` and a detail, or raises `RemoteError`.
 
-
-def replaces_once(store: RemoteStore, key: str, tag: Tag, contents: Callable[[], bytes]) -> bool:
-    """Whether the object with a tag is replaced, and not a second time by who has that tag.
-
-    Some stores compare the tag without its quotes, such as the gateway of Ceph 16; a store that is found to do so is asked in this way from
-    then on.
+    Each is called before the next one is asked for. Nothing is left in the store.
     """
-    for bare in (False, True):
-        store.bare_tags = bare
-        if _is_replaced(store, key, tag, contents()):
-            if not _is_replaced(store, key, tag, contents()):
-                return True
-            break
-    store.bare_tags = False
-    return False
+    prefix = f".danling-probe-{uuid.uuid4().hex}"
+    key, content = f"{prefix}/small", Writer.me(SECONDS).text()
 
+    def put() -> tuple[str, str]:
+        store.put(key, content)
+        return "ok", f"{len(content)} bytes"
 
-def _is_replaced(store: RemoteStore, key: str, tag: Tag, content: bytes) -> bool:
+    def get() -> tuple[str, str]:
+        same = store.get(key) == content
+        return ("ok", f"{len(content)} bytes") if same else ("failed", "other bytes came back than were put")
+
+    def listed() -> tuple[str, str]:
+        found = [entry.key for entry in store.list(prefix)]
+        return ("ok", "1 object") if found == [key] else ("failed", f"a listing of one object has {found}")
+
+    def conditions() -> tuple[str, str]:
+        missing = unkept(store, f"{prefix}/lock")
+        if missing is None:
+            return "ok", f"{CREATE}, {REPLACE}: one process writes a run"
+        return "absent", f"it does not keep to {missing}: two writers of a run are not kept apart"
+
+    def clock() -> tuple[str, str]:
+        store.put(key, content)
+        skew = (datetime.now(timezone.utc) - store.head(key).modified).total_seconds()
+        detail = f"this machine is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the store"
+        if abs(skew) > _LARGEST_SKEW_SECONDS:
+            return "failed", f"{detail}, which refuses requests from about 15 minutes on: set the clock"
+        return "ok", detail
+
+    def delete() -> tuple[str, str]:
+        store.delete(key)
+        return ("ok", "gone") if not list(store.list(prefix)) else ("failed", "what was deleted is still there")
+
     try:
-        store.put_if_match(key, content, tag)
-    except (RemoteDenied, RemoteUnavailable):
-        raise
-    except RemoteError:
-        # A conflict, or a store that knows no such request.
-        return False
-    return True
+        yield from (
+            ("put", put),
+            ("get", get),
+            ("list", listed),
+            ("conditions", conditions),
+            ("clock", clock),
+            ("delete", delete),
+        )
+    finally:
+        with suppress(RemoteError):
+            store.delete(key)
 
 
 logger = logging.getLogger("danling")
@@ -92,6 +143,7 @@ _LONGEST_SECONDS = 3600.0
 _LOOK_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
 _PROBE = ".probe-"
+_LARGEST_SKEW_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -187,7 +239,7 @@ class Lease:
 
     def acquire(self) -> None:
         """Become the writer, and stay it until `release`. Waits for one that has gone silent, as long as its lease holds."""
-        condition = unkept(self.store, _probe(self.key), lambda: Writer.me(SECONDS).text())
+        condition = unkept(self.store, _probe(self.key))
         self.is_exclusive = condition is None
         remove_probes(self.store, self.key)
         if condition is not None:

@@ -19,10 +19,8 @@ from danling.checkpoints.manifest import Manifest, read_manifest
 from danling.checkpoints.store import SUFFIX
 from danling.utils.messages import Paced
 
-from .contents import RemoteRun
-from .errors import RemoteError, RemoteUnavailable
-from .layout import FILE_SUMS, SUMS, TARGETS
-from .store import RemoteStore
+from .store import RemoteError, RemoteStore, RemoteUnavailable
+from .stored_run import FILE_SUMS, SUMS, TARGETS, RemoteRun
 
 logger = logging.getLogger("danling")
 

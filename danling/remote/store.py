@@ -7,8 +7,7 @@ S3 and what speaks its protocol, Google Cloud Storage, Azure and local directori
 used. No reader ever sees a part of an object: a `put` of any size is atomic.
 
 The client must not be used in a process that was forked from one that has used it: its threads do not exist there, and every request
-would hang. It says so instead. A `RemoteStore` may be pickled; a spawned process makes its own connections.
-"""
+would hang. It says so instead. A `RemoteStore` may be pickled; a spawned process makes its own connections."""
 
 from __future__ import annotations
 
@@ -27,12 +26,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from .errors import RemoteConflict, RemoteDenied, RemoteError, RemoteExists, RemoteMissing, RemoteUnavailable
+from danling.checkpoints.errors import CheckpointError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 logger = logging.getLogger("danling")
+
+
+class RemoteError(CheckpointError):
+    """An object store did not do what it was asked for."""
+
+
+class RemoteMissing(RemoteError):
+    """There is no such object, or no such bucket."""
+
+
+class RemoteExists(RemoteError):
+    """An object that was to be created is there already."""
+
+
+class RemoteConflict(RemoteError):
+    """An object that was to be replaced is another one by now, or gone."""
+
+
+class RemoteDenied(RemoteError):
+    """The credentials are missing, have expired, or do not allow the request. To try again without others is no use."""
+
+
+class RemoteUnavailable(RemoteError):
+    """The store could not be reached, did not answer in time, or could not store the data. A later attempt may succeed."""
+
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "https", "http", "file", "memory")
 """Schemes of the URLs that name a store."""

@@ -13,7 +13,7 @@ from support.checked import Checked, CheckedText, Flip, settings, state_of
 from support.processes import run_outcomes, run_processes
 from torch import Tensor
 
-from danling.audit.errors import ReplayMismatchError
+from danling.audit.attach import ReplayMismatchError
 
 OFF: dict[str, Any] = {"audit.replay_interval": None}
 SAVING: dict[str, Any] = {"checkpoint.load_only": False, "checkpoint.interval": 100}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import danling as dl
 from danling.audit.digests import read_digests
-from danling.audit.errors import ReplicaDriftError
+from danling.distributed import ReplicaDriftError
 from danling.utils.tensors import local_part, whole
 
 

@@ -15,7 +15,6 @@ from support.toys import TracingRunner
 
 from danling.cli.main import main
 from danling.remote import RunLayout, open_store
-from danling.remote.probe import lifecycle_rule
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
@@ -150,12 +149,9 @@ def test_doctor_tries_a_store_and_leaves_nothing(
     bucket = server.make_bucket()
     code, found = said(capsys, "doctor", "--remote", f"s3://{bucket}/prefix")
     states = {check["name"]: check["state"] for check in found["checks"]}
-    assert code == 0 and list(states) == ["put", "get", "list", "parts", "create", "match", "clock", "delete"]
+    assert code == 0 and list(states) == ["put", "get", "list", "conditions", "clock", "delete"]
     assert {name for name, state in states.items() if state != "ok"} == (
-        {"match"} if server.kind == "localbucket" else set()
-    )
-    assert (
-        "AbortIncompleteMultipartUpload" in found["lifecycle_rule"] and '"Prefix":"prefix"' in found["lifecycle_rule"]
+        {"conditions"} if server.kind == "localbucket" else set()
     )
     assert server.objects(bucket) == {}
     if server.kind == "moto":
@@ -199,9 +195,3 @@ def test_a_wrong_url_is_one_line(
     assert main(words) == code
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
-
-
-def test_each_kind_of_store_has_its_rule() -> None:
-    assert "gcloud storage buckets update gs://bucket" in lifecycle_rule("gs://bucket/prefix")
-    assert "after a week" in lifecycle_rule("abfss://container@account.dfs.core.windows.net/prefix")
-    assert lifecycle_rule("file:///directory").startswith("none is needed")

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from danling.checkpoints.manifest import Manifest
 from danling.cli.verify import verify
-from danling.remote.layout import listed
+from danling.remote.stored_run import listed
 from danling.runners.parallel_runner import ParallelRunner
 from danling.utils.tensors import whole
 

@@ -88,7 +88,7 @@ def test_one_writer_is_kept_apart_from_another(cloud: Cloud) -> None:
 def test_the_examination_finds_no_fault(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--remote", cloud.url]) == 0
     said = capsys.readouterr().out
-    assert "If-Match: an object is replaced by who has read it last, and by nobody else" in said
+    assert "If-None-Match, If-Match: one process writes a run" in said
     assert not cloud.objects
 
 

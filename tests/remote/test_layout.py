@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from danling.remote.layout import RunLayout, listed, unreferenced
+from danling.remote.stored_run import RunLayout, listed, unreferenced
 
 TARGET, KILLED, OLD = "00000012-1a2b3c4d", "00000013-1a2b3c4d", "00000011-1a2b3c4d"
 A, B = "a" * 64, "b" * 64

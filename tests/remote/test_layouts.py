@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from danling.checkpoints import CheckpointSettings, TorchDistributedCheckpointManager
 from danling.distributed import world_of
 from danling.remote import RunLayout, open_store
+from danling.remote.attach import RunMirror
 from danling.remote.mirror import MirrorSettings
-from danling.remote.run_mirror import RunMirror
 from danling.remote.sources import RemoteSources
 from danling.utils.tensors import canonical_name, whole
 

@@ -19,8 +19,8 @@ from danling.checkpoints import CheckpointError, CheckpointSettings, FileCheckpo
 from danling.checkpoints.manifest import Manifest
 from danling.distributed import LocalDomain
 from danling.remote import RemoteDenied, RemoteError, RemoteSettings, RunLayout, open_store
+from danling.remote.attach import RunMirror
 from danling.remote.mirror import CheckpointMirror, MirrorSettings
-from danling.remote.run_mirror import RunMirror
 
 LAYOUT = RunLayout("line", "run")
 QUICK = RemoteSettings(part_size=5 << 20, timeout_seconds=20.0, retries=0)

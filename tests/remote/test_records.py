@@ -10,7 +10,7 @@ from support.remote_runs import upload_run
 from support.saves import record_saves
 
 from danling.remote import RunLayout, open_store
-from danling.remote.brought import RemoteRecords
+from danling.remote.sources import RemoteRecords
 from danling.remote.stored_run import StoredRun
 
 pytest.importorskip("obstore")

@@ -19,8 +19,8 @@ from danling.checkpoints.manager import Saved
 from danling.checkpoints.manifest import Manifest, Record
 from danling.remote import RemoteError, RemoteSettings, RunLayout, open_store
 from danling.remote.attach import RemoteStores
-from danling.remote.contents import RemoteRun
 from danling.remote.mirror import CheckpointMirror, MirrorSettings, Upload
+from danling.remote.stored_run import RemoteRun
 
 LAYOUT = RunLayout("line", "run")
 FILES = {0: ["__0_0.distcp", ".metadata", "index.json"], 1: ["__1_0.distcp"]}

@@ -17,8 +17,7 @@ _BY_NAME = {"open", "open_file", "open_new", "open_regular", "write_atomically",
 _OF_TREES = {"rmtree", "copyfile", "copy", "copy2", "copytree", "move"}
 
 FUNCTIONS = {
-    "audit/digests": ["read_digests"],
-    "audit/environment": ["write_environment"],
+    "audit/digests": ["read_digests", "write_environment"],
     "audit/layout_check": ["_train"],
     "audit/layout_record": ["LayoutRecorder._write_rank"],
     "audit/program": ["ProgramEnd.tail", "start_program"],
@@ -70,12 +69,10 @@ FUNCTIONS = {
         "ArtifactDirectory._write_portable",
         "ArtifactDirectory.seal",
     ],
-    "remote/brought": ["RemoteTargets._make_way", "RemoteTargets._stage"],
-    "remote/listing": ["_bring"],
+    "remote/attach": ["RunMirror._disk_sharing", "_written"],
     "remote/mirror": ["CheckpointMirror._file"],
-    "remote/probe": ["Probe._parts"],
-    "remote/run_mirror": ["RunMirror._disk_sharing", "_written"],
-    "remote/stored_files": ["_bring"],
+    "remote/reading": ["_bring"],
+    "remote/sources": ["RemoteTargets._make_way", "RemoteTargets._stage", "_bring"],
     "reporting/logging": ["_open_file"],
     "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "read_jsonl"],
     "stream/channels/claims": ["Claim.take"],
@@ -125,9 +122,8 @@ PARSERS = {
     "checkpoints/manifest": "plain_name",
     "checkpoints/shard_index": "plain_name",
     "graph/artifacts": "plain_path",
-    "remote/listing": "is_plain_path",
-    "remote/stored_files": "is_plain_path",
-    "remote/brought": "manifest",
+    "remote/reading": "is_plain_path",
+    "remote/sources": "is_plain_path",
     "stream/stores/directory": "quote",  # ids of objects are quoted, so that any text is a name
 }
 """By module that takes names from files: what it parses them by, which comes to `plain_path` (or, of streams, quotes them)."""

@@ -1,19 +1,69 @@
-"""Compares checkpoints in a store with their SHA-256, without keeping anything here."""
+"""Runs and checkpoints below a URL, for the commands: what runs have logged is brought here, checkpoints are verified where they are."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
 from danling.checkpoints.store import SUFFIX, is_target, misled
+from danling.utils.files import is_plain_path
+from danling.workspace.runs import Run, find_runs
 
-from .errors import RemoteMissing
-from .layout import CHECKPOINTS, TARGETS
-from .store import RemoteStore
-from .stored_run import Described, StoredRun, chosen, place_of
+from .sources import bring_object
+from .store import RemoteMissing, RemoteStore
+from .stored_run import CHECKPOINTS, FILES, TARGETS, Described, StoredRun, chosen, place_of
+
+_DEPTH = 5
+_READ = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.json", "digests.jsonl")
+_DIRECTORIES = ("metadata",)
+_COUNTED = "logs"
+
+
+def runs_below(store: RemoteStore, directory: Path) -> list[Run]:
+    """Return the runs at or below the URL of a store, sorted by name."""
+    roots = [root for root in _runs(store, "", _DEPTH) if not root or is_plain_path(root)]
+    for root in roots:
+        _bring(store, root, directory / root)
+    if not roots:
+        raise FileNotFoundError(f"Expected runs below {store.url!r}. Received: none. Name another URL.")
+    found = find_runs(directory)
+    last = store.url.rpartition("/")[2]
+    return [
+        replace(
+            run,
+            place=store.url if roots == [""] else f"{store.url}/{run.name}",
+            name=last if roots == [""] else run.name,
+        )
+        for run in found
+    ]
+
+
+def _runs(store: RemoteStore, prefix: str, depth: int) -> Iterator[str]:
+    names = store.directories(prefix)
+    if FILES in names or CHECKPOINTS in names:
+        yield prefix
+    elif depth:
+        for name in names:
+            yield from _runs(store, f"{prefix}/{name}" if prefix else name, depth - 1)
+
+
+def _bring(store: RemoteStore, root: str, directory: Path) -> None:
+    prefix = f"{root}/{FILES}" if root else FILES
+    for found in store.list(prefix):
+        name = found.key[len(prefix) + 1 :]
+        head, _, rest = name.partition("/")
+        if not is_plain_path(name):
+            continue
+        if name in _READ or (head in _DIRECTORIES and rest):
+            bring_object(store, found, name, directory)
+        elif head == _COUNTED and rest and "/" not in rest:
+            # Logs are counted, and not read.
+            (directory / head).mkdir(parents=True, exist_ok=True)
+            (directory / head / rest).touch()
 
 
 def verify_stored(url: str, level: str, *, connect: Callable[[str], RemoteStore]) -> list[dict[str, Any]]:
