@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from workload import OVERHEAD, make_model
 
 import danling as dl
-from danling.graph.preparation import GraphPreparation
+from danling.graph.compilation import GraphPreparation
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models.gpt import GPT

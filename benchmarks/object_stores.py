@@ -35,8 +35,8 @@ from torch import nn
 from danling.checkpoints import CheckpointSettings, FileCheckpointManager
 from danling.distributed import LocalDomain
 from danling.remote import RemoteStore, RunLayout, open_store
-from danling.remote.mirror import MirrorSettings
 from danling.remote.attach import RunMirror
+from danling.remote.mirror import MirrorSettings
 
 ROUNDS = 5
 SECONDS_OF_TRAINING = 4.0

@@ -1,4 +1,4 @@
-"""The folder of compiled code: which one it is, whether it is as it was written, and what was compiled since."""
+"""The folder of compiled code: what it depends on, whether it is as it was written, and what was compiled since."""
 
 from __future__ import annotations
 
@@ -6,18 +6,77 @@ import fcntl
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from danling.utils.files import open_file, plain_path, read_text, write_atomically
 from danling.utils.plain import json_text, parse_json
 
-from .fingerprint import digest_of
-
 logger = logging.getLogger("danling")
+
+
+def fingerprint(
+    model: nn.Module,
+    *,
+    loss: Iterable[type],
+    settings: Mapping[str, object],
+    policy: str,
+    device: torch.device,
+) -> dict[str, str]:
+    """Return what the compiled code of a model and its loss depends on, part by part.
+
+    Code of the user and sizes of batches are no part of it: torch's own keys tell the graphs of one folder apart.
+    """
+    sizes = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in _tensors(model)]
+    return {
+        "torch": f"{torch.__version__}, Python {sys.version_info.major}.{sys.version_info.minor}",
+        "device": _device(device),
+        "model": _digest([*_names(type(module) for module in model.modules()), *sizes]),
+        "loss": _digest(_names(loss)),
+        "compile": _digest(f"{name}={value!r}" for name, value in sorted(settings.items())),
+        "policy": policy,
+    }
+
+
+def digest_of(parts: Mapping[str, str]) -> str:
+    """Return 16 hexadecimal digits for a fingerprint."""
+    return _digest(f"{name}: {value}" for name, value in sorted(parts.items()))
+
+
+def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)}, {major}.{minor}, CUDA {torch.version.cuda}"
+    # Code for a CPU uses every instruction that the machine has: on another one it may be an illegal one.
+    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {_digest([_cpu_flags()])}"
+
+
+def _cpu_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _names(kinds: Iterable[type]) -> Iterator[str]:
+    return (f"{kind.__module__}.{kind.__qualname__}" for kind in dict.fromkeys(kinds))
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
 
 _MANIFEST = "manifest.json"
 _FINGERPRINT = "fingerprint.json"

@@ -1,16 +1,160 @@
-"""How forward and loss are compiled: torch's settings for it, and the folder that compiled code is kept in."""
+"""Forward and loss as one compiled function: what it keeps for the backward, how it is compiled, and how it goes around the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from danling.training import Compilation
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from danling.config.checks import read_memory_policy
+from danling.distributed import Domain
+from danling.training import Compilation, call_model
+from danling.training.preparation import ModelPreparation
 
 from .artifacts import ArtifactDirectory
-from .memory import MemoryPolicy, Recomputation
+
+PASS_VERSION = 1
+"""To be counted up with every change of `keep_random_operations`. The pass is no part of the keys of torch's caches, so that code of an
+earlier one would come back."""
+
+_DIVIDING = ("inductor", "aot_eager_decomp_partition")
+_RECOMPUTING = (*_DIVIDING, "aot_eager")
+
+
+@dataclass(frozen=True)
+class MemoryPolicy:
+    """A memory policy of the compiled graph.
+
+    Attributes:
+        kind: `default`, `budget` or `recompute`.
+        budget: Share of the activations that are kept.
+    """
+
+    kind: str = "default"
+    budget: float = 1.0
+
+    @classmethod
+    def parse(cls, policy: str | None) -> MemoryPolicy:
+        """Return the policy that `compile.memory_policy` names."""
+        return cls(*read_memory_policy(policy))
+
+    def __str__(self) -> str:
+        return f"budget-{self.budget:g}" if self.kind == "budget" else self.kind
+
+    @property
+    def tag(self) -> str:
+        """What tells its compiled code from that of others: the policy and the version of its pass over the graph."""
+        return f"danling-{self}-{PASS_VERSION}"
+
+    def check_backend(self, backend: str | None) -> None:
+        """Refuse a backend that would pass over the policy."""
+        followed = {"budget": _DIVIDING, "recompute": _RECOMPUTING}.get(self.kind)
+        if followed is not None and backend is not None and backend not in followed:
+            raise ValueError(
+                f"Expected compile.backend to be one that follows compile.memory_policy: {', '.join(map(repr, followed))}. Received: "
+                f"compile.backend={backend!r} with the policy {str(self)!r}. Leave compile.backend out, or the policy."
+            )
+
+    def settings(self, joint_pass: Callable[..., GraphModule] | None = None) -> dict[str, Any]:
+        """Return the settings of `torch._functorch.config` under which a graph is divided into forward and backward."""
+        # A backward that is compiled when it is first run would be compiled under other settings, and on another thread.
+        settings: dict[str, Any] = {
+            "activation_memory_budget": self.budget,
+            "force_non_lazy_backward_lowering": True,
+        }
+        if self.kind == "budget":
+            settings["joint_custom_pass"] = _then(joint_pass)
+        return settings
+
+
+def _then(following: Callable[..., GraphModule] | None) -> Callable[..., GraphModule]:
+    def passes(graph: GraphModule, inputs: object) -> GraphModule:
+        graph = keep_random_operations(graph, inputs)
+        return graph if following is None else following(graph, inputs)
+
+    return passes
+
+
+def keep_random_operations(graph: GraphModule, inputs: object = None) -> GraphModule:
+    """Mark what every random operation draws as to be kept for the backward.
+
+    Under an activation memory budget torch may choose to compute a random operation again, and draws other numbers then: dropout has
+    another mask in the backward than in the forward, and the gradient is wrong without an error.
+    """
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return graph
+
+
+class Recomputation:
+    """Blocks of a model whose activations are computed again in the backward, inside the graph.
+
+    The model stays as it is: for the length of a call only, the forward of each block is one that recomputes.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self._forwards = [(block, _recomputing(block.forward)) for block in blocks]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Recompute inside."""
+        before = [(block, vars(block).get("forward", _ABSENT)) for block, _ in self._forwards]
+        for block, forward in self._forwards:
+            block.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for block, forward in before:
+                if forward is _ABSENT:
+                    vars(block).pop("forward", None)
+                else:
+                    block.__dict__["forward"] = forward
+
+
+_ABSENT = object()
+
+
+def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
+
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class WholeLoss(nn.Module):
+    """Calls a model and its loss as one compiled function: `(inputs, target) -> (prediction, loss)`.
+
+    The model itself is not compiled: its names, copies and pickles, and its forward in an evaluation, are those of the model.
+    DistributedDataParallel goes around this module, so that its hooks stay outside of the graph.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[], Loss | None], compilation: Compilation) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self._compiled = compilation.function(_forward_and_loss)
+
+    def forward(self, inputs: object, target: object) -> tuple[Any, Tensor | None]:
+        """Return the prediction, and its loss unless that is found outside."""
+        found: tuple[Any, Tensor | None] = self._compiled(self.model, self._loss(), inputs, target)
+        return found
+
+
+def _forward_and_loss(model: object, loss: Any, inputs: object, target: Any) -> Any:
+    pred = call_model(model, inputs)
+    return pred, None if loss is None else loss(pred, target)
 
 
 class GraphCompilation(Compilation):
@@ -94,7 +238,11 @@ class GraphCompilation(Compilation):
     def after_first_update(self, *, speaks: bool) -> None:
         """Say when nothing was compiled, and list what was, while no process compiles. Call on all ranks."""
         if not self.calls:
-            raise goes_its_own_way("one that does not")
+            raise ValueError(
+                "Expected a `train_step` that calls super().train_step(data): with stack='graph' that is the compiled function of forward "
+                "and loss. Received: one that does not. Put what it computes into the model or `compute_loss`, or choose stack='ddp' with "
+                "compile.enable."
+            )
         super().after_first_update(speaks=speaks)
         if self._artifacts is not None:
             self._barrier()
@@ -114,14 +262,6 @@ class GraphCompilation(Compilation):
         super().close()
 
 
-def goes_its_own_way(received: str) -> ValueError:
-    """Return the error for a `train_step` that leaves the compiled function out."""
-    return ValueError(
-        f"Expected a `train_step` that calls super().train_step(data): with stack='graph' that is the compiled function of forward and "
-        f"loss. Received: {received}. Put what it computes into the model or `compute_loss`, or choose stack='ddp' with compile.enable."
-    )
-
-
 def _patches(policy: MemoryPolicy, *, keeps_code: bool) -> list[Any]:
     """Return the settings of torch's compiler, as contexts that may be entered again and again."""
     functorch: Any = import_module("torch._functorch.config")
@@ -135,3 +275,36 @@ def _patches(policy: MemoryPolicy, *, keeps_code: bool) -> list[Any]:
         inductor = import_module("torch._inductor.config")
         patches.append(inductor.patch({"fx_graph_cache": True, "cpp_cache_precompile_headers": False}))
     return patches
+
+
+class GraphPreparation(ModelPreparation):
+    """The model beside the function that trains it."""
+
+    def __init__(self, world: Domain, *, whole_loss: Callable[[nn.Module], WholeLoss]) -> None:
+        super().__init__(world)
+        self._whole_loss = whole_loss
+        self._function: WholeLoss | None = None
+
+    def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
+        """Return the model, or the function that trains it in DistributedDataParallel when there are several ranks."""
+        self._function = self._whole_loss(model)
+        wrapped = super().wrap(self._function, options, reduces_later=reduces_later)
+        return model if wrapped is self._function else wrapped
+
+    def unwrap(self, model: object) -> Any:
+        """Return the user's module out of the model that training calls. May be called on one rank."""
+        bare = super().unwrap(model)
+        return bare.model if isinstance(bare, WholeLoss) else bare
+
+    def function(self, model: nn.Module) -> Callable[[Any, Any], Any]:
+        """Return what a micro-batch is run with: `(inputs, target) -> (prediction, loss)`."""
+        if isinstance(model, DistributedDataParallel):
+            if isinstance(model.module, WholeLoss):
+                return model
+            raise ValueError(
+                "Expected the graph stack to wrap the model together with its loss. Received: a model in DistributedDataParallel. Hand "
+                "options of it over in `ddp_kwargs`, or choose stack='ddp'."
+            )
+        if self._function is None or self._function.model is not model:
+            self._function = self._whole_loss(model)
+        return self._function

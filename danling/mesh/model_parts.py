@@ -1,13 +1,19 @@
-"""Cutting a model into parts for the stages of a pipeline; every name stays what it is in the whole model."""
+"""Cutting a model into parts for the stages of a pipeline, under the names of the whole model, and blocks that are computed again."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 
 
 class ModelParts(nn.Module):
@@ -291,3 +297,23 @@ def tie(model: nn.Module, names: Sequence[Sequence[str]]) -> None:
         for name in others:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, parameter)
+
+
+def recompute_blocks(part: nn.Module, blocks: Iterable[nn.Module], *, compiled: bool) -> None:
+    """Wrap blocks of a model, in place, so that their activations are computed again."""
+    chosen = {id(block) for block in blocks}
+    apply_activation_checkpointing(
+        part, checkpoint_wrapper_fn=partial(_wrapped, compiled=compiled), check_fn=lambda module: id(module) in chosen
+    )
+
+
+def _wrapped(block: nn.Module, *, compiled: bool) -> nn.Module:
+    # What a forward leaves in buffers, it has left there the first time.
+    if compiled or not any(True for _ in block.buffers()):
+        return checkpoint_wrapper(block)
+    return checkpoint_wrapper(block, context_fn=lambda: (nullcontext(), copied_buffers(block)))
+
+
+def recomputes(parts: Iterable[nn.Module]) -> bool:
+    """Return whether a block of these parts is computed again."""
+    return any(isinstance(module, CheckpointWrapper) for part in parts for module in part.modules())

@@ -1,24 +1,32 @@
-"""How a device mesh prepares the user's model: its weights lie in parts on the ranks, and a forward is a collective."""
+"""How a device mesh prepares the user's model: its first weights, its weights in parts on the ranks, and the forward of an evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from danling.config import RunnerConfig
 from danling.config.checks import idle_mesh_settings
+from danling.data import derive_seed, seed_streams
 from danling.distributed import Domain
+from danling.training import peek_target, unpack_batch
+from danling.training.evaluation import EvaluationForward
+from danling.training.keys import preserved_streams
 from danling.training.preparation import ModelPreparation, NamedParameters
 from danling.utils.tensors import is_sharded, shard_like, whole
 
 from .axes import axes_with
 from .fsdp import reshard
-from .parameter_copies import divided_axes, equalize
+from .pipeline import Pipeline
+from .reduction import divided_axes, equalize, loss_context
 from .topology import Topology
+
+if TYPE_CHECKING:
+    from danling.runners.parallel_runner import ParallelRunner
 
 
 class MeshPreparation(ModelPreparation):
@@ -118,3 +126,80 @@ def wholly(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]
     finally:
         for module, name, own in owners:
             module._parameters[name] = own
+
+
+def initialize_weights(part: nn.Module, topology: Topology, *, seed: int, number: int = 0) -> None:
+    """Call the model's `init_weights()`, else `reset_parameters()` of every module that has parameters or buffers of its own.
+
+    Each coordinate, and each part of a rank by its `number`, draws from streams of its own; copies are made equal afterwards.
+    """
+    # The seeds of a run depend on this order: modules first, then pieces of tensors.
+    axes = [axis for cut in (True, False) for axis in axes_with(divides_parameters=True, cuts_modules=cut)]
+    own_seed = derive_seed(seed, "initialization", *(topology.coordinate[axis] for axis in axes), number)
+    with preserved_streams(topology.device), torch.no_grad():
+        seed_streams(own_seed, topology.device)
+        whole = getattr(part, "init_weights", None)
+        if callable(whole):
+            whole()
+            return
+        owners = {name: m for name, m in part.named_modules() if m._parameters or m._buffers}
+        silent = [name or type(m).__name__ for name, m in owners.items() if not hasattr(m, "reset_parameters")]
+        if silent:
+            raise ValueError(
+                f"Expected a model that was built on the meta device to have `init_weights()`, or `reset_parameters()` on every module "
+                f"with parameters. Received: none on {', '.join(silent[:5])}. Write it, or build the model on a real device."
+            )
+        for module in owners.values():
+            module.reset_parameters()
+
+
+class MeshForward(EvaluationForward):
+    """Evaluates and predicts single batches on a model that is divided over a mesh.
+
+    In a pipeline, predictions and losses are on the ranks with the last stage.
+    """
+
+    runner: ParallelRunner
+
+    def evaluate(self, data: object) -> tuple[Any, Tensor | None]:
+        """Return the prediction of a batch, whole on every rank that has one, and its loss."""
+        runner, pipeline = self.runner, self.runner.pipeline
+        if pipeline is None or runner.model.is_answering:
+            with loss_context(runner.topology):
+                pred, loss = super().evaluate(data)
+            return whole_tensors(pred), loss
+        pred = self._through_stages(pipeline, data)
+        if not runner.stage_plan.has_last:
+            return pred, None
+        with loss_context(runner.topology), runner.forward_context() or nullcontext():
+            loss = runner.evaluated_loss(pred, peek_target(data))
+        return whole_tensors(pred), loss
+
+    def infer(self, data: object) -> Any:
+        """Return the prediction of a batch, whole on every rank that has one, else `None`."""
+        pipeline = self.runner.pipeline
+        return whole_tensors(super().infer(data) if pipeline is None else self._through_stages(pipeline, data))
+
+    def _through_stages(self, pipeline: Pipeline, data: object) -> Any:
+        pipeline.open(unpack_batch(data)[0] if self.runner.stage_plan.has_first else None)
+        with self.runner.forward_context() or nullcontext():
+            return pipeline.evaluate()
+
+    def counted(self, predictions: list[Any]) -> list[Any]:
+        """Return the predictions of a batch on the ranks with the last stage; the others have made none."""
+        return predictions if self.runner.pipeline is None or self.runner.stage_plan.has_last else []
+
+    def shared(self, predictions: list[Any]) -> list[Any]:
+        """Return the predictions of a split on all stages, from the rank with the last one."""
+        pipeline = self.runner.pipeline
+        if pipeline is None:
+            return predictions
+        gathered: list[Any] = self.runner.topology.domain("pipeline").broadcast_object(
+            predictions, source=pipeline.last_rank
+        )
+        return gathered
+
+
+def whole_tensors(pred: object) -> Any:
+    """Return a prediction whose tensors are whole on this rank."""
+    return torch.utils._pytree.tree_map(lambda value: whole(value) if isinstance(value, Tensor) else value, pred)

@@ -114,7 +114,11 @@ def trials(store: RemoteStore) -> Iterator[tuple[str, Callable[[], tuple[str, st
 
     def delete() -> tuple[str, str]:
         store.delete(key)
-        return ("ok", "gone") if not list(store.list(prefix)) else ("failed", "what was deleted is still there")
+        try:
+            store.head(key)
+        except RemoteMissing:
+            return "ok", "gone"
+        return "failed", "what was deleted is still there"
 
     try:
         yield from (

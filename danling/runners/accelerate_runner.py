@@ -8,9 +8,13 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from danling.accelerate.accelerator import import_accelerate, open_accelerator, release_accelerator
-from danling.accelerate.preparation import AcceleratePreparation
-from danling.accelerate.reduction import AccelerateReduction
+from danling.accelerate.accelerator import (
+    AcceleratePreparation,
+    AccelerateReduction,
+    import_accelerate,
+    open_accelerator,
+    release_accelerator,
+)
 from danling.accelerate.settings import AccelerateSettings, check_launch, read_settings
 from danling.config import RunnerConfig
 from danling.distributed import LocalDomain, world_of

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
 
 from danling.config import RunnerConfig
-from danling.graph.artifacts import ArtifactDirectory
-from danling.graph.compilation import GraphCompilation, goes_its_own_way
+from danling.graph.artifacts import ArtifactDirectory, fingerprint
+from danling.graph.compilation import (
+    GraphCompilation,
+    GraphPreparation,
+    MemoryPolicy,
+    Recomputation,
+    WholeLoss,
+)
 from danling.graph.compiler import check_compiler
-from danling.graph.fingerprint import fingerprint
-from danling.graph.memory import MemoryPolicy, Recomputation
-from danling.graph.preparation import GraphPreparation
-from danling.graph.whole_loss import WholeLoss
 from danling.mesh.fsdp import find_blocks
 
 from .torch_runner import TorchRunner
@@ -66,7 +66,6 @@ class GraphRunner(TorchRunner):
     def prepare_components(self) -> None:
         """Refuse what cannot become a graph, then prepare as every stack does. Called on all ranks."""
         check_compiler(self.config.compile.backend, self.device.type)
-        _check_train_step(type(self))
         super().prepare_components()
         self.preparation.function(self.model)
 
@@ -114,26 +113,10 @@ class GraphRunner(TorchRunner):
         if root is None:
             return None
         settings.pop("memory_policy")
-        loss = [self.criterion, type(self).compute_loss]
+        loss = [type(self.criterion), type(self)]
         parts = fingerprint(model, loss=loss, settings=settings, policy=policy.tag, device=self.device)
         return ArtifactDirectory(Path(root).absolute(), parts, title=str(policy), portable=self.device.type == "cuda")
 
     def _pred_and_loss(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
         pred, loss = self.preparation.function(self.model)(inputs, target)
         return pred, loss if self._has_own_loss else self.compute_loss(pred, target)
-
-
-def _check_train_step(kind: type) -> None:
-    """Refuse a `train_step` of the user's that goes its own way."""
-    for owner in kind.__mro__[: kind.__mro__.index(GraphRunner)]:
-        own = vars(owner).get("train_step")
-        code = getattr(inspect.unwrap(own), "__code__", None) if own is not None else None
-        if code is not None and "train_step" not in _names(code):
-            raise goes_its_own_way(f"{owner.__name__}.train_step, which does not")
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)

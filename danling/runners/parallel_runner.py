@@ -18,27 +18,23 @@ from danling.data import PLACEHOLDER
 from danling.distributed import Domain, LaunchEnvironment, Placement
 from danling.mesh import AXES, Axes, ParallelContext, Topology, axes_with, check_micro_batches, check_sequence
 from danling.mesh.canonical import CanonicalMeshReduction, CanonicalReduceScatter, exchange_shards
-from danling.mesh.forward import MeshForward
 from danling.mesh.fsdp import find_blocks, mixed_precision_policy, offload_policy, shard
-from danling.mesh.initialization import initialize_weights
 from danling.mesh.model_parts import (
     ModelParts,
     check_meta,
     check_parts,
     choose_parts,
     is_meta,
+    recompute_blocks,
+    recomputes,
     take_part,
     tie,
     tied_names,
 )
-from danling.mesh.model_states import ShardedModelStates
-from danling.mesh.optimizer import keep_kinds_apart, rebind_optimizer
-from danling.mesh.parameter_copies import equalize, mesh_axes
-from danling.mesh.pipeline import Pipeline
-from danling.mesh.preparation import MeshPreparation
-from danling.mesh.recomputation import recompute_blocks, recomputes
-from danling.mesh.reduction import MeshReduction, loss_context
-from danling.mesh.stages import V_SCHEDULES, StagePlan, check_resharding, check_schedule
+from danling.mesh.model_states import ShardedModelStates, keep_kinds_apart, rebind_optimizer
+from danling.mesh.pipeline import V_SCHEDULES, Pipeline, StagePlan, check_resharding, check_schedule
+from danling.mesh.preparation import MeshForward, MeshPreparation, initialize_weights
+from danling.mesh.reduction import MeshReduction, equalize, loss_context, mesh_axes
 from danling.optim import JointOptimizer
 from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
 from danling.training.batches import call_model, count_samples

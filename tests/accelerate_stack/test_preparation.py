@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from danling.accelerate.accelerator import open_accelerator, release_accelerator
-from danling.accelerate.preparation import AcceleratePreparation, WrapperOptions
-from danling.accelerate.reduction import AccelerateReduction
+from danling.accelerate.accelerator import (
+    AcceleratePreparation,
+    AccelerateReduction,
+    WrapperOptions,
+    open_accelerator,
+    release_accelerator,
+)
 from danling.accelerate.settings import AccelerateSettings
 from danling.distributed import LaunchEnvironment, LocalDomain
 from danling.training import NonFiniteError

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danling.graph.compilation import GraphCompilation
-from danling.graph.memory import MemoryPolicy, Recomputation, keep_random_operations
-from danling.graph.whole_loss import WholeLoss
+from danling.graph.compilation import GraphCompilation, MemoryPolicy, Recomputation, WholeLoss, keep_random_operations
 
 SECTION: dict[str, Any] = {
     "backend": None,
@@ -184,7 +182,7 @@ def test_the_settings_of_the_process_are_put_back() -> None:
 def test_the_tag_tells_policies_and_versions_of_the_pass_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     tags = {MemoryPolicy.parse(policy).tag for policy in (*POLICIES, None)}
     assert len(tags) == len(POLICIES)
-    monkeypatch.setattr("danling.graph.memory.PASS_VERSION", 2)
+    monkeypatch.setattr("danling.graph.compilation.PASS_VERSION", 2)
     assert MemoryPolicy.parse("budget:0.5").tag not in tags
 
 

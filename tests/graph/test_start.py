@@ -16,10 +16,8 @@ from support.processes import run_processes
 from torch import nn
 
 from danling.graph.artifacts import ArtifactDirectory
-from danling.graph.compilation import GraphCompilation
+from danling.graph.compilation import GraphCompilation, MemoryPolicy, WholeLoss
 from danling.graph.compiler import cxx_command
-from danling.graph.memory import MemoryPolicy
-from danling.graph.whole_loss import WholeLoss
 
 JOB = Path(__file__).with_name("start_job.py")
 

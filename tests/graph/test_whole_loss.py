@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danling.graph.compilation import GraphCompilation
-from danling.graph.memory import MemoryPolicy
-from danling.graph.whole_loss import WholeLoss
+from danling.graph.compilation import GraphCompilation, MemoryPolicy, WholeLoss
 
 
 def compilation(**section: Any) -> GraphCompilation:

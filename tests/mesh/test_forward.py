@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from danling.mesh import Topology
-from danling.mesh.forward import MeshForward, whole_tensors
 from danling.mesh.model_parts import ModelParts
-from danling.mesh.pipeline import Pipeline
-from danling.mesh.stages import StagePlan, resolve_schedule
+from danling.mesh.pipeline import Pipeline, StagePlan, resolve_schedule
+from danling.mesh.preparation import MeshForward, whole_tensors
 
 CPU = torch.device("cpu")
 INPUTS = torch.arange(8.0).reshape(4, 2)

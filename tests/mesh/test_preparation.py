@@ -15,11 +15,9 @@ from danling.config import RunnerConfig
 from danling.distributed import LocalDomain
 from danling.mesh import Topology
 from danling.mesh.fsdp import mixed_precision_policy, offload_policy
-from danling.mesh.initialization import initialize_weights
-from danling.mesh.model_parts import choose_parts
-from danling.mesh.optimizer import rebind_optimizer
-from danling.mesh.preparation import MeshPreparation
-from danling.mesh.recomputation import recompute_blocks, recomputes
+from danling.mesh.model_parts import choose_parts, recompute_blocks, recomputes
+from danling.mesh.model_states import rebind_optimizer
+from danling.mesh.preparation import MeshPreparation, initialize_weights
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from danling.mesh.axes import Axes
-from danling.mesh.stages import StagePlan, check_resharding
+from danling.mesh.pipeline import StagePlan, check_resharding
 
 
 def axes(**degrees: int) -> Axes:

@@ -364,8 +364,11 @@ class Wrapping(Toy):
 
 
 def test_a_step_of_ones_own_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Apart\.train_step, which does not"):
-        Apart(config(tmp_path))
+    with (
+        pytest.raises(ValueError, match=r"a `train_step` that calls super\(\)\.train_step\(data\)"),
+        Apart(config(tmp_path)) as run,
+    ):
+        run.train()
 
 
 class Bare(Toy):

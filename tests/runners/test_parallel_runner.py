@@ -633,7 +633,7 @@ def test_autocast_passes_between_stages(tmp_path: Path) -> None:
 def test_a_schedule_that_this_torch_cannot_start_is_refused() -> None:
     from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 
-    from danling.mesh.stages import check_schedule
+    from danling.mesh.pipeline import check_schedule
 
     with pytest.raises(
         ValueError, match=r"torch 2.12 or newer to run ScheduleZBVZeroBubble over gloo. Received: torch 2.11.0"
