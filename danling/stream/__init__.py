@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from .channels import FileChannel, MemoryChannel, SQLiteChannel
 from .lengths import EqualLengthBatches
-from .loader import StreamLoader
+from .loader import FeatureDataset, Sample, StreamLoader
 from .producer import FeatureProducer
-from .protocols import FeatureStore, RefChannel, StreamEnd
-from .refs import SampleRef, TensorSpec
-from .samples import FeatureDataset, Sample
+from .protocols import FeatureStore, RefChannel, SampleRef, StreamEnd, TensorSpec
 from .stores import DirectoryStore, MemoryStore, MooncakeStore
 from .together import run_together
 

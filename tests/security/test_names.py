@@ -75,7 +75,6 @@ FUNCTIONS = {
     "remote/sources": ["RemoteTargets._make_way", "RemoteTargets._stage", "_bring"],
     "reporting/logging": ["_open_file"],
     "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "read_jsonl"],
-    "stream/channels/claims": ["Claim.take"],
     "stream/channels/file": [
         "FileChannel.__init__",
         "FileChannel._absorb",
@@ -84,6 +83,7 @@ FUNCTIONS = {
         "FileChannel._writing",
         "FileChannel.commit",
     ],
+    "stream/channels/rules": ["Claim.take"],
     "stream/channels/sqlite": ["SQLiteChannel.__init__"],
     "stream/stores/directory": [
         "DirectoryStore.__init__",

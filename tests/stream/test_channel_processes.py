@@ -24,7 +24,6 @@ from support.forked import fork, kill, wait
 from support.patience import patience
 
 from danling.stream import DirectoryStore, FileChannel, RefChannel, SampleRef, SQLiteChannel, StreamEnd, TensorSpec
-from danling.stream.channels.file import IdIndex
 
 Open = Callable[[], RefChannel]
 SPEC = {"hidden": TensorSpec((4,), "float32")}
@@ -310,25 +309,6 @@ def test_a_part_of_a_long_log_is_read_without_the_rest(tmp_path: Path) -> None:
     assert reader.read(20_000, 20_002) == [ref("one more")]
     assert _bytes_read() - before < size // 20
     assert reader.holds("17") and reader.holds("one more") and not reader.holds("20000")
-
-
-class _Same(bytes):
-    def __hash__(self) -> int:
-        return 5
-
-
-def test_ids_are_found_after_many_and_with_equal_hashes() -> None:
-    index = IdIndex()
-    keys = [str(number).encode() for number in range(200_000)]
-    index.extend(keys[:90_000], 0)
-    for place in range(90_000, 200_000):
-        index.add(keys[place], place)
-    for place in (0, 89_999, 90_000, 170_000, 199_999):
-        assert index.candidates(keys[place]) == [place]
-    assert index.candidates(b"200000") == []
-    index.extend([_Same(b"a"), _Same(b"b")], 200_000)
-    index.add(_Same(b"c"), 200_002)
-    assert sorted(index.candidates(_Same(b"d"))) == [200_000, 200_001, 200_002]
 
 
 def _claim_and_wait(open_channel: Open, pipe: int) -> None:

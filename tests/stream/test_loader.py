@@ -26,7 +26,7 @@ from danling.stream import (
     StreamLoader,
     TensorSpec,
 )
-from danling.stream.windows import Window, parts_of
+from danling.stream.loader import Window, parts_of
 
 
 def stream(samples: int, *, end: bool = True, **meta: Any) -> tuple[MemoryStore, MemoryChannel]:

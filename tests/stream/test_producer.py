@@ -26,7 +26,7 @@ from danling.stream import (
     TensorSpec,
     run_together,
 )
-from danling.stream.production import Captured, Production, Publisher, by_sample, check_like
+from danling.stream.producer import Captured, Production, Publisher, by_sample, check_like
 
 
 def captured(number: int, width: int = 4) -> Captured:

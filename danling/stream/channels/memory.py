@@ -8,8 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ..protocols import StreamEnd
-from ..refs import SampleRef
+from ..protocols import SampleRef, StreamEnd
 from .rules import check_kind, check_open, check_owner, check_part, check_range, check_watermark
 
 _NUMBERS = itertools.count(1)

@@ -16,10 +16,8 @@ from pathlib import Path
 from danling.utils.files import write_error
 from danling.utils.plain import parse_json
 
-from ..protocols import ROOM, StreamEnd
-from ..refs import SampleRef
-from .claims import Claim
-from .rules import check_kind, check_open, check_part, check_range, check_watermark, stored_end, stored_watermark
+from ..protocols import ROOM, SampleRef, StreamEnd
+from .rules import Claim, check_kind, check_open, check_part, check_range, check_watermark, stored_end, stored_watermark
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS samples (place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, ref TEXT NOT NULL);

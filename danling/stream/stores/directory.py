@@ -23,8 +23,7 @@ from danling.utils.files import open_file, read_text, sync_directory, write_all,
 from danling.utils.locks import exclusive
 from danling.utils.plain import parse_json
 
-from ..protocols import ROOM, FeatureStore
-from ..refs import SampleRef
+from ..protocols import ROOM, FeatureStore, SampleRef
 from .objects import check_against, check_budget, check_sum, checksum, dense, missing, owned, same_bytes, specs, taken
 
 _AT_ONCE = 16

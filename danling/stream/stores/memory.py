@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ..protocols import FeatureStore
-from ..refs import SampleRef
+from ..protocols import FeatureStore, SampleRef
 from .objects import (
     check_against,
     check_budget,

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from danling.utils.plain import parse_json
 
-from ..protocols import FeatureStore
-from ..refs import SampleRef, TensorSpec
+from ..protocols import FeatureStore, SampleRef, TensorSpec
 from .objects import check_against, check_object, check_sum, checksum, damaged, missing, same_bytes, specs, taken
 
 # What its calls return (mooncake-store/include/types.h).

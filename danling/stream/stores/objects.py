@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..refs import SampleRef, TensorSpec
+from ..protocols import SampleRef, TensorSpec
 
 
 def check_object(object_id: str, tensors: Mapping[str, Tensor]) -> None:
