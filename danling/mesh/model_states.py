@@ -53,6 +53,7 @@ def keep_kinds_apart(optimizer: Any) -> None:
                 if option in group:
                     group[option] = False
 
+
 if TYPE_CHECKING:
     from danling.runners.parallel_runner import ParallelRunner
 

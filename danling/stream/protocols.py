@@ -124,6 +124,7 @@ class SampleRef:
                 f"Expected the reference of a sample as one line of JSON. Received: {line[:200]!r} ({error})."
             ) from None
 
+
 ROOM = "Free space there, or let the producer be ahead by fewer samples"
 """Advice on a full disk."""
 
