@@ -57,7 +57,7 @@ from danling.training import (
     unpack_batch,
 )
 from danling.training.canonical import CanonicalReduction, CanonicalSum
-from danling.training.component_checks import check_metrics, misnamed_overrides, refuse_early_steps, warn_of
+from danling.training.component_checks import check_metrics, misnamed_overrides, warn_of
 from danling.training.component_parts import carry_of_all, component_parts, progress_parts
 from danling.training.component_watch import ComponentWatch, untied
 from danling.training.evaluation import EvaluationForward, Evaluator
@@ -223,8 +223,7 @@ class TorchRunner(BaseRunner):
         if self.scheduler is None and self.optimizer is not None and asked:
             self.scheduler = self.build_scheduler()
         self._phases = phases_of(self)
-        refuse_early_steps(self.optimizer, lambda: self._session.in_step and not self._keys.in_update)
-        self._keys.see_early_steps(self._closers)
+        self._keys.see_early_steps(self.optimizer, self._closers)
         if modal(self.optimizer) and not self.model_states.keeps_modes:
             raise ValueError(
                 f"Expected an optimizer with one set of weights on the stack {self.stack!r}. Received: a {type(self.optimizer).__name__}, "

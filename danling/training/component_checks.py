@@ -9,7 +9,6 @@ from os import PathLike
 
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, slip_of
 from danling.utils.protocols import ReductionDomain
@@ -157,23 +156,6 @@ def warn_of(messages: Callable[[], Iterable[str]]) -> None:
         return
     for message in found:
         logger.warning("%s", message)
-
-
-def refuse_early_steps(optimizer: object, is_early: Callable[[], bool]) -> None:
-    """Refuse from now on a step of an optimizer within `train_step`, which would apply what is not weighed yet."""
-
-    def refuse(stepped: Optimizer, *_: object) -> None:
-        if is_early():
-            raise RuntimeError(
-                "Expected `train_step` to leave the update to the runner, which weighs, checks and clips the gradient. Received: a "
-                f"step of {type(stepped).__name__} inside of it. Remove optimizer.step() or self.step(), which follows by "
-                "itself; `with self.optimizing(name)` steps one of several optimizers, and an update of your own goes into "
-                "`optimizer_step`."
-            )
-
-    for each in (optimizer, *getattr(optimizer, "optimizers", ())):
-        if isinstance(each, Optimizer):
-            each.register_step_pre_hook(refuse)
 
 
 # What is trained

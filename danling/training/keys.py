@@ -78,12 +78,23 @@ class RandomKeys:
         finally:
             self.in_update = False
 
-    def see_early_steps(self, closers: ExitStack) -> None:
-        """Seed for each step of another optimizer that a user makes within `train_step`, and for what follows in the micro-batch."""
+    def see_early_steps(self, own: object, closers: ExitStack) -> None:
+        """Seed for each optimizer step within `train_step`, and for what follows in the micro-batch.
+
+        A step there of the runner's own optimizer, but for that of a phase, is refused: it would apply what is not weighed yet.
+        """
         session = self._runner._session
+        refused = {id(own), *(id(member) for member in getattr(own, "optimizers", ()))}
 
         def before(optimizer: Optimizer, *_: Any) -> None:
             if session.in_step:
+                if id(optimizer) in refused and not self.in_update:
+                    raise RuntimeError(
+                        "Expected `train_step` to leave the update to the runner, which weighs, checks and clips the gradient. Received: a "
+                        f"step of {type(optimizer).__name__} inside of it. Remove optimizer.step() or self.step(), which follows by "
+                        "itself; `with self.optimizing(name)` steps one of several optimizers, and an update of your own goes into "
+                        "`optimizer_step`."
+                    )
                 shards = any(is_sharded(each) for group in optimizer.param_groups for each in group["params"])
                 place = self._runner.placement.update_place if shards else ()
                 self._seed_update(self._ordinal + 1, self._phase, *place)

@@ -256,6 +256,7 @@ def phases_of(runner: TorchRunner) -> Phases | None:
         "parallel.axes.pipeline": config.parallel.axes.pipeline > 1,
         "ft.enabled=true": config.ft.enabled,
         "dataloader.micro_batch_size='auto'": runner._data.plan.finds_micro_batch_size,
+        "gradient_sum='canonical'": config.gradient_sum == "canonical",
         "audit.replay_interval": config.audit.replay_interval is not None,
     }
     found = next((name for name, is_set in refused.items() if is_set), None)

@@ -287,8 +287,26 @@ def test_what_phases_cannot_be_made_of_is_refused(tmp_path: Path) -> None:
     outside = pytest.raises(ValueError, match="was called outside of train_step")
     with Run(tmp_path / "outside") as runner, outside, runner.optimizing("generator"):
         pass
-    with pytest.raises(ValueError, match="for optimizers by name. Received: audit.replay_interval"):
-        Run(tmp_path / "replayed", **{"audit.replay_interval": 1, "deterministic": True})
+    for name, settings in {
+        "audit.replay_interval": {"audit.replay_interval": 1, "deterministic": True},
+        "stack='accelerate'": {"stack": "accelerate"},
+    }.items():
+        with pytest.raises(ValueError, match=f"for optimizers by name. Received: {name}"):
+            Run(tmp_path / name, **settings)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_step_of_the_optimizer_in_a_train_step_is_refused(tmp_path: Path, named: bool) -> None:
+    class Stepped(Run if named else Single):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            (self.optimizer["generator"] if named else self.optimizer).step()
+            return None, None
+
+    with (
+        Stepped(tmp_path) as runner,
+        pytest.raises(RuntimeError, match=r"a step of (Adam|SGD) inside of it. Remove opt"),
+    ):
+        runner.train()
 
 
 class Joined(Run):
