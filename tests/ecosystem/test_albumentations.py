@@ -49,7 +49,7 @@ class Augmented(Seeing):
         return [data[0].clone()]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_augmented_samples_are_those_of_the_uninterrupted_run(workers: int, tmp_path: Path) -> None:
     whole = seen(Augmented, tmp_path / "whole", steps=14)
     parts = seen(Augmented, tmp_path / "parts", workers=workers, steps=5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import signal
 import sqlite3
 import threading
@@ -35,14 +36,22 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a store whose tables are made, which takes longer than to train."""
+    uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/store.db"
+    mlflow.MlflowClient(uri).search_experiments()
+    return uri
+
+
 def points(client: Any, run: str, key: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in client.get_metric_history(run, key)]
 
 
 def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    uri = f"sqlite:///{tmp_path}/store.db"
+    uri = f"sqlite:///{shutil.copy(store.removeprefix('sqlite:///'), tmp_path)}"
     settings: dict[str, Any] = {"uri": uri, "experiment": "lin", "run_id": "abc-00ff", "tags": {"kind": "first"}}
     first = MlflowTracker(**settings, name="mine", config={"optim": {"lr": 0.1}, "steps": 5, "note": "x" * 900})
     for step in range(1, 6):
@@ -68,16 +77,14 @@ def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
     assert fresh.run_id != first.run_id, "a run that starts from scratch must not mix with an earlier one"
     again = MlflowTracker(**settings, resumed=True)
     assert again.run_id == fresh.run_id
-    with sqlite3.connect(tmp_path / "store.db") as store:
-        store.execute("ALTER TABLE metrics RENAME TO lost")
+    with sqlite3.connect(tmp_path / "store.db") as tables:
+        tables.execute("ALTER TABLE metrics RENAME TO lost")
     with caplog.at_level(logging.WARNING, logger="danling"):
         again.log({"train/loss": 1.0}, 1)
     assert "MLflow has not taken the metrics of step 1" in caplog.text
 
 
-def test_jobs_that_start_at_once_share_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uri = f"sqlite:///{tmp_path}/store.db"
-    MlflowTracker(uri=uri, experiment="before", run_id="x")
+def test_jobs_that_start_at_once_share_an_experiment(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, both = mlflow.MlflowClient.get_experiment_by_name, threading.Barrier(2, timeout=20)
 
     def looked_up(client: Any, name: str) -> Any:
@@ -88,17 +95,16 @@ def test_jobs_that_start_at_once_share_an_experiment(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(mlflow.MlflowClient, "get_experiment_by_name", looked_up)
     with ThreadPoolExecutor(2) as jobs:
-        made = list(jobs.map(lambda job: MlflowTracker(uri=uri, experiment="sweep", run_id=job), ("a", "b")))
-    client = mlflow.MlflowClient(uri)
+        made = list(jobs.map(lambda job: MlflowTracker(uri=store, experiment="sweep", run_id=job), ("a", "b")))
+    client = mlflow.MlflowClient(store)
     places = {client.get_run(tracker.run_id).info.experiment_id for tracker in made}
     assert places == {client.get_experiment_by_name("sweep").experiment_id}
 
 
-def test_a_name_that_is_too_long_does_not_cost_the_others(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/store.db"
-    tracker = MlflowTracker(uri=uri, experiment="e", run_id="a", config={"k" * 300: 1, "short": 2})
+def test_a_name_that_is_too_long_does_not_cost_the_others(store: str) -> None:
+    tracker = MlflowTracker(uri=store, experiment="e", run_id="a", config={"k" * 300: 1, "short": 2})
     tracker.log({"m" * 300: 1.0, "loss": 2.0}, 1)
-    data = mlflow.MlflowClient(uri).get_run(tracker.run_id).data
+    data = mlflow.MlflowClient(store).get_run(tracker.run_id).data
     assert data.metrics == {"m" * 250: 1.0, "loss": 2.0} and data.params == {"k" * 250: "1", "short": "2"}
 
 
@@ -129,11 +135,6 @@ def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path) -> None
     (run,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
     assert run.info.run_name == runner.id and points(client, run.info.run_id, "train/loss") == curve
     assert run.data.params["optim.lr"] == "0.1" and "hidden" not in str(run.data.params)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/store.db"  # to make its tables takes longer than to train
 
 
 def status_in(uri: str, lineage: str) -> str:

@@ -70,7 +70,7 @@ class Scans(Seeing):
         return super().train_step({"input": data["input"].as_tensor(), "target": data["target"].float()})
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_augmented_samples_are_those_of_the_uninterrupted_run(workers: int, cached: bool, tmp_path: Path) -> None:
     whole = seen(partial(Scans, cached=cached), tmp_path / "whole", steps=14)

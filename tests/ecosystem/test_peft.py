@@ -55,7 +55,7 @@ def weights_of(runner: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in runner.unwrapped_model.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", ["causal", "classes"])
+@pytest.mark.parametrize("kind", ["causal", pytest.param("classes", marks=pytest.mark.slow)])
 def test_what_is_trained_is_saved_alone_and_resumed_bitwise(kind: str, tmp_path: Path) -> None:
     averaging = {"ema": {"enabled": True, "decay": 0.5}}
     with Adapting(settings(tmp_path / "whole", 6, **averaging), kind) as whole:
@@ -171,7 +171,7 @@ def test_what_is_frozen_half_way_is_still_saved(tmp_path: Path) -> None:
         assert all(torch.equal(value, expected[name]) for name, value in weights_of(third).items())
 
 
-@pytest.mark.parametrize("kind", ["causal", "classes"])
+@pytest.mark.parametrize("kind", ["causal", pytest.param("classes", marks=pytest.mark.slow)])
 def test_adapters_are_written_as_peft_reads_them(kind: str, tmp_path: Path) -> None:
     more = {} if kind == "classes" else {"modules_to_save": ["wte"]}
     with Adapting(settings(tmp_path, 2), kind, **more) as runner:
@@ -205,6 +205,7 @@ def test_divided_weights_are_known_again_too(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], value) for name, value in resumed.items())
 
 
+@pytest.mark.slow
 def test_an_engine_that_writes_its_own_files_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     with pytest.raises(ValueError, match=r"trainable_only=true\. Received: stack='deepspeed'"):

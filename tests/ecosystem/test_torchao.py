@@ -130,6 +130,7 @@ def test_weights_in_8_bits_in_a_sharded_checkpoint_are_refused_before_anything_i
         assert runner.state.train.global_step == 0
 
 
+@pytest.mark.slow
 def test_a_reader_that_does_not_know_the_class_is_told_what_to_import(tmp_path: Path) -> None:
     with QuantizedBase(settings(tmp_path, 1, "file")) as runner:
         runner.train()

@@ -210,7 +210,7 @@ class Masking(dl.Runner):
         return super().train_step(data)
 
 
-@pytest.mark.parametrize("own_seed", [None, 5])
+@pytest.mark.parametrize("own_seed", [None, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_masks_are_those_of_the_uninterrupted_run(own_seed: int | None, workers: int, tmp_path: Path) -> None:
     loader = {"batch_size": 3, "num_workers": workers}
@@ -242,8 +242,17 @@ def assert_loads_as(auto: Any, directory: Path, model: Any, **options: Any) -> A
     return loaded
 
 
+SAVED = [
+    ("causal", AutoModelForCausalLM),
+    pytest.param("seq2seq", AutoModelForSeq2SeqLM, marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize("road", ["save_pretrained", "export"])
-@pytest.mark.parametrize(("kind", "auto"), [("causal", AutoModelForCausalLM), ("seq2seq", AutoModelForSeq2SeqLM)])
+@pytest.mark.parametrize(
+    ("kind", "auto"),
+    SAVED,
+)
 def test_from_pretrained_loads_what_was_trained(kind: str, auto: Any, road: str, tmp_path: Path) -> None:
     """Tied weights, resized embeddings and the precision come back."""
     model = model_of(kind).to(torch.bfloat16)
