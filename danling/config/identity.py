@@ -290,7 +290,8 @@ def _size_of(section: Mapping[str, object], place: str, accum_steps: object, rep
 def with_update_sizes(settings: Mapping[str, object], replicas: int) -> dict[str, Any]:
     """Return settings with the samples of an update as `global_batch_size`, in the place of all that they follow from.
 
-    Batch sizes of splits that are only evaluated are left out: metrics do not depend on them.
+    Batch sizes of splits that are only evaluated are left out: metrics do not depend on them. With `gradient_sum: canonical` the size of
+    micro-batches stays, as the unit that is added.
     """
     sizes = update_sizes(settings, replicas)
     loading = settings.get("dataloader")
@@ -298,6 +299,9 @@ def with_update_sizes(settings: Mapping[str, object], replicas: int) -> dict[str
         return dict(settings)
     kept = {name: value for name, value in settings.items() if name != "accum_steps" or not sizes}
     trained = {name for name, _ in train_sections(settings)}
+    if settings.get("gradient_sum") == "canonical":
+        held = [section.get("micro_batch_size") for section in (loading, *dict(train_sections(settings)).values())]
+        kept["gradient_sum"] = f"canonical, micro_batch_size={'/'.join(str(size) for size in held if size is not None)}"
     sections = {
         name: _with_size(section, sizes.get(f"dataloader.{name}"), is_known=bool(sizes) or name not in trained)
         for name, section in loading.items()

@@ -20,6 +20,7 @@ from torch import distributed as dist
 from danling.data import DataLoader
 from danling.data.shares import WholeMicroBatches, part
 from danling.distributed import Domain, StepTotals
+from danling.optim import JointOptimizer
 from danling.utils.protocols import ReductionDomain, SteppedOptimizer
 from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter
 
@@ -107,7 +108,8 @@ def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: R
     peaks = torch.zeros(len(gradients), dtype=torch.float64, device=device)
     sums = torch.zeros(len(gradients), dtype=torch.int64, device=device)
     if some:
-        peaks[some] = torch.stack([p.double() for p in torch._foreach_norm([gradients[i] for i in some], torch.inf)])
+        # Quicker than their infinity norms.
+        peaks[some] = torch.stack([torch.stack(torch.aminmax(gradients[i])).abs().max().double() for i in some])
     peaks.nan_to_num_(nan=torch.inf)
     if domain is not None:
         domain.all_reduce(peaks, "max")
@@ -171,13 +173,15 @@ class CanonicalSum:
         optimizer = self._runner.optimizer
         name = type(optimizer).__name__
         received = None
-        if any(group.get("fused") for group in getattr(optimizer, "param_groups", ())):
+        if isinstance(optimizer, JointOptimizer):
+            received = "several optimizers. Take one"
+        elif any(group.get("fused") for group in getattr(optimizer, "param_groups", ())):
             received = f"{name}(fused=True), whose bits depend on where tensors are cut. Set fused=False"
         elif name in _MIXES_ELEMENTS and any(is_sharded(p) for _, p in self._runner.named_parameters()):
             received = f"{name} on shards, whose step of an element depends on others. Train on ddp, or take AdamW"
         if received:
             raise ValueError(
-                f"Expected an optimizer that treats each element by itself with gradient_sum='canonical'. Received: {received}, or set "
+                f"Expected one optimizer that treats each element by itself with gradient_sum='canonical'. Received: {received}, or set "
                 "gradient_sum='fast'."
             )
 
@@ -187,10 +191,13 @@ class CanonicalSum:
         size = sum(local_part(p).nbytes for _, p in self._runner.named_parameters() if p.requires_grad)
         most, device = max(blocks_of(first, count)[1], 1), self._runner.device
         logger.info(
-            "gradient_sum: canonical adds %d micro-batches an update in one order; this rank keeps at most %d gradients, %.1f MB.",
+            "gradient_sum: canonical adds %d micro-batches an update in one order; this rank keeps at most %d gradients, %.1f MB. The bits "
+            "are those of %d thread%s a process.",
             number,
             most,
             most * size / 1e6,
+            torch.get_num_threads(),
+            "" if torch.get_num_threads() == 1 else "s",
         )
         memory = 0
         if device.type == "cuda":

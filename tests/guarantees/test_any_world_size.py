@@ -219,6 +219,22 @@ def test_settings_without_one_order_are_refused(more: dict[str, Any], received: 
     assert received in str(caught.value)
 
 
+def test_the_size_of_micro_batches_belongs_to_the_run() -> None:
+    ids = {
+        (gradient_sum, size): dl.RunnerConfig(
+            settings(
+                Path("nowhere"),
+                gradient_sum=gradient_sum,
+                dataloader={"global_batch_size": 16, "micro_batch_size": size},
+            )
+        ).config_id()
+        for gradient_sum in ("canonical", "fast")
+        for size in (4, 8)
+    }
+    assert ids["fast", 4] == ids["fast", 8]
+    assert len(set(ids.values())) == 3
+
+
 class Unfit(AnySize):
     """Has one part that has no order over ranks."""
 
@@ -230,6 +246,9 @@ class Unfit(AnySize):
             del self.datasets["train"]
         elif part == "batch norm":
             self.model[1] = nn.BatchNorm1d(23)
+        elif part == "phases":
+            layers = {"first": self.model[0], "last": self.model[4]}
+            self.optimizer = {name: torch.optim.SGD(layer.parameters(), lr=0.1) for name, layer in layers.items()}
         elif part == "fused":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
 
@@ -248,6 +267,7 @@ class Unfit(AnySize):
         ("batch norm", "1.running_mean.*GroupNorm"),
         ("fused", r"AdamW\(fused=True\)"),
         ("carry", "self.carry"),
+        ("phases", "several optimizers"),
     ],
 )
 def test_parts_without_one_order_are_refused(part: str, received: str, tmp_path: Path) -> None:
