@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -106,5 +107,5 @@ class AccelerateRunner(TorchRunner):
             stepped=self.preparation.stepped(self.optimizer),
             model=self.model,
             domain=self.data_domain if wrapped else LocalDomain(),
-            unreduced=self._unreduced,
+            unreduced=partial(self._unreduced, self.optimizer),
         )
