@@ -140,9 +140,10 @@ class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
 
     def places(self) -> Iterator[int]:
         """Return where each batch from the position on begins in the order of the pass; padding has the place that it would have."""
-        start = self.consumed
+        start, full, whole = self.consumed, self.division.samples, self._cut(self.division.samples)
         for samples in self._stretches(start):
-            yield from (start + offset for offset, _ in self._cut(samples))
+            for offset, _ in whole if samples == full else self._cut(samples):
+                yield start + offset
             start += samples
 
     def ordinals(self) -> Iterator[tuple[int, int] | None]:

@@ -59,8 +59,8 @@ class RandomKeys:
             self._places.clear()
         place = place or (self._places.get(id(data)) if self.in_update else None) or (placement.data.rank, ordinal)
         self._places[id(data)] = place
-        key = mix_seed(_base(self._runner.seed, "train"), self._runner.state.train.attempted)
-        for index in (placement.replica_group[0], *place, *placement.forward_place):
+        key = mix_seed(_base(self._runner.seed, "train", placement.replica_group[0]), self._runner.state.train.attempted)
+        for index in (*place, *placement.forward_place):
             key = mix_seed(key, index)
         self.key, self._ordinal, self._phase = key, ordinal, 0
         self._seed(key)
@@ -71,7 +71,7 @@ class RandomKeys:
 
         The key is the same on ranks that hold copies of what is stepped.
         """
-        self._seed_update(0, 0, *self._runner.placement.update_place)
+        self._seed_update("update", self._runner.placement.update_place)
         self.in_update = True
         try:
             yield
@@ -97,7 +97,7 @@ class RandomKeys:
                     )
                 shards = any(is_sharded(each) for group in optimizer.param_groups for each in group["params"])
                 place = self._runner.placement.update_place if shards else ()
-                self._seed_update(self._ordinal + 1, self._phase, *place)
+                self._seed_update("early update", (self._ordinal, self._phase, *place))
 
         def after(*_: Any) -> None:
             if session.in_step:
@@ -107,8 +107,8 @@ class RandomKeys:
         closers.callback(register_optimizer_step_pre_hook(before).remove)
         closers.callback(register_optimizer_step_post_hook(after).remove)
 
-    def _seed_update(self, *place: int) -> None:
-        key = mix_seed(_base(self._runner.seed, "update"), self._runner.state.train.attempted)
+    def _seed_update(self, kind: str, place: tuple[int, ...]) -> None:
+        key = mix_seed(_base(self._runner.seed, kind), self._runner.state.train.attempted)
         for index in place:
             key = mix_seed(key, index)
         torch.default_generator.manual_seed(key)

@@ -398,7 +398,7 @@ class TrainingLoop:
         run_window, member, telemetry = runner._parts.run_window, runner.fault_tolerance, runner._reporter
         source = runner._data.begin_pass(split, runner.placement.optimizer)
         runner._bind_reduction()
-        runner._parts.update.split = split
+        runner._parts.update.begin_pass(split)
         runner.observers.notify("pass_started", split)
 
         def read() -> Iterator[Batch]:

@@ -260,7 +260,7 @@ class UpdateStep:
         self.recorder: BatchRecorder | None = None
         self.metrics: TrainMetrics | None = runner._parts.train_metrics
         self.losses = runner._parts.losses
-        self.split = ""
+        self.split, self.reduces_later = "", False
         self.log_every = 1024
         self.steps_scheduler = self.tells_place = False
         self.rates: list[float] = []
@@ -269,6 +269,10 @@ class UpdateStep:
         self._unchecked: tuple[int, Tensor, float | Tensor] | None = None
 
     # Forward and backward
+
+    def begin_pass(self, split: str) -> None:
+        """Prepare for the updates of a pass over a split."""
+        self.split, self.reduces_later = split, self._runner._data.plan.finds_micro_batch_size
 
     def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
         """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run.
@@ -283,14 +287,13 @@ class UpdateStep:
         """
         runner, window = self._runner, self._runner.window
         size, agreement = runner._data.plan.undivided(), runner._parts.agreement
-        reduces_later = runner._data.plan.finds_micro_batch_size
         run = self.run if self.canonical is None else self.canonical.run
         batch = next(batches, None)
         while batch is not None:
             consumed.append(batch)
             closes = len(consumed) == size if batch.closes is None else batch.closes
             upcoming = None if closes else agreement.next_of_window(source, batches)
-            window.reduces = upcoming is None and not reduces_later
+            window.reduces = upcoming is None and not self.reduces_later
             run(batch, runner.train_step)
             batch = upcoming
         return True
