@@ -59,7 +59,9 @@ class RandomKeys:
             self._places.clear()
         place = place or (self._places.get(id(data)) if self.in_update else None) or (placement.data.rank, ordinal)
         self._places[id(data)] = place
-        key = mix_seed(_base(self._runner.seed, "train", placement.replica_group[0]), self._runner.state.train.attempted)
+        key = mix_seed(
+            _base(self._runner.seed, "train", placement.replica_group[0]), self._runner.state.train.attempted
+        )
         for index in (*place, *placement.forward_place):
             key = mix_seed(key, index)
         self.key, self._ordinal, self._phase = key, ordinal, 0
