@@ -19,7 +19,7 @@ from danling.checkpoints import CheckpointDiskError, CheckpointError, storage
 from danling.cli.verify import verify
 
 FIRST, STRUCK, LAST = 3, 4, 6
-SOME = 10
+SOME = 6
 MENDS = (
     "Free some",
     "Give this user the right",

@@ -14,7 +14,6 @@ from danling.checkpoints.manifest import (
     Line,
     Manifest,
     Record,
-    find_problems,
     history_name,
     is_history,
     next_line,
@@ -54,18 +53,6 @@ def test_every_changed_byte_of_it_is_noticed(tmp_path: Path) -> None:
             Manifest.parse(text[:length])
 
 
-def test_levels(tmp_path: Path) -> None:
-    manifest = _manifest(tmp_path)
-    assert find_problems(manifest, tmp_path, "full") == []
-    (tmp_path / "a.bin").write_bytes(b"onf")
-    assert find_problems(manifest, tmp_path, "size") == []
-    assert find_problems(manifest, tmp_path, "full") == ["a.bin has another SHA-256 than was written"]
-    (tmp_path / "a.bin").write_bytes(b"")
-    (tmp_path / "b.bin").unlink()
-    assert find_problems(manifest, tmp_path, "none") == ["b.bin is missing"]
-    assert find_problems(manifest, tmp_path, "size") == ["a.bin has 0 bytes instead of 3", "b.bin is missing"]
-
-
 # Names, lines and retention
 
 
@@ -95,12 +82,6 @@ def test_retention_keeps_the_newest_made_and_what_is_protected() -> None:
     assert to_delete(records, keep=1, protected={1}) == ["ckpt-e000001"]
 
 
-def test_first_save_and_going_on() -> None:
-    assert next_line([], None) == Line(0, (), 0)
-    records = [_record(1), _record(2)]
-    assert next_line(records, records[1]) == Line(0, (), 2)
-
-
 def test_going_back_begins_a_line_without_what_came_after() -> None:
     records = [_record(1), _record(2), _record(3)]
     line = next_line(records, records[0])
@@ -109,13 +90,6 @@ def test_going_back_begins_a_line_without_what_came_after() -> None:
     fourth = _record(4, branch=1, line=line.ancestors)
     again = next_line([*records, fourth, _record(5, branch=1, line=line.ancestors)], fourth)
     assert again == Line(2, ((0, 1), (1, 4)), 5)
-
-
-def test_starting_over_leaves_everything() -> None:
-    records = [_record(1), _record(2)]
-    line = next_line(records, None)
-    assert line == Line(1, (), 2)
-    assert not any(on_line(r, line.branch, line.ancestors) for r in records)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -168,14 +168,6 @@ def test_a_tensor_of_the_same_bytes_and_another_shape_or_dtype_is_written_again(
     manager.close()
 
 
-def test_a_target_that_has_gone_since_is_written_anew(tmp_path: Path) -> None:
-    manager = _manager(tmp_path)
-    payload, before = _ahead(manager, 3)
-    shutil.rmtree(before)
-    manager.save_checkpoint(payload, epoch=0, global_step=3)
-    assert differences(manager.load_checkpoint("latest"), payload) == []
-
-
 def test_retention_counts_no_save_ahead(tmp_path: Path) -> None:
     manager = _manager(tmp_path, keep_latest_k=2)
     for step in range(1, 5):
