@@ -262,7 +262,7 @@ def update_sizes(settings: Mapping[str, Any], replicas: int) -> dict[str, Update
         found["dataloader"] = _size_of(common, "dataloader", accum_steps, replicas)
     sizes = {place: size for place, size in found.items() if size is not None}
     if len({size.samples for size in sizes.values()}) == 1:
-        # In which section one size for all stands is a matter of writing.
+        # One size for all splits may be written in any section.
         return {"dataloader": next(iter(sizes.values()))}
     return sizes
 

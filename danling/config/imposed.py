@@ -1,8 +1,8 @@
-"""Settings that whoever starts a program imposes on its runs, without a change of the program or of its command line.
+"""Settings that the environment imposes on the runs of a program, without a change of the program or of its command line.
 
 `danling audit` and other checks start a user's own program as a child process, and have it train in a scratch directory, from a given
 checkpoint, or on another layout. The program may read its settings from anywhere; so they are changed where all programs come by: a runner
-puts what stands in the environment variable `DANLING_SETTINGS` over the configuration that it was given, before it checks it.
+puts the settings of the environment variable `DANLING_SETTINGS` over the configuration that it was given, before it checks it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MeantRun:
     """Which of the runs that a program makes the settings are meant for: the one that has these names.
 
     Attributes:
-        names: What names it, such as its `lineage`; `None` stands for what its settings leave out.
+        names: What names it, such as its `lineage`; `None` for a key that its settings leave out.
         place: Its directory, which its settings may name in another way; `None` where it has none yet.
         others: Settings by dotted key that other runs of the program get.
         looks: Those that they get where they only look at a run, which stays where it is.

@@ -39,7 +39,7 @@ from .schema import TopLevelConfig
 
 
 class RunnerConfig(TopLevelConfig):
-    """All settings of a run: the library's own keys, and any of the user's beside them.
+    """All settings of a run: the library's own keys, and any of the user's.
 
     The library's sections are closed: an unknown key in them, or a top-level key one slip away from a known one, is an error that
     names the nearest. Other top-level keys that are set in code are the user's: `config.model.width = 64` makes the section `model`.
@@ -252,7 +252,7 @@ class RunnerConfig(TopLevelConfig):
 
         Raises:
             ValueError: If a key is unknown or a value out of bounds. At its top level a configuration has the keys of the library,
-                those that its class declares, and those that were set in code before; sections of one's own are open.
+                those that its class declares, and those that were set in code before; the user's sections are open.
             TypeError: If a value does not fit its key, naming it.
             SystemExit: After `--help`; with exit code 2 and the usage for any of these errors in `sys.argv`.
         """

@@ -162,7 +162,7 @@ class CheckpointConfig(ClosedSection):
     exclude_from_loading: list[str] | None = None
     """Keys or dotted paths of a checkpoint that are not loaded; checkpoints of runs that left the same out are loaded whole."""
     last_save_model_only: bool = False
-    """Write the trained model, without training state, as an export beside the last checkpoint."""
+    """Write the trained model, without training state, as an export next to the last checkpoint."""
     export_dtype: str | None = None
     """Floating dtype of that export, such as bfloat16; none keeps each tensor's own."""
     enable_ft_dataloader_checkpoints: bool = False
@@ -258,13 +258,13 @@ class CompileConfig(ClosedSection):
     optimize_ddp: str | bool | None = "ddp_optimizer"
     """How the compiler splits graphs for DDP."""
     precompile_artifact_dir: str | None = None
-    """Directory in which the graph stack keeps compiled code and loads it; whoever can write there can run code."""
+    """Directory in which the graph stack keeps compiled code and loads it; a person who can write there can run code."""
     memory_policy: str | None = None
     """What the graph stack keeps for the backward: default, budget:<x> with 0 < x < 1, recompute."""
 
 
 class CommConfig(ClosedSection):
-    """Timeouts of process groups, and what is said of ranks that others wait for."""
+    """Timeouts of process groups, and messages about ranks that others wait for."""
 
     _path: ClassVar[str] = "comm"
 

@@ -30,7 +30,7 @@ class MetricSet:
     object of its class.
 
     Args:
-        metrics: Metrics by name; a name of `""` stands for an object whose metrics have names of their own.
+        metrics: Metrics by name; a name of `""` is for an object whose metrics have names of their own.
     """
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from danling.utils.protocols import ReductionDomain
 class Meter:
     """Sum and weight of one metric, in float64.
 
-    On the CPU they are Python floats; on an accelerator 0-dim tensors that nobody waits for.
+    On the CPU they are Python floats; on an accelerator 0-dim tensors, which are not waited for.
     """
 
     __slots__ = ("sum", "terms", "weight")

@@ -19,7 +19,7 @@ _ASSIGNED = ("model", "criterion", "optimizer", "scheduler", "datasets", "datalo
 
 
 def check_model(model: object, present: Iterable[str]) -> None:
-    """Refuse what is no module."""
+    """Refuse a model that is no module, or whose weights are not made yet."""
     if isinstance(model, nn.Module):
         lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
         if lazy is not None:
@@ -57,7 +57,7 @@ def check_scheduler(scheduler: object) -> None:
 
 
 def check_optimizer(optimizer: object, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse what is no optimizer, or none of this model."""
+    """Refuse an optimizer that is none, or that has no parameter of this model."""
     if optimizer is None:
         return
     if isinstance(optimizer, (list, tuple, Mapping)):

@@ -18,7 +18,7 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
     Submodules are found as attributes too, as if they had been imported.
 
     Importing torch takes seconds; what needs no torch, such as most of the command line, should not wait for it. Bind the
-    two under `if not TYPE_CHECKING`, with plain imports for type checkers beside them: a `__getattr__` that type checkers
+    two under `if not TYPE_CHECKING`, with plain imports for type checkers in the other branch: a `__getattr__` that type checkers
     see would let every misspelled name pass.
     """
     home = {name: module for module, names in homes.items() for name in names}

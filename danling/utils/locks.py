@@ -105,7 +105,7 @@ class FileLock:
         return self._finalizer is not None and self._finalizer.alive
 
     def acquire(self) -> bool:
-        """Take it if nobody has it, without waiting, and return whether this process has it now."""
+        """Take it if it is free, without waiting, and return whether this process has it now."""
         if self.held:
             return True
         path = self.file.parent.resolve() / self.file.name
@@ -119,9 +119,7 @@ class FileLock:
                 return False
             if _is_same_file(handle, path):
                 break
-            os.close(
-                handle
-            )  # its holder has removed it since it was opened: the lock is one on a file that nobody finds
+            os.close(handle)  # its holder has removed the file since it was opened: no other process would find it
         self._handle = handle
         self._finalizer = weakref.finalize(self, _give_back, handle, path, os.getpid())
         _held_here[path] = (os.getpid(), weakref.ref(self))
@@ -196,7 +194,7 @@ class FileLock:
     def confirm(self) -> bool:
         """Take it once more, and return whether this process has it still.
 
-        A program that opens and closes the file, as by copying the directory, gives it up without knowing; as long as nobody else has
+        A program that opens and closes the file, as by copying the directory, gives it up without knowing; if no other process has
         taken it meanwhile, it is this process's again.
         """
         if not self.held or self._handle is None or not self.works:
@@ -234,7 +232,7 @@ def _open_made(path: Path, directory: Path) -> int:
 def _is_held_here(path: Path) -> bool:
     if not _is_alive(path):
         return False
-    gc.collect()  # whoever held it may be gone, and only not collected yet
+    gc.collect()  # its owner may be gone, and only not collected yet
     return _is_alive(path)
 
 
@@ -255,7 +253,7 @@ def _give_back(handle: int, path: Path, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child, which never had it
     _held_here.pop(path, None)
-    # Removed while it is still held: whoever opens the path from now on makes a new file.
+    # Removed while it is still locked: the next one that opens the path makes a new file.
     try:
         if _is_same_file(handle, path):
             os.unlink(path)
@@ -299,9 +297,9 @@ def exclusive(path: Path) -> Iterator[None]:
 
 @contextmanager
 def shared(path: Path, *, seconds: float) -> Iterator[None]:
-    """Hold a lock beside other readers, and keep those out who ask for it by `exclusive`.
+    """Hold a lock together with other readers, against those that ask for it by `exclusive`.
 
-    Where its file can neither be opened nor made, and on a file system without locks, nobody writes through this library: nothing is held.
+    Where its file can neither be opened nor made, and on a file system without locks, nothing writes there: no lock is taken.
     """
     handle = _open_to_share(path)
     try:

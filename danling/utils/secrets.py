@@ -11,7 +11,7 @@ _ENDINGS = ("_token", "_api_key", "_password", "_secret")
 _SHORTEST = 6
 
 LEFT_OUT = "[left out: it looks like a secret]"
-"""What stands in a patch in the place of a line."""
+"""Replaces a line of a patch."""
 
 
 def names_secret(key: str, listed: Collection[str] = ()) -> bool:

@@ -21,7 +21,7 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor; nobody has one who has not imported its module."""
+    """Whether a tensor is a DTensor; without its module there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return type(tensor) is not Tensor and module is not None and isinstance(tensor, module.DTensor)
 
