@@ -145,11 +145,13 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "sizes"),
     [
-        ("mlp", None, [(2, {}), (3, {})]),
-        pytest.param("mlp", None, [(4, {}), (5, {}), (8, {}), (2, REPLICATE)], marks=slow),
-        pytest.param("mlp", "bf16", [(2, {}), (3, {}), (4, {}), (5, {}), (8, {})], marks=slow),
-        pytest.param("gpt", None, [(2, {}), (3, {}), (4, {}), (5, {}), (8, {})], marks=slow),
-        pytest.param("gpt", "bf16", [(2, {}), (3, {}), (4, {}), (5, {}), (8, {})], marks=slow),
+        ("mlp", None, [(2, {}), (3, {}), (2, FSDP)]),
+        pytest.param("mlp", None, [(4, {}), (5, {}), (8, {}), (2, REPLICATE), (1, FSDP), (4, FSDP)], marks=slow),
+        pytest.param("mlp", "bf16", [(2, {}), (3, {}), (4, {}), (5, {}), (8, {}), (2, FSDP), (4, FSDP)], marks=slow),
+        pytest.param(
+            "gpt", None, [(2, {}), (3, {}), (4, {}), (5, {}), (8, {}), (1, FSDP), (2, FSDP), (4, FSDP)], marks=slow
+        ),
+        pytest.param("gpt", "bf16", [(2, {}), (3, {}), (4, {}), (5, {}), (8, {}), (2, FSDP), (4, FSDP)], marks=slow),
     ],
 )
 def test_one_hash(model: str, precision: str | None, sizes: list[tuple[int, dict[str, Any]]], tmp_path: Path) -> None:
