@@ -86,22 +86,17 @@ class Audits:
         settings = RecordSettings.of(self.runner.config.audit.gradients, self.runner.config.precision)
         return None if settings is None else LayoutRecorder(settings, self.runner)
 
-    def see_updates(self, update: UpdateStep) -> None:
-        """Let what closes windows tell of each update.
-
-        Args:
-            update: What closes windows.
-        """
+    def observe(self) -> None:
+        """Add what observes the run. Called once, before it trains."""
         runner, target = self.runner, self.runner.config.audit.until
-        observers = runner.observers
-        if self.recorder is not None:
-            observers.append(self.recorder)
-            update.recorder = self.recorder
+        until = None if target is None else Until(runner, target)
+        runner.observers.extend(each for each in (self.recorder, self.updates, until) if each is not None)
+
+    def see_updates(self, update: UpdateStep) -> None:
+        """Let the recorder see samples, and digests travel with the collective of each update."""
+        update.recorder = self.recorder
         if self.updates is not None:
-            observers.append(self.updates)
             update.sync.riders.append(self.updates)
-        if target is not None:
-            observers.append(Until(runner, target))
 
     def around(self, run_window: RunWindow) -> RunWindow:
         """Return what runs the micro-batches of an update, and runs them again where that is asked for."""

@@ -176,6 +176,8 @@ class TorchRunner(BaseRunner):
         if self.config.train_metrics:
             self._parts.train_metrics = TrainMetrics(self._parts.metrics, self.config.train_metrics, self.meters)
         self.observers.extend([ComponentWatch(self), RunRecorder(self), RankWatching(self)])
+        if self._parts.audits is not None:
+            self._parts.audits.observe()
 
     def __post_init__(self) -> None:
         """Finish construction, restore the checkpoint, and warn of settings without an effect. Called on all ranks."""

@@ -87,6 +87,7 @@ def test_a_clock_that_is_off(bucket: str, proxy: FaultProxy, tmp_path: Path) -> 
 
 
 def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, moto: ObjectServer, tmp_path: Path) -> None:
+    monkeypatch.setattr("danling.remote.store.STARTING_SECONDS", 1.0)
     for name, value in moto.environment("http://127.0.0.1:9").items():
         monkeypatch.setenv(name, value)
     assert "Look whether the store can be reached" in refusal(settings(tmp_path, "s3://bucket"), RemoteError)

@@ -73,7 +73,7 @@ def run(root: Path, layout: str, url: str | None, *, stop_at: int | None = None)
 
 @pytest.mark.parametrize(
     "route",
-    [["FSDP 2", "one", "FSDP 2"], pytest.param(["FSDP 4", "TP 2", "FSDP 2", "one"], marks=pytest.mark.slow)],
+    [["FSDP 2", "one"], pytest.param(["FSDP 4", "TP 2", "FSDP 2", "one"], marks=pytest.mark.slow)],
     ids=" - ".join,
 )
 def test_goes_on_at_another_layout_on_empty_machines(
