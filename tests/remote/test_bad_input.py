@@ -94,7 +94,7 @@ def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, moto: O
 
 
 def test_a_prefix_of_another_run(bucket: str, tmp_path: Path) -> None:
-    with TracingRunner(settings(tmp_path / "other", f"s3://{bucket}/other", lr=None) | {"seed": 4}) as runner:
+    with TracingRunner(settings(tmp_path / "other", f"s3://{bucket}/other") | {"seed": 4}) as runner:
         runner.train()
         other = runner.workspace.dir
     config = settings(tmp_path / "own", f"s3://{bucket}")
