@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from .batching import AUTO, divide_updates, merge_settings
 from .build import build_dataloader, order_setting
+from .collation import move_to_device
 from .datamodule import LoaderSettings, from_datamodule
 from .keyed import KeyedDataset
 from .loader import DataLoader
 from .mixture import Mixture
-from .movement import move_to_device
 from .packing import Packed, TokenBudget, cu_seqlens
 from .randomness import derive_seed, mix_seed, seed_streams
 from .sampler import PositionedBatchSampler
-from .shares import Division
+from .shares import AUTO, Division, divide_updates, merge_settings
 from .source import PLACEHOLDER, BatchSource, open_source
 from .splits import Splits
 from .windows import Batch, ReaderPlace, WindowLoader

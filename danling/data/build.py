@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from danling.utils.messages import did_you_mean
 
-from .batching import OWN, divide_updates
 from .keyed import KEYED
 from .loader import DataLoader, check_settings
 from .order import OrderedDataset
 from .packing import TokenBudget
 from .sampled import SampledLoader, yields_batches
+from .shares import OWN, divide_updates
 from .stream_loader import StreamLoader
 from .workers import WorkerInit
 

@@ -1,12 +1,14 @@
-"""Making a batch of samples: as torch does, and for samples of libraries that torch does not know as the library does."""
+"""Makes a batch of samples, and moves it to the device."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data._utils.collate import collate as collate_by_type
 from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
 
@@ -42,3 +44,52 @@ _LIBRARIES: dict[str, Callable[[ModuleType], list[tuple[type, _Collates]]]] = {
     "torch_geometric.data": _of_torch_geometric,
 }
 """By module: the types of its samples, and what makes a batch of them."""
+
+
+def move_to_device(batch: object, device: torch.device, non_blocking: bool = True) -> object:
+    """Return a batch with its tensors on `device`.
+
+    Tensors are found in mappings, lists, tuples and named tuples, at any depth; an object with a method `to` is asked
+    to move itself; anything else is returned as it is. For the CPU, where loaders put their batches, the batch itself
+    is returned.
+
+    Args:
+        batch: The batch.
+        device: Where to.
+        non_blocking: Do not let the host wait for copies from pinned memory
+            (https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html).
+    """
+    return batch if device.type == "cpu" else _move(batch, device, non_blocking)
+
+
+def _move(value: Any, device: torch.device, non_blocking: bool) -> object:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if type(value) in (list, tuple):
+        return type(value)([_move(item, device, non_blocking) for item in value])
+    if type(value) is dict:
+        return {key: _move(item, device, non_blocking) for key, item in value.items()}
+    if value is None or isinstance(value, (str, bytes, int, float)):
+        return value
+    if callable(getattr(value, "to", None)) and not isinstance(value, type):
+        return _ask_to_move(value, device, non_blocking)
+    return _move_container(value, device, non_blocking)
+
+
+def _ask_to_move(value: Any, device: torch.device, non_blocking: bool) -> object:
+    try:
+        return value.to(device, non_blocking=non_blocking)
+    except TypeError:
+        # Not everyone who has `to` knows about blocking.
+        return value.to(device)
+
+
+def _move_container(value: object, device: torch.device, non_blocking: bool) -> object:
+    kind: Any = type(value)
+    if isinstance(value, Mapping):
+        return kind({key: _move(item, device, non_blocking) for key, item in value.items()})
+    if isinstance(value, (tuple, MutableSequence)):
+        items = [_move(item, device, non_blocking) for item in value]
+        # A named tuple takes its fields one by one.
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    return value

@@ -14,7 +14,7 @@ from .datamodule import LoaderSettings
 from .keyed import KeyedLoader
 from .loader import DataLoader
 from .source import BatchSource, open_source
-from .splits import DividedSettings, Splits, UpdatePlan
+from .splits import DividedSettings, Splits
 from .stream_loader import StreamLoader
 from .windows import ReaderPlace, WindowLoader
 
@@ -108,43 +108,11 @@ class RunData:
     """The data of a run."""
 
     def __init__(
-        self,
-        run: BaseRunner,
-        *,
-        own_accum_steps: bool = False,
-        unsaved_updates: Callable[[], int | None] = lambda: None,
-        waiting: Callable[[int], None] = lambda place: None,
-        waited: Callable[[], None] = lambda: None,
-        over: Callable[[], None] = lambda: None,
-        divided: DividedSettings | None = None,
+        self, run: BaseRunner, *, own_accum_steps: bool = False, divided: DividedSettings | None = None
     ) -> None:
         self._run = run
-        self._unsaved_updates, self._over = unsaved_updates, over
-        self._waiting, self._waited = waiting, waited
-        self._own_accum_steps = own_accum_steps
-        self.splits = Splits(
-            lambda: run.datasets,
-            lambda: run.dataloaders,
-            lambda key: run.config.get(key, None),
-            accum_steps=self.undivided,
-            divided=divided,
-        )
-        self.plan = UpdatePlan(
-            self.splits,
-            trained=lambda: run.train_splits,
-            shares=lambda split: self.place(split)[1],
-            accum_steps=self.undivided,
-        )
+        self.splits = Splits(run, own_accum_steps=own_accum_steps, divided=divided)
         self.sources = Sources(run, self.open)
-
-    def undivided(self) -> int:
-        """Return the micro-batches of an update that is not divided."""
-        return self._run.accum_steps if self._own_accum_steps else int(self._run.config.accum_steps)
-
-    def place(self, split: str) -> tuple[int, int]:
-        """Return which share of a split this rank reads, and how many shares there are. May be called on one rank."""
-        run = self._run
-        return run.placement.share(trained=run.mode == "train" and split in run.train_splits)
 
     def open(self, split: str, loader: object) -> BatchSource:
         """Return the batches of a loader of a split."""
@@ -152,15 +120,15 @@ class RunData:
         return open_source(
             loader,
             split=split,
-            rank=self.place(split)[0],
-            world_size=self.place(split)[1],
+            rank=self.splits.share(split)[0],
+            world_size=self.splits.share(split)[1],
             seed=run.seed,
             reads=placement.reads_data,
             place=self._reader_place(split, loader) if isinstance(loader, WindowLoader) else None,
         )
 
     def _reader_place(self, split: str, loader: WindowLoader) -> ReaderPlace:
-        run, (rank, size) = self._run, self.place(split)
+        run, (rank, size) = self._run, self.splits.share(split)
         if run.placement.replica_group[1] > 1:
             raise ValueError(
                 f"Expected a loader that replica groups can divide anew for split {split!r}. Received: a {type(loader).__name__}, which "
@@ -170,15 +138,15 @@ class RunData:
             split=split,
             rank=rank,
             world_size=size,
-            accum_steps=self.undivided(),
+            accum_steps=self.splits.undivided(),
             seed=run.seed,
             is_main=run.is_main_process,
             trained=run.mode == "train" and split in run.train_splits,
             run=lambda: run.id,
-            unsaved_updates=self._unsaved_updates,
-            waiting=self._waiting,
-            waited=self._waited,
-            over=self._over,
+            unsaved_updates=run._unsaved_updates,
+            waiting=lambda place: run._session.leave_wait(place, run.placement.optimizer),
+            waited=lambda: run._session.end_wait(run.placement.optimizer),
+            over=lambda: run._session.leave_pass(),
         )
 
     def commit_saved(self, payload: Mapping[str, Any]) -> None:
@@ -243,7 +211,7 @@ class RunData:
         run = self._run
         if isinstance(dataset, LoaderSettings):
             dataset = dataset.dataset
-        settings, (rank, size) = self.splits.settings(split), self.place(split)
+        settings, (rank, size) = self.splits.settings(split), self.splits.share(split)
         sampler = run.build_datasampler(split, dataset)
         if sampler is not None:
             self.splits.divide_themselves.add(split)

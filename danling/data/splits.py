@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
 from danling.utils.messages import did_you_mean, nearest
 from danling.utils.protocols import ReductionDomain
 
-from .batching import AUTO, divide_updates, merge_settings
 from .datamodule import LoaderSettings
 from .loader import DataLoader
-from .shares import Division
+from .shares import AUTO, Division, divide_updates, merge_settings
+
+if TYPE_CHECKING:
+    from danling.runners.base_runner import BaseRunner
 
 DividedSettings = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
 """Returns the settings of a split to train on that take the place of given ones; it is told whether the data divides itself."""
@@ -23,13 +25,11 @@ _SCORED_FIRST = ("val", "validate", "validation", "valid", "dev")
 
 
 class Splits:
-    """Datasets and loaders by split, read anew at every question: a program may add some at any time.
+    """Datasets and loaders by split, and what an update is made of, read anew at every question: a program may change them at any time.
 
     Args:
-        datasets: Returns the datasets by split.
-        loaders: Returns the loaders by split.
-        setting: Returns a setting of the run by name, `None` where it is not set.
-        accum_steps: Returns the micro-batches of an update that is not divided; by default the setting of that name.
+        run: The runner.
+        own_accum_steps: The runner says by itself how many micro-batches an update that is not divided has; else the setting does.
         divided: Returns the settings of a split to train on by which its updates are divided, where a check of layouts wants others than
             are set; `None` where none does. It is told whether its data divides itself over the ranks.
 
@@ -40,33 +40,23 @@ class Splits:
     """
 
     def __init__(
-        self,
-        datasets: Callable[[], Mapping[str, object]],
-        loaders: Callable[[], Mapping[str, object]],
-        setting: Callable[[str], Any],
-        *,
-        accum_steps: Callable[[], int] | None = None,
-        divided: DividedSettings | None = None,
+        self, run: BaseRunner, *, own_accum_steps: bool = False, divided: DividedSettings | None = None
     ) -> None:
         self.lengths: dict[str, int | None] | None = None
         self.divide_themselves: set[str] = set()
+        self._run = run
+        self._own_accum_steps = own_accum_steps
         self._divided = divided
-        self._datasets = datasets
-        self._loaders = loaders
-        self._setting = setting
-        self._accum_steps = accum_steps or (lambda: int(setting("accum_steps")))
+
+    def _setting(self, name: str) -> Any:
+        return self._run.config.get(name, None)
 
     # Names
 
     @property
     def names(self) -> list[str]:
         """All splits, those with a dataset first."""
-        return list(dict.fromkeys([*self._datasets(), *self._loaders()]))
-
-    @property
-    def loaded(self) -> list[str]:
-        """Those with a loader."""
-        return list(self._loaders())
+        return list(dict.fromkeys([*self._run.datasets, *self._run.dataloaders]))
 
     def check(self, split: str) -> None:
         """Raise a `ValueError` that lists the splits when `split` is none of them."""
@@ -117,8 +107,9 @@ class Splits:
         check_named_once(names, f"the splits to {verb}")
         if not names:
             raise ValueError(
-                f"Expected at least one split to {verb}. Received: datasets={sorted(self._datasets())}, "
-                f"dataloaders={sorted(self._loaders())}.{self._misspelled(verb)} Put a dataset into `self.datasets`, or name the split."
+                f"Expected at least one split to {verb}. Received: datasets={sorted(self._run.datasets)}, "
+                f"dataloaders={sorted(self._run.dataloaders)}.{self._misspelled(verb)} Put a "
+                "dataset into `self.datasets`, or name the split."
             )
         return names
 
@@ -157,7 +148,7 @@ class Splits:
     def settings(self, split: str) -> dict[str, Any]:
         """Return the settings under `dataloader` with those that a dataset comes with, and the overrides of the split, merged in."""
         common, own = self._given(split)
-        dataset = self._datasets().get(split)
+        dataset = self._run.datasets.get(split)
         if isinstance(dataset, LoaderSettings):
             common = merge_settings(common, dataset.settings)
         merged = merge_settings(common, own)
@@ -171,7 +162,7 @@ class Splits:
         """Return the settings under `dataloader` that all splits share, and those of one split."""
         section = self._setting("dataloader")
         given = dict(section.items()) if section else {}
-        own, names = given.get(split), {*self._datasets(), *self._loaders()}
+        own, names = given.get(split), {*self._run.datasets, *self._run.dataloaders}
         common = {key: value for key, value in given.items() if key not in names}
         return common, dict(own.items()) if isinstance(own, Mapping) else {}
 
@@ -181,7 +172,7 @@ class Splits:
         Args:
             split: The split.
         """
-        if not isinstance(self._datasets().get(split), LoaderSettings):
+        if not isinstance(self._run.datasets.get(split), LoaderSettings):
             return []
         taken = self.settings(split)
         return [key for key, value in merge_settings(*self._given(split)).items() if taken.get(key) != value]
@@ -189,7 +180,7 @@ class Splits:
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting that all splits share and that some do not have; see `replaced`."""
         splits: dict[str, list[str]] = {}
-        for split in self._datasets():
+        for split in self._run.datasets:
             for key in self.replaced(split):
                 splits.setdefault(key, []).append(split)
         return [
@@ -198,56 +189,86 @@ class Splits:
             for key, without in splits.items()
         ]
 
-    def division(self, split: str, world_size: int) -> Division | None:
-        """Return how updates of a split to train on are divided over ranks and micro-batches.
+    # Updates
 
-        Args:
-            split: The split.
-            world_size: Number of ranks that read different data of it.
+    def share(self, split: str) -> tuple[int, int]:
+        """Return which share of a split this rank reads, and how many shares there are. May be called on one rank."""
+        run = self._run
+        return run.placement.share(trained=run.mode == "train" and split in run.train_splits)
+
+    def undivided(self) -> int:
+        """Return the micro-batches of an update that is not divided."""
+        return self._run.accum_steps if self._own_accum_steps else int(self._run.config.accum_steps)
+
+    def division(self, split: str | None = None) -> Division | None:
+        """Return how updates of a split to train on, by default the first one, are divided over ranks and micro-batches.
 
         Returns:
             `None` where batches have a size of their own, and `accum_steps` of them make an update.
         """
-        loader = self._loaders().get(split)
+        if split is None:
+            split = next(iter(self._run.train_splits), None) if self.names else None
+        if split is None:
+            return None
+        loader = self._run.dataloaders.get(split)
         if loader is not None:
             return loader.division if isinstance(loader, DataLoader) else None
         return divide_updates(
             self.settings(split),
             split=split,
             train=True,
-            world_size=world_size,
-            accum_steps=int(self._setting("accum_steps")),
+            world_size=self.share(split)[1],
+            accum_steps=int(self._run.config.accum_steps),
             canonical=self._setting("gradient_sum") == "canonical",
         )[1]
 
-    def batch_size(self, split: str) -> int | None:
-        """Return the batch size of a rank on a split whose updates are not divided; `None` where its loader does not say."""
-        size: int | None = getattr(self._loaders().get(split), "batch_size", None)
+    @property
+    def micro_batches(self) -> int | None:
+        """Micro-batches of a full update that is divided, of the first split to train on; `None` where none is."""
+        division = self.division()
+        return None if division is None else division.micro_batches
+
+    @property
+    def batch_size(self) -> int | None:
+        """Batch size of a rank on the first split to train on, or the most samples that it holds at once; `None` when not known."""
+        split = next(iter(self._run.train_splits), None) or next(iter(self._run.dataloaders), None)
+        if split is None:
+            return None
+        if (division := self.division()) is not None:
+            return division.micro_batch_size
+        size: int | None = getattr(self._run.dataloaders.get(split), "batch_size", None)
         return size if size is not None else self.settings(split).get("batch_size")
 
-    def find_micro_batch_size(self, trained: Iterable[str]) -> bool:
+    @property
+    def finds_micro_batch_size(self) -> bool:
         """Whether the micro-batches of a split to train on are halved when memory runs out."""
-        built = [split for split in trained if split in self._datasets()]
+        built = [split for split in self._run.train_splits if split in self._run.datasets] if self.names else []
         return any(self.settings(split).get("micro_batch_size") == AUTO for split in built)
 
-    def hold_at_most(self, samples: int, trained: Iterable[str]) -> None:
-        """Cut the updates of splits to train on so that a rank holds at most so many samples at once."""
-        for split in trained:
-            loader = self._loaders().get(split)
+    def hold_at_most(self, samples: int | None) -> None:
+        """Cut updates so that a rank holds at most so many samples at once, where their size is to be found."""
+        if samples is None or not self.finds_micro_batch_size:
+            return
+        for split in self._run.train_splits:
+            loader = self._run.dataloaders.get(split)
             if isinstance(loader, DataLoader) and loader.division is not None:
-                loader.hold_at_most(samples)
+                loader.hold_at_most(samples or 1)
 
     # Lengths
 
     def own_lengths(self, trained: Iterable[str]) -> dict[str, int | None]:
         """Return the updates of a pass over each split to train on, as far as the loaders of this rank know."""
-        loaders = self._loaders()
+        loaders = self._run.dataloaders
         return {split: self._updates_of_pass(loaders[split]) for split in trained if split in loaders}
 
-    def _updates_of_pass(self, loader: object) -> int | None:
+    def _updates_of_pass(self, loader: Any) -> int | None:
         known = loader.num_updates if isinstance(loader, DataLoader) else None
-        length = _length(loader)
-        return known if known is not None or length is None else -(-length // self._accum_steps())
+        if known is not None:
+            return known
+        try:
+            return -(-len(loader) // self.undivided())
+        except (TypeError, NotImplementedError):
+            return None
 
     def agree_lengths(self, trained: Iterable[str], domain: ReductionDomain) -> None:
         """Agree on the lengths: a pass ends with the shortest loader. Called on all ranks of the domain.
@@ -257,7 +278,7 @@ class Splits:
         Raises:
             ValueError: If a dataset that the library divides has another length on another rank.
         """
-        mine, loaders = self.own_lengths(trained), self._loaders()
+        mine, loaders = self.own_lengths(trained), self._run.dataloaders
         known = {split: loaders[split] for split in mine}
         samples = {split: loader.length for split, loader in known.items() if isinstance(loader, DataLoader)}
         ranks = domain.gather_objects((mine, samples))
@@ -270,62 +291,12 @@ class Splits:
                 )
         self.lengths = {split: _shortest([updates.get(split) for updates, _ in ranks]) for split in mine}
 
-    def updates(self, trained: Iterable[str]) -> int | None:
-        """Return the updates of one pass over all splits to train on; `None` where a loader does not know, or there are none."""
-        lengths = self.lengths if self.lengths is not None else self.own_lengths(trained)
-        known = [length for length in lengths.values() if length is not None]
-        return sum(known) or None if len(known) == len(lengths) else None
-
-
-class UpdatePlan:
-    """What an update is made of on this rank, read anew at every question: settings and loaders may change at any time."""
-
-    def __init__(
-        self,
-        splits: Splits,
-        *,
-        trained: Callable[[], Sequence[str]],
-        shares: Callable[[str], int],
-        accum_steps: Callable[[], int],
-    ) -> None:
-        self.undivided = accum_steps
-        self._splits, self._trained, self._shares = splits, trained, shares
-
-    def division(self, split: str | None = None) -> Division | None:
-        """Return how updates are divided over ranks and micro-batches; `None` where batches have a size of their own."""
-        if split is None:
-            split = next(iter(self._trained()), None) if self._splits.names else None
-        return self._splits.division(split, self._shares(split)) if split is not None else None
-
-    @property
-    def micro_batches(self) -> int | None:
-        """Micro-batches of a full update that is divided, of the first split to train on; `None` where none is."""
-        division = self.division()
-        return None if division is None else division.micro_batches
-
-    @property
-    def batch_size(self) -> int | None:
-        """Batch size of a rank on the first split to train on, or the most samples that it holds at once; `None` when not known."""
-        split = next(iter(self._trained()), None) or next(iter(self._splits.loaded), None)
-        if split is None:
-            return None
-        division = self.division()
-        return division.micro_batch_size if division is not None else self._splits.batch_size(split)
-
     @property
     def updates_of_epoch(self) -> int | None:
-        """Updates of one pass over all splits to train on; `None` where a loader does not know."""
-        return self._splits.updates(self._trained())
-
-    @property
-    def finds_micro_batch_size(self) -> bool:
-        """Whether the micro-batches of a split to train on are halved when memory runs out."""
-        return bool(self._splits.names) and self._splits.find_micro_batch_size(self._trained())
-
-    def hold_at_most(self, samples: int | None) -> None:
-        """Cut updates so that a rank holds at most so many samples at once."""
-        if samples is not None and self.finds_micro_batch_size:
-            self._splits.hold_at_most(samples or 1, self._trained())
+        """Updates of one pass over all splits to train on; `None` where a loader does not know, or there are none."""
+        lengths = self.lengths if self.lengths is not None else self.own_lengths(self._run.train_splits)
+        known = [length for length in lengths.values() if length is not None]
+        return sum(known) or None if len(known) == len(lengths) else None
 
 
 def check_named_once(splits: Sequence[str], where: str) -> None:
@@ -341,10 +312,3 @@ def check_named_once(splits: Sequence[str], where: str) -> None:
 def _shortest(lengths: Sequence[int | None]) -> int | None:
     known = [length for length in lengths if length is not None]
     return min(known) if len(known) == len(lengths) else None
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

@@ -29,7 +29,7 @@ class RunRecorder(Observer):
         runner = self._runner
         model = self._model()  # on all ranks
         if runner.is_main_process:
-            division, optimizer, scheduler = runner._data.plan.division(), runner.optimizer, runner.scheduler
+            division, optimizer, scheduler = runner._data.splits.division(), runner.optimizer, runner.scheduler
             record = {
                 "model": model,
                 "criterion": _kind(runner.criterion),

@@ -59,7 +59,7 @@ class RunReport:
             stack=f"{runner.stack}, {config.precision or 'fp32'}",
             parameters=describe_parameters((p.numel(), p.requires_grad) for _, p in runner.named_parameters()),
             batches=describe_batches(
-                runner.batch_size, runner.accum_steps, runner._data.plan.division(), distributed=runner.distributed
+                runner.batch_size, runner.accum_steps, runner._data.splits.division(), distributed=runner.distributed
             ),
             directory=runner.workspace.dir,
         ):

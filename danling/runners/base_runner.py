@@ -176,10 +176,6 @@ class BaseRunner(metaclass=MetaRunner):
         self._data = RunData(
             self,
             own_accum_steps=type(self).accum_steps is not BaseRunner.accum_steps,
-            unsaved_updates=self._unsaved_updates,
-            waiting=lambda place: self._session.leave_wait(place, self.placement.optimizer),
-            waited=lambda: self._session.end_wait(self.placement.optimizer),
-            over=self._session.leave_pass,
             divided=load("audit").divide_for_check(self) if self.config.audit.gradients.dir is not None else None,
         )
         self._keys = RandomKeys(self)
@@ -694,7 +690,7 @@ class BaseRunner(metaclass=MetaRunner):
         """
         if self.config.epochs is None:
             return self.config.steps
-        return (self._data.plan.updates_of_epoch or 0) * (self.epochs or 0) or None
+        return (self._data.splits.updates_of_epoch or 0) * (self.epochs or 0) or None
 
     @property
     def is_step_mode(self) -> bool:
@@ -704,7 +700,7 @@ class BaseRunner(metaclass=MetaRunner):
     @property
     def accum_steps(self) -> int:
         """Micro-batches of an update on each rank; with `dataloader.global_batch_size` those of a full update on the first split."""
-        return self._data.plan.micro_batches or int(self.config.accum_steps)
+        return self._data.splits.micro_batches or int(self.config.accum_steps)
 
     @property
     def batch_size(self) -> int | None:
@@ -712,7 +708,7 @@ class BaseRunner(metaclass=MetaRunner):
 
         With `dataloader.global_batch_size` the most samples that a rank holds at once.
         """
-        return self._data.plan.batch_size
+        return self._data.splits.batch_size
 
     @property
     def progress(self) -> float:
@@ -979,7 +975,7 @@ class BaseRunner(metaclass=MetaRunner):
                 "The run goes on, but not bitwise as it would have. Its checkpoint was computed with %s.",
                 "; ".join(changed),
             )
-        self._data.plan.hold_at_most(self.state.elastic.micro_batch_size)
+        self._data.splits.hold_at_most(self.state.elastic.micro_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values.

@@ -198,7 +198,7 @@ class TorchRunner(BaseRunner):
 
         No communication: may be called on one rank.
         """
-        plan, splits, trained = self._data.plan, self._data.splits, self.train_splits
+        splits, trained = self._data.splits, self.train_splits
         built = [self.sources[split] for split in self.datasets if split in self.sources]
         return [
             *idle_settings(
@@ -207,7 +207,8 @@ class TorchRunner(BaseRunner):
                 step_mode=self.is_step_mode,
                 positioned=all(source.kind in ("position", "sampled") for source in built),
                 writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
-                divides_updates=not trained or any(plan.division(split) or splits.replaced(split) for split in trained),
+                divides_updates=not trained
+                or any(splits.division(split) or splits.replaced(split) for split in trained),
             ),
             *splits.idle_settings(),
             *self.preparation.unused_settings(),
@@ -271,13 +272,13 @@ class TorchRunner(BaseRunner):
         """
         if isinstance(self.model, PhasedModel):
             return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not self._data.plan.finds_micro_batch_size:
+        if not self._data.splits.finds_micro_batch_size:
             return self._criterion_tensors("parameters")
         return [parameter for _, parameter in self.named_parameters()]
 
     def _check_memory_retry(self) -> None:
         """Refuse to look for the size of micro-batches where forward or backward communicate."""
-        if not self._data.plan.finds_micro_batch_size:
+        if not self._data.splits.finds_micro_batch_size:
             return
         reason = self.preparation.forward_communicates(self.unwrapped_model)
         if reason is not None:
@@ -335,7 +336,7 @@ class TorchRunner(BaseRunner):
         options = self.ddp_kwargs() if several else {}
         if isinstance(self.optimizer, JointOptimizer) and self.optimizer.named:
             self.preparation.wrapper = PhasedModel
-        return self.preparation.wrap(model, options, reduces_later=self._data.plan.finds_micro_batch_size)
+        return self.preparation.wrap(model, options, reduces_later=self._data.splits.finds_micro_batch_size)
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph. Called on all ranks."""
@@ -1288,7 +1289,7 @@ class TorchParts:
     def run_window(self) -> RunWindow:
         """What runs the micro-batches of an update."""
         run_window = self.update.run_window
-        if self.runner._data.plan.finds_micro_batch_size:
+        if self.runner._data.splits.finds_micro_batch_size:
             run_window = MemoryRetry(self.runner, run_window, self.recompute).run_window
         return run_window if self.audits is None else self.audits.around(run_window)
 

@@ -56,7 +56,7 @@ class ComponentWatch(Observer):
         is_of_run = isinstance(scheduler, (WarmupScheduler, OneCycleSchedule)) or not isinstance(scheduler, LRScheduler)
         is_asked = "interval" in (runner.config.get("scheduler", None) or {})
         if not (runner.is_step_mode or is_asked or is_of_run) and interval == "step" and runner.is_main_process:
-            updates = runner._data.plan.updates_of_epoch
+            updates = runner._data.splits.updates_of_epoch
             logger.info(
                 "%s advances after every update%s. Where it counts epochs, set scheduler.interval=epoch; scheduler.interval=step keeps it, "
                 "and leaves this line out.",

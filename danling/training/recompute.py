@@ -119,7 +119,7 @@ class MemoryRetry:
         if self.attempt(lambda: self._run_window(source, batches, consumed), self._recompute.remember()):
             return True
         runner.state.elastic.micro_batch_size = held // 2
-        runner._data.plan.hold_at_most(held // 2)
+        runner._data.splits.hold_at_most(held // 2)
         if runner.is_main_process:
             logger.warning(
                 "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "

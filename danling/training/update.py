@@ -286,7 +286,7 @@ class UpdateStep:
             `True`; what wraps this method returns `False` where memory ran out and the batches are to be read again.
         """
         runner, window = self._runner, self._runner.window
-        size, agreement = runner._data.plan.undivided(), runner._parts.agreement
+        size, agreement = runner._data.splits.undivided(), runner._parts.agreement
         run = self.run if self.canonical is None else self.canonical.run
         batch = next(batches, None)
         while batch is not None:

@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Ten
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from danling.data import DataLoader, build_dataloader, open_source, order_setting
-from danling.data.batching import merge_settings
 from danling.data.sampled import SampledLoader
+from danling.data.shares import merge_settings
 from danling.data.stream_loader import StreamLoader
 from danling.data.workers import WorkerInit
 

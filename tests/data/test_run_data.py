@@ -18,6 +18,7 @@ class Settings(dict[str, Any]):
     """A configuration of plain values."""
 
     accum_steps = 3
+    gradient_sum = "fast"
 
 
 class Run:
@@ -33,7 +34,8 @@ class Run:
         self.dataloaders: dict[str, Any] = {}
         self.train_splits, self.evaluate_splits, self.accum_steps = ["train"], ["val"], 5
         self.sampler: Any = None
-        self.data = RunData(self)
+        self._unsaved_updates = lambda: None
+        self.data = RunData(self)  # type: ignore[arg-type]
 
     @property
     def score_split(self) -> str | None:
@@ -60,10 +62,10 @@ def test_loaders_are_built_opened_and_scored_by_the_first_evaluated_split() -> N
 
 def test_micro_batches_of_an_update_are_those_of_the_setting_unless_a_program_says_its_own() -> None:
     run = Run()
-    assert run.data.undivided() == 3
+    assert run.data.splits.undivided() == 3
     run.config.accum_steps = 4  # type: ignore[misc]
-    assert run.data.undivided() == 4 and run.data.plan.undivided() == 4
-    assert RunData(run, own_accum_steps=True).undivided() == 5
+    assert run.data.splits.undivided() == 4
+    assert RunData(run, own_accum_steps=True).splits.undivided() == 5
 
 
 def test_a_share_is_that_of_training_while_the_run_trains() -> None:
@@ -71,8 +73,8 @@ def test_a_share_is_that_of_training_while_the_run_trains() -> None:
     third = LocalDomain()
     third.rank, third.size = 2, 4
     run.placement = Placement(data=third, optimizer=third, metrics=third)
-    assert run.data.place("train") == run.placement.share(trained=True) == (2, 4)
-    assert run.data.place("val") == run.placement.share(trained=False)
+    assert run.data.splits.share("train") == run.placement.share(trained=True) == (2, 4)
+    assert run.data.splits.share("val") == run.placement.share(trained=False)
 
 
 def test_a_sampler_of_the_users_own_gives_the_order() -> None:

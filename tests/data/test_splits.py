@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,17 +11,25 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from danling.data import PLACEHOLDER, DataLoader, Splits, build_dataloader, open_source
+from danling.data import PLACEHOLDER, Splits, build_dataloader, open_source
 
 
 class Run:
     """What a program has set up, which it may change at any time."""
 
-    def __init__(self, *datasets: str, **settings: Any) -> None:
+    mode = "train"
+
+    def __init__(self, *datasets: str, ranks: int = 1, **settings: Any) -> None:
         self.datasets: dict[str, Any] = {name: points(12) for name in datasets}
-        self.loaders: dict[str, Any] = {}
-        self.settings = {"accum_steps": 1, **settings}
-        self.splits = Splits(lambda: self.datasets, lambda: self.loaders, self.settings.get)
+        self.dataloaders: dict[str, Any] = {}
+        self.config = SimpleNamespace(**{"accum_steps": 1, **settings})
+        self.config.get = lambda name, default: getattr(self.config, name, default)
+        self.placement = SimpleNamespace(share=lambda trained: (0, ranks))
+        self.splits = Splits(self)  # type: ignore[arg-type]
+
+    @property
+    def train_splits(self) -> list[str]:
+        return self.splits.to_train()
 
 
 def points(count: int) -> TensorDataset:
@@ -78,15 +87,15 @@ def test_what_is_added_later_is_seen_at_once() -> None:
     run = Run("train")
     assert run.splits.to_train() == ["train"] and run.splits.own_lengths(["train"]) == {}
     run.datasets["train_more"] = points(4)
-    run.loaders["val"] = [1, 2]
+    run.dataloaders["val"] = [1, 2]
     assert (run.splits.to_train(), run.splits.to_evaluate()) == (["train", "train_more"], ["val"])
     run.datasets = {"other": points(4)}  # another mapping, not another entry
     assert run.splits.names == ["other", "val"]
-    run.loaders["train"] = built({"global_batch_size": 4})
-    division = run.splits.division("train", 1)
+    run.dataloaders["train"] = built({"global_batch_size": 4})
+    division = run.splits.division("train")
     assert division is not None and division.samples == 4
-    run.loaders["train"] = [1, 2, 3]
-    assert run.splits.division("train", 1) is None and run.splits.own_lengths(["train"]) == {"train": 3}
+    run.dataloaders["train"] = [1, 2, 3]
+    assert run.splits.division("train") is None and run.splits.own_lengths(["train"]) == {"train": 3}
 
 
 @pytest.mark.parametrize(
@@ -121,29 +130,43 @@ def test_a_split_has_the_common_settings_and_its_own() -> None:
     assert Run("train").splits.settings("train") == {}
 
 
-def test_an_update_of_a_given_size_is_divided_over_the_ranks() -> None:
-    run = Run("train", dataloader={"global_batch_size": 12}, accum_steps=2)
-    division = run.splits.division("train", 3)
-    assert division is not None
+def test_an_update_that_is_not_divided_is_as_configured_at_this_moment() -> None:
+    run = Run("train", dataloader={"batch_size": 5}, accum_steps=3)
+    found = (run.splits.division(), run.splits.micro_batches, run.splits.batch_size, run.splits.undivided())
+    assert found == (None, None, 5, 3)
+    run.config.accum_steps = 2
+    assert run.splits.undivided() == 2
+    run.dataloaders["train"] = TorchDataLoader(points(6), batch_size=2)
+    assert run.splits.batch_size == 2
+    assert Run("train").splits.batch_size is None
+
+
+def test_an_update_of_a_given_size_is_divided_over_ranks_and_micro_batches() -> None:
+    run = Run("train", "val", ranks=3, dataloader={"global_batch_size": 12}, accum_steps=2)
+    division = run.splits.division()
+    assert division is not None and run.splits.division("val") is not None
     assert (division.samples, division.world_size, division.micro_batches, division.micro_batch_size) == (12, 3, 2, 2)
-    plain = Run("train", dataloader={"batch_size": 5})
-    assert plain.splits.division("train", 3) is None and plain.splits.batch_size("train") == 5
-    plain.loaders["train"] = TorchDataLoader(points(6), batch_size=2)
-    assert plain.splits.batch_size("train") == 2
-    assert Run("train").splits.batch_size("train") is None
+    assert (run.splits.micro_batches, run.splits.batch_size) == (2, 2)
 
 
-def test_micro_batches_are_held_back_where_their_size_is_to_be_found() -> None:
-    run = Run("train", "val", dataloader={"global_batch_size": 8, "micro_batch_size": "auto"})
-    assert run.splits.find_micro_batch_size(["train"])
-    assert not run.splits.find_micro_batch_size(["of a loader"])
-    loader = run.loaders["train"] = built({"global_batch_size": 8, "micro_batch_size": "auto"})
-    run.loaders["train_more"] = [1, 2]
-    assert isinstance(loader, DataLoader)
-    run.splits.hold_at_most(3, ["train", "train_more", "gone"])
-    division = run.splits.division("train", 1)
-    assert division is not None and division.micro_batch_size == 3
-    assert not Run("train", dataloader={"batch_size": 8}).splits.find_micro_batch_size(["train"])
+def test_a_program_without_data_has_no_batches() -> None:
+    run = Run(train_splits=[], dataloader={"global_batch_size": 12})
+    assert run.splits.division() is None and not run.splits.finds_micro_batch_size
+    run = Run("val")
+    run.dataloaders["val"] = [1, 2]
+    assert run.splits.division() is None and run.splits.batch_size is None
+
+
+def test_less_is_held_at_once_only_where_the_size_is_to_be_found() -> None:
+    for micro, held in (("auto", 3), (6, 6)):
+        settings = {"global_batch_size": 12, "micro_batch_size": micro}
+        run = Run("train", dataloader=settings)
+        run.dataloaders.update(train=built(settings), train_more=[1, 2])
+        assert run.splits.finds_micro_batch_size is (micro == "auto")
+        run.splits.hold_at_most(None)
+        run.splits.hold_at_most(3)
+        assert run.splits.batch_size == held
+    assert not Run("train", dataloader={"batch_size": 8}).splits.finds_micro_batch_size
 
 
 class Endless(IterableDataset[int]):
@@ -153,24 +176,24 @@ class Endless(IterableDataset[int]):
 
 def test_a_run_is_as_long_as_its_shortest_loader() -> None:
     run = Run("train", "train_more", accum_steps=2)
-    run.loaders = {"train": [1, 2, 3], "train_more": built({"global_batch_size": 4})}
+    run.dataloaders = {"train": [1, 2, 3], "train_more": built({"global_batch_size": 4})}
     trained = run.splits.to_train()
     assert run.splits.own_lengths(trained) == {"train": 2, "train_more": 3}
-    assert run.splits.updates(trained) == 5
-    samples = {"train_more": run.loaders["train_more"].length}
+    assert run.splits.updates_of_epoch == 5
+    samples = {"train_more": run.dataloaders["train_more"].length}
     domain: Any = Gathered(({"train": 1, "train_more": 3}, samples), ({"train": 4, "train_more": 2}, samples))
     run.splits.agree_lengths(trained, domain)
-    assert run.splits.lengths == {"train": 1, "train_more": 2} and run.splits.updates(trained) == 3
+    assert run.splits.lengths == {"train": 1, "train_more": 2} and run.splits.updates_of_epoch == 3
     unknown: Any = Gathered(({"train": None, "train_more": 3}, samples))
     run.splits.agree_lengths(trained, unknown)
-    assert run.splits.lengths == {"train": None, "train_more": 3} and run.splits.updates(trained) is None
+    assert run.splits.lengths == {"train": None, "train_more": 3} and run.splits.updates_of_epoch is None
 
 
 def test_a_stream_has_no_length_and_no_loader_no_updates() -> None:
     run = Run("train")
-    assert run.splits.updates(["train"]) is None
-    run.loaders["train"] = TorchDataLoader(Endless(), batch_size=2)
-    assert run.splits.own_lengths(["train"]) == {"train": None} and run.splits.updates(["train"]) is None
+    assert run.splits.updates_of_epoch is None
+    run.dataloaders["train"] = TorchDataLoader(Endless(), batch_size=2)
+    assert run.splits.own_lengths(["train"]) == {"train": None} and run.splits.updates_of_epoch is None
 
 
 def test_a_sampler_that_takes_another_share_is_refused() -> None:
