@@ -272,7 +272,7 @@ class UpdateStep:
 
     def begin_pass(self, split: str) -> None:
         """Prepare for the updates of a pass over a split."""
-        self.split, self.reduces_later = split, self._runner._data.plan.finds_micro_batch_size
+        self.split, self.reduces_later = split, self._runner._data.splits.finds_micro_batch_size
 
     def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
         """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run.
