@@ -50,7 +50,6 @@ from danling.supervision.closing import Closers
 from danling.training import TrainingSession, loader_states
 from danling.training.attributes import KeptAttributes
 from danling.training.keys import RandomKeys
-from danling.training.loader_states import LoaderPositions
 from danling.training.restoring import RunRestorer
 from danling.training.run_state import (
     RunState,
@@ -1154,15 +1153,7 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.
         """
-        self._positions().restore(states)
-
-    def _positions(self) -> LoaderPositions:
-        return LoaderPositions(
-            lambda split: self.source(split),
-            lambda: self.train_splits,
-            domain=lambda: self.data_domain,
-            inexact=lambda: bool(self.config.parallel.allow_degree_change),
-        )
+        loader_states.restore_positions(self, states)
 
     # Sources
 

@@ -59,7 +59,7 @@ from danling.training import (
 from danling.training.canonical import CanonicalReduction, CanonicalSum
 from danling.training.component_checks import check_metrics, misnamed_overrides, warn_of
 from danling.training.component_parts import carry_of_all, component_parts, progress_parts
-from danling.training.component_watch import ComponentWatch, untied
+from danling.training.component_watch import ComponentWatch, FirstGradients, untied
 from danling.training.evaluation import EvaluationForward, Evaluator
 from danling.training.frozen import FrozenWeights
 from danling.training.loop import TrainingLoop
@@ -175,7 +175,7 @@ class TorchRunner(BaseRunner):
         )
         if self.config.train_metrics:
             self._parts.train_metrics = TrainMetrics(self._parts.metrics, self.config.train_metrics, self.meters)
-        self.observers.extend([ComponentWatch(self), RunRecorder(self), RankWatching(self)])
+        self.observers.extend([ComponentWatch(self), FirstGradients(self), RunRecorder(self), RankWatching(self)])
         if self._parts.audits is not None:
             self._parts.audits.observe()
 

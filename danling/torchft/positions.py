@@ -9,7 +9,7 @@ from danling.checkpoints import CheckpointSettings, FileCheckpointManager
 from danling.checkpoints.manifest import is_history
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
-from danling.training.loader_states import own_states, states_of_all
+from danling.training.loader_states import own_states, share_of_rank, states_of_all
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -81,7 +81,7 @@ class OwnPositions:
             if split not in payload["dataloaders"] or skipped:
                 continue
             if source.is_rank_local or payload["global_step"] == step:
-                own = runner._positions().share(split, payload["dataloaders"][split])
+                own = share_of_rank(runner, split, payload["dataloaders"][split])
                 if own is not None:
                     source.load_state_dict(own)
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from danling.distributed import StepTotals
     from danling.runners.torch_runner import TorchRunner
 
-    from .update import UpdateOutcome
-
 logger = logging.getLogger("danling")
 
 _COLLAPSED = 1e-6
@@ -30,15 +28,14 @@ _COLLAPSED = 1e-6
 
 
 class ComponentWatch(Observer):
-    """Looks at the components of a run where passes, evaluations, saves and log lines are, and at the first gradient."""
+    """Looks at the components of a run where passes, evaluations and saves are; never in an update."""
 
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner
         self._warned: set[str] = set()
         self._parameters: dict[str, nn.Parameter] = {}
         self._highest_rate = 0.0
-        self._low_lines = 0
-        self._has_seen_gradients = False
+        self._times_low = 0
 
     def training_started(self) -> None:
         """Look at the modes and the schedule that a training begins with."""
@@ -65,30 +62,15 @@ class ComponentWatch(Observer):
             )
 
     def pass_started(self, split: str) -> None:
-        """Look at modes, parameters and the schedule's optimizer."""
+        """Look at modes, parameters, the schedule's optimizer and the learning rate."""
         self.results_needed()
 
-    def gradients_ready(self, totals: StepTotals, norm: Tensor) -> None:
-        """Name what is trained and got no gradient in the first update."""
-        if self._has_seen_gradients or not float(totals.weight):
-            return
-        self._has_seen_gradients = True
-        runner = self._runner
-        optimized = runner.preparation.optimized_parameters(runner.optimizer)
-        mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
-        trained = (name for name, parameter in runner.named_parameters() if parameter.requires_grad)
-        names = ungraded_names(mine, trained, runner.world)
-        if names:
-            self._warn("gradient", ungraded(names))
-
-    def update_ended(self, outcome: UpdateOutcome) -> None:
-        """Look at the learning rate, where an update is logged."""
-        if outcome.committed and self._runner.state.train.global_step % self._runner._parts.update.log_every == 0:
-            self._look_at_rate()
-
     def results_needed(self) -> None:
-        """Look at modes, parameters and the schedule's optimizer."""
+        """Look at modes, parameters, the schedule's optimizer and the learning rate, within a training."""
         runner = self._runner
+        if not runner._session.running:
+            return
+        self._look_at_rate()
         left = [
             name or "the whole model" for name, part in parts_in_evaluation(runner.unwrapped_model) if _is_trained(part)
         ]
@@ -123,10 +105,10 @@ class ComponentWatch(Observer):
         runner, rate = self._runner, self._rate()
         self._highest_rate = max(self._highest_rate, rate)
         # A schedule with restarts comes near zero for a moment.
-        self._low_lines = self._low_lines + 1 if rate < _COLLAPSED * self._highest_rate else 0
+        self._times_low = self._times_low + 1 if rate < _COLLAPSED * self._highest_rate else 0
         step, steps = runner.state.train.global_step, runner.steps
         done = step / steps if steps else runner.progress
-        if self._low_lines > 1 and done < 0.5:
+        if self._times_low > 1 and done < 0.5:
             self._warn(
                 "rate",
                 f"The learning rate has fallen to {rate:.1e} after {step} updates, from {self._highest_rate:.1e}, and {1 - done:.0%} of "
@@ -142,6 +124,28 @@ class ComponentWatch(Observer):
         if kind not in self._warned and self._runner.is_main_process:
             logger.warning("%s", message)
         self._warned.add(kind)
+
+
+class FirstGradients(Observer):
+    """Names what is trained and got no gradient in the first update, then removes itself. Not for several optimizers, stepped by phases."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+
+    def gradients_ready(self, totals: StepTotals, norm: Tensor) -> None:
+        """Look at the gradients. Called on all ranks."""
+        runner = self._runner
+        if not float(totals.weight):
+            return
+        runner.observers.remove(self)
+        if runner._phases is not None:
+            return
+        optimized = runner.preparation.optimized_parameters(runner.optimizer)
+        mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
+        trained = (name for name, parameter in runner.named_parameters() if parameter.requires_grad)
+        names = ungraded_names(mine, trained, runner.world)
+        if names and runner.is_main_process:
+            logger.warning("%s", ungraded(names))
 
 
 def parts_in_evaluation(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

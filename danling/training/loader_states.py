@@ -3,47 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointMismatch
 from danling.data import BatchSource, DataLoader
-from danling.utils.protocols import ReductionDomain
+
+if TYPE_CHECKING:
+    from danling.runners.base_runner import BaseRunner
 
 logger = logging.getLogger("danling")
 
 
-class LoaderPositions:
-    """The positions in the loaders of the splits to train on, as a checkpoint holds them."""
+def restore_positions(runner: BaseRunner, states: Mapping[str, Mapping[str, object] | None]) -> None:
+    """Restore the positions of this rank in the loaders of the splits to train on."""
+    for split in runner.train_splits:
+        if split not in states:
+            raise CheckpointMismatch(
+                f"Expected the loader state of split {split!r}. Received: splits={sorted(states)}. Add "
+                f"'dataloaders' to checkpoint.exclude_from_loading to start it from its beginning."
+            )
+        stored = states[split]
+        own = share_of_rank(runner, split, stored) if stored is not None else None
+        if own is not None:
+            runner.source(split).load_state_dict(own)
 
-    def __init__(
-        self,
-        source: Callable[[str], BatchSource],
-        trained: Callable[[], Iterable[str]],
-        *,
-        domain: Callable[[], ReductionDomain],
-        inexact: Callable[[], bool],
-    ) -> None:
-        self._source, self._trained = source, trained
-        self._domain, self._inexact = domain, inexact
 
-    def restore(self, states: Mapping[str, Mapping[str, object] | None]) -> None:
-        """Restore the positions of this rank."""
-        for split in self._trained():
-            if split not in states:
-                raise CheckpointMismatch(
-                    f"Expected the loader state of split {split!r}. Received: splits={sorted(states)}. Add "
-                    f"'dataloaders' to checkpoint.exclude_from_loading to start it from its beginning."
-                )
-            stored = states[split]
-            own = self.share(split, stored) if stored is not None else None
-            if own is not None:
-                self._source(split).load_state_dict(own)
-
-    def share(self, split: str, state: Mapping[str, object]) -> Mapping[str, Any] | None:
-        """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning."""
-        domain = self._domain()
-        return share_of(state, split, rank=domain.rank, size=domain.size, inexact=self._inexact())
+def share_of_rank(runner: BaseRunner, split: str, state: Mapping[str, object]) -> Mapping[str, Any] | None:
+    """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning."""
+    domain, inexact = runner.data_domain, bool(runner.config.parallel.allow_degree_change)
+    return share_of(state, split, rank=domain.rank, size=domain.size, inexact=inexact)
 
 
 def own_states(sources: Mapping[str, BatchSource], *, read_only: bool = True) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, TensorDataset
 
 from danling.checkpoints import CheckpointMismatch
+from danling.config import RunnerConfig
 from danling.data import build_dataloader, open_source
 from danling.distributed import LocalDomain
 from danling.training.loader_states import (
-    LoaderPositions,
     differences_of_passes,
     own_states,
+    restore_positions,
     share_of,
+    share_of_rank,
     state_of,
     states_of_all,
 )
@@ -95,15 +98,17 @@ def test_positions_of_the_splits_to_train_on_are_put_back() -> None:
     before = {name: open_source([1, 2, 3], split=name) for name in sources}
     for source in before.values():
         source.commit([next(iter(source.batches()))])
-    trained, inexact = ["train", "more"], False
-    positions = LoaderPositions(sources.__getitem__, lambda: trained, domain=LocalDomain, inexact=lambda: inexact)
-    positions.restore({"train": before["train"].state_dict(), "more": None})
+    config = RunnerConfig()
+    run: Any = SimpleNamespace(
+        source=sources.__getitem__, train_splits=["train", "more"], data_domain=LocalDomain(), config=config
+    )
+    restore_positions(run, {"train": before["train"].state_dict(), "more": None})
     assert (sources["train"].consumed, sources["more"].consumed) == (1, 0)
-    trained = ["val"]
+    run.train_splits = ["val"]
     with pytest.raises(CheckpointMismatch, match=r"state of split 'val'.*\['more', 'train'\]"):
-        positions.restore({"train": None, "more": None})
+        restore_positions(run, {"train": None, "more": None})
     of_two_ranks = {"ranks": {"0": {"a": 1}, "1": {"a": 2}}}
     with pytest.raises(CheckpointMismatch, match="on each of 2 data replicas"):
-        positions.share("train", of_two_ranks)
-    inexact = True
-    assert positions.share("train", of_two_ranks) is None
+        share_of_rank(run, "train", of_two_ranks)
+    config.parallel.allow_degree_change = True
+    assert share_of_rank(run, "train", of_two_ranks) is None
