@@ -1,4 +1,4 @@
-"""The log of a run: one file and one console on the main process, on the library's logger only."""
+"""The log of a run, and lines on the terminal that do not tear an open progress bar; `print` and the root logger are left alone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-
-from .printing import bar_is_open, beside_bar
+from typing import Any, TextIO
 
 LOGGER = logging.getLogger("danling")
 SHOWN_ON_BAR = "shown_on_bar"
@@ -20,6 +19,8 @@ SHOWN_ON_BAR = "shown_on_bar"
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CONSOLE_FORMAT = "%(asctime)s %(message)s"
 _lock = threading.Lock()
+_open_bars: list[Any] = []
+"""Bars that are drawn; each has `external_write_mode` of tqdm, a context in which the bar is cleared."""
 _open_logs: list[RunLog] = []
 _speaking: ContextVar[RunLog | None] = ContextVar("danling_speaking", default=None)
 
@@ -157,3 +158,49 @@ def _shared_console(is_main: bool, rank: int | None, level: int) -> logging.Hand
 def _root_writes_to_terminal() -> bool:
     streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
     return LOGGER.propagate and any(stream in (sys.stderr, sys.stdout) for stream in streams if stream is not None)
+
+
+def bar_opened(bar: Any) -> None:
+    """Register a bar that is drawn from now on."""
+    _open_bars.append(bar)
+
+
+def bar_closed(bar: Any) -> None:
+    """Forget a bar; one that is not registered is ignored."""
+    if bar in _open_bars:
+        _open_bars.remove(bar)
+
+
+def bar_is_open() -> bool:
+    """Return whether a bar is drawn on the terminal at the moment."""
+    return bool(_open_bars)
+
+
+def beside_bar(stream: TextIO) -> AbstractContextManager[object]:
+    """Return a context in which `stream` can be written without tearing an open bar."""
+    return _open_bars[-1].external_write_mode(file=stream) if _open_bars else nullcontext()
+
+
+class Printer:
+    """A `print` that speaks on one process only and does not tear the progress bar.
+
+    Args:
+        enabled: Whether this process speaks; usually the main one does.
+
+    Examples:
+        >>> say = Printer(enabled=rank == 0)  # doctest: +SKIP
+        >>> say("loss", 0.5)  # doctest: +SKIP
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+
+    def __call__(
+        self, *values: object, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
+    ) -> None:
+        """Print as the builtin does, with its arguments; silent when not enabled."""
+        if not self.enabled:
+            return
+        stream = file if file is not None else sys.stdout
+        with beside_bar(stream):
+            print(*values, sep=sep, end=end, file=stream, flush=flush)

@@ -10,6 +10,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from danling.supervision.rank_watch import RankWatch
 
 ACTIVITIES = ("data", "computing", "waiting", "checkpointing", "evaluating")
 """What a rank does, in the order of its times; `waiting` is for the other ranks."""
@@ -92,14 +96,12 @@ class RankTimes:
 
     def __init__(
         self,
-        *,
-        sampled: Callable[[], tuple[Sequence[float], int]],
-        hosts: Callable[[], Sequence[str | None]],
+        watch: RankWatch,
         share: float,
+        *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._sampled = sampled
-        self._hosts = hosts
+        self._watch = watch
         self._share = share
         self._clock = clock
         self._opened = clock()
@@ -110,7 +112,7 @@ class RankTimes:
         """Return the times of this rank since the last call, and the number of looks they come from, as the collective carries them."""
         now = self._clock()
         elapsed, self._opened = now - self._opened, now
-        seen, looks = self._sampled()
+        seen, looks = self._watch.take()
         data = min(waited_for_data, elapsed)
         others = [0.0, *seen[1:]]
         total = sum(others)
@@ -138,7 +140,7 @@ class RankTimes:
                 self._pending = []
             return None
         self._pending = []
-        hosts = self._hosts()
+        hosts = self._watch.hosts()
         host = hosts[rank] if rank < len(hosts) else None
         return SlowRank(rank, host, lost[rank].seconds / seconds, lost[rank].cause)
 
@@ -149,7 +151,7 @@ class RankTimes:
         record: dict[str, object] = {
             name: [round(row[index], 4) for row in rows] for index, name in enumerate(ACTIVITIES)
         }
-        hosts = list(self._hosts())
+        hosts = list(self._watch.hosts())
         if hosts != self._told_hosts:
             record["hosts"] = self._told_hosts = hosts
         return record

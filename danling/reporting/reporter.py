@@ -1,32 +1,31 @@
-"""Everything that is seen of a training: its speed, its metrics in log lines and trackers, its progress bar, its profile."""
+"""Everything that is seen of a training: its speed, its metrics in log lines and trackers, and its progress bar."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
+from danling.config.names import counts_flops
+from danling.training.observers import Observer
 from danling.utils.messages import Paced, format_count
-from danling.utils.protocols import ReductionDomain
 
-from .builtin import BUILT_IN_TRACKERS, TrackerPlace
-from .flops import ModelFlops
-from .logging import RunLog, close_run_log, open_run_log, speaking_for
-from .printing import Printer
+from .logging import Printer, RunLog, close_run_log, open_run_log, speaking_for
 from .progress import Progress, format_scores
 from .rank_times import RankTimes
-from .telemetry import Telemetry
+from .summary import describe_end, describe_training
+from .telemetry import ModelFlops, Telemetry
+from .tracker_services import BUILT_IN_TRACKERS
 from .trackers import TrackerSet
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from danling.runners.base_runner import BaseRunner
+    from danling.runners.torch_runner import TorchRunner
+    from danling.training.update import UpdateOutcome
 
 logger = logging.getLogger("danling")
-
-_T = TypeVar("_T")
 
 _SHOWN = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr", "stream_in_flight": "in_flight"}
 """Metrics of an update that are printed, and what they are called there."""
@@ -38,48 +37,38 @@ _RESULT_LINES = 100
 """Results of epochs or evaluations that are printed at any pace."""
 
 
-class StepProfiler(Protocol):
-    """What profiles some of the updates."""
+class Reporter(Observer):
+    """Measures a training and reports it by trackers, log lines and a progress bar.
 
-    def step(self, global_step: int) -> None:
-        """Count an update."""
-
-    def close(self) -> None:
-        """Write what is pending."""
-
-
-class Reporter:
-    """Collects what a training has to say, and says it: by trackers, log lines, a progress bar and a profile.
-
-    One reporter serves a runner for its whole life. Between `begin` and `end` a training runs; trackers stay open until they are closed.
-
-    Args:
-        is_main: Whether this process speaks.
-        world_size: Number of processes, each with a device.
-        seconds_between_lines: Seconds at least from one log line of updates, or of results, to the next.
+    One reporter serves a runner for its whole life, as the first of its observers. Between `begin` and `end` a training runs; trackers stay
+    open until they are closed.
 
     Attributes:
         trackers: Where metrics are sent to.
         flops: What the model computes for a sample.
         telemetry: Speed of the training that runs, or ran last; `None` before the first one.
-        rank_times: What the ranks spend their time with in the training that runs; `None` where nobody looks.
+        rank_times: Collects the times of the ranks in the training that runs; `None` where they are not watched.
         bar: The progress bar of the training that runs; `None` on other processes than the main one.
-        print: Prints on the main process, beside the bar.
+        print: Prints on the main process, next to the bar.
     """
 
-    def __init__(self, *, is_main: bool, world_size: int, seconds_between_lines: float) -> None:
-        self.is_main = is_main
-        self.world_size = world_size
-        self.seconds_between_lines = seconds_between_lines
-        self.trackers = TrackerSet(is_main=is_main)
+    critical = True
+
+    def __init__(self, runner: BaseRunner) -> None:
+        self.is_main = runner.is_main_process
+        self.trackers = TrackerSet(is_main=self.is_main)
         self.flops = ModelFlops()
         self.telemetry: Telemetry | None = None
         self.rank_times: RankTimes | None = None
         self.bar: Progress | None = None
-        self.print = Printer(is_main)
+        self.print = Printer(self.is_main)
+        self._owner = runner
+        self._runner: TorchRunner | None = None
+        """The runner while it trains."""
         self._log: RunLog | None = None
-        self._profiler: StepProfiler | None = None
-        self._result_lines = Paced(seconds_between_lines, burst=_RESULT_LINES)
+        self._doing: list[str] = []
+        self._update_began: tuple[float, bool] | None = None
+        self._result_lines = self._stream_lines = Paced(0.0)
         self._samples_at_begin = self._samples_at_log = 0
 
     # The log
@@ -89,7 +78,7 @@ class Reporter:
 
         Args:
             file: Where it is kept, `None` for nowhere.
-            rank: What other processes than the main one are called in it.
+            rank: Number of this process, which its lines have where it is not the main one.
         """
         self._log = open_run_log(file, is_main=self.is_main, rank=rank)
 
@@ -104,35 +93,28 @@ class Reporter:
 
     # Trackers
 
-    def add_built_in(self, name: str, place: TrackerPlace) -> None:
+    def add_built_in(self, name: str) -> None:
         """Add one of the library's own trackers if the configuration asks for it.
 
         Args:
             name: A key of `BUILT_IN_TRACKERS`.
-            place: What it is opened with.
         """
-        row = BUILT_IN_TRACKERS[name]
-        if row.wanted(place.config):
-            self.trackers.add(lambda: row.open(place))
+        tracker = BUILT_IN_TRACKERS[name](self._owner) if self.is_main else None
+        if tracker is not None:
+            self.trackers.add(tracker)
 
-    def open_trackers(
-        self, hook: Callable[[str], Callable[[], None] | None], place: Callable[[], TrackerPlace]
-    ) -> None:
-        """Open what was added, and those of the library that the configuration asks for; a second call does nothing.
-
-        Args:
-            hook: Returns what opens one of the library's by its name, in the place of `add_built_in`; `None` where nothing does.
-            place: Returns what they are opened with.
-        """
+    def open_trackers(self) -> None:
+        """Open what was added, and the library's own trackers that the configuration asks for, each by its hook `init_<name>` if there is
+        one; a second call does nothing."""
         if self.trackers.is_open:
             return
         self.trackers.open()
         for name in BUILT_IN_TRACKERS:
-            opening = hook(name)
-            if opening is None:
-                self.add_built_in(name, place())
+            hook = getattr(self._owner, f"init_{name}", None)
+            if hook is None:
+                self.add_built_in(name)
             else:
-                opening()
+                hook()
 
     def flush(self) -> None:
         """Flush what a training has logged, however it ended; a tracker that fails here must not hide how."""
@@ -143,200 +125,222 @@ class Reporter:
 
     # One training
 
-    def begin(
-        self,
-        *,
-        step: int,
-        samples: int,
-        total_steps: int | None,
-        device: torch.device,
-        name: str,
-        epoch: str,
-        profiler: StepProfiler | None,
-    ) -> None:
-        """Begin to measure and to show a training.
+    def begin(self, runner: TorchRunner) -> None:
+        """Begin to measure and to show a training. Called on all ranks."""
+        self._runner = runner
+        train, seconds = runner.state.train, runner.config.log_seconds
+        known = (runner.flops_per_token() or runner.flops_per_sample()) is not None
+        countable = counts_flops(runner.stack) and not runner.config.compile.enable
+        self.flops.begin(runner.peak_flops(), known=known, countable=countable)
+        self.telemetry = Telemetry(total_steps=runner.steps, global_step=train.global_step, device=runner.device)
+        self._samples_at_begin = self._samples_at_log = train.samples
+        self._result_lines, self._stream_lines = Paced(seconds, burst=_RESULT_LINES), Paced(seconds)
+        self._doing, self._update_began = [], None
+        self._write_streams()
+        if self.is_main:
+            self.bar = Progress(
+                runner.steps,
+                initial=train.global_step,
+                desc=runner.config.experiment,
+                seconds_between_lines=seconds,
+            )
+            self.bar.epoch = self._epoch()
+            for line in describe_training(runner):
+                logger.info("%s", line)
+
+    def say_ending(self, ending: str) -> None:
+        """Log on the main process how a training ended, and what it did.
+
+        Files that cannot be looked up, such as in a working directory that was removed, are no error: the training is over.
 
         Args:
-            step: Updates committed before.
-            samples: Samples of all ranks trained on before.
-            total_steps: Updates of the whole run, `None` when not known.
-            device: Device whose memory is reported.
-            name: What stands in front of the bar.
-            epoch: What stands behind the name, such as `epoch 2/5`.
-            profiler: What profiles some updates.
+            ending: Such as `Finished`.
         """
-        self._samples_at_begin = self._samples_at_log = samples
-        self.telemetry = Telemetry(total_steps=total_steps, global_step=step, device=device)
-        self._profiler = profiler
-        if self.is_main:
-            self.bar = Progress(total_steps, initial=step, desc=name, seconds_between_lines=self.seconds_between_lines)
-            self.bar.epoch = epoch
+        runner = self._runner
+        if self.is_main and runner is not None and self.telemetry is not None:
+            if self.bar is not None:
+                self.bar.write_last()
+            train = runner.state.train
+            speed = self.telemetry.summary(train.global_step, train.samples - self._samples_at_begin)
+            try:
+                more = describe_end(runner)
+            except OSError as error:
+                more = [f"(what there is to go on with cannot be looked up: {error})"]
+            logger.info("%s", "\n  ".join([f"{ending}: {speed}", *more]))
+        try:
+            self._write_streams()
+        except Exception:
+            logger.exception("How far the streams of this run came could not be read; its end follows.")
 
     def end(self) -> None:
-        """Finish the profile and let go of the terminal. A second call does nothing."""
-        profiler, self._profiler = self._profiler, None
+        """Let go of the terminal and flush the trackers. A second call does nothing."""
         bar, self.bar = self.bar, None
-        if profiler is not None:
-            profiler.close()
         if bar is not None:
             bar.close()
+        if self._runner is not None:
+            self._runner = None
+            self.flush()
 
-    def timed(self, batches: Iterator[_T]) -> Iterator[_T]:
-        """Return the batches to train on; the time that the loop waits for them is counted.
+    def _pause(self, doing: str) -> None:
+        if self._runner is not None and self.telemetry is not None:
+            self._doing.append(doing)
+            self.telemetry.pause()
+            self._show_doing(doing)
 
-        Args:
-            batches: Where they come from.
-        """
-        return batches if self.telemetry is None else self.telemetry.timed(batches)
+    def _resume(self) -> None:
+        if self._doing and self.telemetry is not None:
+            self._doing.pop()
+            self.telemetry.resume()
+            self._show_doing(self._doing[-1] if self._doing else "")
 
-    def stepped(self, step: int) -> None:
-        """Show that an update was made or skipped.
-
-        Args:
-            step: Updates committed.
-        """
-        if self.bar is not None:
-            self.bar.update(step)
-        if self._profiler is not None:
-            self._profiler.step(step)
-
-    @contextmanager
-    def aside(self, doing: str = "") -> Iterator[None]:
-        """Leave what happens inside, such as a save, out of the speed of training, and show it on the bar.
-
-        Args:
-            doing: What it is, in a word.
-        """
-        with self.telemetry.aside() if self.telemetry is not None else nullcontext():
-            self.doing(doing)
-            yield
-        self.doing("")
-
-    def doing(self, what: str) -> None:
-        """Show on the bar what goes on besides updates; an empty text when it is over.
-
-        Args:
-            what: In a few words.
-        """
+    def _show_doing(self, what: str) -> None:
         if self.bar is not None:
             self.bar.doing(what)
 
-    def forget_samples(self, samples: int) -> None:
-        """Count the samples of the next log line from here, since the counter has jumped.
+    # Events
 
-        Args:
-            samples: Samples of all ranks trained on.
-        """
+    def batch_wait_started(self) -> None:
+        """Count the time until the batch is there."""
+        if self._runner is not None and self.telemetry is not None:
+            self.telemetry.wait_started()
+
+    def batch_wait_ended(self) -> None:
+        """End the wait."""
+        if self._runner is not None and self.telemetry is not None:
+            self.telemetry.wait_ended()
+
+    def update_started(self) -> None:
+        """Remember what is counted; micro-batches that are computed again count once."""
+        if self.telemetry is None:
+            return
+        if self._update_began is not None:
+            self.telemetry.tokens, self.flops.counts_next = self._update_began
+        self._update_began = self.telemetry.tokens, self.flops.counts_next
+
+    def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
+        """Count the tokens of a micro-batch, and of the first one its operations."""
+        if self._runner is not None and self.telemetry is not None:
+            self.telemetry.tokens += self._runner.count_tokens(read)
+            self.flops.micro_batch_started(samples)
+
+    def micro_batch_ended(self) -> None:
+        """End the count of operations."""
+        self.flops.micro_batch_ended()
+
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        """Count an update, and log it where that is due."""
+        runner, self._update_began = self._runner, None
+        if runner is None or self.telemetry is None:
+            return
+        step = runner.state.train.global_step
+        self.telemetry.stepped(committed=outcome.committed)
+        if outcome.committed and step % runner.log_interval == 0:
+            self._log_update(runner, self.telemetry, outcome)
+        if self.bar is not None:
+            self.bar.update(step)
+
+    def evaluation_started(self, split: str) -> None:
+        """Leave an evaluation out of the speed of training."""
+        self._pause(split)
+
+    def evaluation_batch_started(self, split: str, number: int) -> None:
+        """Show the batch on the bar."""
+        self._show_doing(f"{split} {number}")
+
+    def evaluation_ended(self, split: str) -> None:
+        """Continue to measure."""
+        self._resume()
+
+    def save_started(self) -> None:
+        """Leave a save out of the speed of training."""
+        self._pause("checkpoint")
+
+    def save_ended(self) -> None:
+        """Continue to measure, and flush the trackers with the checkpoint."""
+        self._resume()
+        if self._owner._session.running:  # else they are flushed at the end
+            self.flush()
+
+    # Metrics
+
+    def forget_samples(self, samples: int) -> None:
+        """Count the samples of the next log line from here, since the counter has jumped."""
         self._samples_at_log = samples
 
-    def log_update(
-        self,
-        step: int,
-        *,
-        loss: float | Tensor,
-        samples: int,
-        grad_norm: float | Tensor | None,
-        learning_rates: Sequence[float],
-        epoch: str,
-        domain: ReductionDomain,
-        counts_samples: bool,
-        per_token: Callable[[], float | None],
-        per_sample: Callable[[], float | None],
-        of_loaders: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
-    ) -> None:
-        """Log the metrics of an update and the speed since the last line. One collective over the domain.
-
-        Args:
-            step: Updates committed.
-            loss: Mean loss of the update, 0-dim; on the main process it waits for the device.
-            samples: Samples of all ranks trained on so far.
-            grad_norm: Norm of its gradient before clipping.
-            learning_rates: Of the parameter groups, as the update was made with them.
-            epoch: What stands behind the name on the bar.
-            domain: Ranks that train together.
-            counts_samples: Whether the tokens of this rank count: of several ranks that read the same data, one does.
-            per_token: Gives the FLOPs of a token, `None` when not known.
-            per_sample: Gives the FLOPs of a sample, `None` when not known.
-            of_loaders: Gives by split what the loaders have to show; called on the main process.
-        """
-        telemetry = self.telemetry
-        assert telemetry is not None
-        new, self._samples_at_log = samples - self._samples_at_log, samples
-        ranks = self.rank_times
+    def _log_update(self, runner: TorchRunner, telemetry: Telemetry, update: UpdateOutcome) -> None:
+        """Log the metrics of an update and the speed since the last line. One collective."""
+        runner._parts.update.read_samples()
+        train, placement, ranks = runner.state.train, runner.placement, self.rank_times
+        new, self._samples_at_log = train.samples - self._samples_at_log, train.samples
         own = ranks.own(telemetry.waited) if ranks is not None else ()
-        shared = telemetry.share(domain, counts=counts_samples, own=own)
+        shared = telemetry.share(placement.optimizer, counts=placement.counts_samples, own=own)
         if not self.is_main:
             telemetry.open_window()
             return
-        values = {"loss": float(loss)}
-        pace = telemetry.report(step, samples=new, shared=shared, learning_rates=learning_rates, grad_norm=grad_norm)
-        values |= pace | self.flops.usage(pace, per_token=per_token(), per_sample=per_sample(), devices=self.world_size)
+        # On an accelerator a window without any weight is noticed only here.
+        values = {"loss": float(update.loss_sum if runner._parts.sums_loss else update.loss)}
+        rates = runner._parts.update.rates
+        pace = telemetry.report(
+            train.global_step, samples=new, shared=shared, learning_rates=rates, grad_norm=update.grad_norm
+        )
+        per_token, per_sample = runner.flops_per_token(), runner.flops_per_sample()
+        usage = self.flops.usage(pace, per_token=per_token, per_sample=per_sample, devices=runner.world_size)
+        values |= pace | usage
         named, totals = {f"train/{name}": value for name, value in values.items()}, dict[str, float]()
-        for split, found in of_loaders().items():
+        for split, found in self._figures_of_parts(runner).items():
             named |= {f"{split}/{name}": value for name, value in found.items()}
             totals |= {name: totals.get(name, 0) + value for name, value in found.items()}
         slow = ranks.judge(shared.own) if ranks is not None and shared.own else None
         beside = {"ranks": ranks.record(shared.own)} if ranks is not None and shared.own else None
-        self.trackers.log(named, step, beside=beside)
-        values = {**totals, **values}
+        self.trackers.log(named, train.global_step, beside=beside)
         if self.bar is not None:
-            self.bar.epoch = epoch
+            self.bar.epoch = self._epoch()
+            self.bar.curve(train.global_step, {_SINGLE_UPDATES: {"loss": values["loss"]}})
+            known = {**totals, **values}
+            shown = {_SHOWN[name]: known[name] for name in _SHOWN if name in known}
             speed = f"{format_count(pace['samples_per_second'])} samples/s" if "samples_per_second" in pace else ""
-            self.bar.curve(step, {_SINGLE_UPDATES: {"loss": values["loss"]}})
-            shown = {_SHOWN[name]: values[name] for name in _SHOWN if name in values}
-            self.bar.show(step, shown, speed=speed, note=f"slow: {slow}" if slow is not None else "")
+            note = f"slow: {slow}" if slow is not None else ""
+            self.bar.show(train.global_step, shown, speed=speed, note=note)
+        if self._stream_lines.due():
+            self._write_streams()
 
-    def log_result(
-        self,
-        result: Mapping[str, Mapping[str, float]],
-        *,
-        step: int,
-        title: str,
-        trained: Sequence[str],
-        last: bool,
-        epoch: str = "",
-    ) -> None:
+    def log_result(self, runner: TorchRunner, result: Mapping[str, Mapping[str, float]], *, last: bool) -> None:
         """Log the metrics of an epoch or an evaluation, on the main process.
 
         Args:
+            runner: The runner.
             result: Metrics by split.
-            step: Updates committed.
-            title: What they are of, such as `epoch 3`.
-            trained: Splits that are trained on, whose losses are those of a whole pass.
             last: Whether it is the last one, which is printed at any pace.
-            epoch: Text behind the name on the bar.
         """
         if not self.is_main:
             return
+        step, bar = runner.state.train.global_step, self.bar
         if self._result_lines.due() or last:
             metrics = "  ".join(f"{split} {format_scores(values)}" for split, values in result.items())
-            logger.info("%s: %s", title, metrics)
-            if self.bar is not None:
-                self.bar.forget_last()
-        if self.bar is not None:
-            self.bar.set_epoch(epoch)
-            self.bar.curve(step, result)
+            logger.info("%s %d: %s", "step" if runner.is_step_mode else "epoch", runner.index, metrics)
+            if bar is not None:
+                bar.forget_last()
+        if bar is not None:
+            bar.set_epoch(self._epoch())
+            bar.curve(step, result)
         # A key of its own: `train/loss` is the loss of single updates.
-        named = {f"{split}_mean" if split in trained else split: values for split, values in result.items()}
+        named = {f"{split}_mean" if split in runner.train_splits else split: values for split, values in result.items()}
         flat = {f"{split}/{name}": value for split, values in named.items() for name, value in values.items()}
         self.trackers.log(flat, step)
 
-    def log_ending(self, ending: str, *, step: int, samples: int, summary: Callable[[], Sequence[str]] = tuple) -> None:
-        """Say on the main process how a training ended, and what it did.
+    def _figures_of_parts(self, runner: TorchRunner) -> Mapping[str, Mapping[str, float]]:
+        """Return what is logged of the loaders, by split, and of the copy of the run in an object store."""
+        copied = runner._remote.figures(runner.state.train.global_step) if runner._has_remote() else {}
+        return {**runner._data.metrics(), **copied}
 
-        Args:
-            ending: Such as `Finished`.
-            step: Updates committed.
-            samples: Samples of all ranks trained on so far.
-            summary: Returns what else there is to say, a line each; called on the main process. Files that it cannot look at, such as in a
-                working directory that was removed, are no error: the training is over.
-        """
-        if self.is_main and self.telemetry is not None:
-            if self.bar is not None:
-                self.bar.write_last()
-            speed = self.telemetry.summary(step, samples - self._samples_at_begin)
-            try:
-                more = list(summary())
-            except OSError as error:
-                more = [f"(what there is to go on with cannot be looked up: {error})"]
-            logger.info("%s", "\n  ".join([f"{ending}: {speed}", *more]))
+    def _write_streams(self) -> None:
+        streams = self._runner._data.streams() if self.is_main and self._runner is not None else {}
+        if streams and self._runner is not None:
+            self._runner.workspace.write_streams(streams)
+
+    def _epoch(self) -> str:
+        """Return the text after the name on the bar, such as `epoch 2/5`."""
+        runner = self._runner
+        if runner is None or runner.is_step_mode:
+            return ""
+        return f"epoch {min(runner.state.train.epoch + 1, runner.epochs or 1)}/{runner.epochs}"

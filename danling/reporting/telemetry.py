@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from danling.utils.messages import format_count
 from danling.utils.protocols import ReductionDomain
 
 _GIB = 2**30
-_T = TypeVar("_T")
 _MEMORY = ("memory_host_gib", "memory_allocated_gib", "memory_reserved_gib")
 
 
@@ -40,9 +39,8 @@ class Shared:
 class Telemetry:
     """Figures of the updates between two logs, from clock readings and host numbers.
 
-    `timed` and `stepped` add plain numbers and cost well below a microsecond; everything else is computed when a log is
-    due. Nothing here waits for the device or talks to other ranks before that: then `share` is one collective, and a
-    `grad_norm` on the device is read in `report`.
+    What is called at each update adds plain numbers; everything else is computed when a log is due. Nothing here waits for the device or
+    communicates before that: then `share` is one collective, and a `grad_norm` on the device is read in `report`.
 
     Args:
         total_steps: Updates of the whole run; `None` when not known, then no time left is given.
@@ -52,8 +50,7 @@ class Telemetry:
 
     Examples:
         >>> telemetry = Telemetry(total_steps=1000)
-        >>> for batch in telemetry.timed(iter([[0.0] * 32])):
-        ...     telemetry.stepped()
+        >>> telemetry.stepped()
         >>> sorted(telemetry.report(1, samples=32))[:2]
         ['data_share', 'eta_seconds']
     """
@@ -79,25 +76,18 @@ class Telemetry:
         self._start = self._opened = clock()
         self._start_step = global_step
         self._done = 0
+        self._pauses = 0
+        self._wait_began = self._paused_at = self._start
         self._all_waited = 0.0
         self._all_aside = 0.0
 
-    def timed(self, batches: Iterator[_T]) -> Iterator[_T]:
-        """Yield batches, and count the time that the loop waits for them.
+    def wait_started(self) -> None:
+        """Say that the loop asks for the next batch."""
+        self._wait_began = self.clock()
 
-        Args:
-            batches: Where they come from.
-        """
-        clock = self.clock
-        while True:
-            before = clock()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                self._waited += clock() - before
-            yield batch
+    def wait_ended(self) -> None:
+        """Say that the batch is there, or that there is none."""
+        self._waited += self.clock() - self._wait_began
 
     def stepped(self, tokens: float = 0, *, committed: bool = True) -> None:
         """Count an update.
@@ -111,15 +101,17 @@ class Telemetry:
         if not committed:
             self.skipped += 1
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Leave what happens inside (an evaluation, a checkpoint) out of the speed of training; the time left counts
-        it."""
-        before = self.clock()
-        try:
-            yield
-        finally:
-            self._aside += self.clock() - before
+    def pause(self) -> None:
+        """Leave what happens until `resume` (an evaluation, a save) out of the speed of training; the time left counts it."""
+        if self._pauses == 0:
+            self._paused_at = self.clock()
+        self._pauses += 1
+
+    def resume(self) -> None:
+        """End a pause; of pauses within each other the outermost one counts."""
+        self._pauses -= 1
+        if self._pauses == 0:
+            self._aside += self.clock() - self._paused_at
 
     @property
     def waited(self) -> float:
@@ -255,3 +247,127 @@ def _peak_resident_bytes() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+_TERA = 1e12
+
+# Dense peaks in TFLOP/s, in the order (16 bit with the accumulation of the data sheet, TF32, FP32 without tensor cores).
+# The data sheets give the tensor-core figures of Ampere and later with sparsity; here they are halved.
+_H100_SXM = (989.4, 494.7, 66.9)
+_PEAKS: tuple[tuple[str, tuple[float, float | None, float]], ...] = (
+    # https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (H100), and that of the H200
+    (r"NVIDIA H200", _H100_SXM),
+    (r"NVIDIA H100 80GB HBM3", _H100_SXM),
+    (r"NVIDIA H100 PCIe", (756.0, 378.0, 51.2)),
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
+    (r"NVIDIA A100[- ](SXM4|PCIE|SXM|PCIe|80GB PCIe).*", (312.0, 156.0, 19.5)),
+    # https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
+    (r"(Tesla|NVIDIA) V100-SXM2-.*", (125.0, None, 15.7)),
+    (r"(Tesla|NVIDIA) V100-PCIE-.*", (112.0, None, 14.0)),
+    # https://www.nvidia.com/en-us/data-center/l4/, .../products/a10-gpu/ and .../tesla-t4/
+    (r"NVIDIA L4", (121.0, 60.0, 30.3)),
+    (r"NVIDIA A10", (125.0, 62.5, 31.2)),
+    (r"(Tesla|NVIDIA) T4", (65.0, None, 8.1)),
+)
+# The 16-bit peak of these is that of fp16; they have no bf16 tensor cores.
+_NO_BF16 = re.compile(r".*\b(V100|T4)\b.*")
+
+
+def peak_flops(device_name: str, precision: str | None = None, *, tf32: bool = False) -> float | None:
+    """Return the dense peak of a device in FLOP/s, `None` for one that is not in the table: it is never guessed.
+
+    Args:
+        device_name: As `torch.cuda.get_device_name` gives it.
+        precision: `"bf16"`, `"fp16"`, or `None` for 32 bit.
+        tf32: Whether 32-bit products may use TF32.
+
+    Example:
+        >>> peak_flops("NVIDIA A100-SXM4-80GB", "bf16")
+        312000000000000.0
+        >>> peak_flops("NVIDIA A100-SXM4-80GB MIG 1g.10gb") is None
+        True
+    """
+    if " MIG " in device_name or (precision == "bf16" and _NO_BF16.match(device_name)):
+        return None
+    for pattern, (half, tensor_float, single) in _PEAKS:
+        if re.fullmatch(pattern, device_name):
+            peak = half if precision in ("bf16", "fp16") else tensor_float if tf32 and tensor_float else single
+            return peak * _TERA
+    return None
+
+
+def device_peak_flops(device: torch.device, precision: str | None = None) -> float | None:
+    """Return the peak of the device of this process, as `peak_flops`; `None` for a CPU."""
+    if device.type != "cuda":
+        return None
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak_flops(torch.cuda.get_device_name(device), precision, tf32=tf32)
+
+
+class ModelFlops:
+    """What the model computes for a sample, counted in the first micro-batch of training, and its share of what the devices can do.
+
+    The operations of a counted micro-batch are the same ones, so that the result of a run does not change.
+
+    Attributes:
+        peak: What one device could do at most, in FLOP/s; `None` when it is not known.
+        counted: FLOPs of a sample in matrix products, convolutions and attentions, forward and backward; `None` before they are counted.
+        counts_next: Whether the next micro-batch is counted.
+    """
+
+    def __init__(self) -> None:
+        self.peak: float | None = None
+        self.counted: float | None = None
+        self.counts_next = False
+        self._counter: Any = None
+        self._samples = 0.0
+
+    def begin(self, peak: float | None, *, known: bool, countable: bool) -> None:
+        """Say at the beginning of a training what is known.
+
+        Args:
+            peak: What one device could do at most, in FLOP/s; `None` when it is not known.
+            known: Whether the FLOPs of a token or a sample are known already.
+            countable: Whether the operations of the model can be counted.
+        """
+        self.peak = peak
+        # Without a peak to compare with nothing is worth the slow first micro-batch.
+        self.counts_next = not known and countable and peak is not None
+
+    def micro_batch_started(self, samples: float) -> None:
+        """Begin to count the operations of a micro-batch with samples, if it is to be counted."""
+        if self.counts_next and samples:
+            from torch.utils.flop_counter import FlopCounterMode
+
+            self.counts_next, self._samples = False, samples
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def micro_batch_ended(self) -> None:
+        """Keep what was counted."""
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)
+            self.counted = int(counter.get_total_flops()) / self._samples
+
+    def usage(
+        self, pace: Mapping[str, float], *, per_token: float | None, per_sample: float | None, devices: int
+    ) -> dict[str, float]:
+        """Return `model_flops_per_second` over all devices, and as `mfu` its share of their peak, where they are known.
+
+        Args:
+            pace: Speeds as `Telemetry.report` gives them.
+            per_token: FLOPs of a token, `None` when not known.
+            per_sample: FLOPs of a sample; read where a token's are not known.
+            devices: Number of devices that work on the model.
+        """
+        for per_unit, speed in (
+            (per_token, pace.get("tokens_per_second")),
+            (per_sample, pace.get("samples_per_second")),
+        ):
+            if per_unit and speed:
+                usage = {"model_flops_per_second": per_unit * speed}
+                if self.peak:
+                    usage["mfu"] = per_unit * speed / (self.peak * devices)
+                return usage
+        return {}

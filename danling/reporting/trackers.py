@@ -6,11 +6,9 @@ import json
 import logging
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
@@ -310,129 +308,6 @@ class JsonLines:
         return os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
 
 
-class TensorBoardTracker:
-    """Writes TensorBoard events.
-
-    Args:
-        directory: Directory of the events of this attempt; it is created.
-        purge_step: When a run is resumed, the first step that is going to be written again: TensorBoard then hides what
-            an earlier attempt wrote from there on *into the same directory*.
-        flush_seconds: After how many seconds, at the latest, events are on the disk.
-
-    Raises:
-        ImportError: If `tensorboard` is not installed.
-    """
-
-    def __init__(self, directory: PathLike, *, purge_step: int | None = None, flush_seconds: int = 30) -> None:
-        require_package("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer: Any = SummaryWriter
-        self._writer: Any = writer(os.fspath(directory), purge_step=purge_step, flush_secs=flush_seconds)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Write one scalar a name, all in one event: most of what `add_scalar` costs is the event around each value."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
-        self._writer._get_file_writer().add_summary(Summary(value=scalars), step, time.time())
-
-    def flush(self) -> None:
-        """Write pending events, so that a run resumed from this step has no gap before it."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Write pending events and close the file."""
-        self._writer.close()
-
-
-class WandbTracker:
-    """Writes to a Weights & Biases run whose id is the run's own, so that a resumed run continues its own curves.
-
-    A run that the program opened before with `wandb.init` is used as it is, and is left open.
-
-    Args:
-        project: Project of the run.
-        run_id: Id of the run, the same for all its attempts; at most 128 characters, none of `/\\#?%:`.
-        entity: User or team.
-        group: Group of runs.
-        name: Display name.
-        job_type: Kind of run.
-        tags: One tag, or several.
-        dir: Directory in which the directory `wandb` with local files is created: the run directory.
-        mode: `online`, `offline`, `disabled` or `shared`; `None` leaves it to wandb, and so to `WANDB_MODE`.
-        config: The configuration, as plain values.
-        secrets: Texts that W&B must not be given: where the command line of the program has one of them, W&B is told nothing of the
-            system, of which the command line is a part.
-
-    Raises:
-        ImportError: If `wandb` is not installed.
-    """
-
-    def __init__(
-        self,
-        *,
-        project: str | None,
-        run_id: str,
-        entity: str | None = None,
-        group: str | None = None,
-        name: str | None = None,
-        job_type: str | None = None,
-        tags: Sequence[str] | str | None = None,
-        dir: PathLike | None = None,
-        mode: str | None = None,
-        config: Mapping[str, object] | None = None,
-        secrets: Collection[str] = (),
-    ) -> None:
-        require_package("wandb")
-        import wandb
-
-        self._owned = wandb.run is None
-        self._exit_code: int | None = None
-        self.run: Any = wandb.run
-        if not self._owned:
-            return
-        if dir is not None:
-            Path(dir).mkdir(parents=True, exist_ok=True)
-        settings: dict[str, Any] = {
-            "project": project,
-            "entity": entity,
-            "group": group,
-            "name": name,
-            "job_type": job_type,
-            "tags": [tags] if isinstance(tags, str) else list(tags) if tags is not None else None,
-            "dir": os.fspath(dir) if dir is not None else None,
-            "mode": mode,
-            "config": dict(config) if config is not None else None,
-        }
-        if any(secret in word for word in sys.argv for secret in secrets):
-            settings["settings"] = wandb.Settings(x_disable_meta=True)
-        self.run = wandb.init(id=run_id, resume=_resume_policy(mode), **settings)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Send metrics; wandb drops those of steps before its newest, so that curves of a resumed run never double."""
-        self.run.log({name: float(value) for name, value in values.items()}, step=step)
-
-    def flush(self) -> None:
-        """The process of wandb holds what was sent, and outlives this one."""
-
-    def set_status(self, status: RunStatus) -> None:
-        """Keep with which exit code the run is to be finished; a sweep is told at once of one that is preempted, and starts it again."""
-        self._exit_code = _WANDB_EXIT_CODES.get(status)
-        if status == "preempted" and self._owned and self.run is not None:
-            self.run.mark_preempting()
-
-    def close(self) -> None:
-        """Upload what is pending and finish the run, unless the program opened it."""
-        if self._owned and self.run is not None:
-            self.run.finish(exit_code=self._exit_code)
-        self.run = None
-
-
-_WANDB_EXIT_CODES: Mapping[RunStatus, int] = {"finished": 0, "failed": 1, "preempted": 143, "interrupted": 255}
-"""255 is what W&B itself gives a program that is ended by Ctrl-C."""
-
-
 def read_jsonl(file: PathLike) -> list[dict[str, object]]:
     """Return the lines of a JSONL file that are complete; one that a kill left unfinished is skipped.
 
@@ -492,17 +367,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _finite(value: float) -> float | None:
     value = float(value)
     return value if math.isfinite(value) else None
-
-
-def _resume_policy(mode: str | None) -> Literal["allow"] | None:
-    # Offline, wandb cannot look for the run and only warns; when they are synchronised, the id joins the attempts.
-    offline = (mode or os.environ.get("WANDB_MODE", "")) in ("offline", "dryrun", "disabled")
-    return None if offline else "allow"
-
-
-def require_package(package: str) -> None:
-    """Refuse to go on without a package that a tracker needs."""
-    if find_spec(package) is None:
-        raise ImportError(
-            f"Expected the package {package!r} to be installed. Received: no such package. Run `pip install {package}`."
-        )

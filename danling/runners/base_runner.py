@@ -40,11 +40,7 @@ from danling.distributed import (
 )
 from danling.metrics import Meters, ScoreBoard
 from danling.metrics.scores import BestScore
-from danling.reporting import (
-    Reporter,
-    Tracker,
-    TrackerPlace,
-)
+from danling.reporting import Reporter, Tracker
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
 from danling.supervision.closing import Closers
 from danling.training import TrainingSession, loader_states
@@ -190,11 +186,9 @@ class BaseRunner(metaclass=MetaRunner):
         # Overrides of `init_distributed` and the log read both before the process group is there.
         self.launch = LaunchEnvironment.read()
         self.device = select_device(self.launch.local_rank)
-        self._reporter = Reporter(
-            is_main=self.is_main_process,
-            world_size=self.world_size,
-            seconds_between_lines=self.config.log_seconds,
-        )
+        self._reporter = Reporter(self)
+        self.observers.append(self._reporter)
+        self._heartbeat_settings: tuple[object, ...] | None = None
         self.init_distributed()
         self._find_placement()
         # Must precede `set_seed`: a seed that is drawn there must not enter the run's id.
@@ -399,23 +393,28 @@ class BaseRunner(metaclass=MetaRunner):
 
     def _begin_heartbeat(self) -> None:
         # Again if `__init__` has changed its settings or the run directory.
-        if self._session.heartbeat_changed(self.workspace.dir, *self.config.heartbeat.items()):
+        settings = (self.workspace.dir, *self.config.heartbeat.items())
+        if settings != self._heartbeat_settings:
+            self._heartbeat_settings = settings
+            for observer in [each for each in self.observers if isinstance(each, Heartbeat)]:
+                observer.stop()
+                self.observers.remove(observer)
             self.init_heartbeat()
 
     def init_heartbeat(self) -> None:
         """Start the heartbeat file of this rank when `config.heartbeat.enabled`, before `__init__` builds a model."""
         settings = self.config.heartbeat
         if settings.enabled:
-            directory = self.workspace.dir / settings.dir_name
-            beating = Heartbeat(directory, rank=self.rank, interval_seconds=settings.interval_seconds)
-            self._session.heartbeat = beating
-            self._closers.callback(beating.stop)
+            heartbeat = Heartbeat(self, self.workspace.dir / settings.dir_name, settings.interval_seconds)
+            self.observers.append(heartbeat)
+            self._closers.callback(heartbeat.stop)
 
     def init_garbage_collection(self) -> None:
-        """Pace Python's garbage collection in training, evaluation and inference when `config.gc.interval` is set."""
+        """Pace Python's garbage collection in training and evaluation when `config.gc.interval` is set."""
         settings = dict(self.config.gc.items())
         interval = settings.pop("interval")
-        self._session.gc_pacer = GcPacer(interval, **settings) if interval is not None else None
+        if interval is not None:
+            self.observers.append(GcPacer(interval, **settings))
 
     def init_fault_tolerance(self) -> None:
         """Join the fault-tolerance service when `config.ft.enabled`; stacks that support it override this."""
@@ -820,18 +819,15 @@ class BaseRunner(metaclass=MetaRunner):
             self._run_place.enter_to_train(resumed=self.state.train.global_step > 0)
         # Closed before the log is, so that messages of a tracker are in the log of the run.
         self._closers.callback(self._reporter.trackers.close)
-        self._reporter.open_trackers(lambda name: getattr(self, f"init_{name}", None), self._tracker_place)
-
-    def _tracker_place(self) -> TrackerPlace:
-        return TrackerPlace(self.config, self.workspace, self._run_place.instance, self.state.train.global_step)
+        self._reporter.open_trackers()
 
     def init_tensorboard(self) -> None:
         """Open the TensorBoard writer on the main process when `config.tensorboard`; a resumed run goes on in its directory."""
-        self._reporter.add_built_in("tensorboard", self._tracker_place())
+        self._reporter.add_built_in("tensorboard")
 
     def init_wandb(self) -> None:
         """Open the Weights & Biases run on the main process when `config.wandb.enabled`."""
-        self._reporter.add_built_in("wandb", self._tracker_place())
+        self._reporter.add_built_in("wandb")
 
     def print(self, *values: object, **kwargs: Any) -> None:
         """Print on the main process only; the builtin is left alone.
@@ -860,7 +856,7 @@ class BaseRunner(metaclass=MetaRunner):
             SystemExit: On exit, if a signal asked for a stop: 143, or 130 after SIGINT.
         """
         session = self._session
-        with self._reporter.speaking(), session.collecting(), session.observed():
+        with self._reporter.speaking(), session.observed():
             self.open_trackers()
             self.init_signal_handlers()
             session.begin()
@@ -884,7 +880,7 @@ class BaseRunner(metaclass=MetaRunner):
         It also writes the heartbeat and collects garbage when they are due, and seeds the random streams by rank and number of updates. One
         small collective on several ranks.
         """
-        self._session.updated(self.state.train.global_step, self.state.train.epoch)
+        self._session.boundary()
         self._keys.begin_micro_batch(None, (), 0)
         return self._session.agree_to_stop(self.world)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -35,7 +34,6 @@ from danling.optim.registry import OPTIMIZERS
 from danling.optim.state import adopt_options, given_names, options_of, say_replaced
 from danling.reporting import device_peak_flops
 from danling.reporting.record import RunRecorder
-from danling.reporting.run_report import RunReport
 from danling.supervision import Profiler
 from danling.training import (
     EMA,
@@ -77,7 +75,6 @@ from danling.utils.tensors import canonical_name
 
 from .base_runner import RESERVED_FIGURES, BaseRunner, Results
 from .extensions import is_asked, load
-from .watching import RankWatching
 
 if TYPE_CHECKING:
     from danling.audit.attach import Audits
@@ -126,7 +123,6 @@ class TorchRunner(BaseRunner):
         self.model_states: ModelStates = self.build_model_states()
         # Before anything else: weights must not be saved while the check of the last update is pending.
         self.saver.before.insert(0, lambda: parts.update.raise_pending_error())
-        self.saver.around = self._saving
         self.saver.is_scored = lambda: parts.results.scored_at == self.state.train.global_step
 
     # Construction, after the `__init__` of the user
@@ -175,7 +171,7 @@ class TorchRunner(BaseRunner):
         )
         if self.config.train_metrics:
             self._parts.train_metrics = TrainMetrics(self._parts.metrics, self.config.train_metrics, self.meters)
-        self.observers.extend([ComponentWatch(self), FirstGradients(self), RunRecorder(self), RankWatching(self)])
+        self.observers.extend([ComponentWatch(self), FirstGradients(self), RunRecorder(self)])
         if self._parts.audits is not None:
             self._parts.audits.observe()
 
@@ -655,14 +651,7 @@ class TorchRunner(BaseRunner):
 
     def build_profiler(self) -> Profiler | None:
         """Return the profiler of `config.profiling`, `None` when it is off. Called on all ranks."""
-        settings = dict(self.config.profiling.items())
-        if not settings.pop("enabled"):
-            return None
-        directory = self.workspace.dir / settings.pop("trace_dir")
-        if settings["profile_memory"] and self.device.type == "cuda":
-            # Where blocks were allocated, for the snapshot of a run that is out of memory.
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
-        return Profiler(directory, rank=self.rank, **settings)
+        return Profiler.of(self)
 
     # One update
 
@@ -1082,15 +1071,6 @@ class TorchRunner(BaseRunner):
         """Return the parts of the entry `state` of a checkpoint, in the order in which they are restored."""
         return [*super().progress_parts(), *progress_parts(self)]
 
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
-        """Leave a save in a training out of its speed, and flush the trackers with it."""
-        with self._session.saving():
-            with self._reporter.aside("checkpoint") if self._session.running else nullcontext():
-                yield
-            if self._session.running:
-                self._reporter.trackers.flush()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values. Call on all ranks.
 
@@ -1332,8 +1312,3 @@ class TorchParts:
     def results(self) -> RunResults:
         """What collects and records metrics."""
         return RunResults(self.runner)
-
-    @cached_property
-    def report(self) -> RunReport:
-        """What tells the reporter of the trainings of the run."""
-        return RunReport(self.runner)

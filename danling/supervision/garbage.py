@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
-_T = TypeVar("_T")
+from danling.training.observers import Observer
+
+if TYPE_CHECKING:
+    from danling.training.update import UpdateOutcome
+
 _FULL_EVERY = 10
 _OLDEST = 2
 
 
-class GcPacer:
+class GcPacer(Observer):
     """Collects garbage every so many updates or batches instead of whenever Python decides.
 
     A collection that hits one rank in the middle of a step holds up all the others. The method is TorchTitan's
     (`torchtitan/tools/utils.py`, `GarbageCollection`); besides, every tenth collection is of the oldest generation,
     since cycles that have grown old would otherwise never be freed while automatic collection is off.
 
-    Automatic collection is off inside of `active` only; outside the process has its own setting.
+    Automatic collection is off in trainings and evaluations only; outside the process has its own setting.
 
     Args:
         interval: Updates, or batches of an evaluation, between two collections.
         generation: Oldest generation that a usual collection covers: 0, 1 or 2.
-        disable_automatic: Switch automatic collection off inside of `active`.
+        disable_automatic: Switch automatic collection off in trainings and evaluations.
 
     Raises:
         ValueError: If the interval is not positive or there is no such generation.
@@ -41,43 +43,57 @@ class GcPacer:
         self.interval = interval
         self.generation = generation
         self.disable_automatic = disable_automatic
-        self._updates = 0
-        self._has_been_active = False
+        self._updates = self._depth = 0
+        self._was_enabled = self._has_been_active = False
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Switch automatic collection off inside, and put it back as it was on exit. May be entered inside of itself."""
-        before = gc.isenabled()
-        if not self.disable_automatic or not before:
-            yield
-            return
-        if not self._has_been_active:
-            # What construction left behind goes now, once, rather than in the first steps.
-            self._has_been_active = True
-            gc.collect()
-        gc.disable()
-        try:
-            yield
-        finally:
-            gc.enable()
+    def training_started(self) -> None:
+        """Switch automatic collection off."""
+        self._switch_off()
 
-    def step(self) -> None:
-        """Count an update, and collect when the interval is full. Called on all ranks at the same boundary."""
+    def training_ended(self) -> None:
+        """Give collection back to Python."""
+        self._switch_back()
+
+    def evaluation_started(self, split: str) -> None:
+        """Switch automatic collection off."""
+        self._switch_off()
+
+    def evaluation_batch_started(self, split: str, number: int) -> None:
+        """Collect after every so many batches, counted apart from the updates.
+
+        The ranks may have different numbers of batches, and must go on collecting at the same updates.
+        """
+        if number:
+            self._collect_after(number)
+
+    def evaluation_ended(self, split: str) -> None:
+        """Give collection back to what was before."""
+        self._switch_back()
+
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        """Count an update, and collect when the interval is full: all ranks do so at the same update."""
+        self.boundary_reached()
+
+    def boundary_reached(self) -> None:
+        """Count an update of a loop by hand."""
         self._updates += 1
         self._collect_after(self._updates)
 
-    def paced(self, batches: Iterator[_T]) -> Iterator[_T]:
-        """Yield batches, and collect after every so many of them, counted apart from the updates.
+    def _switch_off(self) -> None:
+        self._depth += 1
+        if self._depth == 1 and self.disable_automatic:
+            self._was_enabled = gc.isenabled()
+            if self._was_enabled and not self._has_been_active:
+                # What construction left behind is freed now, once, rather than in the first steps.
+                self._has_been_active = True
+                gc.collect()
+            gc.disable()
 
-        The ranks may have different numbers of batches, and must go on collecting at the same updates.
-
-        Args:
-            batches: What is evaluated.
-        """
-        for done, batch in enumerate(batches, 1):
-            yield batch
-            del batch
-            self._collect_after(done)
+    def _switch_back(self) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._was_enabled:
+            self._was_enabled = False
+            gc.enable()
 
     def _collect_after(self, done: int) -> None:
         collections, rest = divmod(done, self.interval)

@@ -1,28 +1,39 @@
-"""Training that stands still: which ranks wait for which, and where the one is that they wait for.
+"""Detects hung training, and reports which ranks wait for which, and where the rank is that they wait for.
 
-A thread of each rank looks on, since the thread that trains may be stuck where no Python runs. What the ranks do they tell each other by
-notes, without a collective.
+A thread of each rank checks, since the thread that trains may be stuck where no Python runs. The ranks leave notes for each other, without
+a collective.
 """
 
 from __future__ import annotations
 
 import json
+import linecache
 import logging
 import math
 import os
 import socket
 import sys
+import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from types import FrameType
+from typing import TYPE_CHECKING
 
+import torch
+
+from danling.distributed import collective_timeout
 from danling.utils.files import write_atomically
 
-from .activity import StackReader, ThreadSleep
-from .stacks import all_stacks, collective_of, excuse_of, place_of, stack_text
+if TYPE_CHECKING:
+    from danling.distributed import Board
+    from danling.runners.torch_runner import TorchRunner
+
+    from .rank_watch import WatchedThread
+
 
 logger = logging.getLogger("danling")
 
@@ -34,7 +45,7 @@ _GRACE_SECONDS = 3.0
 """How long the notes of other ranks may take."""
 
 _SPEAKERS = 8
-"""Ranks that may say what is found, each only if those before it do not: the store is asked for the notes of all by each of them."""
+"""Ranks that may report, each only if those before it do not: each of them asks the store for the notes of all."""
 
 _CLOCKS_APART_SECONDS = 10.0
 """By how much the clocks of machines may differ."""
@@ -48,19 +59,36 @@ WARNING, LIMIT = "warning", "limit"
 """What is said: that an update takes far longer than others, and that the time limit of a collective is near."""
 
 
-class Notes(Protocol):
-    """Where ranks leave notes for each other; see `danling.distributed.Board`."""
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_DANLING = str(Path(__file__).parents[1]) + os.sep
+_COLLECTIVES = f"{_TORCH}distributed{os.sep}"
+_CALLED_BY_NAME = f"{_COLLECTIVES}distributed_c10d.py"
+"""Where the collectives are that people know by their names."""
+_DOMAINS = f"{_DANLING}distributed{os.sep}"
+_OWN_CALLS = f"{_DANLING}audit{os.sep}layout_record.py"
+"""Stands between a program and all that it calls of torch, in a check of layouts."""
+_STANDARD = str(Path(os.__file__).parent) + os.sep
+_MOST_FRAMES = 40
 
-    def write(self, key: str, text: str) -> None:
-        """Leave a note."""
+BACKWARD = "the reduction of gradients at the end of a backward"
 
-    def read(self, key: str) -> str | None:
-        """Return a note, `None` where there is none."""
+_EXCUSES = {
+    "in a debugger": (f"{os.sep}pdb.py", f"{os.sep}bdb.py", "debugpy", "pydevd"),
+    "compiling": (
+        os.path.join("_dynamo", "convert_frame.py"),
+        os.path.join("_inductor", "compile_fx.py"),
+        os.path.join("_inductor", "async_compile.py"),
+        os.path.join("triton", "compiler") + os.sep,
+    ),
+    "waiting for a stream": (f"{_DANLING}stream{os.sep}",),
+    "waiting for other replica groups": (f"{_DANLING}torchft{os.sep}", f"{os.sep}torchft{os.sep}"),
+}
+"""What may take any time, by what the path of a source file has in it."""
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What a rank does while training stands still.
+class RankState:
+    """What a rank does while no update ends.
 
     Attributes:
         rank: Its number.
@@ -89,75 +117,58 @@ class Standing:
     time: float
 
     @classmethod
-    def parsed(cls, text: str | None) -> Standing | None:
+    def parsed(cls, text: str | None) -> RankState | None:
         """Return what a note says; `None` without one, or where it was taken back."""
         return cls(**json.loads(text)) if text else None
 
 
 class HangWatch:
-    """Says once what the ranks do where an update takes far longer than others, and before the time limit of a collective ends the job.
+    """Reports once what the ranks do where an update takes far longer than others, and before the time limit of a collective ends the job.
 
     Args:
-        reader: Reads the stack of the thread that trains.
-        thread: Number of that thread, as `threading.get_ident`.
-        native_id: Number of that thread, as `threading.get_native_id`.
-        progress: Returns what changes with every update.
-        step: Returns the updates committed.
-        board: Where the ranks tell each other what they do.
-        rank: Number of this rank.
-        size: Number of ranks.
-        place: Place of this rank among those that say what is found: 0 for the one that has the log.
-        least: Seconds that an update must take before anything is said; `None` for no warning.
-        limit: Returns the seconds that a collective may take, `None` where that is not known.
-        directory: Returns where the stacks are written.
-        waits_on_device: Whether a thread that waits for the device may wait for other ranks there.
+        runner: The runner that trains.
+        thread: The thread that trains.
+        board: Where the ranks leave notes for each other.
+        part: Returns the part of the training that is under way.
         clock: Seconds, monotonic.
+
+    Attributes:
+        limit: Returns the seconds that a collective may take, `None` where that is not known.
     """
 
     def __init__(
         self,
-        reader: StackReader,
+        runner: TorchRunner,
+        thread: WatchedThread,
+        board: Board,
         *,
-        thread: int,
-        native_id: int,
-        progress: Callable[[], object],
-        step: Callable[[], int],
-        board: Notes,
-        rank: int,
-        size: int,
-        place: int,
-        least: float | None,
-        limit: Callable[[], float | None],
-        directory: Callable[[], Path],
-        waits_on_device: bool = False,
+        part: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._reader = reader
-        self._thread = thread
-        self._sleeps = ThreadSleep(native_id)
-        self._cpu = _CpuTime(thread)
-        self._progress = progress
-        self._step = step
-        self._board = board
-        self._rank, self._size = rank, size
-        self._place = place
-        self._least = least
-        self._limit = limit
-        self._directory = directory
-        self._waits_on_device = waits_on_device
-        self._clock = clock
+        self._thread, self._board, self._part, self._clock = thread, board, part, clock
+        self._cpu = _CpuTime(thread.ident)
+        self._train = runner.state.train
+        domain = runner.placement.optimizer
+        self._rank, self._size = domain.rank, domain.size
+        self._least = runner.config.comm.hang_warning_seconds
+        self._directory = runner.workspace.dir / "hangs"
+        self._waits_on_device = runner.device.type != "cpu"
+        self.limit: Callable[[], float | None] = lambda: collective_timeout(runner.device)
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._last_check = self._quiet_since = self._idle_since = self._waits_since = clock()
-        self._seen = progress()
+        self._seen = self._progress()
         self._updates: deque[float] = deque(maxlen=_KEPT_UPDATES)
-        self._is_first, self._stepped = True, step()
+        self._is_first, self._stepped = True, self._train.global_step
         self._begin_quiet()
+
+    def _progress(self) -> tuple[int, int]:
+        return self._train.global_step, self._train.skipped_updates
 
     def _begin_quiet(self) -> None:
         """Forget what was said and noted of a time without progress."""
         self._noted_at: float | None = None
         self._raised = self._dumped = self._said = ""
-        self._asked: tuple[float, dict[int, Standing | None]] | None = None
+        self._asked: tuple[float, dict[int, RankState | None]] | None = None
 
     def check(self) -> None:
         """Look once; called about once a second, by a thread of its own."""
@@ -174,7 +185,7 @@ class HangWatch:
             self._seen = progress
             self._go_on(now)
             return
-        mine = self._standing()
+        mine = self._state()
         has_run = self._cpu.has_run(gap)
         if not mine.waits or (has_run and mine.collective != _DEVICE):
             self._waits_since = now
@@ -182,7 +193,7 @@ class HangWatch:
             self._idle_since = now
         self._judge(mine, now)
 
-    def _judge(self, mine: Standing, now: float) -> None:
+    def _judge(self, mine: RankState, now: float) -> None:
         """Tell the others what this rank does where it is quiet for long, and say what all do where it is too long."""
         warns, (ends, lead) = self._warning_after(), self._ending_after()
         if now - self._quiet_since <= min(warns, ends) / 2:
@@ -193,18 +204,18 @@ class HangWatch:
             alarm = self._raise(LIMIT)
         elif now - self._idle_since > warns and not alarm:
             alarm = WARNING
-        if alarm and self._said not in (alarm, LIMIT) and self._place < _SPEAKERS:
+        if alarm and self._said not in (alarm, LIMIT) and self._rank < _SPEAKERS:
             self._look_around(now, alarm, grace)
 
     def _go_on(self, now: float) -> None:
         """Note that an update is done."""
         if not self._is_first:
             # The time of an evaluation or a save, with which the clock was set anew, is not in it.
-            self._updates.append((now - self._idle_since) / max(self._step() - self._stepped, 1))
-        self._is_first, self._stepped = False, self._step()
+            self._updates.append((now - self._idle_since) / max(self._train.global_step - self._stepped, 1))
+        self._is_first, self._stepped = False, self._train.global_step
         self._quiet_since = self._idle_since = self._waits_since = now
         if self._noted_at is not None:
-            self._board.write(f"standing/{self._rank}", "")
+            self._board.write(f"state/{self._rank}", "")
         if self._raised:
             self._board.write("alarm", "")
         self._begin_quiet()
@@ -217,20 +228,19 @@ class HangWatch:
 
     def _ending_after(self) -> tuple[float, float]:
         """Return the seconds in a collective after which there is just time enough to say what the ranks do, and how much that is."""
-        limit = self._limit()
+        limit = self.limit()
         if limit is None:
             return math.inf, math.inf
         lead = min(max(limit / 10, 5 * _GRACE_SECONDS), 60.0, limit / 2)
         return limit - lead, lead
 
-    def _standing(self) -> Standing:
-        frame = sys._current_frames().get(self._thread)
-        part = self._reader.part_of(frame)
-        waits = self._reader.activity(frame, self._sleeps) == "waiting"
+    def _state(self) -> RankState:
+        frame, part = self._thread.frame(), self._part()
+        waits = part != "data" and self._thread.waits(frame)
         collective, called = collective_of(frame) if waits else ("", "")
         if self._waits_on_device and frame is not None and frame.f_code.co_name == "synchronize":
             waits, collective = True, _DEVICE
-        return Standing(
+        return RankState(
             self._rank,
             self._host,
             self._pid,
@@ -244,7 +254,7 @@ class HangWatch:
             time.time(),
         )
 
-    def _tell(self, mine: Standing, now: float, every: float) -> str:
+    def _tell(self, mine: RankState, now: float, every: float) -> str:
         """Tell the others what this rank does, and write its stacks where one of them asks for that; return what it asks for."""
         if self._noted_at is None or now - self._noted_at >= every:
             self._note(mine, now)
@@ -258,9 +268,9 @@ class HangWatch:
             self._dump(mine)
         return alarm
 
-    def _note(self, mine: Standing, now: float) -> None:
+    def _note(self, mine: RankState, now: float) -> None:
         self._noted_at = now
-        self._board.write(f"standing/{self._rank}", json.dumps(asdict(mine)))
+        self._board.write(f"state/{self._rank}", json.dumps(asdict(mine)))
 
     def _raise(self, alarm: str) -> str:
         if self._raised != alarm:
@@ -272,9 +282,9 @@ class HangWatch:
         """Whether something was noted since there was no progress: ranks that were started anew may find notes of those before them."""
         return time.time() - moment < now - self._quiet_since + _CLOCKS_APART_SECONDS
 
-    def _dump(self, mine: Standing) -> None:
-        file = self._directory() / f"step-{self._step():012d}-rank-{self._rank:05d}.txt"
-        head = f"Rank {mine.rank}, process {mine.pid} on {mine.host}, after step {self._step()}: {described(mine)}\n\n"
+    def _dump(self, mine: RankState) -> None:
+        file = self._directory / f"step-{self._train.global_step:012d}-rank-{self._rank:05d}.txt"
+        head = f"Rank {mine.rank}, process {mine.pid} on {mine.host}, after step {self._train.global_step}: {described(mine)}\n\n"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, head + all_stacks())
@@ -285,7 +295,7 @@ class HangWatch:
         """Read twice what the ranks do, and say it: a note that does not change is that of a rank that gives no sign any more."""
         if self._asked is None:
             # Each speaker leaves those before it the time that they need.
-            self._asked = now + 2 * grace * self._place, {}
+            self._asked = now + 2 * grace * self._rank, {}
         since, before = self._asked
         if now < since:
             return
@@ -307,27 +317,27 @@ class HangWatch:
         if alarm == WARNING and self._is_excused(signs, now):
             return
         self._said = alarm
-        self._note(self._standing(), now)
+        self._note(self._state(), now)
         self._say(signs, notes, now, alarm)
 
-    def _is_excused(self, notes: Mapping[int, Standing | None], now: float) -> bool:
+    def _is_excused(self, notes: Mapping[int, RankState | None], now: float) -> bool:
         """Whether a rank does what may take any time; then as much time is given once more."""
         if not any(note is not None and note.excuse for note in notes.values()):
             return False
         self._idle_since, self._asked = now, None
         return True
 
-    def _notes(self) -> dict[int, Standing | None]:
-        notes = {rank: Standing.parsed(self._board.read(f"standing/{rank}")) for rank in range(self._size)}
+    def _notes(self) -> dict[int, RankState | None]:
+        notes = {rank: RankState.parsed(self._board.read(f"state/{rank}")) for rank in range(self._size)}
         now = self._clock()
         return {r: note if note is not None and self._is_of_now(note.time, now) else None for r, note in notes.items()}
 
     def _say(
-        self, signs: Mapping[int, Standing | None], notes: Mapping[int, Standing | None], now: float, alarm: str
+        self, signs: Mapping[int, RankState | None], notes: Mapping[int, RankState | None], now: float, alarm: str
     ) -> None:
         silent = {rank: self._fate(rank, notes[rank]) for rank, sign in signs.items() if sign is None}
-        seconds, limit = now - self._quiet_since, self._limit()
-        head = f"Update {self._step() + 1} has not come to its end in {seconds:.0f} s"
+        seconds, limit = now - self._quiet_since, self.limit()
+        head = f"Update {self._train.global_step + 1} has not come to its end in {seconds:.0f} s"
         if self._updates:
             head += f"; those before it took up to {max(self._updates):.2g} s"
         if alarm == LIMIT:
@@ -335,19 +345,15 @@ class HangWatch:
         else:
             head += ". comm.train_timeout_seconds sets after how long such a wait ends the job"
             head += f"; now it is {limit:g} s" if limit is not None else ""
-        logger.warning("%s", report(head, signs, silent, self._directory()))
+        logger.warning("%s", report(head, signs, silent, self._directory))
 
-    def _fate(self, rank: int, note: Standing | None) -> str:
+    def _fate(self, rank: int, note: RankState | None) -> str:
         host, _, process = (self._board.read(f"host/{rank}") or "").rpartition(" ")
         host, pid = (note.host, note.pid) if note is not None else (host, int(process) if process.isdigit() else 0)
         if not host:
             return "nothing is known of it"
         last = f", last {described(note)}" if note is not None else ""
         return f"process {pid} on {host}{last}{fate_of(pid) if host == self._host else ''}"
-
-    def close(self) -> None:
-        """Let go of the kernel's table."""
-        self._sleeps.close()
 
 
 class _CpuTime:
@@ -390,20 +396,20 @@ def fate_of(pid: int) -> str:
     return states.get(state, f", stuck where no Python runs; `py-spy dump --pid {pid}` shows where")
 
 
-def described(standing: Standing) -> str:
+def described(state: RankState) -> str:
     """Return what a rank does, in a few words."""
-    if standing.waits:
-        return f"waits in {_waited_in(standing)}"
-    return f"at {standing.place}" + (f" ({standing.excuse})" if standing.excuse else "")
+    if state.waits:
+        return f"waits in {_waited_in(state)}"
+    return f"at {state.place}" + (f" ({state.excuse})" if state.excuse else "")
 
 
-def _waited_in(standing: Standing) -> str:
-    called = f", called at {standing.called}" if standing.called else ""
-    return f"{standing.collective or 'communication'}{called}"
+def _waited_in(state: RankState) -> str:
+    called = f", called at {state.called}" if state.called else ""
+    return f"{state.collective or 'communication'}{called}"
 
 
-def report(head: str, signs: Mapping[int, Standing | None], silent: Mapping[int, str], directory: Path) -> str:
-    """Return what is said of a training that stands still: the stacks, then who waits, and last who they wait for."""
+def report(head: str, signs: Mapping[int, RankState | None], silent: Mapping[int, str], directory: Path) -> str:
+    """Return the report: the stacks, then the ranks that wait, and last those that they wait for."""
     there = {rank: sign for rank, sign in signs.items() if sign is not None}
     lines = [f"{head}. The stacks of all threads are in {directory}."]
     for stack, ranks in _alike(there, lambda sign: sign.stack):
@@ -422,7 +428,7 @@ def report(head: str, signs: Mapping[int, Standing | None], silent: Mapping[int,
     return "\n".join(lines)
 
 
-def _alike(there: Mapping[int, Standing], key: Callable[[Standing], str]) -> list[tuple[str, list[int]]]:
+def _alike(there: Mapping[int, RankState], key: Callable[[RankState], str]) -> list[tuple[str, list[int]]]:
     """Return ranks in groups that are alike, each with what is alike."""
     found: dict[str, list[int]] = {}
     for rank, sign in there.items():
@@ -430,7 +436,7 @@ def _alike(there: Mapping[int, Standing], key: Callable[[Standing], str]) -> lis
     return list(found.items())
 
 
-def _named(ranks: list[int], there: Mapping[int, Standing]) -> str:
+def _named(ranks: list[int], there: Mapping[int, RankState]) -> str:
     hosts = sorted({there[rank].host for rank in ranks})
     on = f" on {hosts[0]}" if len(hosts) == 1 else ""
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {spans(ranks)}{on}"
@@ -446,3 +452,75 @@ def spans(ranks: list[int]) -> str:
             parts.append([rank])
     short = (f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
     return ", ".join(short)
+
+
+def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames of a stack, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def excuse_of(frame: FrameType | None) -> str:
+    """Return why what a thread does may take any time; an empty text where nothing says so."""
+    files = {found.f_code.co_filename for found in frames_of(frame)}
+    return next((name for name, parts in _EXCUSES.items() if any(part in file for part in parts for file in files)), "")
+
+
+def collective_of(frame: FrameType | None) -> tuple[str, str]:
+    """Return the collective that a thread waits in and where it was called; two empty texts where it is in none."""
+    name = ""
+    for found in frames_of(frame):
+        code = found.f_code
+        if code.co_filename == _CALLED_BY_NAME or (not name and code.co_filename.startswith(_COLLECTIVES)):
+            name = name if code.co_name == "wrapper" else code.co_name
+        elif code.co_filename.startswith(_COLLECTIVES):
+            continue
+        elif code.co_name == "_engine_run_backward":
+            name = name or BACKWARD
+        elif code.co_filename.startswith(_DOMAINS):
+            name = name or code.co_name
+        elif name and not code.co_filename.startswith(_TORCH) and code.co_filename != _OWN_CALLS:
+            return name, spot(found)
+        elif not name and not _is_between(code.co_filename):
+            return "", ""
+    return name, ""
+
+
+def _is_between(file: str) -> bool:
+    return file.startswith((_TORCH, _STANDARD)) and "-packages" not in file.removeprefix(_TORCH)
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Return where a thread is: in the innermost function that is of no library, else in the innermost one."""
+    found = list(frames_of(frame))
+    own = [one for one in found if not one.f_code.co_filename.startswith((_STANDARD, _TORCH, _DANLING, "<"))]
+    own = [one for one in own if "-packages" not in one.f_code.co_filename]
+    if not own:
+        return spot(found[0]) if found else "nowhere"
+    inner = "" if own[0] is found[0] else f", in {found[0].f_code.co_name}"
+    if any(one.f_code.co_name == "_try_get_data" for one in found):
+        inner = ", waiting for a worker of its data loader"
+    return f"{spot(own[0])}{inner}"
+
+
+def spot(frame: FrameType) -> str:
+    """Return file, line and function of a frame, and what stands there."""
+    code, line = frame.f_code, frame.f_lineno
+    text = linecache.getline(code.co_filename, line).strip()
+    return f"{code.co_filename}:{line} in {code.co_name}" + (f" ({text})" if text else "")
+
+
+def stack_text(frame: FrameType | None) -> str:
+    """Return a stack as Python prints it, the innermost frame last; of a long one what is nearest."""
+    return "".join(traceback.format_stack(frame, _MOST_FRAMES)) if frame is not None else ""
+
+
+def all_stacks() -> str:
+    """Return the stacks of all threads of this process but the one that asks."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = []
+    for thread, frame in sys._current_frames().items():
+        if thread != threading.get_ident():
+            found.append(f"Thread {names.get(thread, thread)} (most recent call last):\n{stack_text(frame)}")
+    return "\n".join(found)

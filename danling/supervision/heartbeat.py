@@ -9,26 +9,31 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from danling.training.observers import Observer
 from danling.utils.files import write_atomically
+
+if TYPE_CHECKING:
+    from danling.runners.base_runner import BaseRunner
+    from danling.training.update import UpdateOutcome
 
 logger = logging.getLogger("danling")
 
 
-class Heartbeat:
+class Heartbeat(Observer):
     """Writes `rank-{rank}.json` into a directory now, every interval, and at the end.
 
-    A daemon thread writes, so the file also tells of a main thread that hangs: `time` goes on while
-    `seconds_without_step` grows. When the whole process is gone or stopped, `time` stands still. Each write replaces
-    the file as a whole.
+    A daemon thread writes, so the file also tells of a main thread that hangs: `time` advances while `seconds_without_step` grows. When
+    the whole process is gone or stopped, `time` does not advance. Each write replaces the file as a whole.
 
     The file holds `rank`, `pid`, `host`, `status` (`running`, or `stopped` once the run has closed), `global_step`,
     `epoch`, `time` (seconds since 1970), `last_step_time` (likewise; `null` before the first step),
     `seconds_without_step` (since the start, before the first step) and `interval_seconds`.
 
     Args:
+        runner: The runner, whose counters are written.
         directory: Directory of the files; it is created.
-        rank: Global rank of this process.
         interval_seconds: Seconds between two writes.
 
     Raises:
@@ -36,17 +41,18 @@ class Heartbeat:
         OSError: If the first file cannot be written. Later failures are told in the log once, and training goes on.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, rank: int = 0, interval_seconds: float = 60.0) -> None:
+    def __init__(self, runner: BaseRunner, directory: str | os.PathLike[str], interval_seconds: float = 60.0) -> None:
         if interval_seconds <= 0:
             raise ValueError(
                 f"Expected heartbeat.interval_seconds > 0. Received: interval_seconds={interval_seconds!r}. "
                 "Set `heartbeat.enabled` to false for none."
             )
-        self.rank = rank
+        self._runner = runner
         self.interval_seconds = interval_seconds
-        self.file = Path(directory) / f"rank-{rank}.json"
+        self.file = Path(directory) / f"rank-{runner.rank}.json"
         self._host = socket.gethostname()
-        self._last: tuple[int | None, int | None, float] = (None, None, time.monotonic())
+        self._stepped_at = time.monotonic()
+        self._has_stepped = False
         self._complained = False
         self._stopping = threading.Event()
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,14 +60,21 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="danling-heartbeat", daemon=True)
         self._thread.start()
 
-    def beat(self, global_step: int, epoch: int) -> None:
-        """Say that a step is done, be it that it was skipped; called at every update, costs a fraction of a microsecond and writes nothing.
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        """Note that an update is done, be it that it was skipped; nothing is written."""
+        self.beat()
 
-        Args:
-            global_step: Optimizer updates committed.
-            epoch: Completed epochs.
-        """
-        self._last = (global_step, epoch, time.monotonic())
+    def boundary_reached(self) -> None:
+        """Note that a loop by hand is between two updates."""
+        self.beat()
+
+    def evaluation_batch_started(self, split: str, number: int) -> None:
+        """Note that an evaluation makes progress."""
+        self.beat()
+
+    def beat(self) -> None:
+        """Note that the main thread makes progress."""
+        self._stepped_at, self._has_stepped = time.monotonic(), True
 
     def stop(self, timeout: float | None = 10.0) -> None:
         """End the thread and write the file a last time, with the status `stopped`. A second call does nothing.
@@ -89,18 +102,17 @@ class Heartbeat:
                 logger.warning("The heartbeat %s cannot be written: %s. Training goes on.", self.file, error)
 
     def _write(self, status: str) -> None:
-        # The tuple is read once: the main thread may replace it meanwhile.
-        global_step, epoch, stepped_at = self._last
-        now, idle = time.time(), time.monotonic() - stepped_at
+        train = self._runner.state.train
+        now, idle = time.time(), time.monotonic() - self._stepped_at
         record = {
-            "rank": self.rank,
+            "rank": self._runner.rank,
             "pid": os.getpid(),
             "host": self._host,
             "status": status,
-            "global_step": global_step,
-            "epoch": epoch,
+            "global_step": train.global_step,
+            "epoch": train.epoch,
             "time": round(now, 3),
-            "last_step_time": None if global_step is None else round(now - idle, 3),
+            "last_step_time": round(now - idle, 3) if self._has_stepped else None,
             "seconds_without_step": round(idle, 3),
             "interval_seconds": self.interval_seconds,
         }

@@ -5,25 +5,31 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from danling.training.observers import Observer
+
+if TYPE_CHECKING:
+    from danling.runners.base_runner import BaseRunner
+    from danling.training.update import UpdateOutcome
 
 logger = logging.getLogger("danling")
 
 
-class Profiler:
+class Profiler(Observer):
     """Profiles updates in cycles of `wait`, `warmup` and `active` updates and exports one Chrome trace a cycle and
     rank.
 
     Profiling starts at construction, at whatever step the run is: a resumed run is profiled like a new one. When the
-    cycles are done the profiler is shut down and `step` costs nothing. Files are called
+    cycles are done the profiler is shut down. Files are called
     `rank-00000-step-000000000005.pt.trace.json`, after the last update in them; Perfetto, `chrome://tracing` and the
     TensorBoard plugin read them.
 
     Args:
+        runner: The runner; its rank and its number of updates are in the names of the traces.
         directory: Directory of the traces; it is created.
-        rank: Global rank of this process.
         wait: Updates to let pass at the start of a cycle.
         warmup: Updates that are profiled and thrown away, so that the profiler's own start-up is not in the trace.
         active: Updates in the trace.
@@ -39,9 +45,9 @@ class Profiler:
 
     def __init__(
         self,
+        runner: BaseRunner,
         directory: str | os.PathLike[str],
         *,
-        rank: int = 0,
         wait: int = 1,
         warmup: int = 1,
         active: int = 3,
@@ -55,10 +61,9 @@ class Profiler:
         _check_schedule(wait=wait, warmup=warmup, active=active, repeat=cycles)
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.rank = rank
+        self._runner = runner
         self.traces: list[Path] = []
         """Files that were written, in order."""
-        self._global_step = 0
         self._left = cycles * (wait + warmup + active) or None
         self._profile: Any = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=cycles),
@@ -70,20 +75,31 @@ class Profiler:
         )
         self._profile.start()
 
-    def step(self, global_step: int) -> None:
-        """Say that an update is done, committed or not.
+    @classmethod
+    def of(cls, runner: BaseRunner) -> Profiler | None:
+        """Return the profiler of `config.profiling`, `None` when it is off."""
+        settings = dict(runner.config.profiling.items())
+        if not settings.pop("enabled"):
+            return None
+        directory = runner.workspace.dir / settings.pop("trace_dir")
+        if settings["profile_memory"] and runner.device.type == "cuda":
+            # Where blocks were allocated, for the snapshot of a run that is out of memory.
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        return cls(runner, directory, **settings)
 
-        Args:
-            global_step: Optimizer updates committed, for the names of the traces.
-        """
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        """Count an update, committed or not."""
         if self._profile is None:
             return
-        self._global_step = global_step
         self._profile.step()
         if self._left is not None:
             self._left -= 1
             if self._left <= 0:
                 self.close()
+
+    def training_ended(self) -> None:
+        """Stop profiling."""
+        self.close()
 
     def close(self) -> None:
         """Stop profiling; updates of a cycle that is not full are exported as well. A second call does nothing."""
@@ -92,7 +108,7 @@ class Profiler:
             profile.stop()
 
     def _export(self, profile: Any) -> None:
-        name = f"rank-{self.rank:05d}-step-{self._global_step:012d}.pt.trace.json"
+        name = f"rank-{self._runner.rank:05d}-step-{self._runner.state.train.global_step:012d}.pt.trace.json"
         path, staged = self.directory / name, self.directory / f".{name}.tmp"
         profile.export_chrome_trace(str(staged))
         os.replace(staged, path)

@@ -154,7 +154,7 @@ class Evaluator:
         meters = runner.meters
         with meters.aside(exact=self.exact):
             with self._entered(split, "evaluate"):
-                batches = runner._session.paced(self._agreed(split, self._pass_over(source, limit)))
+                batches = self._agreed(split, self._pass_over(source, limit))
                 with torch.no_grad():
                     for batch in batches:
                         runner._keys.begin_batch("evaluate", split, batch.place)
@@ -197,17 +197,17 @@ class Evaluator:
     def _agreed(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of an evaluation; in training, all ranks agree before each one whether to continue."""
         runner, session = self.runner, self.runner._session
-        if not session.running:
-            yield from batches
-            return
 
         def seen(number: int) -> None:
-            runner._reporter.doing(f"{split} {number}")
-            session.beat(runner.state.train.global_step, runner.state.train.epoch)
+            session.observers.notify("evaluation_batch_started", split, number)
 
-        with runner._reporter.aside():
+        if session.running:
             pending = runner._parts.update.sync.take_pending_requests()
             yield from session.between_batches(batches, domain=runner.placement.optimizer, pending=pending, seen=seen)
+            return
+        for number, batch in enumerate(batches):
+            seen(number)
+            yield batch
 
     @contextmanager
     def _entered(self, split: str, mode: EvaluationMode) -> Iterator[None]:
@@ -220,7 +220,6 @@ class Evaluator:
                 stack.enter_context(session.evaluating(split))
             stack.enter_context(runner._keys.evaluating())
             stack.enter_context(preparation.evaluating(wrapped))
-            stack.enter_context(session.collecting())
             stack.enter_context(evaluation_weights(runner.optimizer))
             was_training, modes = wrapped.training, [(module, module.training) for module in wrapped.modules()]
             runner.broadcast_buffers()
@@ -319,7 +318,7 @@ class Evaluator:
         """Return the predictions of a split in the order of the dataset, the same on all ranks."""
         runner, mine = self.runner, []
         with self._entered(split, "infer"):
-            for batch in runner._session.paced(self._pass_over(self._source(split))):
+            for batch in self._pass_over(self._source(split)):
                 mine.append(self._predict(split, batch))
         return self.forward.shared(gather_predictions(mine, runner.placement.data))
 

@@ -14,7 +14,7 @@ from danling.data import Batch
 from danling.distributed import agree, set_collective_timeout
 from danling.optim.modes import enter_training
 from danling.optim.registry import is_told_its_place
-from danling.supervision import is_out_of_memory, write_memory_snapshot
+from danling.supervision import RankWatch, is_out_of_memory, write_memory_snapshot
 
 from .evaluation import checked_figures
 from .model_states import weights_to_export
@@ -44,17 +44,8 @@ class TrainingLoop:
         self._runner = runner
         self._session = runner._session
         self._last_split: str | None = None
-        self._log_every = self._evaluate_every = self._checkpoint_every = 1
+        self._evaluate_every = self._checkpoint_every = 1
         self._keeper = TrainedKeeper(runner)
-
-    @staticmethod
-    def parts() -> dict[Callable[..., object], str]:
-        """Return what a rank does within functions of this class, for the watch that reads its stack."""
-        return {
-            TrainingLoop._evaluate: "evaluating",
-            TrainingLoop._save_if_due: "checkpointing",
-            TrainingLoop._finish: "checkpointing",
-        }
 
     # Before a training
 
@@ -126,16 +117,29 @@ class TrainingLoop:
         session.begin(max_seconds=runner.config.max_time_seconds())
         session.running = True
         try:
-            with runner._reporter.speaking(), session.collecting(), session.observed():
+            with runner._reporter.speaking(), self._observers(), session.observed():
                 self.begin_updates()
                 runner.model.train()
                 runner.open_trackers()
                 runner.init_signal_handlers()
-                runner._parts.report.begin()
+                runner._reporter.begin(runner)
                 with runner._reporter.trackers.telling_status(whole=whole), self._ending(whole=whole):
                     yield
         finally:
             session.leave()
+
+    @contextmanager
+    def _observers(self) -> Iterator[None]:
+        """Attach the observers of one training: the profiler, and the watch of this rank."""
+        runner = self._runner
+        attached = [each for each in (runner.build_profiler(), RankWatch.of(runner)) if each is not None]
+        runner.observers.extend(attached)
+        try:
+            yield
+        finally:
+            for each in attached:
+                if each in runner.observers:  # one that failed was dropped
+                    runner.observers.remove(each)
 
     def begin_updates(self) -> None:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
@@ -145,7 +149,7 @@ class TrainingLoop:
             runner.fault_tolerance.begin_training()
         runner.window.reduces = True
         runner.window.sum_reduced = runner._parts.sums_loss
-        self._log_every = update.log_every = runner.log_interval
+        update.log_every = runner.log_interval
         self._checkpoint_every = runner.checkpoint_interval
         self._evaluate_every = runner.config.evaluate_interval or self._checkpoint_every
         update.steps_scheduler = runner.scheduler is not None and runner._parts.scheduler_interval() == "step"
@@ -170,8 +174,6 @@ class TrainingLoop:
             runner._parts.update.raise_pending_error()
             # What was asked for in the last update, which an accelerator hands out with the next one.
             session.note_stop(runner._parts.update.sync.take_pending_requests())
-            # The epoch has been counted since the last update.
-            session.beat(runner.state.train.global_step, runner.state.train.epoch)
             if session.stop_reason is not None or whole:
                 self._finish()
         except Exception as error:
@@ -181,7 +183,6 @@ class TrainingLoop:
             session.leave()
             session.uninstall_signals(keep=runner.placement.optimizer.size > 1)
             runner._reporter.end()
-            runner._reporter.flush()
             runner._data.free()
             if runner.fault_tolerance is not None:
                 # A group that stays and does not train would hold the others up.
@@ -203,7 +204,7 @@ class TrainingLoop:
         # On all ranks, so that an error of the background writer is raised on all of them.
         manager.wait()
         manager.wait_for_mirror()
-        runner._parts.report.say_ending(session.hear_late_signals(runner.placement.optimizer))
+        runner._reporter.say_ending(session.hear_late_signals(runner.placement.optimizer))
         session.exit_if_signalled(runner.state.train.global_step)
 
     def _fail(self, error: Exception) -> None:
@@ -221,7 +222,7 @@ class TrainingLoop:
         if is_out_of_memory(error):
             directory = runner.workspace.dir / runner.config.profiling.trace_dir
             write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
-        runner._parts.report.say_ending(f"Failed with {type(error).__name__}")
+        runner._reporter.say_ending(f"Failed with {type(error).__name__}")
 
     def try_evaluations(self, splits: Sequence[str]) -> None:
         """Evaluate one batch of each split before the first update, unless an evaluation is under way; evaluations of the user's own
@@ -395,14 +396,14 @@ class TrainingLoop:
         The position of the source moves when an update is decided, even if it was skipped.
         """
         runner, session, agreement = self._runner, self._session, self._runner._parts.agreement
-        run_window, member, telemetry = runner._parts.run_window, runner.fault_tolerance, runner._reporter
+        run_window, member = runner._parts.run_window, runner.fault_tolerance
         source = runner._data.begin_pass(split, runner.placement.optimizer)
         runner._bind_reduction()
         runner._parts.update.begin_pass(split)
         runner.observers.notify("pass_started", split)
 
         def read() -> Iterator[Batch]:
-            return telemetry.timed(session.waiting(source.batches()))
+            return session.waiting(source.batches())
 
         batches, ends_alike, found = read(), agreement.ends_alike(source), source.consumed > 0
         compared, begins = False, source.consumed == 0
@@ -417,7 +418,7 @@ class TrainingLoop:
                 compared = True
             if member is not None and member.open_update():
                 # The state is that of another replica group now: batches that were read before do not count.
-                telemetry.forget_samples(runner.state.train.samples)
+                runner._reporter.forget_samples(runner.state.train.samples)
                 self.has_jumped = self._is_trained(split)
                 if self.has_jumped:
                     return
@@ -475,19 +476,10 @@ class TrainingLoop:
 
     def _after_update(self, outcome: UpdateOutcome) -> None:
         """What happens at every update boundary, besides evaluation and periodic checkpoints."""
-        runner, session, counters = self._runner, self._session, self._runner.state.train
-        step = counters.global_step
-        if runner._reporter.telemetry is not None:
-            runner._reporter.telemetry.stepped(committed=outcome.committed)
-        if outcome.committed:
-            if not session.updated_once:
-                session.updated_once = True
-                self._after_first_update()
-            if step % self._log_every == 0:
-                runner._parts.report.log_update(outcome)
-        # A skipped update is work that was done as well, on all ranks.
-        session.updated(step, counters.epoch)
-        runner._reporter.stepped(step)
+        runner, session, step = self._runner, self._session, self._runner.state.train.global_step
+        if outcome.committed and not session.updated_once:
+            session.updated_once = True
+            self._after_first_update()
         # Where an evaluation is due, a checkpoint follows it, so that a resumed run does not leave it out.
         if session.save_requested and not (outcome.committed and self._evaluation_is_due(step)):
             runner.save_checkpoint()

@@ -84,10 +84,16 @@ class Observer:
     def update_ended(self, outcome: UpdateOutcome) -> None:
         """An update was made or skipped. May communicate."""
 
+    def boundary_reached(self) -> None:
+        """A loop by hand that does not call `runner.step()` is between two updates: it calls `runner.boundary()`."""
+
     # Evaluations and saves
 
     def evaluation_started(self, split: str) -> None:
         """An evaluation of a split begins, in a training or on its own."""
+
+    def evaluation_batch_started(self, split: str, number: int) -> None:
+        """A batch of an evaluation is about to be evaluated; `number` counts from 0. In a training also where this rank has none left."""
 
     def evaluation_ended(self, split: str) -> None:
         """The evaluation is over."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from danling.data import Batch, BatchSource, DataLoader
-from danling.supervision import is_out_of_memory
+from danling.supervision.failures import is_out_of_memory
 
 from .carry import map_carry
 
@@ -41,14 +41,13 @@ class Recompute:
         Args:
             window: Whether the window and its gradient are dropped too.
         """
-        runner, telemetry, flops = self._runner, self._runner._reporter.telemetry, self._runner._reporter.flops
+        runner = self._runner
         self._versions = {}
         buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
         carry, put_attributes_back = map_carry(runner.carry, Tensor.clone), runner._attributes.remember()
         metrics = runner._parts.train_metrics
         put_metrics_back = metrics.remember() if metrics is not None else None
         figures, micro_step = runner.meters.state_dict(), runner.state.train.micro_step
-        tokens, counts_next = telemetry.tokens if telemetry is not None else 0.0, flops.counts_next
 
         def take_back() -> None:
             if window:
@@ -64,9 +63,6 @@ class Recompute:
                 put_metrics_back()
             runner.state.train.micro_step = micro_step
             runner.carry = map_carry(carry, Tensor.clone)
-            flops.counts_next = counts_next
-            if telemetry is not None:
-                telemetry.tokens = tokens
 
         return take_back
 

@@ -69,7 +69,8 @@ class RunResults:
         if board is not None and self.patience_exhausted():
             self._stop_early()
         self.write()
-        runner._parts.report.log_result(result)
+        ended = runner.progress >= 1 or runner._parts.loop.data_ended or runner._session.stop_reason is not None
+        runner._reporter.log_result(runner, result, last=ended)
 
     def has_best_at(self, index: int) -> bool:
         """Whether an epoch or update was recorded and has the best score so far."""

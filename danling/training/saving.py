@@ -126,7 +126,7 @@ class TrainedKeeper:
                 payload = runner.checkpoint_state()
                 return lambda: bool(manager.save_alone(payload, epoch=epoch, global_step=step))
             if settings.before_evaluation and hasattr(manager, "save_ahead"):
-                with runner._reporter.aside("checkpoint"):
+                with runner._session.saving():
                     runner._parts.update.raise_pending_error()
                     manager.save_ahead(runner.checkpoint_state(), epoch=epoch, global_step=step)
                 saved: Callable[[], bool] = manager.is_saved_ahead

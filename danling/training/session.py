@@ -8,11 +8,11 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 from danling.distributed import Domain, JointLeave, agree, default_store
-from danling.supervision import EXIT_CODES, GcPacer, Heartbeat, SignalWatcher
+from danling.supervision.signals import EXIT_CODES, SignalWatcher
 
 from .observers import Observers
 from .update import UNCOMMITTED, UpdateOutcome
@@ -64,7 +64,7 @@ class DataEnded(PassLeft):
 
 
 class TrainingSession:
-    """Listens for requests, keeps the heartbeat, paces garbage collection, and carries a training to its end.
+    """Listens for requests, tells the observers of events, and agrees with the other ranks when to stop.
 
     One session serves a runner for its whole life. Requests may be made at any time and on any rank; they are applied at the boundaries
     between updates and between the batches of an evaluation, where all ranks agree on them.
@@ -82,8 +82,6 @@ class TrainingSession:
         in_update: Whether a `step` is under way.
         signals: Watches for signals while a training runs; `None` where nobody does.
         observers: Are told of the events of a training.
-        heartbeat: Is told of every update; `None` without one.
-        gc_pacer: Collects garbage at boundaries; `None` where Python decides.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -95,16 +93,13 @@ class TrainingSession:
         self.in_update = False
         self.signals: SignalWatcher | None = None
         self.observers = Observers()
-        self.heartbeat: Heartbeat | None = None
-        self.gc_pacer: GcPacer | None = None
-        self._heartbeat_settings: tuple[object, ...] | None = None
         self._requested: set[str] = set()
         self._clock = clock
         self._deadline = math.inf
         self._training = 0
         self._leaving: tuple[str, JointLeave] | None = None
         self._looks_again = -math.inf
-        self._is_observed = self._evaluates = False
+        self._is_observed = self._evaluates = self._updated = False
 
     @property
     def training(self) -> int:
@@ -300,9 +295,16 @@ class TrainingSession:
             raise ValueError(
                 f"Expected `step` to return an UpdateOutcome. Received: {outcome!r}. Return that of super().step()."
             )
+        self._updated = True
         if self.observers and outcome.reason != UNCOMMITTED:
             self.observers.notify("update_ended", outcome)
         return outcome
+
+    def boundary(self) -> None:
+        """Tell the observers that a loop by hand is between two updates, unless they were told of the update."""
+        if not self._updated:
+            self.observers.notify("boundary_reached")
+        self._updated = False
 
     @contextmanager
     def evaluating(self, split: str) -> Iterator[None]:
@@ -326,56 +328,6 @@ class TrainingSession:
             yield
         finally:
             self.observers.notify("save_ended")
-
-    # Watching
-
-    def updated(self, step: int, epoch: int) -> None:
-        """Tell the heartbeat and the garbage collection that an update was made or skipped.
-
-        Args:
-            step: Updates committed.
-            epoch: Completed epochs.
-        """
-        if self.heartbeat is not None:
-            self.heartbeat.beat(step, epoch)
-        if self.gc_pacer is not None:
-            self.gc_pacer.step()
-
-    def beat(self, step: int, epoch: int) -> None:
-        """Tell the heartbeat that this process makes progress.
-
-        Args:
-            step: Updates committed.
-            epoch: Completed epochs.
-        """
-        if self.heartbeat is not None:
-            self.heartbeat.beat(step, epoch)
-
-    def heartbeat_changed(self, *settings: object) -> bool:
-        """Whether the heartbeat is to begin, or to begin anew: one that beats with other settings is stopped.
-
-        Args:
-            *settings: What it is begun with.
-        """
-        if settings == self._heartbeat_settings:
-            return False
-        self._heartbeat_settings = settings
-        if self.heartbeat is not None:
-            self.heartbeat.stop()
-        self.heartbeat = None
-        return True
-
-    def collecting(self) -> AbstractContextManager[None]:
-        """Return the context in which garbage is collected at boundaries only, where that is paced."""
-        return self.gc_pacer.active() if self.gc_pacer is not None else nullcontext()
-
-    def paced(self, batches: Iterator[_T]) -> Iterator[_T]:
-        """Return batches that are evaluated, with garbage collected after every so many of them.
-
-        Args:
-            batches: The batches.
-        """
-        return batches if self.gc_pacer is None else self.gc_pacer.paced(batches)
 
     def between_batches(
         self, batches: Iterator[_T], *, domain: Domain, pending: frozenset[str], seen: Callable[[int], None]

@@ -305,7 +305,7 @@ class UpdateStep:
             batch: The batch as its source gave it.
             step: `train_step`.
         """
-        runner, window, session, reporter = self._runner, self._runner.window, self._session, self._runner._reporter
+        runner, window, session = self._runner, self._runner.window, self._session
         if window.count == 0:
             runner.reduction.begin(first=window.is_first)
             if session.observers:
@@ -321,16 +321,9 @@ class UpdateStep:
         observed = bool(session.observers) and batch.samples != 0
         if observed:
             session.observers.notify("micro_batch_started", data, read=batch.data, samples=samples)
-        if reporter.telemetry is not None and batch.samples != 0:
-            reporter.telemetry.tokens += runner.count_tokens(batch.data)
         session.in_step = True
         try:
-            if reporter.flops.counts_next and samples:
-                counted: list[object] = []
-                reporter.flops.count(lambda: counted.append(runner._run_train_step(step, data)), samples)
-                returned = counted[0]
-            else:
-                returned = runner._run_train_step(step, data)
+            returned = runner._run_train_step(step, data)
             if self.metrics is not None:
                 self._measure(self.metrics, returned, data, samples)
         except Exception as error:

@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING
 from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
-    from danling.reporting.logging import RunLog, close_run_log, open_run_log, speaking_for
-    from danling.reporting.printing import Printer
+    from danling.reporting.logging import Printer, RunLog, close_run_log, open_run_log, speaking_for
     from danling.reporting.progress import Progress, format_duration, format_number, format_scores
-    from danling.reporting.trackers import (
-        JsonlTracker,
-        TensorBoardTracker,
-        Tracker,
-        TrackerSet,
-        WandbTracker,
-        read_jsonl,
-    )
+    from danling.reporting.tracker_services import TensorBoardTracker, WandbTracker
+    from danling.reporting.trackers import JsonlTracker, Tracker, TrackerSet, read_jsonl
 
     from .identity import CodeIdentity, make_timestamp, run_id
     from .workspace import Workspace
@@ -29,17 +22,10 @@ else:
         __name__,
         {
             "identity": ("CodeIdentity", "make_timestamp", "run_id"),
-            "danling.reporting.logging": ("RunLog", "close_run_log", "open_run_log", "speaking_for"),
-            "danling.reporting.printing": ("Printer",),
+            "danling.reporting.logging": ("Printer", "RunLog", "close_run_log", "open_run_log", "speaking_for"),
             "danling.reporting.progress": ("Progress", "format_duration", "format_number", "format_scores"),
-            "danling.reporting.trackers": (
-                "JsonlTracker",
-                "TensorBoardTracker",
-                "Tracker",
-                "TrackerSet",
-                "WandbTracker",
-                "read_jsonl",
-            ),
+            "danling.reporting.tracker_services": ("TensorBoardTracker", "WandbTracker"),
+            "danling.reporting.trackers": ("JsonlTracker", "Tracker", "TrackerSet", "read_jsonl"),
             "workspace": ("Workspace",),
         },
     )

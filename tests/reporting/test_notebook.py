@@ -18,7 +18,7 @@ from jupyter_client.manager import KernelManager
 from support.pages import ROOT
 from support.warm import interpreter
 
-from danling.reporting.notebook import NotebookBar
+from danling.reporting.progress import NotebookBar
 from danling.utils.process import in_notebook
 
 DEFINE = """\

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ EVEN = [1.0, 6.0, 3.0, 0.0, 0.0]
 
 
 def collected(share: float = 0.1, hosts: Sequence[str | None] = ("a", "a", "b", "b"), **more: Any) -> RankTimes:
-    return RankTimes(sampled=lambda: ([0.0] * 5, 0), hosts=lambda: hosts, share=share, **more)
+    watch: Any = SimpleNamespace(take=lambda: ([0.0] * 5, 0), hosts=lambda: hosts)
+    return RankTimes(watch, share, **more)
 
 
 def rows(*times: Sequence[float], looks: float = 200.0) -> list[list[float]]:
@@ -70,7 +72,8 @@ def test_what_is_too_little_to_tell_adds_up_until_it_is_enough() -> None:
 def test_the_times_of_a_rank_add_up_to_the_time_that_went_by() -> None:
     now = [0.0]
     seen: list[tuple[list[float], int]] = [([2.0, 3.0, 1.0, 0.0, 0.0], 40), ([0.0] * 5, 0)]
-    times = RankTimes(sampled=lambda: seen.pop(0), hosts=lambda: (), share=0.1, clock=lambda: now[0])
+    watch: Any = SimpleNamespace(take=lambda: seen.pop(0), hosts=lambda: ())
+    times = RankTimes(watch, 0.1, clock=lambda: now[0])
     now[0] = 10.0
     # Waiting for data is measured; what looks have seen divides the rest.
     assert times.own(2.0) == [2.0, 6.0, 2.0, 0.0, 0.0, 40.0]

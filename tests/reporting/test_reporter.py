@@ -1,4 +1,4 @@
-"""The reporter of a run by itself: what is sent where, what is measured, and what is said."""
+"""What a training reports, on runners that train: metrics and speed, results, pauses, trackers, and how it ended."""
 
 from __future__ import annotations
 
@@ -10,25 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import run_processes
+from torch import nn
+from torch.utils.data import TensorDataset
 
-from danling.config import RunnerConfig
-from danling.distributed import LocalDomain
-from danling.reporting import (
-    BUILT_IN_TRACKERS,
-    JsonlTracker,
-    ModelFlops,
-    Reporter,
-    TensorBoardTracker,
-    TrackerPlace,
-    describe_batches,
-    describe_parameters,
-    describe_training,
-    read_jsonl,
-)
-from danling.reporting.summary import shown
-from danling.workspace import Workspace
-
-CPU = torch.device("cpu")
+import danling as dl
+from danling.reporting import BUILT_IN_TRACKERS, ModelFlops, TensorBoardTracker, describe_parameters, read_jsonl
+from danling.training.observers import Observer
 
 
 class Noted:
@@ -50,220 +38,207 @@ class Noted:
         """Have nothing to close."""
 
 
-class Profiled:
-    """Counts the updates that it is told of."""
+class Small(dl.TorchRunner):
+    """A linear model on sixteen samples of four numbers."""
 
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.closed = 0
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        data = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
+        self.datasets = {"train": data, "val": data}
+        self.model, self.criterion = nn.Linear(4, 1), nn.MSELoss()
+        self.noted = Noted()
+        self.add_tracker(self.noted)
 
-    def step(self, global_step: int) -> None:
-        """Count one."""
-        self.steps.append(global_step)
-
-    def close(self) -> None:
-        """Count it."""
-        self.closed += 1
-
-
-def begun(*, is_main: bool = True, profiler: Any = None, samples: int = 0) -> tuple[Reporter, Noted]:
-    reporter, noted = Reporter(is_main=is_main, world_size=1, seconds_between_lines=0.0), Noted()
-    reporter.trackers.add(noted)
-    reporter.trackers.open()
-    reporter.begin(
-        step=0, samples=samples, total_steps=10, device=CPU, name="exp", epoch="epoch 1/2", profiler=profiler
-    )
-    return reporter, noted
+    def count_tokens(self, data: Any) -> float:
+        return 3.0 * len(data[0])
 
 
-def log(reporter: Reporter, step: int, samples: int, *, domain: Any = None, **more: Any) -> None:
-    given: dict[str, Any] = {"loss": 0.5, "grad_norm": torch.tensor(2.0), "learning_rates": [0.1, 0.2]}
-    reporter.log_update(
-        step,
-        samples=samples,
-        epoch="epoch 2/2",
-        domain=domain or LocalDomain(),
-        counts_samples=True,
-        per_token=lambda: None,
-        per_sample=lambda: None,
-        **{**given, **more},
-    )
+def settings(directory: Path, **more: Any) -> dict[str, Any]:
+    fixed = {"dir": str(directory), "seed": 1, "log_interval": 2, "dataloader": {"batch_size": 4}}
+    return {**fixed, "optim": {"type": "sgd", "lr": 0.1}, **more}
 
 
-def test_an_update_is_logged_with_its_metrics_and_speed(caplog: pytest.LogCaptureFixture) -> None:
-    reporter, noted = begun(samples=100)
-    assert reporter.telemetry is not None
-    reporter.telemetry.stepped(committed=True)
-    with caplog.at_level(logging.INFO, "danling"):
-        log(reporter, 5, 132, loss=torch.tensor(0.5))
-    reporter.end()
-    ((step, values),) = noted.lines
-    assert step == 5 and values["train/loss"] == 0.5 and values["train/grad_norm"] == 2.0
-    assert (values["train/learning_rate"], values["train/learning_rate.1"]) == (0.1, 0.2)
-    # 32 samples since the training began, in the time of one update
-    assert values["train/samples_per_second"] * values["train/step_seconds"] == pytest.approx(32)
-    assert "exp epoch 2/2 5/10 (50%)  loss 0.5000  grad_norm 2.0000  lr 0.1000" in caplog.text
-
-
-def test_samples_are_counted_from_the_last_line_or_from_a_jump() -> None:
-    reporter, noted = begun()
-    assert reporter.telemetry is not None
-    seen = []
-    for samples, jump in ((8, None), (20, None), (1020, 1000)):
-        reporter.telemetry.stepped(committed=True)
-        if jump is not None:
-            reporter.forget_samples(jump)
-        log(reporter, 1, samples)
-        values = noted.lines[-1][1]
-        seen.append(round(values["train/samples_per_second"] * values["train/step_seconds"]))
-    reporter.end()
-    assert seen == [8, 12, 20]
-
-
-def test_another_process_than_the_main_one_sends_nothing_and_takes_part() -> None:
-    class Pair(LocalDomain):
-        """Two ranks, of which the other has nothing to tell."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.size, self.reduced = 2, 0
-
-        def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-            """Count it."""
-            self.reduced += 1
-            return tensor
-
-    domain = Pair()
-    reporter, noted = begun(is_main=False)
-    log(reporter, 1, 8, domain=domain)
-    reporter.log_result({"val": {"loss": 1.0}}, step=1, title="step 1", trained=[], last=True)
-    assert domain.reduced == 1 and noted.lines == [] and reporter.bar is None
-
-
-def test_a_result_is_told_by_split_and_the_mean_of_a_pass_has_a_key_of_its_own(
-    caplog: pytest.LogCaptureFixture,
+def test_updates_and_results_are_logged_with_their_metrics_and_speed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reporter, noted = begun()
-    result = {"train": {"loss": 0.25}, "val": {"loss": 0.5, "accuracy": 1.0}}
-    with caplog.at_level(logging.INFO, "danling"):
-        reporter.log_result(result, step=7, title="epoch 2", trained=["train"], last=False)
-    reporter.end()
-    assert noted.lines == [(7, {"train_mean/loss": 0.25, "val/loss": 0.5, "val/accuracy": 1.0})]
-    assert "epoch 2: train loss 0.2500  val loss 0.5000  accuracy 1.0000" in caplog.text
+    with caplog.at_level(logging.INFO, "danling"), Small(settings(tmp_path, epochs=2, accum_steps=2)) as runner:
+        runner.train()
+    updates = [(step, values) for step, values in runner.noted.lines if "train/loss" in values]
+    assert [step for step, _ in updates] == [2, 4]
+    for _, values in updates:
+        seconds = values["train/step_seconds"] * 2
+        assert values["train/samples_per_second"] * seconds == pytest.approx(16)
+        assert values["train/tokens_per_second"] * seconds == pytest.approx(48)
+        assert values["train/learning_rate"] == 0.1 and values["train/skipped_updates"] == 0
+    results = [values for _, values in runner.noted.lines if "val/loss" in values]
+    assert len(results) == 2 and set(results[0]) == {"train_mean/loss", "val/loss"}
+    assert "Training from step 0 (epoch 0) to epoch 2 on 1 cpu process (ddp, fp32)" in caplog.text
+    assert "5 parameters, batch 4 x 2 micro-batches" in caplog.text
+    assert "exp epoch 1/2 2/4 (50%)  loss" in caplog.text and "epoch 2: train loss" in caplog.text
+    assert "Finished: 4 updates to step 4" in caplog.text
 
 
-def test_results_are_printed_at_their_pace_and_the_last_one_always(caplog: pytest.LogCaptureFixture) -> None:
-    reporter = Reporter(is_main=True, world_size=1, seconds_between_lines=3600.0)
-    with caplog.at_level(logging.INFO, "danling"):
-        for index in range(150):
-            reporter.log_result(
-                {"val": {"loss": 1.0}}, step=index, title=f"step {index}", trained=[], last=index == 149
-            )
+def test_a_loss_that_is_a_sum_is_logged_as_the_sum(tmp_path: Path) -> None:
+    with Small(settings(tmp_path, steps=1, log_interval=1, dataloader={"batch_size": 16})) as runner:
+        runner.criterion = nn.MSELoss(reduction="sum")
+        inputs, targets = runner.datasets["train"].tensors
+        wanted = float(nn.functional.mse_loss(runner.model(inputs), targets, reduction="sum").detach())
+        runner.train()
+    logged = next(values["train/loss"] for _, values in runner.noted.lines if "train/loss" in values)
+    assert logged == pytest.approx(wanted, rel=1e-5)
+
+
+def test_results_are_printed_at_their_pace_and_the_last_one_always(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Small(settings(tmp_path, steps=150, log_seconds=3600.0)) as runner:
+        reporter = runner._reporter
+        reporter.begin(runner)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "danling"):
+            for step in range(150):
+                runner.state.train.global_step = step
+                reporter.log_result(runner, {"val": {"loss": 1.0}}, last=step == 149)
+        reporter.end()
+        runner.state.train.global_step = 0
     printed = [record.getMessage().partition(":")[0] for record in caplog.records]
     assert printed == [f"step {index}" for index in (*range(100), 149)]
 
 
-def test_a_pause_is_no_time_of_training_and_profiles_count_every_update() -> None:
-    profiled = Profiled()
-    reporter, noted = begun(profiler=profiled)
-    assert reporter.telemetry is not None
-    now = 100.0
-    reporter.telemetry.clock = lambda: now
-    reporter.telemetry.open_window()
-    for step in (1, 1, 2):
-        now += 1.0
-        reporter.telemetry.stepped(committed=True)
-        reporter.stepped(step)
-    with reporter.aside("checkpoint"):
-        now += 500.0
-    log(reporter, 2, 3)
-    reporter.end()
-    reporter.end()
-    assert noted.lines[0][1]["train/step_seconds"] == pytest.approx(1.0)
-    assert (profiled.steps, profiled.closed) == ([1, 1, 2], 1)
+def test_evaluations_and_saves_are_no_time_of_training(tmp_path: Path) -> None:
+    with Small(settings(tmp_path, steps=4)) as runner:
+        reporter = runner._reporter
+        reporter.begin(runner)
+        telemetry = reporter.telemetry
+        assert telemetry is not None
+        now = 100.0
+        telemetry.clock = lambda: now
+        telemetry.open_window()
+        for seconds in (1.0, 1.0, 1.0):
+            now += seconds
+            telemetry.stepped()
+        reporter.evaluation_started("val")
+        now += 300.0
+        reporter.save_started()
+        now += 200.0
+        reporter.save_ended()
+        reporter.evaluation_ended("val")
+        assert telemetry.report(3)["step_seconds"] == pytest.approx(1.0)
+        reporter.end()
 
 
-def test_the_ending_names_what_this_training_did(caplog: pytest.LogCaptureFixture) -> None:
-    reporter, _ = begun(samples=50)
-    assert reporter.telemetry is not None
-    reporter.telemetry.stepped(committed=False)
-    with caplog.at_level(logging.INFO, "danling"):
-        reporter.log_ending("Stopped by SIGTERM", step=4, samples=60)
-    reporter.end()
-    assert "Stopped by SIGTERM: 1 update to step 4" in caplog.text and "1 skipped" in caplog.text
+class Retried(Small):
+    """Computes the micro-batches of its second update twice."""
+
+    def step(self) -> Any:
+        if self.state.train.global_step == 1 and not self.carry:
+            self.carry = torch.ones(1)
+            self.window.reset()
+            self.reduction.zero()
+            batch = next(iter(self.build_dataloader("train", self.datasets["train"])))
+            self.train_step(batch)
+        return super().step()
+
+
+def test_micro_batches_that_are_computed_again_count_once(tmp_path: Path) -> None:
+    with Retried(settings(tmp_path, steps=2)) as runner:
+        runner.train()
+    (values,) = [values for _, values in runner.noted.lines if "train/loss" in values]
+    assert values["train/tokens_per_second"] * values["train/step_seconds"] * 2 == pytest.approx(24)
 
 
 def test_files_that_cannot_be_looked_up_do_not_hide_how_a_training_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reporter, _ = begun()
-    (gone := tmp_path / "gone").mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with caplog.at_level(logging.INFO, "danling"):
-        reporter.log_ending("Finished", step=4, samples=60, summary=lambda: [shown(tmp_path)])
-    reporter.end()
+    with Small(settings(tmp_path / "run", steps=1)) as runner:
+        runner.train()
+        runner._reporter.begin(runner)
+        (gone := tmp_path / "gone").mkdir()
+        monkeypatch.chdir(gone)
+        gone.rmdir()
+        with caplog.at_level(logging.INFO, "danling"):
+            runner._reporter.say_ending("Finished")
+        runner._reporter.end()
+        monkeypatch.chdir(tmp_path)
     assert "Finished: " in caplog.text and "cannot be looked up: [Errno 2]" in caplog.text
 
 
-def test_a_tracker_that_cannot_be_flushed_does_not_hide_how_a_training_ended(caplog: pytest.LogCaptureFixture) -> None:
-    class Deaf(Noted):
-        """Cannot be flushed."""
+def two_ranks(directory: Path) -> tuple[list[int], bool]:
+    with Small(settings(directory, steps=4)) as runner:
+        runner.train()
+        return [step for step, values in runner.noted.lines if "train/loss" in values], runner._reporter.bar is None
 
-        def flush(self) -> None:
-            """Fail."""
-            raise OSError("disk full")
 
-    reporter, noted = begun()
-    reporter.trackers.add(Deaf())
-    reporter.flush()
-    reporter.end()
-    assert noted.flushes == 1 and "disk full" in caplog.text
+def test_another_process_than_the_main_one_sends_nothing_and_takes_part(tmp_path: Path) -> None:
+    assert run_processes(two_ranks, tmp_path) == [([2, 4], True), ([], True)]
+
+
+class Broken(Observer):
+    """Fails in its first update."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def update_ended(self, outcome: Any) -> None:
+        self.updates += 1
+        raise RuntimeError("out of order")
+
+
+def test_an_observer_that_fails_is_dropped_and_one_that_is_critical_ends_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Small(settings(tmp_path / "run", steps=3)) as runner:
+        broken = Broken()
+        runner.observers.append(broken)
+        runner.train()
+    assert broken.updates == 1 and broken not in runner.observers and "out of order" in caplog.text
+    critical = type("Critical", (Broken,), {"critical": True})
+    with Small(settings(tmp_path / "other", steps=3)) as runner, pytest.raises(RuntimeError, match="out of order"):
+        runner.observers.append(critical())
+        runner.train()
 
 
 # The table of trackers
 
 
-def place(root: Path, step: int = 0, **settings: Any) -> TrackerPlace:
-    config = RunnerConfig(settings)
-    files = Workspace(lineage="lin", id="abc", timestamp="2026-01-01", dir=root)
-    return TrackerPlace(config, files, "abc-2", step)
-
-
 def test_trackers_are_opened_where_the_configuration_asks_for_them(tmp_path: Path) -> None:
-    wanted = [name for name, row in BUILT_IN_TRACKERS.items() if row.wanted(place(tmp_path).config)]
-    enabled = {name: {"enabled": True} for name in ("wandb", "mlflow", "trackio")}
-    asked = place(tmp_path, tensorboard=True, **enabled).config
-    assert wanted == ["jsonl"]
-    assert [name for name, row in BUILT_IN_TRACKERS.items() if row.wanted(asked)] == list(BUILT_IN_TRACKERS)
-    reporter = Reporter(is_main=True, world_size=1, seconds_between_lines=0.0)
-    for name in ("jsonl", "tensorboard"):
-        reporter.add_built_in(name, place(tmp_path))
-    reporter.trackers.open()
-    assert [type(tracker) for tracker in reporter.trackers.opened] == [JsonlTracker]
-    reporter.trackers.log({"a": 1.0}, 3)
-    reporter.trackers.close()
-    assert [(line["step"], line["a"]) for line in read_jsonl(tmp_path / "metrics.jsonl")] == [(3, 1.0)]
+    opened = []
+    with Small(settings(tmp_path, steps=1)) as runner:
+        for name, build in BUILT_IN_TRACKERS.items():
+            tracker = build(runner)
+            if tracker is not None:
+                tracker.close()
+                opened.append(name)
+    assert opened == ["jsonl"] and list(BUILT_IN_TRACKERS)[1:] == ["tensorboard", "wandb", "mlflow", "trackio"]
 
 
-def test_trackers_of_the_library_are_opened_by_their_hooks_where_there_are_some_and_once(tmp_path: Path) -> None:
-    reporter, asked = Reporter(is_main=True, world_size=1, seconds_between_lines=0.0), list[str]()
-    hooks = {"tensorboard": lambda: asked.append("tensorboard")}
-    for _ in range(2):
-        reporter.open_trackers(hooks.get, lambda: place(tmp_path, tensorboard=True))
-    assert asked == ["tensorboard"]  # a hook that does nothing is asked too, and then there is no such tracker
-    assert [type(tracker).__name__ for tracker in reporter.trackers.opened] == ["JsonlTracker"]
-    reporter.trackers.close()
+class Hooked(Small):
+    """Has a hook that does nothing in the place of a tracker of the library."""
+
+    asked = 0
+
+    def init_tensorboard(self) -> None:
+        self.asked += 1
+
+
+def test_a_hook_stands_in_for_a_tracker_of_the_library_and_is_called_once(tmp_path: Path) -> None:
+    with Hooked(settings(tmp_path, steps=1, tensorboard=True)) as runner:
+        runner.train()
+        runner.open_trackers()
+        assert [type(tracker).__name__ for tracker in runner.trackers] == ["Noted", "JsonlTracker"]
+    assert runner.asked == 1 and read_jsonl(tmp_path / "metrics.jsonl")
 
 
 def test_a_resumed_run_goes_on_in_the_directory_of_its_last_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     earlier = tmp_path / "tensorboard" / "2025-12-31"
     earlier.mkdir(parents=True)
-    tracker = BUILT_IN_TRACKERS["tensorboard"].open(place(tmp_path, step=5, tensorboard=True))
-    assert isinstance(tracker, TensorBoardTracker)
-    tracker.close()
-    assert len(list(earlier.iterdir())) == 1 and not (tmp_path / "tensorboard" / "2026-01-01").exists()
+    with Small(settings(tmp_path, steps=9, tensorboard=True)) as runner:
+        runner.state.train.global_step = 5
+        tracker = BUILT_IN_TRACKERS["tensorboard"](runner)
+        assert isinstance(tracker, TensorBoardTracker)
+        tracker.close()
+    assert len(list(earlier.iterdir())) == 1 and len(list((tmp_path / "tensorboard").iterdir())) == 1
     assert not [thread for thread in threading.enumerate() if "EventLogger" in thread.name]
 
 
@@ -273,12 +248,14 @@ def test_a_resumed_run_goes_on_in_the_directory_of_its_last_events(tmp_path: Pat
 def test_flops_are_counted_once_and_only_where_there_is_a_peak_to_compare_with() -> None:
     weight = torch.randn(4, 6)
     flops = ModelFlops()
-    flops.begin(None, known=False, countable=True)
-    assert not flops.counts_next
-    flops.begin(1e3, known=True, countable=True)
-    assert not flops.counts_next
+    for peak, known in ((None, False), (1e3, True)):
+        flops.begin(peak, known=known, countable=True)
+        assert not flops.counts_next
     flops.begin(1e3, known=False, countable=True)
-    flops.count(lambda: torch.randn(8, 4) @ weight, 8)
+    for _ in range(2):
+        flops.micro_batch_started(8)
+        torch.randn(8, 4) @ weight
+        flops.micro_batch_ended()
     assert flops.counted == 2 * 4 * 6 and not flops.counts_next
 
 
@@ -291,32 +268,6 @@ def test_usage_goes_by_tokens_where_their_flops_are_known_else_by_samples() -> N
     assert usage == {"model_flops_per_second": 45.0, "mfu": 45.0 / 2e3}
 
 
-# What is said at the beginning
-
-
-def test_a_training_is_described_in_lines_that_fit_a_terminal(tmp_path: Path) -> None:
-    class Division:
-        samples = 64
-        is_even = False
-
+def test_parameters_are_described_with_those_that_are_trained() -> None:
     assert describe_parameters([(10, True), (5, True)]) == "15 parameters"
-    assert describe_batches(None, 1) == ""
-    assert describe_batches(8, 1) == "batch 8"
-    batches = describe_batches(8, 4, Division(), distributed=True)
-    assert batches == "64 samples an update, at most 8 x 4 micro-batches on each"
-    lines = describe_training(
-        step=3,
-        epoch=1,
-        budget="epoch 2",
-        processes="2 cpu processes",
-        stack="ddp, fp32",
-        parameters="15 parameters",
-        batches=batches,
-        directory=tmp_path,
-    )
-    assert lines == [
-        "Training from step 3 (epoch 1) to epoch 2 on 2 cpu processes (ddp, fp32)",
-        "15 parameters, 64 samples an update, at most 8 x 4 micro-batches on each",
-        f"Run directory: {tmp_path}",
-    ]
-    assert all(len(line) <= 120 - len("17:40:23 ") for line in lines[:-1])
+    assert describe_parameters([(1000, True), (24, False)]) == "1,024 parameters, 1,000 trained"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.reporting import Launch, describe_end
+from danling.reporting import describe_end, summary
 
 
 @pytest.fixture
@@ -29,16 +28,28 @@ def run() -> Path:
     return directory.absolute()
 
 
-def lines(
-    run: Path, launch: Launch, *, more: Mapping[str, int] = MappingProxyType({"epochs": 20}), trust: bool = False
-) -> list[str]:
-    best = ("val.acc", 0.98333, "epoch 7")
-    return describe_end(launch, directory=run, checkpoints=run / "checkpoints", best=best, more=more, trust=trust)
+def lines(run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str] | None, **more: Any) -> list[str]:
+    """Return what is said of a run that has come to the end of its budget, unless `more` says something else."""
+
+    class Mine(SimpleNamespace):
+        """A runner."""
+
+    config = dl.RunnerConfig({"score_name": "acc", "epochs": 10, "patience": 2})
+    monkeypatch.setattr(summary, "command_line_of", lambda _: words)
+    monkeypatch.setattr(summary, "program", lambda: more.pop("script", "train.py"))
+    board = SimpleNamespace(split="val", name="acc")
+    standing = SimpleNamespace(board=board, evaluations_since_best=2)
+    given = {"is_step_mode": False, "steps": None, "epochs": 10, "progress": 1.0, "world_size": 1, "stack": "ddp"}
+    paths = SimpleNamespace(dir=run, checkpoints=run / "checkpoints")
+    session = SimpleNamespace(stop_reason=more.pop("stop_reason", None))
+    best = {"best_score": 0.98333, "best_index": 7}
+    runner: Any = Mine(**{**given, **best, **more}, workspace=paths, standing=standing, config=config, _session=session)
+    return describe_end(runner)
 
 
-def test_the_commands_are_those_of_the_script(run: Path) -> None:
-    launch = Launch("train.py", ["--epochs", "10", "--optim.lr", "1e-3", "--auto-resume=true", "--dir", "x"], 1, "Mine")
-    assert lines(run, launch) == [
+def test_the_commands_are_those_of_the_script(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--epochs", "10", "--optim.lr", "1e-3", "--auto-resume=true", "--dir", "x"]
+    assert lines(run, monkeypatch, words) == [
         "best     val.acc 0.9833 at epoch 7: runs/a b/checkpoints/best.pth",
         "go on    python train.py --optim.lr 1e-3 --dir 'runs/a b' --auto_resume true --epochs 20",
         "curves   danling plot 'runs/a b' -o curves.png",
@@ -46,32 +57,32 @@ def test_the_commands_are_those_of_the_script(run: Path) -> None:
     ]
 
 
-def test_a_run_that_was_stopped_goes_on_within_its_budget(run: Path) -> None:
-    [_, go_on, *_] = lines(run, Launch("train.py", ["--epochs", "10"], 2, "Mine"), more={})
+def test_a_run_that_was_stopped_goes_on_within_its_budget(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [_, go_on, *_] = lines(run, monkeypatch, ["--epochs", "10"], world_size=2, progress=0.5, stop_reason="terminate")
     assert go_on == "go on    torchrun ... train.py --epochs 10 --dir 'runs/a b' --auto_resume true"
 
 
-def test_a_run_out_of_patience_is_given_more(run: Path) -> None:
-    launch = Launch("train.py", ["--patience", "2", "--epochs=9"], 1, "Mine")
-    [_, go_on, *_] = lines(run, launch, more={"patience": 4})
+def test_a_run_out_of_patience_is_given_more(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--patience", "2", "--epochs=9"]
+    [_, go_on, *_] = lines(run, monkeypatch, words, progress=0.5, stop_reason="patience")
     assert go_on == "go on    python train.py --epochs=9 --dir 'runs/a b' --auto_resume true --patience 4"
 
 
-def test_without_a_command_line_it_is_a_line_of_python(run: Path) -> None:
+@pytest.mark.parametrize(("script", "words"), [(None, ["--epochs", "3"]), ("train.py", None)])
+def test_without_a_command_line_it_is_a_line_of_python(
+    run: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, words: list[str] | None
+) -> None:
     wanted = "go on    Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"
-    assert lines(run, Launch(None, None, 1, "Mine"))[1] == wanted
-    assert lines(run, Launch("train.py", None, 1, "Mine"))[1] == wanted
+    assert lines(run, monkeypatch, words, script=script)[1] == wanted
 
 
-def test_what_is_not_there_is_not_named(run: Path) -> None:
-    launch = Launch("train.py", [], 1, "Mine")
+def test_what_is_not_there_is_not_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "checkpoints" / "best.pth").rename(run / "checkpoints" / "latest")  # a pointer
     (run / "checkpoints" / "latest.pth").unlink()
-    said = lines(run, launch, trust=True)
+    said = lines(run, monkeypatch, [], stack="deepspeed")
     assert said[0] == "best     val.acc 0.9833 at epoch 7"
     assert said[-1] == "weights  danling export 'runs/a b/checkpoints/latest' model.safetensors --trust"
-    nothing = describe_end(launch, directory=Path("none"), checkpoints=Path("none"), best=None, more={})
-    assert nothing == []
+    assert lines(Path("none"), monkeypatch, [], best_index=None) == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +102,7 @@ def test_a_program_is_known_by_how_it_was_started(
     if file is not None:
         main.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", main)
-    assert Launch.of_this_program(None, 1, "Mine").script == script
+    assert summary.program() == script
 
 
 class Worse(dl.Runner):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support.processes import run_processes
@@ -26,12 +24,10 @@ class Clock:
 
 
 def run(telemetry: Telemetry, clock: Clock, updates: int, *, committed: bool = True) -> None:
-    def load() -> Iterator[None]:
-        for _ in range(updates):
-            clock.go(0.025)
-            yield
-
-    for _ in telemetry.timed(load()):
+    for _ in range(updates):
+        telemetry.wait_started()
+        clock.go(0.025)
+        telemetry.wait_ended()
         clock.go(0.075)
         telemetry.stepped(tokens=320, committed=committed)
 
@@ -74,8 +70,12 @@ def test_evaluation_counts_for_the_time_left_only() -> None:
     clock = Clock()
     telemetry = Telemetry(total_steps=20, clock=clock)
     run(telemetry, clock, 10)
-    with telemetry.aside():
-        clock.go(9.0)
+    telemetry.pause()
+    telemetry.pause()
+    clock.go(4.0)
+    telemetry.resume()
+    clock.go(5.0)
+    telemetry.resume()
     figures = telemetry.report(10)
     assert figures["step_seconds"] == pytest.approx(0.1)
     assert figures["eta_seconds"] == pytest.approx(10.0)

@@ -27,7 +27,7 @@ from danling.reporting import (
     WandbTracker,
     read_jsonl,
 )
-from danling.reporting import trackers as module
+from danling.reporting import tracker_services as module
 
 
 def test_jsonl_is_one_object_a_line(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_status_goes_to_the_trackers_that_take_one_and_hides_no_failure(caplog
 
 def test_importing_the_rooms_imports_no_tracker() -> None:
     script = (
-        "import sys, danling.workspace, danling.supervision, danling.reporting.builtin\n"
+        "import sys, danling.workspace, danling.supervision, danling.reporting.tracker_services\n"
         "trackers = ('tensorboard', 'wandb', 'mlflow', 'trackio', 'torch.utils.tensorboard')\n"
         "print([name for name in trackers if name in sys.modules])"
     )

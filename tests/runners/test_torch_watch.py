@@ -160,8 +160,8 @@ def test_skipped_updates_are_steps_for_those_who_watch(tmp_path: Path, monkeypat
     watched = {"heartbeat": {"enabled": True}, "gc": {"interval": 1}, "epochs": 1, "skip_nonfinite_grad": True}
     seen: list[str] = []
     monkeypatch.setattr(Heartbeat, "beat", lambda *_: seen.append("beat"))
-    monkeypatch.setattr(GcPacer, "step", lambda *_: seen.append("collect"))
-    monkeypatch.setattr(Profiler, "step", lambda *_: seen.append("profile"))
+    monkeypatch.setattr(GcPacer, "update_ended", lambda *_: seen.append("collect"))
+    monkeypatch.setattr(Profiler, "update_ended", lambda *_: seen.append("profile"))
     with Diverged({**CONFIG, **watched, "profiling": {"enabled": True}}) as runner:
         runner.train()
         skipped = runner.state.train.skipped_updates

@@ -13,8 +13,8 @@ from support.kill import run_python
 from torch import Tensor, nn
 
 import danling as dl
-from danling.reporting import read_jsonl
-from danling.supervision import counted, is_out_of_memory, peak_flops
+from danling.reporting import peak_flops, read_jsonl
+from danling.supervision import is_out_of_memory
 from danling.supervision.failures import lost_a_peer
 
 FAILING = """
@@ -180,14 +180,3 @@ def test_peaks_are_never_guessed() -> None:
     for name in ("NVIDIA A10G", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 4090", "NVIDIA H200 NVL"):
         assert peak_flops(name, "bf16") is None
     assert peak_flops("Tesla V100-SXM2-32GB", "bf16") is None
-
-
-def test_counted_runs_the_function_once_with_its_backward() -> None:
-    layer, calls = nn.Linear(8, 2), []
-
-    def work() -> None:
-        calls.append(1)
-        layer(torch.ones(4, 8)).sum().backward()
-
-    assert counted(work) == 2 * (2 * 4 * 8 * 2)
-    assert len(calls) == 1

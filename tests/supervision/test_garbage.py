@@ -42,10 +42,10 @@ def test_collects_at_the_interval_and_now_and_then_everything(generations: list[
     pacer = GcPacer(5, generation=1)
     generations.clear()
     for _ in range(4):
-        pacer.step()
+        pacer.boundary_reached()
     assert generations == []
     for _ in range(96):
-        pacer.step()
+        pacer.boundary_reached()
     assert generations == ([1] * 9 + [2]) * 2
 
 
@@ -58,7 +58,7 @@ def test_an_old_cycle_is_freed_while_automatic_collection_is_off() -> None:
     gc.collect(1)
     del node
     for _ in range(10):
-        pacer.step()
+        pacer.boundary_reached()
     assert gone() is None
 
 
@@ -69,27 +69,33 @@ def test_automatic_collection_is_off_inside_of_a_session_only(before: bool) -> N
     pacer = GcPacer(10)
     assert gc.isenabled() is before
     for _ in range(2):
-        with pacer.active():
-            assert not gc.isenabled()
-            with pacer.active():
-                pass
-            assert not gc.isenabled()
+        pacer.training_started()
+        assert not gc.isenabled()
+        pacer.evaluation_started("val")
+        pacer.evaluation_ended("val")
+        assert not gc.isenabled()
+        pacer.training_ended()
         assert gc.isenabled() is before
 
 
 def test_automatic_collection_can_stay() -> None:
-    with GcPacer(10, disable_automatic=False).active():
-        assert gc.isenabled()
+    pacer = GcPacer(10, disable_automatic=False)
+    pacer.training_started()
+    assert gc.isenabled()
+    pacer.training_ended()
+    assert gc.isenabled()
 
 
 def test_batches_are_counted_apart_from_updates(generations: list[int]) -> None:
     pacer = GcPacer(4, generation=0)
-    pacer.step()
-    assert list(pacer.paced(iter(range(9)))) == list(range(9)) and generations == [0, 0]
-    for _ in range(2):
-        pacer.step()
+    pacer.boundary_reached()
+    for number in range(9):
+        pacer.evaluation_batch_started("val", number)
     assert generations == [0, 0]
-    pacer.step()
+    for _ in range(2):
+        pacer.boundary_reached()
+    assert generations == [0, 0]
+    pacer.boundary_reached()
     assert generations == [0, 0, 0]
 
 

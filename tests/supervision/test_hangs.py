@@ -11,14 +11,24 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from danling.supervision import HangWatch, StackReader
-from danling.supervision.hangs import Standing, fate_of, report, spans
-from danling.supervision.stacks import BACKWARD, collective_of, excuse_of, place_of
+from danling.supervision.hangs import (
+    BACKWARD,
+    HangWatch,
+    RankState,
+    collective_of,
+    excuse_of,
+    fate_of,
+    place_of,
+    report,
+    spans,
+)
+from danling.supervision.rank_watch import WatchedThread
 
 TORCH = Path(torch.__file__).parent
 
@@ -57,24 +67,21 @@ class Rank:
     """A rank: a thread that stands still, and what watches it."""
 
     def __init__(self, job: Job, rank: int, doing: Any) -> None:
-        self.end, self.step, self.job = threading.Event(), 0, job
+        self.end, self.global_step, self.skipped_updates, self.job = threading.Event(), 0, 0, job
         self.thread = threading.Thread(target=doing, args=(self.end,), daemon=True)
         self.thread.start()
-        self.watch = HangWatch(
-            StackReader({evaluated: "evaluating"}),
-            thread=self.thread.ident or 0,
-            native_id=self.thread.native_id or 0,
-            progress=lambda: self.step,
-            step=lambda: self.step,
-            board=job.notes,
-            rank=rank,
-            size=len(job.doing),
-            place=rank,
-            least=job.least,
-            limit=lambda: job.limit,
-            directory=lambda: job.directory,
-            clock=lambda: job.now,
+        runner: Any = SimpleNamespace(
+            state=SimpleNamespace(train=self),
+            placement=SimpleNamespace(optimizer=SimpleNamespace(rank=rank, size=len(job.doing))),
+            config=SimpleNamespace(comm=SimpleNamespace(hang_warning_seconds=job.least)),
+            workspace=SimpleNamespace(dir=job.directory.parent),
+            device=torch.device("cpu"),
         )
+        self.watched = WatchedThread(self.thread)
+        part = "evaluating" if doing is evaluated else "computing"
+        notes: Any = job.notes
+        self.watch = HangWatch(runner, self.watched, notes, part=lambda: part, clock=lambda: job.now)
+        self.watch.limit = lambda: job.limit
 
 
 class Job:
@@ -92,7 +99,7 @@ class Job:
     def updates(self, number: int, seconds: float) -> None:
         for _ in range(number):
             for rank in self.ranks:
-                rank.step += 1
+                rank.global_step += 1
             self.seconds(seconds)
 
     def seconds(self, seconds: float) -> None:
@@ -106,7 +113,7 @@ class Job:
         for rank in self.ranks:
             rank.end.set()
             rank.thread.join()
-            rank.watch.close()
+            rank.watched.close()
 
 
 @pytest.fixture
@@ -258,14 +265,14 @@ def test_a_process_that_leaves_its_threads_no_turn_is_not_said_to_be_stuck() -> 
     child.wait()
 
 
-def standing(rank: int, **more: Any) -> Standing:
+def state(rank: int, **more: Any) -> RankState:
     given = {"host": "a", "pid": 1, "waits": True, "collective": "all_reduce", "called": "x", "place": "", "stack": "s"}
-    return Standing(**{"rank": rank, **given, "excuse": "", "said": "", "time": 0.0, **more})
+    return RankState(**{"rank": rank, **given, "excuse": "", "said": "", "time": 0.0, **more})
 
 
 def test_the_collective_that_most_are_in_is_the_one_that_they_share() -> None:
-    signs = {rank: standing(rank) for rank in range(6)}
-    signs[4] = standing(4, collective="barrier", called="user.py:3 in f", host="b", stack="t")
+    signs = {rank: state(rank) for rank in range(6)}
+    signs[4] = state(4, collective="barrier", called="user.py:3 in f", host="b", stack="t")
     lines = report("Head", signs, {}, Path("/run/hangs")).splitlines()
     assert lines[0] == "Head. The stacks of all threads are in /run/hangs."
     assert lines[1:5] == [
@@ -278,9 +285,7 @@ def test_the_collective_that_most_are_in_is_the_one_that_they_share() -> None:
         "Ranks 0-3, 5 on a wait in all_reduce, called at x.",
         "Rank 4 on b waits in barrier, called at user.py:3 in f.",
     ]
-    busy = report(
-        "Head", {0: standing(0, waits=False, place="p"), 1: standing(1, waits=False, place="p")}, {}, Path("d")
-    )
+    busy = report("Head", {0: state(0, waits=False, place="p"), 1: state(1, waits=False, place="p")}, {}, Path("d"))
     assert busy.endswith("Ranks 0, 1 on a are at p.")
     assert spans([0, 1, 2, 4, 5, 9]) == "0-2, 4, 5, 9" and spans([]) == ""
 

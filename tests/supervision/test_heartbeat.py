@@ -10,12 +10,25 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.warm import interpreter
 
+from danling.runners.state import TrainState
 from danling.supervision import Heartbeat
+
+
+class Counted:
+    """What a heartbeat reads of a runner."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank, self.state = rank, SimpleNamespace(train=TrainState())
+
+
+def begun(directory: Path, interval_seconds: float, runner: Any = None) -> Heartbeat:
+    return Heartbeat(runner or Counted(), directory, interval_seconds)
 
 
 def read(heartbeat: Heartbeat) -> dict[str, Any]:
@@ -30,12 +43,14 @@ def wait_for(condition: Any) -> None:
 
 
 def test_says_who_and_where(tmp_path: Path) -> None:
-    heartbeat = Heartbeat(tmp_path / "heartbeats", rank=3, interval_seconds=0.02)
+    runner = Counted(rank=3)
+    heartbeat = begun(tmp_path / "heartbeats", 0.02, runner)
     first = read(heartbeat)
     assert heartbeat.file.name == "rank-3.json"
     assert (first["rank"], first["pid"], first["status"]) == (3, os.getpid(), "running")
-    assert (first["global_step"], first["last_step_time"]) == (None, None)
-    heartbeat.beat(17, 2)
+    assert (first["global_step"], first["last_step_time"]) == (0, None)
+    runner.state.train.global_step, runner.state.train.epoch = 17, 2
+    heartbeat.beat()
     wait_for(lambda: read(heartbeat)["global_step"] == 17)
     assert read(heartbeat)["epoch"] == 2
     assert abs(read(heartbeat)["last_step_time"] - time.time()) < 5
@@ -46,8 +61,8 @@ def test_says_who_and_where(tmp_path: Path) -> None:
 
 
 def test_tells_of_a_main_thread_that_hangs(tmp_path: Path) -> None:
-    heartbeat = Heartbeat(tmp_path, interval_seconds=0.02)
-    heartbeat.beat(1, 0)
+    heartbeat = begun(tmp_path, 0.02)
+    heartbeat.beat()
     end = time.monotonic() + 60
     while read(heartbeat)["seconds_without_step"] < 0.2 and time.monotonic() < end:
         time.sleep(0.02)
@@ -56,7 +71,7 @@ def test_tells_of_a_main_thread_that_hangs(tmp_path: Path) -> None:
 
 
 def test_stop_joins_the_thread_at_once(tmp_path: Path) -> None:
-    heartbeat = Heartbeat(tmp_path, interval_seconds=3600)
+    heartbeat = begun(tmp_path, 3600)
     start = time.monotonic()
     heartbeat.stop()
     assert time.monotonic() - start < 60
@@ -65,11 +80,13 @@ def test_stop_joins_the_thread_at_once(tmp_path: Path) -> None:
 
 def test_every_reader_sees_a_whole_file_also_after_sigkill(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from danling.supervision.heartbeat import Heartbeat\n"
-        "heartbeat = Heartbeat(sys.argv[1], interval_seconds=0.0005)\n"
+        "import sys, time; from types import SimpleNamespace as Space\n"
+        "from danling.runners.state import TrainState\n"
+        "from danling.supervision.heartbeat import Heartbeat\n"
+        "train = TrainState()\n"
+        "heartbeat = Heartbeat(Space(rank=0, state=Space(train=train)), sys.argv[1], 0.0005)\n"
         "print('ready', flush=True)\n"
-        "step = 0\n"
-        "while True: step += 1; heartbeat.beat(step, 0); time.sleep(0.001)\n"
+        "while True: train.global_step += 1; heartbeat.beat(); time.sleep(0.001)\n"
     )
     command = [interpreter(), "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -84,7 +101,7 @@ def test_every_reader_sees_a_whole_file_also_after_sigkill(tmp_path: Path) -> No
 def test_a_file_that_cannot_be_written_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heartbeat = Heartbeat(tmp_path, interval_seconds=0.01)
+    heartbeat = begun(tmp_path, 0.01)
 
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -100,5 +117,5 @@ def test_a_file_that_cannot_be_written_is_told_once(
 
 def test_an_interval_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Expected heartbeat.interval_seconds > 0. Received: interval_seconds=0"):
-        Heartbeat(tmp_path, interval_seconds=0)
+        begun(tmp_path, 0)
     assert list(tmp_path.iterdir()) == []

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from danling.runners.state import TrainState
 from danling.supervision import Profiler
+from danling.training import UpdateOutcome
+
+
+def begun(directory: Path, rank: int = 0, **settings: Any) -> Profiler:
+    runner: Any = SimpleNamespace(rank=rank, state=SimpleNamespace(train=TrainState()))
+    return Profiler(runner, directory, **settings)
+
+
+def update(profiler: Profiler, step: int) -> None:
+    profiler._runner.state.train.global_step = step
+    profiler.update_ended(UpdateOutcome(True, 1.0, 0.0, 1.0))
 
 
 def work() -> None:
@@ -22,10 +36,10 @@ def mm_calls(trace: Path) -> int:
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events.*")
 def test_one_trace_a_cycle_with_the_active_updates_in_it(tmp_path: Path) -> None:
-    profiler = Profiler(tmp_path / "profiles", rank=2, wait=1, warmup=1, active=3, repeat=2)
+    profiler = begun(tmp_path / "profiles", rank=2, wait=1, warmup=1, active=3, repeat=2)
     for step in range(101, 121):
         work()
-        profiler.step(step)
+        update(profiler, step)
     names = [path.name for path in profiler.traces]
     assert names == [f"rank-00002-step-{step:012d}.pt.trace.json" for step in (105, 110)]
     assert sorted(path.name for path in (tmp_path / "profiles").iterdir()) == names
@@ -34,26 +48,26 @@ def test_one_trace_a_cycle_with_the_active_updates_in_it(tmp_path: Path) -> None
 
 
 def test_without_repeat_one_cycle_is_profiled_and_then_nothing(tmp_path: Path) -> None:
-    profiler = Profiler(tmp_path, wait=0, warmup=1, active=1, repeat=None)
+    profiler = begun(tmp_path, wait=0, warmup=1, active=1, repeat=None)
     for step in range(20):
         work()
-        profiler.step(step)
+        update(profiler, step)
     assert len(profiler.traces) == 1
 
 
 def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path: Path) -> None:
-    profiler = Profiler(tmp_path, wait=1, warmup=1, active=10, repeat=0, record_shapes=True, profile_memory=True)
+    profiler = begun(tmp_path, wait=1, warmup=1, active=10, repeat=0, record_shapes=True, profile_memory=True)
     for step in range(5):
         work()
-        profiler.step(step)
+        update(profiler, step)
     profiler.close()
     profiler.close()
     assert [mm_calls(path) for path in profiler.traces] == [3]
 
 
 def test_a_run_that_ends_before_the_first_active_update_leaves_no_file(tmp_path: Path) -> None:
-    profiler = Profiler(tmp_path, wait=5, warmup=1, active=1)
-    profiler.step(1)
+    profiler = begun(tmp_path, wait=5, warmup=1, active=1)
+    update(profiler, 1)
     profiler.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -61,4 +75,4 @@ def test_a_run_that_ends_before_the_first_active_update_leaves_no_file(tmp_path:
 @pytest.mark.parametrize(("name", "count", "least"), [("wait", -1, 0), ("active", 0, 1), ("repeat", -2, 0)])
 def test_bad_schedules_are_refused(tmp_path: Path, name: str, count: int, least: int) -> None:
     with pytest.raises(ValueError, match=rf"Expected profiling.{name} >= {least}. Received: {name}={count}"):
-        Profiler(tmp_path, **{name: count})  # type: ignore[arg-type]
+        begun(tmp_path, **{name: count})

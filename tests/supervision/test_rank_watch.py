@@ -1,4 +1,4 @@
-"""The thread that watches a rank, by itself: machines are told, a failure ends it alone, and a fork has none of it."""
+"""The watch of a rank: what it sees by the events of a training, machines by notes, a failure that ends it alone, and forks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from danling.supervision import ActivitySampler, RankWatch, StackReader
+from danling.config import RunnerConfig
+from danling.runners.state import TrainState
+from danling.supervision import RankWatch
 
 
 class Notes(dict[str, str]):
@@ -24,10 +29,21 @@ class Notes(dict[str, str]):
         return self.get(key)
 
 
-def watched(board: Any, rank: int = 0, **more: Any) -> RankWatch:
-    sampler = ActivitySampler(StackReader({}), thread=threading.get_ident(), native_id=threading.get_native_id())
-    given = {"rank": rank, "size": 2, "gathers": rank == 0, "seconds": 0.001, **more}
-    return RankWatch(sampler, board=board, **given)
+def runner_of(directory: Path, rank: int = 0, size: int = 2, **comm: Any) -> Any:
+    return SimpleNamespace(
+        config=RunnerConfig({"steps": 4, "comm": comm}),
+        placement=SimpleNamespace(optimizer=SimpleNamespace(rank=rank, size=size)),
+        state=SimpleNamespace(train=TrainState()),
+        device=torch.device("cpu"),
+        workspace=SimpleNamespace(dir=directory),
+        is_main_process=rank == 0,
+        _session=SimpleNamespace(training=3, running=True),
+        _reporter=SimpleNamespace(rank_times=None),
+    )
+
+
+def watched(directory: Path, board: Any, rank: int = 0, seconds: float = 0.001, **more: Any) -> RankWatch:
+    return RankWatch(runner_of(directory, rank), board=board, seconds=seconds, **more)
 
 
 def until(found: Any) -> None:
@@ -37,48 +53,90 @@ def until(found: Any) -> None:
         time.sleep(0.002)
 
 
-def test_machines_are_known_where_they_are_wanted_and_looks_add_up() -> None:
+def test_the_events_say_which_part_of_a_training_is_under_way(tmp_path: Path) -> None:
+    now = iter(range(100))
+    watch = watched(tmp_path, Notes(), clock=lambda: float(next(now)))
+    assert watch.look() == "computing"
+    watch.batch_wait_started()
+    assert watch.look() == "data"
+    watch.batch_wait_ended()
+    watch.evaluation_started("val")
+    assert watch.look() == "evaluating"
+    watch.save_started()
+    assert watch.look() == "checkpointing"
+    watch.save_ended()
+    watch.evaluation_ended("val")
+    assert watch.look() == "computing"
+    watch._runner._session.running = False  # what is written at the end may take any time
+    assert watch.look() == "checkpointing"
+    assert watch.take() == ([1.0, 2.0, 0.0, 2.0, 1.0], 6) and watch.take()[1] == 0
+
+
+def test_it_is_off_without_other_ranks_or_where_nothing_asks_for_it(tmp_path: Path) -> None:
+    off = {"slow_rank_share": None, "hang_warning_seconds": None}
+    assert RankWatch.of(runner_of(tmp_path, size=1)) is None and RankWatch.of(runner_of(tmp_path, **off)) is None
+    only_hangs = RankWatch.of(runner_of(tmp_path, slow_rank_share=None))
+    both = RankWatch.of(runner_of(tmp_path))
+    assert both is not None and only_hangs is not None and both._seconds < only_hangs._seconds == 1.0
+
+
+def test_machines_are_known_where_they_are_wanted_and_looks_add_up(tmp_path: Path) -> None:
     board = Notes()
     board["host/1"] = "other 12"
-    watch = watched(board)
-    watch.start()
+    watch = watched(tmp_path, board)
+    watch.training_started()
+    assert watch._runner._reporter.rank_times is not None
     until(lambda: None not in watch.hosts())
     assert list(watch.hosts()) == [socket.gethostname(), "other"]
-    until(lambda: watch.sampler.take()[1] > 2)
-    watch.stop()
-    watch.stop()
-    watch.sampler.take()
-    time.sleep(0.01)
-    assert watch.sampler.take()[1] == 0 and not [t for t in threading.enumerate() if t.name == "danling-rank-watch"]
-    silent = watched(Notes(), rank=1)
-    silent.start()
-    silent.stop()
+    until(lambda: watch.take()[1] > 2)
+    watch.training_ended()
+    watch.training_ended()
+    watch.take()
+    assert watch._runner._reporter.rank_times is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "danling-rank-watch"]
+    silent = watched(tmp_path, Notes(), rank=1)
+    silent.training_started()
+    silent.training_ended()
     assert list(silent.hosts()) == [None, None]
 
 
-def test_what_fails_in_it_ends_it_alone(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
-        def check(self) -> None:
+def test_what_fails_in_it_ends_it_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Notes):
+        def read(self, key: str) -> str | None:
             raise RuntimeError("out of order")
 
-        def close(self) -> None:
-            """Have nothing to close."""
-
     with caplog.at_level(logging.ERROR, "danling"):
-        watch = watched(Notes(), checks=[Broken()])
-        watch.start()
+        watch = watched(tmp_path, Broken())
+        watch.training_started()
         until(lambda: caplog.records)
-    watch.stop()
+    watch.training_ended()
     assert "training goes on without it" in caplog.text and "out of order" in caplog.text
 
 
-def test_a_fork_goes_its_own_way() -> None:
-    watch = watched(Notes())
-    watch.start()
+def test_a_fork_goes_its_own_way(tmp_path: Path) -> None:
+    watch = watched(tmp_path, Notes())
+    watch.training_started()
     for _ in range(20):
         child = os.fork()
         if child == 0:
             logging.getLogger("danling").debug("a worker speaks")
             os._exit(7 if [t for t in threading.enumerate() if t.name == "danling-rank-watch"] else 0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    watch.stop()
+    watch.training_ended()
+
+
+def test_no_frame_is_kept_alive(tmp_path: Path) -> None:
+    class Big:
+        """Is gone when its function has returned."""
+
+    gone = threading.Event()
+    watch = watched(tmp_path, Notes())
+
+    def hold() -> None:
+        big = Big()
+        __import__("weakref").finalize(big, gone.set)
+        for _ in range(10):
+            watch.look()
+
+    hold()
+    assert gone.is_set()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.processes import run_processes
 
 from danling.distributed import Domain, LocalDomain
-from danling.supervision import GcPacer, Heartbeat, SignalWatcher
-from danling.training import EvaluationStopped, TrainingSession
+from danling.supervision import SignalWatcher
+from danling.training import EvaluationStopped, TrainingSession, UpdateOutcome
+from danling.training.observers import Observer
 from danling.training.session import PassLeft
 
 # Requests
@@ -158,34 +156,25 @@ def test_patience_is_an_ending_of_its_own() -> None:
     session.exit_if_signalled(3)
 
 
-# Watching
+# Loops by hand
 
 
-def test_updates_beat_the_heart_and_collect_garbage(tmp_path: Path) -> None:
-    session = TrainingSession()
-    session.updated(1, 0)  # nobody watches
-    session.heartbeat = Heartbeat(tmp_path, rank=0, interval_seconds=60.0)
-    session.gc_pacer = GcPacer(2)
-    collected: list[int] = []
-    gc.callbacks.append(lambda phase, info: collected.append(info["generation"]) if phase == "stop" else None)
-    try:
-        with session.collecting():
-            assert not gc.isenabled()
-            del collected[:]
-            for step in (1, 2, 3, 4):
-                session.updated(step, 0)
-            assert len(collected) == 2
-            assert list(session.paced(iter("abcd"))) == list("abcd") and len(collected) == 4
-    finally:
-        gc.callbacks.pop()
-        session.heartbeat.stop()
-    assert json.loads((tmp_path / "rank-0.json").read_text())["global_step"] == 4
+def test_an_observer_is_told_of_a_boundary_only_where_no_update_was_told() -> None:
+    class Counting(Observer):
+        """Counts both events."""
 
+        updates = boundaries = 0
 
-def test_a_heartbeat_is_begun_anew_only_where_its_settings_have_changed(tmp_path: Path) -> None:
-    session = TrainingSession()
-    assert session.heartbeat_changed("a", ("enabled", True))
-    session.heartbeat = first = Heartbeat(tmp_path, rank=0, interval_seconds=60.0)
-    assert not session.heartbeat_changed("a", ("enabled", True)) and session.heartbeat is first
-    assert session.heartbeat_changed("b", ("enabled", True)) and session.heartbeat is None
-    assert '"stopped"' in first.file.read_text()
+        def update_ended(self, outcome: UpdateOutcome) -> None:
+            self.updates += 1
+
+        def boundary_reached(self) -> None:
+            self.boundaries += 1
+
+    session, counting = TrainingSession(), Counting()
+    session.observers.append(counting)
+    session.update(lambda: UpdateOutcome(True, 1.0, 0.0, 1.0))
+    session.boundary()
+    assert (counting.updates, counting.boundaries) == (1, 0)
+    session.boundary()
+    assert (counting.updates, counting.boundaries) == (1, 1)
