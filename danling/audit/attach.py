@@ -16,10 +16,10 @@ from danling.data import Batch, BatchSource
 from danling.data.splits import DividedSettings
 from danling.distributed import ReplicaDriftError
 from danling.optim.state import to_parts
-from danling.training.observers import Observer
 from danling.training.recompute import RunWindow
 from danling.training.session import IntactStateError
 from danling.training.update import UpdateStep
+from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name, default_dtype, dtype_of
 
 from .digests import LOCAL, OWN, DigestFile, DigestLine, DigestTable, Drift, write_environment

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from danling.training.observers import Observer
+from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name, dtype_of, is_sharded, local_part
 
 from .hashing import Hasher

@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import danling
-from danling.training.observers import Observer
+from danling.utils.observers import Observer
 from danling.utils.process import arithmetic
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class RunRecorder(Observer):
         """Write the record of this training over that of an earlier one."""
         runner = self._runner
         model = self._model()  # on all ranks
-        if runner.is_main_process:
+        if runner.is_main_process and not runner.config.checkpoint.load_only:
             division, optimizer, scheduler = runner._data.splits.division(), runner.optimizer, runner.scheduler
             record = {
                 "model": model,

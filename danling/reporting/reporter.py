@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from danling.config.names import counts_flops
-from danling.training.observers import Observer
 from danling.utils.messages import Paced, format_count
+from danling.utils.observers import Observer
 
 from .logging import Printer, RunLog, close_run_log, open_run_log, speaking_for
 from .progress import Progress, format_scores

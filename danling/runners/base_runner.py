@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
     from danling.remote.attach import RemoteStores
     from danling.training import UpdateOutcome
-    from danling.training.observers import Observers
+    from danling.utils.observers import Observers
 
     from .torch_runner import TorchParts
 

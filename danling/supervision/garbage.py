@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
-from danling.training.observers import Observer
+from danling.utils.observers import Observer
 
 if TYPE_CHECKING:
     from danling.training.update import UpdateOutcome

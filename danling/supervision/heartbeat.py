@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from danling.training.observers import Observer
 from danling.utils.files import write_atomically
+from danling.utils.observers import Observer
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner

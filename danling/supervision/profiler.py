@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from danling.training.observers import Observer
+from danling.utils.observers import Observer
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner

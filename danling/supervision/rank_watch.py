@@ -23,7 +23,7 @@ import torch
 
 from danling.distributed import Board, default_store
 from danling.reporting.rank_times import ACTIVITIES, RankTimes
-from danling.training.observers import Observer
+from danling.utils.observers import Observer
 
 from .hangs import HangWatch
 

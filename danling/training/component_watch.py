@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from danling.optim import JointScheduler
 from danling.optim.registry import OneCycleSchedule
 from danling.optim.warmup import WarmupScheduler
+from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name
 
 from .component_checks import listed, ungraded, ungraded_names
-from .observers import Observer
 
 if TYPE_CHECKING:
     from danling.distributed import StepTotals

@@ -13,8 +13,8 @@ from typing import NoReturn, TypeVar
 
 from danling.distributed import Domain, JointLeave, agree, default_store
 from danling.supervision.signals import EXIT_CODES, SignalWatcher
+from danling.utils.observers import Observers
 
-from .observers import Observers
 from .update import UNCOMMITTED, UpdateOutcome
 
 logger = logging.getLogger("danling")

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.reporting import BUILT_IN_TRACKERS, ModelFlops, TensorBoardTracker, describe_parameters, read_jsonl
-from danling.training.observers import Observer
+from danling.utils.observers import Observer
 
 
 class Noted:

@@ -60,6 +60,7 @@ FUNCTIONS = {
     "cli/main": ["_main"],
     "cli/output": ["write_drawing"],
     "config/imposed": ["MeantRun.write"],
+    "data/packing": ["document_lengths"],
     "distributed/board": ["Board.write"],
     "graph/artifacts": [
         "ArtifactDirectory._prepare",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from danling import TorchRunner
-from danling.training.observers import Observer
+from danling.utils.observers import Observer
 
 
 class Program(TorchRunner):

@@ -14,8 +14,8 @@ from support.processes import run_processes
 from danling.distributed import Domain, LocalDomain
 from danling.supervision import SignalWatcher
 from danling.training import EvaluationStopped, TrainingSession, UpdateOutcome
-from danling.training.observers import Observer
 from danling.training.session import PassLeft
+from danling.utils.observers import Observer
 
 # Requests
 

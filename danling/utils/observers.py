@@ -9,8 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from danling.distributed import StepTotals
-
-    from .update import UpdateOutcome
+    from danling.training.update import UpdateOutcome
 
 logger = logging.getLogger("danling")
 
