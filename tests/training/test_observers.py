@@ -64,7 +64,14 @@ def test_events_come_in_the_order_of_the_list(tmp_path: Path) -> None:
         runner.train()
         assert seen[-2:] == [("a", "training_ended"), ("b", "training_ended")]
     events = ["training_started", "pass_started", *UPDATE, 1, *UPDATE, 2, *WAIT, "pass_ended"]
-    events += ["evaluation_started", "evaluation_ended", "save_started", "save_ended", "training_ended"]
+    events += [
+        "evaluation_started",
+        "evaluation_batch_started",
+        "evaluation_ended",
+        "save_started",
+        "save_ended",
+        "training_ended",
+    ]
     told = [(name, event) for name, event in seen if event != "results_needed"]
     assert told == [(name, event) for event in events for name in ("a", "b")]
     # Nothing is postponed any more when the evaluation begins.
