@@ -17,12 +17,6 @@ def test_an_update_agrees_on_as_much_for_any_number_of_ranks() -> None:
     assert few["an update agrees on bytes"] == many["an update agrees on bytes"] > 0
 
 
-def test_a_save_that_is_planned_already_sends_no_plan() -> None:
-    figures = {figure.what: figure.value for figure in scale.measure_local_plan(1023, 1024)}
-    assert figures["the last rank sends for the first save"] > 100
-    assert figures["the last rank sends for the next save"] < 1
-
-
 def test_plans_that_are_derived_are_those_of_the_ranks() -> None:
     with scale.place(0, 8):
         plan = scale.local_plan(0, 8)[0]

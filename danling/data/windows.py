@@ -33,6 +33,7 @@ def _ignore(*_: object) -> None:
 
 
 def _unnamed() -> str:
+    """Return no identity."""
     return ""
 
 

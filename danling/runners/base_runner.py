@@ -187,7 +187,7 @@ class BaseRunner(metaclass=MetaRunner):
         self.launch = LaunchEnvironment.read()
         self.device = select_device(self.launch.local_rank)
         self._reporter = Reporter(self)
-        self.observers.append(self._reporter)
+        self._session.observers.append(self._reporter)
         self._heartbeat_settings: tuple[object, ...] | None = None
         self.init_distributed()
         self._find_placement()
@@ -396,9 +396,9 @@ class BaseRunner(metaclass=MetaRunner):
         settings = (self.workspace.dir, *self.config.heartbeat.items())
         if settings != self._heartbeat_settings:
             self._heartbeat_settings = settings
-            for observer in [each for each in self.observers if isinstance(each, Heartbeat)]:
+            for observer in [each for each in self._session.observers if isinstance(each, Heartbeat)]:
                 observer.stop()
-                self.observers.remove(observer)
+                self._session.observers.remove(observer)
             self.init_heartbeat()
 
     def init_heartbeat(self) -> None:
@@ -406,7 +406,7 @@ class BaseRunner(metaclass=MetaRunner):
         settings = self.config.heartbeat
         if settings.enabled:
             heartbeat = Heartbeat(self, self.workspace.dir / settings.dir_name, settings.interval_seconds)
-            self.observers.append(heartbeat)
+            self._session.observers.append(heartbeat)
             self._closers.callback(heartbeat.stop)
 
     def init_garbage_collection(self) -> None:
@@ -414,7 +414,7 @@ class BaseRunner(metaclass=MetaRunner):
         settings = dict(self.config.gc.items())
         interval = settings.pop("interval")
         if interval is not None:
-            self.observers.append(GcPacer(interval, **settings))
+            self._session.observers.append(GcPacer(interval, **settings))
 
     def init_fault_tolerance(self) -> None:
         """Join the fault-tolerance service when `config.ft.enabled`; stacks that support it override this."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -171,7 +170,7 @@ class TorchRunner(BaseRunner):
         )
         if self.config.train_metrics:
             self._parts.train_metrics = TrainMetrics(self._parts.metrics, self.config.train_metrics, self.meters)
-        self.observers.extend([ComponentWatch(self), FirstGradients(self), RunRecorder(self)])
+        self._session.observers.extend([ComponentWatch(self), FirstGradients(self), RunRecorder(self)])
         if self._parts.audits is not None:
             self._parts.audits.observe()
 
@@ -1042,7 +1041,9 @@ class TorchRunner(BaseRunner):
         """
         chosen = self._data.splits.choose(split, self._data.splits.to_infer(self.evaluate_splits), "infer")[0]
         evaluator = self._parts.evaluator
-        return chain.from_iterable(evaluator.stream_batches(chosen)) if stream else evaluator.infer(chosen)
+        if not stream:
+            return evaluator.infer(chosen)
+        return (prediction for batch in evaluator.stream_batches(chosen) for prediction in batch)
 
     def infer_step(self, data: Any) -> Any:
         """Return the prediction of one batch; its target, if any, is ignored. Called on all ranks.

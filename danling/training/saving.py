@@ -123,7 +123,8 @@ class TrainedKeeper:
             if hasattr(manager, "save_alone"):
                 # Gathered now, since a rank that fails finds no other rank to gather it from.
                 runner._parts.update.raise_pending_error()
-                payload = runner.checkpoint_state()
+                with runner._session.saving():
+                    payload = runner.checkpoint_state()
                 return lambda: bool(manager.save_alone(payload, epoch=epoch, global_step=step))
             if settings.before_evaluation and hasattr(manager, "save_ahead"):
                 with runner._session.saving():

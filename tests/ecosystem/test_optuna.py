@@ -18,7 +18,6 @@ from support.warm import interpreter
 SEARCH = Path(__file__).parents[2] / "examples/sweeps/search.py"
 
 
-@pytest.mark.slow
 def test_a_search_that_is_killed_goes_on_with_the_trial_that_was_under_way() -> None:
     optuna = pytest.importorskip("optuna")
     budget = ("--trials", "5", "--epochs", "4")

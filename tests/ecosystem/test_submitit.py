@@ -30,7 +30,6 @@ def weights(root: Path) -> dict[str, torch.Tensor]:
     return dict(payload["model"])
 
 
-@pytest.mark.slow
 def test_a_job_that_is_preempted_is_requeued_and_ends_as_one_that_was_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

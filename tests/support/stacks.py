@@ -125,7 +125,7 @@ class AnyStack(dl.Runner):
         dies: bool = False,
     ) -> None:
         super().__init__(config)
-        dtype = getattr(torch, self.config.get("dtype", "float32"))
+        dtype = getattr(torch, self.config.get("arithmetic", "float32"))
         self.stop_at, self.spoiled, self.signalled, self.dies = stop_at, spoiled, signalled, dies
         self.model = build(dtype, self.config.get("dropout", 0.0))
         self.criterion = nn.CrossEntropyLoss()
@@ -276,7 +276,7 @@ def watch(name: str, root: str) -> dict[str, Any]:
         "ema": {},
         "max_grad_norm": None,
         "dropout": 0.0,
-        "dtype": STACKS[name].dtype,
+        "arithmetic": STACKS[name].dtype,
     }
     with Watched(settings(name, root, **plain)) as runner:
         runner.train()

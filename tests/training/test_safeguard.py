@@ -33,7 +33,7 @@ class Kept:
             checkpoint_state=lambda: {"step": self.position.global_step},
             save_checkpoint=lambda *, save_best: self.calls.append("save"),
             _parts=SimpleNamespace(update=SimpleNamespace(raise_pending_error=lambda: self.calls.append("settle"))),
-            _reporter=SimpleNamespace(aside=lambda name: nullcontext()),
+            _session=SimpleNamespace(saving=nullcontext),
         )
         self.saver = runner.saver = RunSaver(runner)
         self.keeper = TrainedKeeper(runner)

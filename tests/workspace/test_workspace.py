@@ -176,7 +176,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     ],
     ids=["plain", "long text", "keys", "not ascii", "escaped"],
 )
-def test_yaml_has_the_bytes_of_the_emitter_in_python(value: dict[str, Any]) -> None:
+def test_yaml_is_read_back_as_it_was(value: dict[str, Any]) -> None:
     value = {**value, "same": [shared := [1], shared]}
-    assert yaml_text(value) == yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
+    assert list(yaml.safe_load(yaml_text(value))) == list(value)
     assert parse_yaml(yaml_text(value)) == value
