@@ -101,7 +101,7 @@ def draw(found: dict[str, tuple[str, dict[int, float]]], output: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "any size"
+    matplotlib.rcParams |= {"svg.hashsalt": "any size", "svg.fonttype": "none"}  # text as text: a tenth of the file
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 3.6), width_ratios=(1.15, 1))

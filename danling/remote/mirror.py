@@ -16,11 +16,11 @@ from danling.checkpoints import storage
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError
 from danling.checkpoints.manager import Saved
 from danling.checkpoints.manifest import Manifest, read_manifest
-from danling.checkpoints.store import SUFFIX
+from danling.checkpoints.store import SUFFIX, SUMS, TARGETS
 from danling.utils.messages import Paced
 
 from .store import RemoteError, RemoteStore, RemoteUnavailable
-from .stored_run import FILE_SUMS, SUMS, TARGETS, RemoteRun
+from .stored_run import FILE_SUMS, RemoteRun
 
 logger = logging.getLogger("danling")
 

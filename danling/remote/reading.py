@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
-from danling.checkpoints.store import SUFFIX, is_target, misled
+from danling.checkpoints.store import SUFFIX, TARGETS, is_target, misled
 from danling.utils.files import is_plain_path
 from danling.workspace.runs import Run, find_runs
 
 from .sources import bring_object
 from .store import RemoteMissing, RemoteStore
-from .stored_run import CHECKPOINTS, FILES, TARGETS, Described, StoredRun, chosen, place_of
+from .stored_run import CHECKPOINTS, FILES, Described, StoredRun, chosen, place_of
 
 _DEPTH = 5
 _READ = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.json", "digests.jsonl")

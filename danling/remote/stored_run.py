@@ -30,7 +30,8 @@ from urllib.parse import urlsplit
 from danling.checkpoints import storage
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
 from danling.checkpoints.manifest import Manifest, Record, is_name, newest, on_line, to_delete
-from danling.checkpoints.store import SUFFIX, is_target
+from danling.checkpoints.store import FILE_SUMS as SUMS_OF_FILE
+from danling.checkpoints.store import SUFFIX, SUMS, TARGETS, is_target
 
 from .store import RemoteMissing, RemoteStore, check_url
 
@@ -38,9 +39,7 @@ CHECKPOINTS = "checkpoints"
 FILES = "files"
 LOCK = "lock"
 OBJECTS = "objects"
-TARGETS = "targets"
-SUMS = "manifest.sha256"
-FILE_SUMS = ".pth.sha256"
+FILE_SUMS = f"{SUFFIX}{SUMS_OF_FILE}"
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from danling.mesh.model_parts import (
 from danling.mesh.model_states import ShardedModelStates, keep_kinds_apart, rebind_optimizer
 from danling.mesh.pipeline import V_SCHEDULES, Pipeline, StagePlan, check_resharding, check_schedule
 from danling.mesh.preparation import MeshForward, MeshPreparation, initialize_weights
-from danling.mesh.reduction import MeshReduction, equalize, loss_context, mesh_axes
+from danling.mesh.reduction import MeshReduction, equalize, mesh_axes
 from danling.optim import JointOptimizer
 from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
 from danling.training.batches import call_model, count_samples
@@ -454,9 +454,6 @@ class ParallelRunner(TorchRunner):
         if sums is not None:
             return CanonicalMeshReduction(*arguments, sums=sums, exchanges=self._exchanges, **common)
         return MeshReduction(*arguments, **common)
-
-    def _loss_context(self) -> AbstractContextManager[object]:
-        return loss_context(self.topology)
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         """Run one micro-batch forward and backward. See `TorchRunner.train_step`.

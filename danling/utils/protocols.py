@@ -21,13 +21,6 @@ class SteppedOptimizer(Protocol):
         """Drop the gradients."""
 
 
-class SteppedSchedule(Protocol):
-    """A schedule that is advanced."""
-
-    def step(self) -> object:
-        """Move the learning rates."""
-
-
 class ReductionDomain(Protocol):
     """Ranks that reduce together; every method is called on all of them, and at size 1 communicates nothing."""
 

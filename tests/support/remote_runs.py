@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from danling.checkpoints.manifest import Manifest, is_name
-from danling.checkpoints.store import SUFFIX
+from danling.checkpoints.store import SUFFIX, SUMS, TARGETS
 from danling.remote import RemoteStore, RunLayout
-from danling.remote.stored_run import FILE_SUMS, SUMS, TARGETS
+from danling.remote.stored_run import FILE_SUMS
 
 
 def copied(root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
