@@ -151,6 +151,7 @@ slow = pytest.mark.slow
         pytest.param(
             "gpt", None, [(2, {}), (3, {}), (4, {}), (5, {}), (8, {}), (1, FSDP), (2, FSDP), (4, FSDP)], marks=slow
         ),
+        pytest.param("mlp", "fp16", [(2, {}), (3, {}), (2, FSDP)], marks=slow),
         pytest.param("gpt", "bf16", [(2, {}), (3, {}), (4, {}), (5, {}), (8, {}), (2, FSDP), (4, FSDP)], marks=slow),
     ],
 )
