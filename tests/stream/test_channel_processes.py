@@ -448,6 +448,16 @@ def test_a_complete_log_is_read_where_nothing_can_be_written(small_disk: Path) -
     assert torch.equal(store.get(channel.read(0, 1)[0])["hidden"], tensors["hidden"]) and store.usage() > 0
 
 
+def test_a_fresh_database_is_opened_while_another_process_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = sqlite3.connect(tmp_path / "log", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")  # SQLite refuses a change to the write-ahead log at once, whatever the timeout
+    monkeypatch.setattr(time, "sleep", lambda _: other.rollback())
+    assert SQLiteChannel(tmp_path / "log").append([ref("a")]) == 1
+    other.close()
+
+
 def test_a_reader_opens_a_database_while_a_producer_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     producer = SQLiteChannel(tmp_path / "log")
     producer.append([ref("a")])

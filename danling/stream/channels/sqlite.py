@@ -7,6 +7,7 @@ import json
 import os
 import sqlite3
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -173,8 +174,17 @@ class SQLiteChannel:
 
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_PATIENCE_SECONDS, isolation_level=None, check_same_thread=False)
+    end = time.monotonic() + _PATIENCE_SECONDS
     try:
-        connection.execute("PRAGMA journal_mode=WAL")
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode=WAL")
+                break
+            except sqlite3.OperationalError as error:
+                # SQLite reports a lock at once where two processes turn to the write-ahead log: the timeout does not apply.
+                if "locked" not in str(error) or time.monotonic() > end:
+                    raise
+                time.sleep(0.001)
         connection.execute("PRAGMA synchronous=FULL")
     except BaseException:
         connection.close()
