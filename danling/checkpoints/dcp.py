@@ -233,13 +233,7 @@ def _explained(error: CheckpointException, path: object) -> CheckpointError:
 
 @dataclass(frozen=True)
 class SavedAhead:
-    """A target that was written before an evaluation, whose metrics belong to the same state.
-
-    Attributes:
-        target: Its name.
-        step: Committed updates.
-        sums: SHA-256 of this rank's part of each tensor, by dotted name.
-    """
+    """A target that was written before an evaluation, whose metrics belong to the same state."""
 
     target: str
     step: int

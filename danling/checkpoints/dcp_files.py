@@ -6,7 +6,6 @@ The writer comes first, then the reader, then how a nested state becomes the fla
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
 import warnings
@@ -30,13 +29,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from danling.utils.tensors import dtype_of, is_sharded
+from danling.utils.tensors import is_sharded
 
 from . import storage
 from .errors import CheckpointDamaged, CheckpointError
 from .manifest import Manifest, Record, archive_complaints, read_manifest
 from .outline import READ_WHOLE, Entry, Outline, without_tensors
-from .shard_index import INDEX, from_metadata, read_index, to_metadata
+from .shard_index import INDEX, index_text, read_index
 from .store import SUMS
 from .torch_files import check_format, check_values
 
@@ -119,7 +118,7 @@ class TargetWriter(FileSystemWriter):
             results = super().write_data(plan, planner).value()
             storage.sync_directory(Path(self.path))
             first = results[0]
-            hashed = HashedResult(first.index, first.size_in_bytes, first.storage_data, dict(self._hashing.written))
+            hashed = HashedResult(first.index, first.size_in_bytes, first.storage_data, dict(self.fs.written))
             results = [hashed, *results[1:]]
         future.set_result(results)
         return future
@@ -131,10 +130,10 @@ class TargetWriter(FileSystemWriter):
             _taken_over(metadata, path, self.reuse) if self.reuse is not None else (metadata, [], {})
         )
         super().finish(metadata, [*results, kept])
-        files[METADATA] = self._hashing.written[f"{METADATA}.tmp"]
+        files[METADATA] = self.fs.written[f"{METADATA}.tmp"]
         for result in (result for of_rank in results for result in of_rank):
             files.update(result.written if isinstance(result, HashedResult) else {})
-        files[INDEX] = storage.write_new_text(path / INDEX, from_metadata(metadata).text())
+        files[INDEX] = storage.write_new_text(path / INDEX, index_text(metadata))
         storage.sync_directory(path)
         storage.sync_directory(path.parent)
         storage.write_text(path / SUMS, Manifest(self.record, files).text())
@@ -142,10 +141,6 @@ class TargetWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Return what `.metadata` says of this place: its name, not the path that it has on this machine."""
         return StorageMeta(checkpoint_id=Path(self.path).name, save_id=self.save_id)
-
-    @property
-    def _hashing(self) -> HashingFileSystem:
-        return self.fs
 
 
 def _taken_over(
@@ -230,8 +225,9 @@ def save_target(
 
 
 def _metadata(path: Path, *, trust: bool = False) -> Metadata:
-    index = read_index(path, trust=trust)
-    sizes = {extent.file: storage.size_of(path / extent.file) for extent in index.extents()}
+    metadata = read_index(path, trust=trust)
+    places = (metadata.storage_data or {}).values()
+    sizes = {place.relative_path: storage.size_of(path / place.relative_path) for place in places}
     # What is no regular file, such as a pipe, would be waited for.
     missing = sorted(file for file, size in sizes.items() if size is None)
     if missing:
@@ -239,14 +235,11 @@ def _metadata(path: Path, *, trust: bool = False) -> Metadata:
             f"Expected the files of {path}. Received: no {', '.join(missing[:5])}. Use another checkpoint."
         )
     # Memory is allocated for what the index names: together not more than there is in the files.
-    if sum(extent.length for extent in index.extents()) > sum(size or 0 for size in sizes.values()):
+    if sum(place.length for place in places) > sum(size or 0 for size in sizes.values()):
         raise CheckpointDamaged(
             f"Expected the files of {path}. Received: an index that names more bytes than they have. Use another checkpoint."
         )
-    try:
-        return to_metadata(index)
-    except ValueError as error:
-        raise CheckpointDamaged(f"Expected an index of a sharded checkpoint. Received: {path}: {error}") from error
+    return metadata
 
 
 def read_payload(
@@ -265,9 +258,12 @@ def read_outline(path: Path) -> Outline:
     """Return what is in a target: plain values, and the tensors that the index lists; see `reading.read_outline`."""
     plain = read_target(path, sections=READ_WHOLE)
     outline = Outline("sharded", path, plain=without_tensors(plain))
-    for name, about in sorted(read_index(path).tensors.items()):
-        size = math.prod(about.shape) * dtype_of(about.dtype).itemsize
-        outline.entries.append(Entry(name, about.dtype, about.shape, size, len(about.chunks)))
+    for name, about in sorted(read_index(path).state_dict_metadata.items()):
+        if isinstance(about, TensorStorageMetadata):
+            dtype, size = about.properties.dtype, about.size.numel() * about.properties.dtype.itemsize
+            outline.entries.append(
+                Entry(name, str(dtype).removeprefix("torch."), tuple(about.size), size, len(about.chunks))
+            )
     return outline
 
 

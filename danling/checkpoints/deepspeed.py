@@ -49,14 +49,7 @@ _FIRST_SHARE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 @dataclass(frozen=True)
 class EngineTag:
-    """Model and optimizer of a checkpoint that an engine reads itself.
-
-    Attributes:
-        path: The directory, which DeepSpeed calls a tag.
-        stage: ZeRO stage it was saved at.
-        world_size: Number of ranks that saved it.
-        outline: What the runner saved of the engine.
-    """
+    """Model and optimizer of a checkpoint that an engine reads itself."""
 
     path: Path
     stage: int
@@ -66,14 +59,7 @@ class EngineTag:
 
 @dataclass(frozen=True)
 class EngineAhead:
-    """The files of an engine that were written before an evaluation, whose metrics belong to the same state.
-
-    Attributes:
-        path: Their directory.
-        step: Committed updates.
-        client: The runner's state that was handed to the engine.
-        written: `(size in bytes, SHA-256)` of the files that this rank wrote, by name.
-    """
+    """The files of an engine that were written before an evaluation, whose metrics belong to the same state."""
 
     path: Path
     step: int

@@ -15,7 +15,7 @@ from .reading import newest_record, read_payload, stores_in
 from .store import CheckpointStore
 
 if TYPE_CHECKING:
-    from .manager import CheckpointSettings, Mirror, Sources
+    from .manager import CheckpointSettings
 
 logger = logging.getLogger("danling")
 
@@ -33,27 +33,14 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class DiskSharing:
-    """Whether the ranks of a run share a disk. Where they do not, no machine has the whole of a save, and only an object store has.
-
-    Attributes:
-        is_split: Whether a rank does not see the disk of the main process.
-        follows: Whether this rank removes on its machine what the main process has removed on its own.
-    """
+    """Whether the ranks of a run share a disk. Where they do not, no machine has the whole of a save, and only an object store has."""
 
     is_split: bool = False
     follows: bool = False
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run, in its directory and elsewhere. Nothing here communicates; what accesses a disk runs on rank 0.
-
-    Args:
-        path: The directory.
-        first: How the run's own checkpoints are arranged in it.
-        run_id: Identity of the run; checkpoints of another one are refused.
-        settings: Policy.
-        compare: As in `CheckpointManager`.
-    """
+    """The checkpoints of one run, in its directory and elsewhere. Nothing here communicates; what accesses a disk runs on rank 0."""
 
     def __init__(
         self,
@@ -71,12 +58,13 @@ class CheckpointDirectory:
         # A run may go on with another kind of manager: what the other kinds have written counts and can be loaded.
         self.stores = stores_in(path, first=first, run_id=run_id)
         self.sharing = DiskSharing()
-        self.mirror: Mirror | None = None
+        self.mirror: Any = None
+        """See `CheckpointManager.mirror`."""
         self.resumed: Record | None = None
         """The checkpoint of the run that the process goes on from; `None` from scratch. Known on all ranks."""
         self._line: Line | None = None
-        self._open_sources: Callable[[], Sources] | None = None
-        self._sources: Sources | None = None
+        self._open_sources: Callable[[], Any] | None = None
+        self._sources: Any = None
         self._alone: set[Path] = set()
         self._brought: dict[Path, int] = {}
         self._offered: dict[str, tuple[CheckpointStore, Path, int]] = {}
@@ -84,19 +72,14 @@ class CheckpointDirectory:
 
     # Object stores
 
-    def look_in(self, sources: Callable[[], Sources], *, own: bool) -> None:
-        """Look for checkpoints in object stores as well, after the run's own directory.
-
-        Args:
-            sources: Opens the stores; called once, when they are needed.
-            own: Whether the run has a store of its own; otherwise stores are opened when a URL names one.
-        """
+    def look_in(self, sources: Callable[[], Any], *, own: bool) -> None:
+        """Look for checkpoints in object stores as well, after the run's own directory."""
         self._open_sources = sources
         if own:
             self._sources = sources()
             self.stores += self._sources.own()
 
-    def sources_of(self, source: str | Path) -> Sources | None:
+    def sources_of(self, source: str | Path) -> Any:
         """Return what finds a checkpoint that a URL names; `None` for anything else."""
         if self._open_sources is None or "://" not in str(source):
             return None

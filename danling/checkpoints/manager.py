@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -97,48 +97,6 @@ class Saved:
     def may_give_way(self) -> bool:
         """Whether a newer save may take its place: it is no history, no best and no export."""
         return self.names == ("latest",)
-
-
-class Mirror(Protocol):
-    """Copies saves to another place in the background; see `danling.remote.mirror`. Nothing here communicates."""
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether a save waits while another one is copied."""
-
-    def saved(self, saved: Saved, *, put_off: bool = False) -> None:
-        """Take a save, on each rank that has written a part of it."""
-
-    def pending(self) -> frozenset[int]:
-        """Return the sequences of saves that are not copied yet: their files stay."""
-
-    def let_go(self) -> list[str]:
-        """Give up saves that wait, since the disk has no room for the next one; return their names."""
-
-    def take_error(self) -> BaseException | None:
-        """Return an error by which training is to end, once."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the last save is copied, or cannot be."""
-
-    def close(self, timeout: float | None = None) -> None:
-        """Wait, and end."""
-
-
-class Sources(Protocol):
-    """Where checkpoints are found that are in no directory; see `danling.remote.sources.RemoteSources`."""
-
-    def own(self) -> list[CheckpointStore]:
-        """Return the stores of the run itself."""
-
-    def named(self, source: str | Path) -> tuple[list[CheckpointStore], str] | None:
-        """Return the stores to look in for a URL, and the name to look for; `None` for what is no URL."""
-
-    def bring_file(self, url: str) -> Path | None:
-        """Bring what another program wrote, and return where it is now; `None` for the URL of a run."""
-
-    def release(self) -> None:
-        """Remove what was brought of other runs."""
 
 
 class SaveExecutor:
@@ -280,12 +238,12 @@ class CheckpointManager(ABC):
         return self.checkpoints.stores
 
     @property
-    def mirror(self) -> Mirror | None:
-        """What copies saves to another place in the background; on all ranks or on none."""
+    def mirror(self) -> Any:
+        """What copies saves to an object store, on all ranks or on none; see `danling.remote.mirror.CheckpointMirror`."""
         return self.checkpoints.mirror
 
     @mirror.setter
-    def mirror(self, mirror: Mirror | None) -> None:
+    def mirror(self, mirror: Any) -> None:
         self.checkpoints.mirror = mirror
 
     # Saving
@@ -675,14 +633,6 @@ class CollectiveCheckpointManager(CheckpointManager):
         """Save a state as `latest` before an evaluation, after which the next save of it writes again only what has changed.
 
         Call on all ranks. Until then a run that goes on finds this one.
-
-        Args:
-            payload: The state; tensors and plain values.
-            epoch: Completed epochs.
-            global_step: Committed updates.
-
-        Raises:
-            CheckpointError: As `save_checkpoint`.
         """
         self._save(payload, ["latest"], epoch=epoch, global_step=global_step, ahead=True)
 

@@ -141,11 +141,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str) -> Manifest:
-        """Read a manifest: the one place where names, sizes and checksums in one are accepted.
-
-        Raises:
-            CheckpointDamaged: If it is not as it was written.
-        """
+        """Read a manifest: the one place where names, sizes and checksums in one are accepted."""
         try:
             body, seal, digest = text.rpartition(_SELF_CHECKSUM)
             if not text.startswith(f"{HEADER}\n"):

@@ -14,15 +14,7 @@ READ_WHOLE = ("format_version", "runner", "state")
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor.
-
-    Attributes:
-        name: Its path in the checkpoint, dotted.
-        dtype: As torch prints it, less `torch.`.
-        shape: Its whole shape, also when it is stored in shards.
-        size: Bytes of its elements.
-        chunks: Pieces that it is stored in.
-    """
+    """One tensor."""
 
     name: str
     dtype: str
@@ -38,16 +30,7 @@ class Entry:
 
 @dataclass
 class Outline:
-    """A checkpoint without its tensors' values.
-
-    Attributes:
-        kind: `file`, `sharded`, `engine` (what the runner saved with a DeepSpeed engine), `safetensors` or `torch file` (one that
-            another program wrote).
-        path: The file or directory that was read.
-        entries: Its tensors.
-        plain: Everything else, nested as it was saved.
-        record: What its manifest says: run, step, epoch, sequence; `None` without one.
-    """
+    """A checkpoint without its tensors' values."""
 
     kind: str
     path: Path

@@ -75,15 +75,7 @@ def read_payload(
     mmap: bool = False,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Read a checkpoint, a file or a target, onto the CPU, without running anything that is in it. Verifies nothing.
-
-    Args:
-        path: The file or the target.
-        template: As in `CheckpointManager.load_checkpoint`.
-        sections: Components to read; `None` reads all.
-        mmap: Leave the tensors of a file on disk until they are used.
-        trust: Unpickle files of an engine that need it, which runs what is in them.
-    """
+    """Read a checkpoint, a file or a target, onto the CPU, without running anything that is in it. Verifies nothing."""
     wanted = None if sections is None else frozenset({*sections, "format_version"})
     payload: dict[str, Any] = _reader(path).read_payload(
         path, template=template, sections=wanted, mmap=mmap, trust=trust

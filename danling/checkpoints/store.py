@@ -65,7 +65,7 @@ class CheckpointStore(ABC):
         """Whether other machines have the rest of each checkpoint, so that none can be read here."""
         self.directory = directory
         self.run_id = run_id
-        self._skipped: dict[Path, str] = {}
+        self._skipped: dict[Path | str, str] = {}
 
     @property
     def place(self) -> str:
@@ -78,9 +78,9 @@ class CheckpointStore(ABC):
     def path(self, name: str) -> Path:
         """Return the path of a name of this directory, whether or not it exists."""
 
-    @abstractmethod
     def locate(self, source: Path) -> Path | None:
         """Return the checkpoint that a path means: itself, or `latest` in a checkpoint or run directory."""
+        return None
 
     def find(self, source: str | Path) -> Path | None:
         """Return the checkpoint that a name or a path means, if there is one."""
@@ -101,13 +101,13 @@ class CheckpointStore(ABC):
         """Whether there may be something of this kind in the directory."""
         return True
 
-    @abstractmethod
     def claims(self, path: Path) -> bool:
         """Whether a path, which need not exist any more, is that of a checkpoint of this kind."""
+        return False
 
-    @abstractmethod
     def listed(self) -> list[Path]:
         """Return every checkpoint in the directory, those of which only the checksums are left included."""
+        return []
 
     @abstractmethod
     def records(self, *, complete: bool) -> list[Record]:
@@ -125,15 +125,11 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def verify(self, path: Path, level: str) -> None:
-        """Compare a checkpoint with its manifest.
+        """Compare a checkpoint with its manifest, and raise `CheckpointDamaged` if it differs."""
 
-        Raises:
-            CheckpointDamaged: If it differs.
-        """
-
-    @abstractmethod
     def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
         """Return the manifest of a checkpoint, and every way in which its files differ from it."""
+        raise NotImplementedError
 
     def lacks_sums(self, path: Path) -> bool:
         """Whether a checkpoint was copied without its checksums."""
@@ -143,7 +139,7 @@ class CheckpointStore(ABC):
         """Make a checkpoint that was verified on rank 0 readable at its path by every process. Called on all ranks."""
         return
 
-    def skip(self, path: Path, error: Exception) -> None:
+    def skip(self, path: Path | str, error: Exception) -> None:
         """Log, once for each reason, that a checkpoint does not count."""
         if self._skipped.get(path) != str(error):
             self._skipped[path] = str(error)
@@ -154,26 +150,28 @@ class CheckpointStore(ABC):
         return [
             f"{path}: {why}"
             for path, why in self._skipped.items()
-            if is_name(path.name.removesuffix(path.suffix)) and storage.absence(path) != storage.MISSING
+            if isinstance(path, Path)
+            and is_name(path.name.removesuffix(path.suffix))
+            and storage.absence(path) != storage.MISSING
         ]
 
     # Removing
 
-    @abstractmethod
     def recover(self) -> None:
         """Finish or undo what a killed save has begun."""
+        return
 
-    @abstractmethod
     def litter(self) -> list[Path]:
         """Return what killed saves and deletions have left where nothing is being written."""
+        return []
 
-    @abstractmethod
     def delete(self, name: str) -> None:
         """Remove one name."""
+        raise NotImplementedError
 
-    @abstractmethod
     def sweep(self, protected: set[int]) -> None:
         """Remove what no name leads to any more, except the saves with these sequences."""
+        return
 
     def prune(self, line: Line, *, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
         """Remove the history that retention gives up. What cannot be removed is tried again at the next save."""
@@ -219,11 +217,9 @@ class FileStore(CheckpointStore):
     """
 
     def path(self, name: str) -> Path:
-        """Return `{name}.pth`."""
         return self.directory / f"{name}{SUFFIX}"
 
     def locate(self, source: Path) -> Path | None:
-        """Return the file itself, or `latest.pth` in a checkpoint or run directory."""
         latest = f"latest{SUFFIX}"
         for candidate in (source, source / latest, source / self.directory.name / latest):
             # A bare name is a pointer to a sharded checkpoint.
@@ -263,7 +259,6 @@ class FileStore(CheckpointStore):
             self._log_moved(path, storage.set_aside(path))
 
     def recover(self) -> None:
-        """Remove unfinished files, and finish every change of names and every deletion that was interrupted."""
         storage.clean(self.directory)
         for name in sorted(storage.names(self.directory)):
             if name.startswith(DELETING):
@@ -287,7 +282,6 @@ class FileStore(CheckpointStore):
         # Else the file cannot be read now, or fits neither: what describes it is kept.
 
     def litter(self) -> list[Path]:
-        """Return unfinished files, marks of deletions, and checksums whose file such a deletion has removed."""
         names = storage.names(self.directory)
         marked = {name.removeprefix(DELETING) for name in names if name.startswith(DELETING)}
         orphans = {f"{name}{SUFFIX}{FILE_SUMS}" for name in marked if f"{name}{SUFFIX}" not in names}
@@ -295,7 +289,6 @@ class FileStore(CheckpointStore):
         return [self.directory / name for name in left]
 
     def records(self, *, complete: bool) -> list[Record]:
-        """Return what the manifests record, oldest first."""
         present = storage.names(self.directory)
         found = [self._recorded(path, complete) for path in self._named(present, (FILE_SUMS,))]
         return sorted((r for r in found if r is not None), key=lambda record: (record.sequence, record.name))
@@ -322,7 +315,6 @@ class FileStore(CheckpointStore):
             return None
 
     def record(self, path: Path) -> Record:
-        """Return what the manifest beside a file records."""
         if storage.size_of(_beside(path, NEXT)) is not None:
             return read_file_manifest(path, "full").record
         try:
@@ -331,10 +323,6 @@ class FileStore(CheckpointStore):
             raise damaged([str(error)], path) from error
 
     def verify(self, path: Path, level: str) -> None:
-        """Compare a file with its checksums; one that was copied without them, with those inside of it. Level `"none"` needs none.
-
-        In the directory of a run missing checksums are damage: nothing else tells whether a file is the one of its name.
-        """
         if level == "none":
             return
         if has_sums(path):
@@ -345,15 +333,12 @@ class FileStore(CheckpointStore):
             verify_alone(path, level)
 
     def claims(self, path: Path) -> bool:
-        """Whether a path ends as a file does."""
         return path.suffix == SUFFIX
 
     def listed(self) -> list[Path]:
-        """Return every file, and every file of which only the checksums are left."""
         return self._named(storage.names(self.directory) if self.directory.is_dir() else set(), (FILE_SUMS, NEXT))
 
     def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
-        """Return the checksums beside a file, and how it differs from them."""
         if storage.size_of(_beside(path, NEXT)) is not None:
             # A save was killed between the file and its checksums: either of the two may fit.
             return read_file_manifest(path, level), []
@@ -364,19 +349,14 @@ class FileStore(CheckpointStore):
         return manifest, find_problems(manifest, path.parent, level)
 
     def lacks_sums(self, path: Path) -> bool:
-        """Whether a checkpoint was copied without its checksums."""
         return not has_sums(path)
 
     def delete(self, name: str) -> None:
-        """Remove a file and its checksums, under a mark by which the next start finishes a killed deletion."""
         mark, path = self.directory / f"{DELETING}{name}", self.path(name)
         storage.write_new_text(mark, "")
         # Sums last: a file that lost them alone would stay for ever, neither a checkpoint nor removed by retention.
         for part in (path, _beside(path, NEXT), _beside(path, FILE_SUMS), mark):
             storage.remove(part)
-
-    def sweep(self, protected: set[int]) -> None:
-        """Nothing: a file that has no name is gone."""
 
 
 def has_sums(path: Path) -> bool:
@@ -454,7 +434,6 @@ class TargetStore(CheckpointStore):
     """
 
     def path(self, name: str) -> Path:
-        """Return the pointer file of a name, or the target itself when it is the name of one."""
         return self.directory / TARGETS / name if is_target(name) else self.directory / name
 
     def new_target(self, sequence: int) -> str:
@@ -475,14 +454,12 @@ class TargetStore(CheckpointStore):
             storage.write_text(self.directory / name, f"{target}\n")
 
     def locate(self, source: Path) -> Path | None:
-        """Return the pointer or target that a path means: itself, or `latest` in a checkpoint or run directory."""
         for candidate in (source, source / "latest", source / self.directory.name / "latest"):
             if is_name(candidate.name) and storage.size_of(candidate) is not None:
                 return candidate
         return source if storage.size_of(source / SUMS) is not None else None
 
     def target(self, path: Path) -> Path:
-        """Return the target that a pointer leads to, or the target itself."""
         if os.path.isdir(path) and not is_name(path.name):
             return path
         name = self._pointed(path)
@@ -507,11 +484,9 @@ class TargetStore(CheckpointStore):
             raise damaged([f"{path.name} cannot be read: {reason(error)}"], path) from error
 
     def is_used(self) -> bool:
-        """Whether there is a directory of targets."""
         return (self.directory / TARGETS).is_dir()
 
     def recover(self) -> None:
-        """Remove what killed saves have left: unfinished pointers, and targets without a manifest."""
         targets = self.directory / TARGETS
         refuse_link(targets)
         if not os.path.isdir(targets):
@@ -523,14 +498,12 @@ class TargetStore(CheckpointStore):
                 self.give_up(path.name)
 
     def litter(self) -> list[Path]:
-        """Return unfinished pointers and targets."""
         left = [self.directory / name for name in storage.names(self.directory) if name.startswith(storage.STAGED)]
         targets = self.directory / TARGETS
         names = storage.names(targets) if os.path.isdir(targets) else ()
         return left + [targets / name for name in names if is_target(name) and _is_unfinished(targets / name)]
 
     def records(self, *, complete: bool) -> list[Record]:
-        """Return what the manifests record, once for each name that leads there; a target without one goes by its own."""
         found: list[Record] = []
         led_to = set()
         for name in sorted(filter(is_name, storage.names(self.directory))):
@@ -545,7 +518,6 @@ class TargetStore(CheckpointStore):
         return sorted(found, key=lambda record: (record.sequence, record.name))
 
     def targets(self) -> set[str]:
-        """Return the names of the targets in the directory."""
         try:
             return storage.names(self.directory / TARGETS)
         except OSError as error:
@@ -569,7 +541,6 @@ class TargetStore(CheckpointStore):
         return None if complete and problems else manifest.record
 
     def record(self, path: Path) -> Record:
-        """Return what the manifest of a target, or of the one that a pointer leads to, records."""
         target = self.target(path)
         try:
             return _manifest_of(target).record
@@ -577,11 +548,9 @@ class TargetStore(CheckpointStore):
             raise damaged([str(error)], path) from error
 
     def claims(self, path: Path) -> bool:
-        """Whether a path has a name that a pointer may have, or is a target."""
         return is_name(path.name) or is_target(path.name) or storage.size_of(path / SUMS) is not None
 
     def listed(self) -> list[Path]:
-        """Return every pointer, and complete targets that none leads to; those without a manifest are unfinished and do not count."""
         if not self.is_used():
             return []
         pointers = sorted(filter(is_name, storage.names(self.directory)))
@@ -593,7 +562,6 @@ class TargetStore(CheckpointStore):
         return [*(self.directory / name for name in pointers), *(path for path in targets if (path / SUMS).is_file())]
 
     def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
-        """Return the manifest of a target, or of the one that a pointer leads to, and how the target differs from it."""
         target = self.target(path)
         manifest = read_manifest(target / SUMS, f"{target.name}/{SUMS}")
         problems = find_problems(manifest, target, level)
@@ -603,7 +571,6 @@ class TargetStore(CheckpointStore):
         return manifest, problems + misled(path, manifest.record) + [f"{name} is not part of it" for name in extra]
 
     def verify(self, path: Path, level: str) -> None:
-        """Compare a target with its manifest; files that are not in the manifest are named too."""
         target = self.target(path)
         if level == "none":
             return
@@ -615,11 +582,9 @@ class TargetStore(CheckpointStore):
             raise damaged(problems, target)
 
     def delete(self, name: str) -> None:
-        """Remove a pointer; its target goes with the next sweep."""
         storage.remove(self.directory / name)
 
     def sweep(self, protected: set[int]) -> None:
-        """Remove complete targets that no name leads to, except protected ones and those that a user has moved away and linked here."""
         for record in self.records(complete=False):
             unused = is_target(record.name) and record.sequence not in protected
             if unused and not os.path.islink(self.path(record.name)):
@@ -628,7 +593,6 @@ class TargetStore(CheckpointStore):
                 storage.remove_tree(self.path(record.name))
 
     def follow(self, sequence: int, kept: Collection[str]) -> None:
-        """Remove this machine's part of older targets that the main process has removed."""
         for name in sorted(self.targets() - {*kept}):
             older = is_target(name) and int(name.partition("-")[0]) < sequence
             if older and not os.path.islink(self.path(name)):

@@ -195,11 +195,7 @@ def run_files(directory: Path) -> Iterator[Path]:
 
 
 class RemoteStores:
-    """The object stores that a run names: its own copy in one, and those of other runs that it reads.
-
-    Args:
-        runner: The runner. Its configuration may change until its directory is open.
-    """
+    """The object stores that a run names: its own copy in one, and those of other runs that it reads."""
 
     def __init__(self, runner: BaseRunner) -> None:
         self._runner = runner

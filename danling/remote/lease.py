@@ -152,16 +152,7 @@ _LARGEST_SKEW_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Writer:
-    """Who writes.
-
-    Attributes:
-        token: Differs from that of any other writer, and changes with each renewal.
-        host: Name of the machine.
-        machine: Identity of the machine since it was started, and of the processes that see each other there.
-        pid: The process.
-        born: When it was started, as the system counts.
-        seconds: How long the lease holds.
-    """
+    """Who writes."""
 
     token: str
     host: str

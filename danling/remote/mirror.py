@@ -32,14 +32,7 @@ _PATIENCE = 10
 
 @dataclass(frozen=True)
 class MirrorSettings:
-    """What is copied, and what an error means.
-
-    Attributes:
-        required: Whether an upload that fails ends the training.
-        keep_latest_k: History checkpoints to keep in the store; 0 keeps all.
-        interval: Every how many saves one is copied that is neither history nor best.
-        seconds_between_lines: Seconds at least from one line that says a save is safe to the next.
-    """
+    """What is copied, and what an error means."""
 
     required: bool = False
     keep_latest_k: int = 0
@@ -49,13 +42,7 @@ class MirrorSettings:
 
 @dataclass(frozen=True)
 class Part:
-    """A file that goes up.
-
-    Attributes:
-        file: Where it is read.
-        size: Its size in bytes.
-        digest: Its SHA-256 in hexadecimal, where its manifest can be read on this rank.
-    """
+    """A file that goes up."""
 
     file: Path
     size: int
@@ -64,14 +51,7 @@ class Part:
 
 @dataclass
 class Upload:
-    """A save that goes up.
-
-    Attributes:
-        saved: What it is.
-        parts: Files of this rank, by their names in the target; of a single file, by its digest.
-        manifests: Of rank 0: the manifest by each name; of a target, one under its own.
-        links: Second names of files, which are removed when it is done.
-    """
+    """A save that goes up."""
 
     saved: Saved
     parts: dict[str, Part]

@@ -13,20 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import ClassVar
 
 from yaml import YAMLError
 
 from danling.checkpoints import storage
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from danling.checkpoints.manifest import Line, Record, is_name
+from danling.checkpoints.manifest import Record, is_name
 from danling.checkpoints.store import SUFFIX, SUMS, TARGETS, CheckpointStore, FileStore, TargetStore, is_target
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.files import is_plain_path, refuse_link
 from danling.utils.plain import parse_yaml
 
 from .store import RemoteMissing, RemoteObject, RemoteStore, is_url, open_store
-from .stored_run import Described, Place, RunLayout, StoredRun, chosen, place_of
+from .stored_run import CHECKPOINTS, Described, Place, RunLayout, StoredRun, chosen, place_of
 
 logger = logging.getLogger("danling")
 
@@ -68,186 +67,109 @@ def _pour(store: RemoteStore, key: str, writer: storage.HashingWriter) -> None:
         writer.write(piece)
 
 
-class RemoteRecords:
-    """What both kinds of stores know of a run: its records, and which of them do not count."""
-
-    def __init__(self, run: StoredRun, *, file: bool) -> None:
-        self.run = run
-        self.file = file
-        self._skipped: dict[str, str] = {}
-
-    def described(self, *, complete: bool) -> list[Described]:
-        """Return what has a whole manifest, oldest first; what has none is skipped."""
-        found = []
-        for name, file in self.run.names():
-            if file is not self.file:
-                continue
-            try:
-                described = self.run.describe(name, file=file)
-            except CheckpointDamaged as error:
-                self.skip(name, error)
-                continue
-            problems = self.run.problems(described)
-            if problems:
-                self.skip(name, CheckpointDamaged("; ".join(problems)))
-            if not (problems and complete):
-                found.append(described)
-        return sorted(found, key=lambda d: (d.record.sequence, d.name))
-
-    def named(self, name: str) -> Described | None:
-        """Return what a name leads to, `None` where there is no such name."""
-        try:
-            return chosen(self.run, name, self.file)
-        except CheckpointNotFound:
-            return None
-
-    def skip(self, name: str, error: Exception) -> None:
-        """Say, once for each reason, that a checkpoint does not count."""
-        place = f"{self.run.url}/checkpoints/"
-        place += f"{name}{SUFFIX}" if self.file else f"{TARGETS}/{name}" if is_target(name) else name
-        if self._skipped.get(place) != str(error):
-            self._skipped[place] = str(error)
-            logger.warning("%s is skipped: %s", place, error)
-
-    def lost(self) -> list[str]:
-        """Return a line for each checkpoint that was skipped."""
-        return [f"{place}: {why}" for place, why in self._skipped.items()]
-
-
 class RemoteCheckpoints(CheckpointStore):
-    """What a manager asks in the same way of file checkpoints and of sharded ones; a path is that to which one is brought."""
+    """The checkpoints of a run in a store, files and sharded ones. A path is that to which one is brought."""
 
     is_elsewhere = True
-    is_file: ClassVar[bool]
-    """Whether its checkpoints are single files."""
 
     def __init__(self, directory: Path, run: StoredRun, *, run_id: str, is_home: bool = True) -> None:
         super().__init__(directory, run_id=run_id)
         self.run = run
         self.is_home = is_home
-        self._found = RemoteRecords(run, file=self.is_file)
+        self._files = FileStore(directory, run_id=run_id)
+        self._targets = TargetStore(directory, run_id=run_id)
 
     @property
     def place(self) -> str:
-        """Where these checkpoints lie, for errors."""
         return self.run.url
 
+    # Finding
+
+    def _described(self, *, complete: bool) -> list[Described]:
+        """Return what has a whole manifest, oldest first; what has none is skipped."""
+        found = []
+        for name, file in self.run.names():
+            place = name if not file else f"{name}{SUFFIX}"
+            try:
+                described = self.run.describe(name, file=file)
+            except CheckpointDamaged as error:
+                self.skip(Path(place), error)
+                continue
+            problems = self.run.problems(described)
+            if problems:
+                self.skip(Path(place), CheckpointDamaged("; ".join(problems)))
+            if not (problems and complete):
+                found.append(described)
+        return sorted(found, key=lambda d: (d.record.sequence, d.name))
+
     def records(self, *, complete: bool) -> list[Record]:
-        """Return what the manifests in the store record, oldest first; a target without a pointer goes by its own name."""
-        return [found.record for found in self._found.described(complete=complete)]
-
-    def record(self, path: Path) -> Record:
-        """Return what is recorded of the checkpoint that a path is brought from."""
-        return self._described(path).record
-
-    def describe(self, path: Path) -> Record | None:
-        """Return what is recorded of a checkpoint of the run that reads; `None` for another one, which a URL names."""
-        return super().describe(path) if self.is_home else None
-
-    def skip(self, path: Path, error: Exception) -> None:
-        """Say that a checkpoint does not count."""
-        self._found.skip(self._name(path), error)
-
-    def lost(self) -> list[str]:
-        """Return a line for each checkpoint in the store that was skipped."""
-        return self._found.lost()
-
-    def _name(self, path: Path) -> str:
-        return path.name.removesuffix(SUFFIX) if self.is_file else path.name
-
-    def _described(self, path: Path) -> Described:
-        return self.run.describe(self._name(path), file=self.is_file)
-
-    def recover(self) -> None:
-        """Nothing: what killed processes have left in a store is for its writer to remove."""
-
-    def prune(self, line: Line, *, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
-        """Nothing: what is kept in a store is for its writer to choose."""
-
-
-class RemoteFiles(RemoteCheckpoints, FileStore):
-    """The file checkpoints of a run in a store. A path is that of the file in the directory to which it is brought."""
-
-    is_file = True
+        return [found.record for found in self._described(complete=complete)]
 
     def find(self, source: str | Path) -> Path | None:
-        """Return where the checkpoint of a name or path of the directory is brought to, if there is one in the store."""
+        """Return where the checkpoint that a name or a path of the directory means is brought to, if it is in the store."""
         path = Path(source)
-        name = path.name.removesuffix(SUFFIX)
-        own = path.parent in (Path("."), self.directory) and not is_url(str(source))
-        return self.path(name) if own and is_name(name) and self._found.named(name) is not None else None
+        name, file = path.name.removesuffix(SUFFIX), path.name.endswith(SUFFIX) or None
+        is_own = path.parent in (Path("."), self.directory, self.directory / TARGETS) and not is_url(str(source))
+        if not is_own or not (is_name(name) or is_target(name)):
+            return None
+        try:
+            return self._brought_to(chosen(self.run, name, file))
+        except CheckpointNotFound:
+            return None
+
+    def path(self, name: str) -> Path:
+        try:
+            return self._brought_to(chosen(self.run, name, None))
+        except (CheckpointDamaged, CheckpointNotFound):
+            return self._targets.path(name)
+
+    def _brought_to(self, found: Described) -> Path:
+        # Not the pointer: in the directory it may lead to another target.
+        return self._files.path(found.name) if found.target is None else self._targets.path(found.target)
+
+    def _at(self, path: Path) -> Described:
+        return self.run.describe(path.name.removesuffix(SUFFIX), file=path.name.endswith(SUFFIX))
+
+    def record(self, path: Path) -> Record:
+        return self._at(path).record
+
+    def describe(self, path: Path) -> Record | None:
+        return super().describe(path) if self.is_home else None
+
+    def skip(self, path: Path | str, error: Exception) -> None:
+        name = Path(path).name
+        below = f"{TARGETS}/{name}" if is_target(name) else name
+        super().skip(f"{self.run.url}/{CHECKPOINTS}/{below}", error)
+
+    def lost(self) -> list[str]:
+        return [f"{place}: {why}" for place, why in self._skipped.items()]
+
+    # Bringing
 
     def verify(self, path: Path, level: str) -> None:
         """Bring a checkpoint here, under all names that it has in the store."""
-        found = self._described(path)
-        file = next(iter(found.manifest.files))
-        size, digest = found.manifest.files[file]
-        same = [
-            other.record
-            for other in self._found.described(complete=True)
-            if other.record.sequence == found.record.sequence and (size, digest) in other.manifest.files.values()
-        ]
-        storage.make_directory(self.directory)
-        storage.require_space(self.directory, size)
-        # `latest` becomes visible last, as in a save.
-        records = sorted(same, key=lambda record: record.name == "latest") or [found.record]
-        self.write(partial(self.run.download, found, file), records)
-
-    def bring(self, path: Path) -> None:
-        """Bring a checkpoint to this machine, where the directory is not that of the main process."""
-        # An older one may lie there under the same name.
-        if is_first_on_machine() and not self._lies_here(path):
-            self.verify(path, "full")
-
-    def _lies_here(self, path: Path) -> bool:
-        try:
-            here = super().examine(path, "size")[0]
-        except (CheckpointError, OSError):
-            return False
-        return here.files == self._described(path).manifest.files and storage.size_of(path) is not None
-
-
-class RemoteTargets(RemoteCheckpoints, TargetStore):
-    """The sharded checkpoints of a run in a store. A path is that of the target in the directory to which it is brought."""
-
-    is_file = False
-
-    def is_used(self) -> bool:
-        """Whether there is a target in the store."""
-        return bool(self.run.listed.complete)
-
-    def path(self, name: str) -> Path:
-        """Return where the target that a name leads to is brought to: not that of the name, which may lead to another one here."""
-        try:
-            found = self._found.named(name)
-        except CheckpointDamaged:
-            found = None
-        return super().path(found.target if found is not None and found.target else name)
-
-    def find(self, source: str | Path) -> Path | None:
-        """Return where the target of a name or path of the directory is brought to, if there is one in the store."""
-        path = Path(source)
-        own = path.parent in (Path("."), self.directory, self.directory / TARGETS) and not is_url(str(source))
-        known = own and (is_name(path.name) or is_target(path.name)) and self._found.named(path.name) is not None
-        return self.path(path.name) if known else None
-
-    def target(self, path: Path) -> Path:
-        """Return the path itself: it is that of a target."""
-        return path
-
-    def verify(self, path: Path, level: str) -> None:
-        """Bring a target here, and the names that lead to it."""
-        found = self._described(path)
+        found = self._at(path)
         problems = self.run.problems(found)
         if problems:
             raise CheckpointDamaged("; ".join(problems))
-        self._stage(found, path)
-
-    def _stage(self, found: Described, path: Path) -> None:
-        refuse_link(self.directory / TARGETS)
-        storage.make_directory(self.directory / TARGETS)
+        storage.make_directory(self.directory)
         storage.require_space(self.directory, sum(size for size, _ in found.manifest.files.values()))
-        self._make_way(path)
+        # `latest` becomes visible last, as in a save.
+        others = sorted(self._described(complete=True), key=lambda other: other.name == "latest")
+        same = [other for other in others if _is_same(other, found)]
+        if found.target is None:
+            (file,) = found.manifest.files
+            self._files.write(partial(self.run.download, found, file), [o.record for o in same] or [found.record])
+        else:
+            self._bring_target(found, path)
+            self._targets.publish(found.target, [other.name for other in same if is_name(other.name)])
+
+    def _bring_target(self, found: Described, path: Path) -> None:
+        refuse_link(self.directory / TARGETS)
+        if os.path.isdir(path):
+            # It was found damaged, or unfinished. The manifest goes first: without it nothing of it counts.
+            storage.remove(path / SUMS)
+            storage.remove_tree(path)
         storage.make_directory(path)
         try:
             for file in found.manifest.files:
@@ -255,26 +177,32 @@ class RemoteTargets(RemoteCheckpoints, TargetStore):
             storage.sync_directory(path)
             storage.write_text(path / SUMS, found.manifest.text())
         except BaseException:
-            self.give_up(path.name)
+            self._targets.give_up(path.name)
             raise
-        self.publish(path.name, [name for name, target in self._pointers() if target == path.name])
-
-    def _make_way(self, path: Path) -> None:
-        if os.path.isdir(path):
-            # It was found damaged, or unfinished. The manifest goes first: without it nothing of it counts.
-            storage.remove(path / SUMS)
-            storage.remove_tree(path)
-
-    def _pointers(self) -> list[tuple[str, str | None]]:
-        names = sorted(self.run.listed.pointers, key=lambda name: name == "latest")
-        found = self._found.described(complete=True)
-        targets = {described.name: described.target for described in found}
-        return [(name, targets.get(name)) for name in names]
 
     def bring(self, path: Path) -> None:
-        """Bring a target to this machine, where the directory is not that of the main process."""
-        if is_first_on_machine() and storage.size_of(path / SUMS) is None:
+        """Bring a checkpoint to this machine, where the directory is not that of the main process."""
+        if not is_first_on_machine():
+            return
+        if not path.name.endswith(SUFFIX):
+            is_here = storage.size_of(path / SUMS) is not None
+        else:
+            # An older one may have the same name here.
+            try:
+                is_here = self._files.examine(path, "size")[0].files == self._at(path).manifest.files
+            except (CheckpointError, OSError):
+                is_here = False
+            is_here = is_here and storage.size_of(path) is not None
+        if not is_here:
             self.verify(path, "full")
+
+
+def _is_same(other: Described, found: Described) -> bool:
+    """Whether two names have one content: of one save, a file under each name or one target."""
+    if found.target is not None or other.target is not None:
+        return other.target == found.target
+    contents = {*other.manifest.files.values()} == {*found.manifest.files.values()}
+    return contents and other.record.sequence == found.record.sequence
 
 
 _BROUGHT = f"{storage.STAGED}from-"
@@ -297,12 +225,12 @@ class RemoteSources:
         self._run_id = run_id
         self._connect = connect
         self._home = home
-        self._others: dict[str, list[RemoteFiles | RemoteTargets]] = {}
+        self._others: dict[str, RemoteCheckpoints] = {}
 
     def own(self) -> list[CheckpointStore]:
         """Return the stores of the run itself."""
         run = self.home
-        return [*self._stores(self._directory, run, is_home=True)] if run is not None else []
+        return [] if run is None else [RemoteCheckpoints(self._directory, run, run_id=self._run_id)]
 
     @cached_property
     def home(self) -> StoredRun | None:
@@ -337,15 +265,14 @@ class RemoteSources:
         if not is_url(source):
             return None
         place = place_of(str(source))
-        return list(self._named(place)), place.name
+        return [self._named(place)], f"{place.name}{SUFFIX}" if place.file else place.name
 
-    def _named(self, place: Place) -> list[RemoteFiles | RemoteTargets]:
+    def _named(self, place: Place) -> RemoteCheckpoints:
         key = f"{place.base}/{place.layout.root}"
         if key not in self._others:
-            run = StoredRun(self._connect(place.base), place.layout)
-            self._others[key] = self._stores(self._place_for(key), run, is_home=False)
-        files, targets = self._others[key]
-        return {True: [files], False: [targets], None: [files, targets]}[place.file]
+            run, directory = StoredRun(self._connect(place.base), place.layout), self._place_for(key)
+            self._others[key] = RemoteCheckpoints(directory, run, run_id=self._run_id, is_home=False)
+        return self._others[key]
 
     def bring_file(self, url: str) -> Path | None:
         """Bring what another program wrote, and return where it lies now; `None` for the URL of a run. May be called on all ranks."""
@@ -362,11 +289,11 @@ class RemoteSources:
     def brought(self, url: str) -> Path:
         """Bring a checkpoint that a URL names, and return its file or target."""
         place = place_of(url)
-        for store in self._named(place):
-            found = store.find(place.name)
-            if found is not None:
-                store.verify(found, "full")
-                return found
+        store = self._named(place)
+        found = store.find(f"{place.name}{SUFFIX}" if place.file else place.name)
+        if found is not None:
+            store.verify(found, "full")
+            return found
         raise CheckpointNotFound(f"Expected a checkpoint at {url}. Received: none. Name one that is there.")
 
     def release(self) -> None:
@@ -376,9 +303,6 @@ class RemoteSources:
                 if name.startswith(_BROUGHT):
                     storage.remove_tree(self._directory / name)
         self._others.clear()
-
-    def _stores(self, directory: Path, run: StoredRun, *, is_home: bool) -> list[RemoteFiles | RemoteTargets]:
-        return [kind(directory, run, run_id=self._run_id, is_home=is_home) for kind in (RemoteFiles, RemoteTargets)]
 
     def _place_for(self, url: str) -> Path:
         # The same on all ranks, and a name that the next start removes if this one is killed.

@@ -105,12 +105,7 @@ class RemoteSettings:
 
 
 class Tag(NamedTuple):
-    """What tells one put of an object from another: stores compare one of the two, S3 and Azure the first, Google Cloud the second.
-
-    Attributes:
-        entity: The entity tag; `None` where the store gives none.
-        version: The version, or generation; `None` where the store gives none.
-    """
+    """What tells one put of an object from another: stores compare one of the two, S3 and Azure the first, Google Cloud the second."""
 
     entity: str | None
     version: str | None
@@ -169,14 +164,7 @@ def open_store(
 
 
 class RemoteStore:
-    """A client of the store at a URL. See `open_store`. Every method raises `RemoteError` or one of its subclasses.
-
-    Attributes:
-        url: The URL, without a slash at its end; keys are relative to it.
-        settings: How the store is asked.
-        bare_tags: Whether the store compares entity tags without their quotes.
-        starting: Whether a request that cannot be answered now is repeated for up to `STARTING_SECONDS`. A run does so until it trains.
-    """
+    """A client of the store at a URL. See `open_store`. Every method raises `RemoteError` or one of its subclasses."""
 
     def __init__(self, url: str, *, settings: RemoteSettings, credentials: Credentials | None = None) -> None:
         self.url = url.rstrip("/")

@@ -46,12 +46,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class RunLayout:
-    """Keys of the objects of one run.
-
-    Attributes:
-        family: `lineage`, or `lineage-code_id`: the name of the directory in which the runs of a line of work lie.
-        run: Name of the run directory: the id of the run, with a number where there are several of it.
-    """
+    """Keys of the objects of one run."""
 
     family: str
     run: str
@@ -103,15 +98,7 @@ class RunLayout:
 
 @dataclass(frozen=True)
 class Listed:
-    """What the keys of a run's checkpoints say, before anything is read.
-
-    Attributes:
-        manifests: Names of file checkpoints, such as `latest`, that have a manifest.
-        objects: Digests of the contents that are there.
-        pointers: Names that lead to a target.
-        complete: Targets that have a manifest.
-        parts: Keys of the files of each target, those without a manifest included; relative to the checkpoints' prefix.
-    """
+    """What the keys of a run's checkpoints say, before anything is read."""
 
     manifests: frozenset[str]
     objects: frozenset[str]
@@ -156,13 +143,7 @@ def unreferenced(
 
 
 class Described(NamedTuple):
-    """A name in a store, with the manifest that it leads to.
-
-    Attributes:
-        name: `latest`, `best`, a history name, `model`, or the name of a target.
-        target: The target that it leads to; `None` for a file checkpoint.
-        manifest: What it consists of.
-    """
+    """A name in a store, with the manifest that it leads to."""
 
     name: str
     target: str | None
@@ -299,14 +280,7 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class Place:
-    """What a URL means.
-
-    Attributes:
-        base: URL that runs lie below.
-        layout: The run.
-        name: Name of a checkpoint of it.
-        file: Whether it is a file checkpoint; `None` where the URL does not say.
-    """
+    """What a URL means."""
 
     base: str
     layout: RunLayout

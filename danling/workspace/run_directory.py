@@ -168,15 +168,7 @@ class RunDirectoryRequest:
 
 @dataclass
 class RunDirectoryLease:
-    """A run directory and the right to write into it.
-
-    Attributes:
-        dir: The run directory.
-        request: What it was chosen for.
-        id: Id of the run: the requested one, or that of the run that is resumed.
-        from_scratch: Whether the run resumes nothing that is there.
-        notice: What to tell the user about the choice; `None` when there is nothing to tell.
-    """
+    """A run directory and the right to write into it."""
 
     dir: Path
     request: RunDirectoryRequest
@@ -520,12 +512,7 @@ def run_of(checkpoint: Path, part: str | None = None) -> Path | None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a run directory that can be written.
-
-    Raises:
-        ValueError: If a file is in the way.
-        PermissionError: If it cannot be made or written.
-    """
+    """Make a run directory that can be written."""
     with _file_in_the_way(directory):
         directory.mkdir(parents=True, exist_ok=True)
     if not os.access(directory, os.W_OK | os.X_OK):

@@ -33,18 +33,7 @@ Side = Literal["producer", "trainer"]
 
 @dataclass(frozen=True)
 class StreamSide:
-    """What one run has written of a stream.
-
-    Attributes:
-        run: Name of the run.
-        stream: Name of the log.
-        side: Whether the run fills it or trains on it.
-        published: Samples in the log.
-        trained: Samples that are trained on; of a producer, those before a checkpoint of the trainer.
-        waited_seconds: Seconds that the run has waited for the other side since its last start.
-        end: How the log has ended, `None` while it is open.
-        written: When this was written, in seconds since 1970.
-    """
+    """What one run has written of a stream."""
 
     run: str
     stream: str
@@ -70,14 +59,7 @@ class StreamSide:
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory. What is missing in it is empty here: a run that was killed early has no results yet.
-
-    Attributes:
-        path: The run directory.
-        name: What it is called beside others, by default its path below the root that was searched.
-        place: Where it lies, for readers: a URL, where `path` is that of a copy; the empty text is the path.
-        problems: What of it could not be read so far, a line for each file; such a file is as good as missing.
-    """
+    """One run directory. What is missing in it is empty here: a run that was killed early has no results yet."""
 
     path: Path
     name: str

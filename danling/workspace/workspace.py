@@ -243,12 +243,6 @@ class RunPlace:
     """Names a run, chooses its directory, and holds the right to write into it.
 
     Every method but `workspace`, `confirm` and `release` is called on all ranks: the main process acts, the others are told the result.
-
-    Attributes:
-        dir: The run directory.
-        id: Id of the run.
-        code: State of the code; `None` on other processes than the main one.
-        notice: What to tell the user about the choice of the directory; `None` when there is nothing to tell.
     """
 
     def __init__(self, runner: BaseRunner) -> None:

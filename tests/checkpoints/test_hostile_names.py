@@ -14,7 +14,7 @@ from support.saves import go_on, make_manager, record_saves, save
 
 from danling.checkpoints import CheckpointDamaged, import_weights
 from danling.checkpoints.manifest import Manifest
-from danling.checkpoints.shard_index import ShardIndex
+from danling.checkpoints.shard_index import parse_index
 from danling.cli.main import main
 from danling.remote import RunLayout
 from danling.remote.store import open_store
@@ -65,7 +65,7 @@ def test_a_sealed_manifest_and_an_index_name_files_beside_them_only(saved: Path,
         Manifest.parse(_manifest_with(saved, name))
     index = json.loads(next(saved.glob("targets/*/index.json")).read_text())
     with pytest.raises(ValueError, match="no plain"):
-        ShardIndex.parse(json.dumps({**index, "files": [name] * len(index["files"])}))
+        parse_index(json.dumps({**index, "files": [name] * len(index["files"])}))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointDamaged, match="no plain"):
         import_weights(tmp_path / "model.safetensors.index.json")
@@ -150,14 +150,14 @@ def test_chunks_that_overlap_leave_no_memory_unread(saved: Path, tmp_path: Path)
 def test_chunks_cover_each_element_once(
     shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], whole: bool
 ) -> None:
-    listed = [[list(offsets), list(sizes), 0, 0, 1] for offsets, sizes in chunks]
+    listed = [[list(offsets), list(sizes), 0, 0, 1 << 40] for offsets, sizes in chunks]
     tensor = {"path": ["a"], "dtype": "float32", "shape": list(shape), "chunks": listed}
     text = json.dumps({"format": "danling-index 1", "files": ["f"], "tensors": {"a": tensor}, "values": {}})
     if whole:
-        ShardIndex.parse(text)
+        parse_index(text)
     else:
         with pytest.raises(ValueError, match="do not make up"):
-            ShardIndex.parse(text)
+            parse_index(text)
 
 
 @pytest.mark.parametrize("change", ["shape", "length"])

@@ -20,7 +20,7 @@ from danling.checkpoints import CheckpointDamaged, CheckpointError
 from danling.checkpoints.dcp_files import read_target
 from danling.checkpoints.deepspeed import read_engine_file
 from danling.checkpoints.exchange import import_weights
-from danling.checkpoints.shard_index import ShardIndex, read_index
+from danling.checkpoints.shard_index import parse_index, read_index
 from danling.checkpoints.torch_files import read_file
 from danling.utils.plain import parse_json, parse_yaml
 from danling.workspace.workspace import without_places
@@ -120,7 +120,7 @@ DEEP = "[" * 100_000
 
 
 def test_text_that_is_nested_without_end_is_an_error_that_is_caught(tmp_path: Path) -> None:
-    for parse in (parse_yaml, parse_json, ShardIndex.parse):
+    for parse in (parse_yaml, parse_json, parse_index):
         with pytest.raises(ValueError, match="nested"):
             parse(DEEP)
     run = tmp_path / "run"

@@ -20,7 +20,7 @@ import torch
 
 from danling.checkpoints import storage
 from danling.checkpoints.manifest import Manifest
-from danling.checkpoints.shard_index import INDEX, ShardIndex
+from danling.checkpoints.shard_index import INDEX
 
 
 def _text(value: str) -> bytes:
@@ -172,13 +172,12 @@ def plant_in_file(path: Path, content: bytes) -> None:
 
 def plant_in_value(target: Path, content: bytes, name: str = "runner") -> None:
     """Put a pickle into an entry of plain values of a sharded checkpoint; the index leads to it."""
-    index = ShardIndex.parse((target / INDEX).read_text())
-    extent = index.values[name].extent
-    data = (target / extent.file).read_bytes()
-    planted = _archive(content)
-    (target / extent.file).write_bytes(data + planted)
     about = json.loads((target / INDEX).read_text())
-    about["values"][name]["place"][1:] = [len(data), len(planted)]
+    place = about["values"][name]["place"]
+    file = target / about["files"][place[0]]
+    data, planted = file.read_bytes(), _archive(content)
+    file.write_bytes(data + planted)
+    place[1:] = [len(data), len(planted)]
     (target / INDEX).write_text(json.dumps(about))
 
 
