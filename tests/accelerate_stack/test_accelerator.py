@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from danling.accelerate.accelerator import (
     check_backend,
     check_place,
-    import_accelerate,
     open_accelerator,
     release_accelerator,
 )
@@ -71,12 +69,6 @@ def test_an_accelerator_of_the_programs_own_is_refused() -> None:
         accelerate.state.GradientState._reset_state()
 
 
-def test_a_wrong_world_is_refused_and_forgotten() -> None:
-    # As with a PartialState that was made without the others: Accelerate knows one process, the launcher started two.
-    with pytest.raises(ValueError, match=r"num_processes=1, process_index=0 with WORLD_SIZE=2, RANK=1"):
-        open_accelerator(AccelerateSettings(), LaunchEnvironment(rank=1, world_size=2), {})
-
-
 def standing(**changes: Any) -> Any:
     kind = SimpleNamespace
     facts = {"num_processes": 1, "process_index": 0, "distributed_type": "DistributedType.NO", "mixed_precision": "no"}
@@ -97,9 +89,3 @@ def test_a_group_without_collectives_for_the_device() -> None:
     check_backend("cuda", "cpu:gloo,cuda:nccl")
     with pytest.raises(ValueError, match="device='xpu', backend='cpu:gloo'. Set backend='cpu:gloo,xpu:xccl'"):
         check_backend("xpu", "cpu:gloo")
-
-
-def test_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[accelerate\]'"):
-        import_accelerate()

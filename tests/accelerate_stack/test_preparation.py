@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 from danling.accelerate.accelerator import (
     AcceleratePreparation,
     AccelerateReduction,
-    WrapperOptions,
     open_accelerator,
     release_accelerator,
 )
@@ -82,19 +80,6 @@ def test_wrapped_again_it_keeps_no_reference_to_what_was(accelerator: Any) -> No
     assert len(accelerator._models) == len(accelerator._optimizers) == 1
 
 
-def test_arguments_of_the_wrapper() -> None:
-    hooked: list[Any] = []
-    given = SimpleNamespace(
-        to_kwargs=lambda: {"bucket_cap_mb": 5, "static_graph": True}, register_comm_hook=hooked.append
-    )
-    options = WrapperOptions({"device_ids": [0], "static_graph": False}, given)
-    assert options.to_kwargs() == {"bucket_cap_mb": 5, "static_graph": False}
-    model = nn.Identity()
-    options.register_comm_hook(model)
-    WrapperOptions({}).register_comm_hook(model)
-    assert hooked == [model]
-
-
 def test_a_step_is_made_also_where_accelerate_counts_otherwise(accelerator: Any) -> None:
     model = nn.Linear(1, 1, bias=False)
     weight = model.weight.detach().clone()
@@ -106,14 +91,6 @@ def test_a_step_is_made_also_where_accelerate_counts_otherwise(accelerator: Any)
     assert torch.equal(model.weight, weight - 1.0)
     through.zero()
     assert model.weight.grad is None
-
-
-def test_leftover_accumulation_is_refused(accelerator: Any) -> None:
-    model = nn.Linear(1, 1)
-    through = reduction(accelerator, model, torch.optim.SGD(model.parameters(), lr=1.0))
-    accelerate.Accelerator(gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2, .* Set accum_steps=2"):
-        through.begin(first=False)
 
 
 def test_a_step_that_accelerate_leaves_out_is_an_error(accelerator: Any) -> None:

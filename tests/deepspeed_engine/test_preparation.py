@@ -11,7 +11,6 @@ from danling.deepspeed.preparation import (
     check_criterion,
     check_dtype,
     check_optimizer,
-    trained_names,
 )
 from danling.distributed import LocalDomain
 
@@ -38,11 +37,6 @@ def test_a_forward_of_an_engine_communicates() -> None:
 @pytest.mark.parametrize(("mode", "number"), [(None, 0), ("disabled", 0), ("async", 1), ("async_with_pinned_mem", 1)])
 def test_an_asynchronous_save_has_no_effect(mode: str | None, number: int) -> None:
     assert [mode in line for line in preparation(mode).unused_settings() if mode] == [True] * number
-
-
-def test_trained_names() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
-    assert trained_names(model) == {"0.weight", "0.bias"}
 
 
 def test_what_an_engine_refuses() -> None:

@@ -39,7 +39,6 @@ class Net(nn.Module):
         self.first, self.second, self.idle = nn.Linear(5, 3), nn.Linear(3, 2), nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Leave the last layer out."""
         output: Tensor = self.second(torch.tanh(self.first(x)))
         return output
 

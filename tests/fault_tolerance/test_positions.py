@@ -32,7 +32,6 @@ class Reader(dl.TorchRunner):
             self.datasets = {"train": TensorDataset(torch.arange(100))}
 
     def train_step(self, data: Any) -> tuple[Any, torch.Tensor]:
-        """Note what is read."""
         numbers = data if isinstance(data, torch.Tensor) else data[0]
         self.seen += numbers.tolist()
         inputs = numbers.float().unsqueeze(1) / 100

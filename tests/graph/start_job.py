@@ -25,7 +25,6 @@ class Block(nn.Module):
         self.wide, self.narrow, self.dropout = nn.Linear(4, 16), nn.Linear(16, 4), nn.Dropout(0.3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the inputs and what is computed of them."""
         output: Tensor = inputs + self.narrow(self.dropout(torch.tanh(self.wide(inputs))))
         return output
 

@@ -30,7 +30,6 @@ class Block(nn.Module):
         self.wide, self.narrow, self.dropout = nn.Linear(8, 32), nn.Linear(32, 8), nn.Dropout(0.3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the inputs and what is computed of them."""
         output: Tensor = inputs + self.dropout(self.narrow(nn.functional.gelu(self.dropout(self.wide(inputs)))))
         return output
 

@@ -42,7 +42,6 @@ class Starts:
         self._number = 0
 
     def start(self) -> tuple[dict[str, Any], int]:
-        """Return what came of it, and how often the compiler has compiled something."""
         self._number += 1
         self._log.unlink(missing_ok=True)
         environment = {
@@ -60,7 +59,6 @@ class Starts:
         return json.loads(done.stdout.splitlines()[-1]), sum(line not in ("--version", "-v") for line in lines)
 
     def libraries(self) -> list[Path]:
-        """Return the compiled kernels."""
         return sorted(self.folder.rglob("*.main.so"))
 
 

@@ -35,7 +35,6 @@ class Named(nn.Module):
     """A model that is called with keywords, and says so in what it returns."""
 
     def forward(self, first: Tensor, second: Tensor) -> dict[str, Tensor]:
-        """Return the sum."""
         return {"logits": first + second}
 
 
@@ -80,7 +79,6 @@ class Asking(nn.Module):
     """Asks for a value, which no graph can."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the inputs, or their negative."""
         return inputs if inputs.sum().item() > 0 else -inputs
 
 

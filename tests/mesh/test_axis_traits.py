@@ -12,30 +12,6 @@ from danling.cli.estimate import Layout
 from danling.config.schema import AxesConfig
 from danling.mesh.axes import AXES, MESH_ORDER, TRAITS, AxisTraits, axes_with
 
-LISTS = [
-    ({"reads_data": True}, ("replicate", "shard")),
-    ({"reads_data": False}, ("context", "pipeline", "tensor", "expert", "expert_tensor")),
-    ({"sums_gradient": True}, ("replicate", "shard", "context")),
-    ({"sees_positions": True}, ("context",)),
-    ({"cuts_modules": True}, ("pipeline",)),
-    ({"cuts_modules": False}, ("replicate", "shard", "context", "tensor", "expert", "expert_tensor")),
-    ({"divides_parameters": False}, ("replicate", "context")),
-    ({"divides_parameters": True, "cuts_modules": True}, ("pipeline",)),
-    ({"divides_parameters": True, "cuts_modules": False}, ("shard", "tensor", "expert", "expert_tensor")),
-    ({"divides_parameters": True, "needs_transform": True}, ("tensor", "expert", "expert_tensor")),
-    ({"divides_parameters": True, "needs_transform": False}, ("shard", "pipeline")),
-    ({"needs_transform": True}, ("context", "tensor", "expert", "expert_tensor")),
-    ({"forward_communicates": True}, ("shard", "context", "pipeline", "tensor", "expert", "expert_tensor")),
-    ({"counts_loss": True}, ("replicate", "shard", "context", "pipeline")),
-    ({"counts_loss": False}, ("tensor", "expert", "expert_tensor")),
-    ({"own_noise": True}, ("context",)),
-]
-
-
-@pytest.mark.parametrize(("traits", "names"), LISTS)
-def test_axes_with_a_trait(traits: dict[str, bool], names: tuple[str, ...]) -> None:
-    assert axes_with(**traits) == names
-
 
 def test_the_order_of_the_mesh() -> None:
     assert MESH_ORDER == ("pipeline", "replicate", "shard", "context", "expert", "expert_tensor", "tensor")

@@ -21,7 +21,6 @@ class Chain(nn.Module):
         self.heads = nn.ModuleDict({"norm": nn.LayerNorm(4), "out": nn.Linear(4, 2)})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Call them one after the other."""
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)

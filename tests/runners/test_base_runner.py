@@ -28,16 +28,13 @@ class LeastSquares(dl.BaseRunner):
         self.weights = torch.zeros(3)
 
     def component_states(self) -> dict[str, Any]:
-        """Save the weights."""
         return {"model": {"weights": self.weights}}
 
     def load_components(self, payload: Any, excluded: set[str]) -> None:
-        """Restore the weights."""
         if "model" in payload:
             self.weights.copy_(payload["model"]["weights"])
 
     def train(self) -> None:
-        """Train by hand."""
         source, state = self.source("train"), self.train_state
         with self.session():
             while state.epoch < (self.epochs or 0):
@@ -173,7 +170,6 @@ class Wrapping(LeastSquares):
         self.model = {"module": self.weights}
 
     def unwrap(self, model: Any) -> Any:
-        """Return the weights."""
         return model["module"] if isinstance(model, dict) else model
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import danling as dl
 from danling.checkpoints import CheckpointMismatch
 from danling.checkpoints.exclusion import USERS_OWN, ExcludedFromLoading
-from danling.training.run_state import changed_sections
 from danling.utils.tensors import whole
 
 
@@ -183,11 +182,3 @@ def test_a_second_new_head_and_a_second_schedule_by_resume(tmp_path: Path, base:
     third = run("third", 3, 0.001, 8, resume=latest("second"))
     assert third.model.head.out_features == 3 and third.optimizer.param_groups[0]["lr"] == 0.001
     assert third.scheduler.base_lrs == [0.001]
-
-
-def test_the_sections_that_are_others() -> None:
-    stored, now = {"steps": 4, "task": {"a": 1}, "optim": {}}, {"steps": 8, "optim": {}}
-    lines = ["optim.lr: stored 1, now 2", "task.a: stored 1, now none"]
-    assert changed_sections(lines[:1], stored, now, {"optim", "steps"}) == {"optim", "steps"}
-    assert changed_sections(lines, stored, now, {"optim", "steps"}) == {"optim", "steps", "task", USERS_OWN}
-    assert changed_sections([], stored, stored, {"optim"}) == set()

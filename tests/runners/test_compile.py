@@ -131,26 +131,3 @@ def test_the_options_of_a_second_runner_are_its_own(tmp_path: Path) -> None:
         settings["dataloader"] = {"batch_size": 5, "drop_last": False}
         counted.append(train(settings, sequential)[0])
     assert counted == [2, 1]
-
-
-class Sideways(Counted):
-    """Calls a part of the model, which is not what was compiled."""
-
-    def train_step(self, data: Any) -> Any:
-        """Leave the root out."""
-        loss = self.model[0](data[0]).square().mean()
-        self.backward(loss)
-        return None, loss
-
-
-def test_a_run_without_a_graph_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Sideways(config(tmp_path), sequential) as runner:
-        runner.train()
-    assert [r.getMessage() for r in caplog.records if "no graph" in r.getMessage()] != []
-    assert len([r for r in caplog.records if "no graph" in r.getMessage()]) == 1
-
-
-def test_a_closed_runner_leaves_the_model_uncompiled(tmp_path: Path) -> None:
-    with Counted(config(tmp_path), sequential) as runner:
-        runner.train()
-    assert runner.unwrapped_model._compiled_call_impl is None

@@ -41,16 +41,13 @@ class Closing(Toy):
         self.optimizer = torch.optim.LBFGS(self.model.parameters(), lr=0.1)
 
     def train_step(self, data: Any) -> Any:
-        """Keep the batch for the closure."""
         self.batch = data
         return super().train_step(data)
 
     def step(self) -> Any:
-        """Be overridden."""
         return super().step()
 
     def optimizer_step(self) -> None:
-        """Step with a closure."""
 
         def closure() -> Tensor:
             self.optimizer.zero_grad()

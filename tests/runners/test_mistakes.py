@@ -169,6 +169,8 @@ CONFIGURATION: dict[str, Mistake] = {
         "Expected precision to be one of 'fp16', 'bf16'.",
     ),
     "a stack that is none": (lambda: train(settings(stack="horovod")), "Expected stack to be one of"),
+    "a platform that is none": (lambda: train(settings(platform="xyz")), "'auto', 'torch', 'deepspeed', 'accelerate'"),
+    "a section for fp8": (lambda: train(settings(fp8={"enabled": True})), "Expected no section fp8"),
     "axes for one process": (
         lambda: train(settings(stack="parallel", parallel={"axes": {"shard": 2}})),
         "Expected the product of the parallel axes to be the world size 1.",
@@ -223,12 +225,7 @@ MODEL: dict[str, Mistake] = {
         lambda: train(runner_class=toy(__init__=lambda self, config: dl.Runner.__init__(self))),
         "Toy.__init__ received a configuration and called super().__init__() without it.",
     ),
-    "window": (lambda: train(window=3), "where 'window' is a name of the library's"),
-    "precision": (lambda: train(precision="high"), "where 'precision' is a name of the library's"),
-    "step": (lambda: train(step=0), "where 'step' is a name of the library's"),
-    "index": (lambda: train(index=0), "where 'index' is a name of the library's"),
-    "trackers": (lambda: train(trackers=[]), "where 'trackers' is a name of the library's"),
-    "batch_weight": (lambda: train(batch_weight=2.0), "where 'batch_weight' is a name of the library's"),
+    "a name of the library's": (lambda: train(window=3), "where 'window' is a name of the library's"),
     "a private method": (
         lambda: train(runner_class=toy(_closers=lambda self: None)),
         "where '_closers' is a name of the library's",
@@ -373,6 +370,7 @@ DATASETS: dict[str, Mistake] = {
         lambda: Toy(settings()).evaluate("vall"),
         "Expected a split out of ['train', 'val']. Received: split='vall'.",
     ),
+    "fewer than no batches": (lambda: Toy(settings()).evaluate_steps("val", -1), "steps=-1"),
     "inferring what is not there": (
         lambda: Toy(settings()).infer("tset"),
         "Expected a split out of ['train', 'val']. Received: split='tset'.",
@@ -492,6 +490,10 @@ CHECKPOINTS: dict[str, Mistake] = {
         lambda: (Toy(settings(dir="run")), Toy(settings(dir="run"))),
         "to be free. Received: a directory that is in use by process",
     ),
+    "bare weights to go on from": (
+        lambda: train(settings(resume=_bare())),
+        "bare.pth, which has no format_version. Load bare weights with `pretrained`",
+    ),
     "from_checkpoint of nothing": (lambda: Toy.from_checkpoint("nowhere.pth"), "nowhere.pth"),
 }
 
@@ -537,6 +539,11 @@ def _lightning() -> str:
     module = nn.ModuleDict({"net": nn.Linear(4, 2), "teacher": nn.Linear(4, 2)})
     torch.save({"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.6"}, "last.ckpt")
     return "last.ckpt"
+
+
+def _bare() -> str:
+    torch.save(nn.Linear(4, 2).state_dict(), "bare.pth")
+    return "bare.pth"
 
 
 def _lbfgs(self: Any) -> Any:

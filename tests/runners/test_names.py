@@ -80,11 +80,10 @@ def test_a_name_of_the_librarys_is_refused_where_it_is_set(name: str, tmp_path: 
 def test_methods_and_values_of_a_class_are_looked_at_too(tmp_path: Path) -> None:
     class Private(Named):
         def _bind_reduction(self, text: str) -> None:
-            """Be called by the library, with something else."""
+            pass
 
     class Hidden(Named):
         def window(self) -> int:
-            """Be hidden by an attribute."""
             return 3
 
     class Plain(Named):
@@ -130,13 +129,13 @@ class Silent:
     """A tracker that keeps nothing."""
 
     def log(self, values: Any, step: int) -> None:
-        """Keep nothing."""
+        pass
 
     def flush(self) -> None:
-        """Have nothing to write."""
+        pass
 
     def close(self) -> None:
-        """Have nothing to close."""
+        pass
 
 
 def test_what_the_contract_lets_users_set_stays(tmp_path: Path) -> None:
@@ -159,7 +158,7 @@ def test_what_the_contract_lets_users_set_stays(tmp_path: Path) -> None:
             return super().scores
 
         def _own(self) -> None:
-            """Be a private method that the library does not have."""
+            pass
 
     with Free(settings(tmp_path)) as runner:
         runner.train()
@@ -245,7 +244,6 @@ def test_a_name_that_is_missing_is_an_error_as_ever_also_inside_of_a_property(tm
     class Wrong(Named):
         @property
         def mine(self) -> Any:
-            """Ask for what is not there."""
             return self.nothing_like_it
 
     with Wrong(settings(tmp_path)) as runner:

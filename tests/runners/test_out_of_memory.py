@@ -22,12 +22,10 @@ class OutOfMemoryInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        """Return a view."""
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Raise what a device raises."""
         raise torch.OutOfMemoryError("out of memory")
 
 
@@ -42,7 +40,6 @@ class Hungry(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return logits."""
         if not self.fits:
             torch.empty(1 << 52)
         hidden = self.first(inputs)
@@ -69,7 +66,6 @@ class Runner(dl.TorchRunner):
         self.datasets = {"train": TensorDataset(points, torch.arange(45) % 3)}
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Put a figure of one's own into the meters, then train as usual."""
         self.meters.update({"norm": float(data[0].norm())}, len(data[0]))
         return super().train_step(data)
 

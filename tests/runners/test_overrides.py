@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import yaml
@@ -19,9 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import danling as dl
-from danling.checkpoints import CheckpointMismatch
 from danling.distributed import LocalDomain
-from danling.mesh.model_parts import copied_buffers
 
 
 def points(count: int = 16) -> TensorDataset:
@@ -63,7 +60,6 @@ class OwnLoss(Line):
         self.criterion = None
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
-        """Return twice the squared error, or the size of the prediction where there is no target."""
         return 2 * F.mse_loss(pred, target if target is not None else torch.zeros_like(pred))
 
 
@@ -77,20 +73,6 @@ def test_a_loss_that_is_overridden_is_that_of_evaluation_too(tmp_path: Path) -> 
     with OwnLoss(settings(tmp_path)) as runner:
         runner.train()
         assert runner.latest_score == pytest.approx(mean_loss(runner), rel=1e-5)
-
-
-class WithoutOutcome(Line):
-    """Forgets to return the outcome of its update."""
-
-    def step(self) -> Any:
-        """Make the update."""
-        super().step()
-
-
-def test_a_step_that_returns_no_outcome_is_refused(tmp_path: Path) -> None:
-    expected = pytest.raises(ValueError, match=r"`step` to return an UpdateOutcome. Received: None")
-    with WithoutOutcome(settings(tmp_path)) as runner, expected:
-        runner.train()
 
 
 class Bare(Line):
@@ -170,21 +152,10 @@ def test_the_difference_from_the_defaults_names_single_settings(tmp_path: Path) 
     }
 
 
-@pytest.mark.parametrize("name", ["bfloat", "int8", "Tensor"])
-def test_a_dtype_of_the_export_is_checked_before_training(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"checkpoint.export_dtype='{name}'"):
-        Line(settings(tmp_path, checkpoint={"last_save_model_only": True, "export_dtype": name}))
-    assert not (tmp_path / "run").exists()
-
-
-# Which figures
-
-
 @pytest.mark.parametrize("enabled", [False, True])
-def test_evaluation_says_which_weights_it_used(enabled: bool, tmp_path: Path, caplog: Any) -> None:
-    with Line(settings(tmp_path, ema={"enabled": enabled, "decay": 0.5 if enabled else 0.999})) as runner:
+def test_results_say_which_weights_were_evaluated(enabled: bool, tmp_path: Path) -> None:
+    with Line(settings(tmp_path, ema={"enabled": enabled})) as runner:
         runner.train()
-    assert caplog.messages.count("Evaluating the averaged weights (decay 0.5).") == enabled
     for name in ("latest", "best"):
         written = json.loads((tmp_path / "run" / f"{name}.json").read_text())
         assert written["weights"] == ("averaged" if enabled else "trained")
@@ -237,11 +208,6 @@ def test_the_stack_is_found_wherever_the_configuration_comes_from(build: Any, tm
         assert runner.state.train.epoch == 2
 
 
-def test_an_unknown_stack_is_an_error_wherever_it_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Expected stack to be one of"):
-        Line(settings(tmp_path, stack="mesh"))
-
-
 # A score of one's own
 
 
@@ -250,7 +216,6 @@ class ThirdIsBest(Line):
 
     @property
     def scores(self) -> dict[int, float]:
-        """Return the distance from the third epoch."""
         return {index: float(abs(index - 3)) for index in self.results}
 
 
@@ -293,7 +258,6 @@ class Owned(dl.RunnerConfig):
         self.net.width = 5
 
     def area(self) -> int:
-        """Return the square of the width."""
         return int(self.net.width**2)
 
 
@@ -358,59 +322,12 @@ def test_averaged_weights_that_are_left_out_begin_at_the_models(tmp_path: Path) 
         runner.train()
 
 
-def test_an_optimizer_without_its_state_keeps_its_stored_options(tmp_path: Path) -> None:
-    with resumed(tmp_path, "optimizer.state", scheduler={"type": "steplr", "step_size": 1, "gamma": 0.5}) as runner:
-        assert runner.optimizer_state_dict()["state"] == {}
-        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**8)
-        runner.train()
-
-
 @pytest.mark.parametrize("name", ["dataloaders.train", "dataloader.train"])
 def test_a_loader_that_is_left_out_begins_anew(name: str, tmp_path: Path) -> None:
     with resumed(tmp_path, name) as runner:
         assert runner.sources["train"].epoch == 0 and runner.state.train.epoch == 2
         runner.train()
         assert runner.state.train.global_step == 12
-
-
-# Errors that say what to do
-
-
-def test_weights_of_another_program_cannot_be_resumed_from(tmp_path: Path) -> None:
-    torch.save(nn.Linear(3, 1).state_dict(), tmp_path / "plain.pt")
-    with pytest.raises(
-        CheckpointMismatch, match=r"plain.pt, which has no format_version. Load bare weights with `pretrained`"
-    ):
-        Line(settings(tmp_path, resume=str(tmp_path / "plain.pt")))
-
-
-def test_an_unknown_platform_is_answered_with_platforms() -> None:
-    with (
-        pytest.warns(DeprecationWarning),
-        pytest.raises(ValueError, match="'auto', 'torch', 'deepspeed', 'accelerate'"),
-    ):
-        dl.RunnerConfig({"platform": "xyz"})
-
-
-class Numbers(Line):
-    """Returns figures of several kinds."""
-
-    extra: Any = torch.tensor(2.0)
-
-    def summarize(self, split: str, totals: Any) -> dict[str, float]:
-        """Add what is no float."""
-        return {**super().summarize(split, totals), "count": numpy.int64(3), "extra": self.extra}
-
-
-def test_figures_may_be_of_any_kind_of_number(tmp_path: Path) -> None:
-    with Numbers(settings(tmp_path)) as runner:
-        result = runner.train()[2]["val"]
-        assert (result["count"], result["extra"]) == (3.0, 2.0) and type(result["count"]) is float
-        runner.extra = [1, 2]
-        with pytest.raises(ValueError, match=r"val/extra.*\[1, 2\]"):
-            runner.evaluate("val")
-        with pytest.raises(ValueError, match=r"steps=-1"):
-            runner.evaluate_steps("val", -1)
 
 
 def test_seeding_may_be_left_to_the_user(tmp_path: Path) -> None:
@@ -438,15 +355,6 @@ def test_settings_of_checkpoints_and_loaders_that_nothing_reads_are_named(tmp_pa
     assert said.count("has no effect") == 4
 
 
-@pytest.mark.parametrize("stack", ["ddp", "parallel"])
-def test_compiler_settings_that_no_stack_reads_are_named(stack: str, tmp_path: Path) -> None:
-    with (
-        pytest.warns(UserWarning, match="compile.memory_policy"),
-        Line(settings(tmp_path, stack=stack, compile={"memory_policy": "recompute"})),
-    ):
-        pass
-
-
 def test_a_split_that_is_only_trained_on_is_no_score(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="score_split='train', which is trained on"):
         Line(settings(tmp_path, score_split="train"))
@@ -468,7 +376,6 @@ class ScoredByTest(Line):
 
     @property
     def score_split(self) -> str:
-        """Return another split than the default, which is `val`."""
         return "test"
 
 
@@ -492,7 +399,6 @@ class OwnBare(BareOwnLoss):
         self.datasets = {}
 
     def evaluate_step(self, data: Any) -> Any:
-        """Ask for a stop first."""
         if self.stops:
             self.stop()
         return super().evaluate_step(data)
@@ -539,15 +445,6 @@ def test_a_loader_of_ones_own_is_left_as_it_was_and_lets_the_program_end(tmp_pat
     assert done.exit_code == 0 and "end" in done.output
 
 
-def test_what_is_computed_again_may_be_gone_back_through_twice() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    again = copied_buffers(model)
-    for _ in range(2):
-        with again:
-            model(torch.randn(4, 2))
-    assert int(model[1].num_batches_tracked) == 0
-
-
 class Positioned(IterableDataset[tuple[Tensor, Tensor]]):
     """A stream with a position of its own."""
 
@@ -562,11 +459,9 @@ class Positioned(IterableDataset[tuple[Tensor, Tensor]]):
         self.at = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position."""
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go there."""
         self.at = state["at"]
 
 
@@ -580,7 +475,6 @@ class AllRead(Line):
 
     @property
     def data_domain(self) -> Any:
-        """No other rank reads different data."""
         return LocalDomain()
 
 

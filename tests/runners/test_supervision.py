@@ -50,16 +50,13 @@ class Notes:
         self.calls: list[str] = []
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Remember the figures."""
         self.lines.append((step, dict(values)))
         self.calls.append("log")
 
     def flush(self) -> None:
-        """Remember it."""
         self.calls.append("flush")
 
     def close(self) -> None:
-        """Remember it."""
         self.calls.append("close")
 
 
@@ -77,22 +74,10 @@ def test_a_tracker_of_ones_own_gets_every_figure_in_every_training(tmp_path: Pat
     assert notes.calls.count("close") == 1 and notes.calls[-1] == "close"
 
 
-def test_a_class_of_trackers_is_called_once_when_training_begins(tmp_path: Path) -> None:
-    Notes.made = 0
-    with Small(settings(tmp_path)) as runner:
-        runner.add_tracker(Notes)
-        assert Notes.made == 0 and runner.trackers == []
-        runner.train()
-        runner.config.epochs = 3
-        runner.train()
-        assert Notes.made == 1 and sum(isinstance(tracker, Notes) for tracker in runner.trackers) == 1
-
-
 class Failing(Small):
     """Fails in the third update."""
 
     def optimizer_step(self) -> None:
-        """Fail."""
         if self.train_state.global_step == 2:
             raise RuntimeError("no further")
         super().optimizer_step()
@@ -106,22 +91,10 @@ def test_a_tracker_is_flushed_and_closed_after_a_failure(tmp_path: Path) -> None
     assert len(notes.lines) == 2 and notes.calls[-2:] == ["flush", "close"]
 
 
-def test_a_tracker_is_flushed_as_often_where_no_checkpoint_is_written(tmp_path: Path) -> None:
-    flushed = []
-    for name, more in (("writes", {}), ("reads", {"checkpoint": {"load_only": True}})):
-        notes = Notes()
-        with Small(settings(tmp_path / name, **more)) as runner:
-            runner.add_tracker(notes)
-            runner.train()
-        flushed.append(notes.calls.count("flush"))
-    assert flushed[0] == flushed[1] == 3  # after each epoch, and at the end
-
-
 class Deaf(Notes):
     """Cannot be flushed."""
 
     def flush(self) -> None:
-        """Fail."""
         raise OSError("no such host")
 
 
@@ -169,7 +142,6 @@ def test_trackers_are_closed_while_the_run_has_its_log_and_its_directory(tmp_pat
 
     class Sent(Notes):
         def close(self) -> None:
-            """Say how many figures it got."""
             logging.getLogger("danling").info("%d figures were sent.", len(self.lines))
             order.append("tracker")
 
@@ -200,7 +172,6 @@ class Littering(Small):
         self.datasets["val"] = TensorDataset(torch.ones(600, 2), torch.ones(600, 1))
 
     def forward_context(self) -> Any:
-        """Litter, and count what lies about."""
         self.alive = [ref for ref in self.alive if ref() is not None] + [weakref.ref(Node())]
         self.most = max(self.most, len(self.alive))
         return super().forward_context()

@@ -20,7 +20,6 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.torchft.groups import QuorumError
-from danling.utils.locks import FileLock
 
 needs_torchft = pytest.mark.usefixtures("_torchft")
 
@@ -190,12 +189,10 @@ class Uneven(dl.TorchRunner):
         self.losses_seen: list[float] = []
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Have a meter of the user's own: the share of targets that count."""
         self.meters.update({"counted": float((data[1] >= 0).double().mean())}, len(data[1]))
         return super().train_step(data)
 
     def step(self) -> Any:
-        """Note the loss that is logged."""
         outcome = super().step()
         if outcome.committed:
             self.losses_seen.append(float(outcome.loss))
@@ -350,7 +347,6 @@ class Patient(TracingRunner):
         self.wait_for, self.tell = wait_for, tell
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait, then train."""
         if self.tell is not None:
             self.tell.touch()
         while self.wait_for is not None and not self.wait_for.exists():
@@ -392,7 +388,6 @@ class Joining(Patient):
     not_saved = ("healed_at",)
 
     def step(self) -> Any:
-        """Step, slowly."""
         outcome = super().step()
         if self.config.ft.replica_id == 0 and self.state.train.global_step == 8:
             self.board("middle").touch()
@@ -403,17 +398,14 @@ class Joining(Patient):
         return outcome
 
     def board(self, name: str) -> Path:
-        """Return a file that the groups speak by."""
         return Path(self.config.workspace_root) / name
 
     def init_fault_tolerance(self) -> None:
-        """Note where it heals."""
         super().init_fault_tolerance()
         assert self.fault_tolerance is not None
         note_heals(self.fault_tolerance, self.note)
 
     def note(self) -> None:
-        """Note where."""
         self.healed_at = (self.state.train.global_step, self.state.train.epoch)
 
 
@@ -475,25 +467,3 @@ def test_a_group_of_another_size_is_refused_and_the_others_train_on(tmp_path: Pa
 
 
 # Who writes
-
-
-def hold(file: Path, marker: Path) -> None:
-    held = FileLock(file)
-    assert held.acquire()
-    marker.touch()
-    time.sleep(60)
-
-
-def test_a_dead_writer_gives_its_right_back(tmp_path: Path) -> None:
-    file, marker = tmp_path / "checkpoints" / "writer.lock", tmp_path / "held"
-    mine = FileLock(file)
-    with ReplicaGroup(hold, file, marker, world_size=1, lighthouse=None) as other:
-        other.wait_until(marker.exists)
-        assert not mine.acquire()
-        other.kill()
-    assert mine.acquire()
-    assert mine.acquire()
-    assert mine.held
-    mine.release()
-    mine.release()
-    assert not mine.held

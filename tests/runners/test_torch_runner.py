@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.checkpoints import CheckpointMismatch, CheckpointNotFound
+from danling.checkpoints import CheckpointMismatch
 
 
 def points(length: int = 96) -> tuple[Tensor, Tensor]:
@@ -126,16 +125,6 @@ def test_step_mode_evaluates_and_saves_at_its_intervals() -> None:
     assert runner.state.train.epoch == 2 and runner.is_step_mode
 
 
-def test_evaluate_steps_is_bounded() -> None:
-    with Classifier(settings(steps=100)) as runner:
-        seen = []
-        original = runner.evaluate_step
-        runner.evaluate_step = lambda data: (seen.append(len(data[0])), original(data))[1]  # type: ignore[method-assign]
-        runner.evaluate_steps("val")
-        runner.evaluate_steps("val", 1)
-    assert seen == [8, 8, 8, 8]  # 100 // 20 = 5 batches, of which there are 3, then 1
-
-
 def test_train_twice_goes_on() -> None:
     with Classifier(settings(steps=5)) as runner:
         runner.train()
@@ -176,16 +165,6 @@ def test_infer_takes_several_outputs_apart_by_sample(kind: str) -> None:
     assert [top for _, top in items] == [int(scores.argmax()) for scores, _ in items] == best
 
 
-def test_infer_gives_every_prediction_in_order() -> None:
-    x, _ = points()
-    with Classifier(settings()) as runner:
-        predictions = runner.infer("val")
-        stream = list(runner.infer("val", stream=True))
-        direct = runner.model.eval()(x[72:])
-    torch.testing.assert_close(torch.stack(predictions), direct.detach())
-    assert all(torch.equal(a, b) for a, b in zip(predictions, stream))
-
-
 # Sources
 
 
@@ -222,14 +201,6 @@ def test_from_checkpoint_and_from_pretrained() -> None:
         assert torch.equal(plain.model[0].weight, first.model[0].weight)
 
 
-def test_resume_refuses_another_configuration_and_names_every_difference() -> None:
-    with Classifier(settings()) as first:
-        first.train()
-        path = first.workspace.checkpoints / "latest.pth"
-    with pytest.raises(CheckpointMismatch, match=r"(?s)max_grad_norm.*optim\.lr|optim\.lr.*max_grad_norm"):
-        Classifier(settings(resume=str(path), max_grad_norm=2.0, optim={"type": "adamw", "lr": 1e-3}))
-
-
 def test_missing_parts_are_errors_unless_excluded() -> None:
     with Classifier(settings()) as first:
         first.train()
@@ -243,13 +214,6 @@ def test_missing_parts_are_errors_unless_excluded() -> None:
         settings(resume=str(path), **{"checkpoint.exclude_from_loading": ["optimizer", "data_loader"]})
     ) as runner:
         assert runner.state.train.epoch == 2 and not runner.optimizer.state
-
-
-def test_a_missing_checkpoint_is_named() -> None:
-    with pytest.raises(CheckpointNotFound, match=r"nowhere\.pth"):
-        Classifier(settings(resume="nowhere.pth"))
-    with pytest.raises(CheckpointNotFound, match="nowhere"):
-        Classifier.from_checkpoint("nowhere")
 
 
 # What moves with an update
@@ -277,42 +241,6 @@ def test_early_stop_and_best() -> None:
     assert list(again.results) == [1, 2, 3, 4, 5]
 
 
-def test_a_score_that_is_not_finite_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Undefined(Classifier):
-        def summarize(self, split: str, totals: Any) -> dict[str, float]:
-            return {**super().summarize(split, totals), "q": math.nan}
-
-    with caplog.at_level("INFO", logger="danling"), Undefined(settings(epochs=6, patience=2, score_name="q")) as runner:
-        runner.train()
-    assert list(runner.results) == [1, 2] and runner.best_score is None
-    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert sum("val.q to be finite. Received: nan at 1." in message for message in warned) == 1
-    stopped = [message for message in caplog.messages if message.startswith("Stopping early")]
-    assert len(stopped) == 1 and "None" not in stopped[0]
-
-
-def test_an_absent_score_is_an_error_that_names_those_present() -> None:
-    with Classifier(settings(score_name="f1")) as runner, pytest.raises(ValueError, match=r"val\.acc"):
-        runner.train()
-
-
-def test_plateau_follows_the_monitored_figure() -> None:
-    schedule = {"type": "reducelronplateau", "patience": 0, "factor": 0.1, "monitor": "val.acc", "mode": "max"}
-    with Classifier(settings(epochs=6, scheduler=schedule)) as runner:
-        runner.train()
-        assert runner.scheduler.last_epoch == 6 and runner.optimizer.param_groups[0]["lr"] < 1e-2
-
-
-def test_ema_follows_and_evaluates() -> None:
-    with Classifier(settings(ema={"enabled": True, "decay": 0.5})) as runner:
-        runner.train()
-        weights = runner.model[0].weight.detach().clone()
-        averaged = runner.ema.weights["0.weight"].clone()
-        runner.evaluate("val")
-        assert torch.equal(runner.model[0].weight, weights) and torch.equal(runner.ema.weights["0.weight"], averaged)
-    assert not torch.equal(weights, averaged)
-
-
 def test_export_at_the_end() -> None:
     with Classifier(
         settings(**{"checkpoint.last_save_model_only": True, "checkpoint.export_dtype": "bfloat16"})
@@ -321,22 +249,6 @@ def test_export_at_the_end() -> None:
     payload = torch.load(runner.workspace.checkpoints / "model.pth", weights_only=True)
     assert payload["model"]["0.weight"].dtype is torch.bfloat16 and "optimizer" not in payload
     assert "optimizer" in torch.load(runner.workspace.checkpoints / "latest.pth", weights_only=True)
-
-
-def test_parameter_groups_by_pattern() -> None:
-    groups = [{"pattern": r"^0\.", "lr_multiplier": 0.1}]
-    with Classifier(settings(optim={"type": "sgd", "lr": 1.0, "param_groups": groups})) as runner:
-        assert sorted(group["lr"] for group in runner.optimizer.param_groups) == [0.1, 1.0]
-    with pytest.raises(ValueError, match="matches|match"):
-        Classifier(settings(optim={"type": "sgd", "lr": 1.0, "param_groups": [{"pattern": "nothing"}]}))
-
-
-def test_a_compiled_model_keeps_its_names() -> None:
-    with Classifier(settings(epochs=1, compile={"enable": True, "backend": "aot_eager"})) as runner:
-        runner.train()
-    assert list(torch.load(runner.workspace.checkpoints / "latest.pth", weights_only=True)["model"]) == list(
-        network().state_dict()
-    )
 
 
 # Selection and construction
@@ -401,51 +313,6 @@ def test_closing_twice_is_fine() -> None:
     assert {path: path.stat().st_mtime_ns for path in Path("experiments").rglob("*")} == left
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"steps": 3, "epochs": 2}, "steps"),
-        ({"optim": {"type": "adamv"}}, "adamw"),
-        ({"scheduler": {"type": "cosin"}}, "cosine"),
-        ({"train_splits": ["training"]}, "training"),
-        ({"evaluate_splits": ["test"]}, "test"),
-        ({"dataloader": {"batch_size": 80}}, "drop_last"),
-        ({"checkpoint.intervall": 3}, "interval"),
-    ],
-)
-def test_bad_settings_are_named_before_anything_is_written(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Classifier(settings(**change))
-    assert not Path("experiments").exists()
-
-
-def test_what_training_needs_is_named_when_it_is_missing() -> None:
-    class Bare(dl.TorchRunner):
-        def __init__(self, config: Any, part: str) -> None:
-            super().__init__(config)
-            x, y = points()
-            self.model = None if part == "model" else network()
-            self.criterion = None if part == "criterion" else nn.CrossEntropyLoss()
-            self.datasets = {} if part == "data" else {"train": TensorDataset(x, y)}
-
-    with pytest.raises(ValueError, match=r"self\.model"):
-        Bare(settings(), "model")
-    for part, message in (("criterion", "criterion"), ("data", "split")):
-        with Bare(settings(), part) as runner, pytest.raises(ValueError, match=message):
-            runner.train()
-    with Bare(settings(optim={}), "") as runner, pytest.raises(ValueError, match="optimizer"):
-        runner.train()
-    with Bare({"optim": {"type": "sgd", "lr": 0.1}}, "") as runner, pytest.raises(ValueError, match="budget"):
-        runner.train()
-
-
-def test_what_the_stack_cannot_do_is_refused() -> None:
-    with Classifier(settings(optim={"type": "lbfgs", "lr": 0.1})) as runner, pytest.raises(ValueError, match="closure"):
-        runner.train()
-    with pytest.warns(UserWarning, match=r"fsdp\.enabled"):
-        Classifier(settings(fsdp={"enabled": True})).close()
-
-
 def hang_after_the_first_update(seconds: float) -> str:
     import time
 
@@ -481,42 +348,6 @@ def test_base_runner_verbs_are_not_implemented() -> None:
                 getattr(runner, verb)(*data)
 
 
-def test_mapping_inputs_are_passed_by_name() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 3)
-
-        def forward(self, first: Tensor, second: Tensor) -> Tensor:
-            out: Tensor = self.layer(first + second)
-            return out
-
-    class Mapped(dl.TorchRunner):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            x, y = points()
-            self.model = Pair()
-            self.criterion = nn.CrossEntropyLoss()
-            self.datasets = {"train": [{"input": {"first": a, "second": a}, "target": b} for a, b in zip(x, y)]}
-
-    with Mapped(settings(epochs=4)) as runner:
-        results = runner.train()
-    assert results[4]["train"]["loss"] < results[1]["train"]["loss"]
-
-
-def two_in_a_row() -> list[int]:
-    steps = []
-    for name in ("first", "second"):
-        with Classifier(settings(lineage=name)) as runner:
-            runner.train()
-            steps.append(runner.state.train.global_step)
-    return steps
-
-
-def test_two_runners_one_after_the_other_on_two_processes() -> None:
-    assert run_processes(two_in_a_row, world_size=2) == [[8, 8], [8, 8]]
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -537,25 +368,6 @@ def test_the_first_save_says_what_the_run_will_need_on_disk(
     assert all(
         line.startswith(f"{history} checkpoints of ") and "keep_latest_k=3 keeps three" in line for line in lines
     )
-
-
-def test_importing_loads_nothing_optional() -> None:
-    import subprocess
-
-    code = "import sys, danling; print(sorted({m.partition('.')[0] for m in sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = done.stdout
-    for name in (
-        "tensorboard",
-        "wandb",
-        "torchmetrics",
-        "safetensors",
-        "deepspeed",
-        "torchft",
-        "sklearn",
-        "matplotlib",
-    ):
-        assert f"'{name}'" not in loaded
 
 
 def test_notebooks_show_what_a_runner_is_made_of_and_what_the_package_offers() -> None:

@@ -104,7 +104,6 @@ class Stopping(Toy):
     """Asks for a stop in the fourth update."""
 
     def optimizer_step(self) -> None:
-        """Step, and ask."""
         super().optimizer_step()
         if self.train_state.global_step == 3 and not self.config.auto_resume:
             self.stop()
@@ -139,7 +138,6 @@ class OwnEpoch(Toy):
         self.figures: Any = {"loss": 0.25, "speed": 7}
 
     def train_epoch(self, split: str = "train") -> Any:
-        """Go over the loader by hand."""
         for batch in self.dataloaders[split]:
             self.train_step(batch)
             self.step()
@@ -195,7 +193,6 @@ class OwnStep(Toy):
     """Calls `backward` itself, as most overrides do."""
 
     def train_step(self, data: Any) -> Any:
-        """Forward and backward by hand."""
         inputs, target = data
         pred = self.model(inputs)
         loss = self.criterion(pred, target)
@@ -292,11 +289,9 @@ class OwnEvaluation(Toy):
     """Looks at the mode it is called in."""
 
     def evaluate_step(self, data: Any) -> Any:
-        """Return nothing but what the surroundings are."""
         return (self.mode, self.model.training, torch.is_grad_enabled()), None
 
     def infer_step(self, data: Any) -> Any:
-        """As `evaluate_step`."""
         return self.mode, self.model.training, torch.is_grad_enabled()
 
 
@@ -310,7 +305,6 @@ class Borrowing(Toy):
     """Trains by what `evaluate_step` does."""
 
     def train_step(self, data: Any) -> Any:
-        """Borrow the forward."""
         pred, loss = self.evaluate_step(data)
         self.backward(loss)
         return pred, loss
@@ -383,7 +377,6 @@ class OwnScores(Toy):
 
     @property
     def scores(self) -> dict[int, float]:
-        """The mean training loss, turned over: the first epoch is the best."""
         return {index: -result["train"]["loss"] for index, result in self.results.items()}
 
 
@@ -422,8 +415,3 @@ def test_every_path_of_a_checkpoint_can_be_left_out(entry: str, tmp_path: Path) 
         assert equal_now == (entry == "ema.weights")
         assert runner.ema.num_updates == (0 if entry == "ema.num_updates" else 7)
         runner.train()
-
-
-def test_a_section_for_fp8_says_what_there_is_instead(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Expected no section fp8.*precision='bf16'"):
-        Toy(settings(tmp_path, fp8={"enabled": True}))

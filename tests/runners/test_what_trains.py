@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.deepspeed.reduction import GradientWatch
-from danling.training import Coverage
 
 
 class Net(nn.Module):
@@ -29,7 +28,6 @@ class Net(nn.Module):
             self.spare = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits."""
         out: torch.Tensor = self.head(self.body(x))
         return out
 
@@ -47,7 +45,6 @@ class Trained(dl.Runner):
         self.criterion = nn.CrossEntropyLoss()
 
     def ddp_kwargs(self) -> dict[str, Any]:
-        """Allow parameters that are not used."""
         return {**super().ddp_kwargs(), "find_unused_parameters": self.spare}
 
 
@@ -183,17 +180,6 @@ def test_a_stage_without_anything_to_train_is_no_error(tmp_path: Path) -> None:
     assert not second
     assert len(first) == 1
     assert "without 0.weight, 0.bias" in first[0]
-
-
-def test_coverage_compares_by_identity() -> None:
-    model, other = nn.Linear(2, 2), nn.Parameter(torch.zeros(3))
-    named = list(model.named_parameters())
-    assert Coverage.of(named, model.parameters()) == Coverage(2)
-    assert Coverage.of(named, [model.weight, other]) == Coverage(1, ["bias"], [(3,)])
-    model.bias.requires_grad_(False)
-    assert Coverage.of(named, [model.weight]) == Coverage(1)
-    ranks = [Coverage(0, ["a"]), Coverage(2, ["b"], [(3,)])]
-    assert Coverage.joined(ranks) == Coverage(2, ["a", "b"], [(3,)])
 
 
 def test_a_gradient_that_is_taken_away_has_been_seen() -> None:

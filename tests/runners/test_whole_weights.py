@@ -10,7 +10,6 @@ import torch
 from support.engines import needs_deepspeed
 from support.processes import run_processes
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.utils.data import TensorDataset
 
 import danling as dl
@@ -69,22 +68,6 @@ def test_whole_weights_are_seen_and_written(stack: dict[str, Any], tmp_path: Pat
             assert torch.equal(rank["before"][name], parameter.detach())
             assert torch.equal(rank["written"][name], 2 * parameter.detach())
             assert torch.equal(rank["trained"][name], 2 * parameter.detach())
-
-
-class Wide(Small):
-    """In float64."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.model.double()
-
-
-@needs_deepspeed
-def test_an_engine_refuses_a_model_in_float64(tmp_path: Path) -> None:
-    config = {"dir": str(tmp_path), "stack": "deepspeed", "steps": 1, "dataloader.batch_size": 4, "optim.type": "sgd"}
-    with pytest.raises(ValueError, match=r"float64 in 0.weight, 0.bias.*self.model.float\(\)"):
-        Wide(config)
-    assert not dist.is_initialized(), "the group that was made for the engine is left"
 
 
 def test_the_loss_of_an_outcome_is_the_mean(tmp_path: Path) -> None:

@@ -10,11 +10,7 @@ from typing import Any
 
 @contextmanager
 def calls_into(*parts: str) -> Iterator[list[str]]:
-    """Yield a list that takes the names of the functions of this thread that are called in files with one of these parts in their path.
-
-    Args:
-        parts: Parts of paths, such as `/danling/audit/`.
-    """
+    """Yield a list that takes the names of the functions of this thread that are called in files with one of these parts in their path."""
     called: list[str] = []
 
     def profile(frame: Any, event: str, _: object) -> None:

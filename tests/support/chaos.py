@@ -12,12 +12,7 @@ SEED = int(os.environ.get("CHAOS_SEED", "0"))
 
 
 def share(part: float, *, otherwise: int) -> int:
-    """Return how often a test kills.
-
-    Args:
-        part: Its share of what is asked for.
-        otherwise: How often where nothing is.
-    """
+    """Return how often a test kills."""
     return max(round(ASKED * part), otherwise) if ASKED else otherwise
 
 

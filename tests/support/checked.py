@@ -19,12 +19,7 @@ Flip = tuple[str, int, int]
 
 
 class Checked(dl.Runner):
-    """A network with statistics, dropout and a constant buffer.
-
-    Args:
-        config: The configuration.
-        flip: What flips, once; `None` for nothing.
-    """
+    """A network with statistics, dropout and a constant buffer."""
 
     # An update that is computed again must not flip again.
     not_saved = ("_flip",)

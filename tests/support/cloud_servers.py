@@ -293,11 +293,7 @@ _KINDS: dict[str, tuple[type[_Handler], str]] = {
 
 @contextmanager
 def cloud_server(kind: str) -> Iterator[Cloud]:
-    """Run a server with one bucket in a thread.
-
-    Args:
-        kind: `google` or `azure`.
-    """
+    """Run a server with one bucket in a thread."""
     handler, url = _KINDS[kind]
     server = _Server(("127.0.0.1", 0), handler)
     server.cloud = Cloud(kind, f"http://127.0.0.1:{server.server_address[1]}", url)

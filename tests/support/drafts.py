@@ -31,13 +31,7 @@ def write_target(directory: str | Path) -> None:
 
 
 def captured(count: int, seed: int, *, prompt: int = 4) -> list[dict[str, Tensor]]:
-    """Return samples as they come out of a store.
-
-    Args:
-        count: How many.
-        seed: Of the sequences.
-        prompt: Tokens of each that are not to be predicted.
-    """
+    """Return samples as they come out of a store."""
     probabilities = torch.full((TOKENS, TOKENS), 1e-4)
     for row, share in zip(LANGUAGE.successors, (LANGUAGE.preferred, 1 - LANGUAGE.preferred)):
         probabilities[torch.arange(TOKENS - 1), row] += share

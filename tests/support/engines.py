@@ -41,17 +41,7 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 
 class AnyStackRunner(dl.Runner):
-    """Classifies three positions of a point, and writes down what its updates were made of.
-
-    Args:
-        config: The configuration.
-        stop_at: Global step after which it stops.
-        poisoned: Number of the update, from 0, in which the last rank's loss is not a number.
-        own: Bring an optimizer and a scheduler.
-        norm: Have a batch norm. On the CPU torch has none for weights in bfloat16 with statistics in float32.
-        frozen: Leave the first layer as it is.
-        scaled: Have a criterion with a parameter.
-    """
+    """Classifies three positions of a point, and writes down what its updates were made of."""
 
     not_saved = ("trace",)
 

@@ -110,9 +110,6 @@ class FaultProxy:
 
     Attributes:
         requests: Those that came, in order.
-
-    Args:
-        target: URL of the server.
     """
 
     def __init__(self, target: str) -> None:
@@ -125,14 +122,7 @@ class FaultProxy:
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def answer(self, status: int, code: str = "", *, when: When = always, times: int = _NEVER) -> Fault:
-        """Answer an error instead of forwarding.
-
-        Args:
-            status: Of HTTP.
-            code: As S3 writes it, such as `SlowDown` or `ExpiredToken`.
-            when: Which requests.
-            times: How many of them.
-        """
+        """Answer an error instead of forwarding."""
         return self._add(Fault(when, times, status=status, code=code))
 
     def cut_upload(self, after: int, *, when: When = lambda r: r.is_upload, times: int = 1) -> Fault:
@@ -207,11 +197,7 @@ class FaultProxy:
 
 @contextmanager
 def fault_proxy(target: str) -> Iterator[FaultProxy]:
-    """Run a proxy in front of a server.
-
-    Args:
-        target: URL of the server.
-    """
+    """Run a proxy in front of a server."""
     with FaultProxy(target).serving() as proxy:
         yield proxy
 

@@ -42,11 +42,6 @@ class FaultyOs:
 
     Attributes:
         calls: Names and first arguments of the calls so far.
-
-    Args:
-        fail_at: Number of the call that goes wrong, from 0; `None` only counts.
-        fault: One of `FAULTS`.
-        directory: What vanishes.
     """
 
     def __init__(self, fail_at: int | None = None, fault: str = "eio", directory: Path | None = None) -> None:

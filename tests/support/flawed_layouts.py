@@ -83,11 +83,7 @@ join_: Any = _Join.apply
 
 
 class Block(nn.Module):
-    """A feed-forward network, column-wise and then row-wise.
-
-    Args:
-        flaw: The mistake in it.
-    """
+    """A feed-forward network, column-wise and then row-wise."""
 
     def __init__(self, flaw: str) -> None:
         super().__init__()
@@ -139,11 +135,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """An embedding, two blocks of which the second has the mistake, and a head, which may be tied.
-
-    Args:
-        flaw: The mistake.
-    """
+    """An embedding, two blocks of which the second has the mistake, and a head, which may be tied."""
 
     def __init__(self, flaw: str) -> None:
         super().__init__()
@@ -191,11 +183,7 @@ class Tokens(Dataset[tuple[Tensor, Tensor]]):
 
 
 class FlawedRunner(dl.Runner):
-    """Trains `Net`, with the mistakes that people make in a runner.
-
-    Args:
-        flaw: The mistake.
-    """
+    """Trains `Net`, with the mistakes that people make in a runner."""
 
     def __init__(self, flaw: str) -> None:
         super().__init__({**SETTINGS, "seed": 2})
@@ -240,16 +228,7 @@ def record(
     alone: bool,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Record the first updates of runners, one after the other, as the command has a program do it; return what went wrong.
-
-    Args:
-        make: Returns the runner of a case.
-        cases: Names.
-        layout: The layout.
-        root: Directory with one of each case.
-        alone: In one process rather than on the layout.
-        options: Of the check.
-    """
+    """Record the first updates of runners, one after the other, as the command has a program do it; return what went wrong."""
     chosen, how, failed = Layout.parse(layout), CheckOptions(**(options or {})), {}
     for case in cases:
         one, place = Path(root, case, "one"), Path(root, case, "one" if alone else "layout")

@@ -287,13 +287,7 @@ def _is_sums(path: Path) -> bool:
 
 
 def forge(directory: Path, random: Random, victim: Path) -> list[str]:
-    """Put one or two hostile contents into checkpoints, with sums that are right, and return which.
-
-    Args:
-        directory: Of checkpoints.
-        random: Where its choices are drawn.
-        victim: A file elsewhere that hostile names lead to.
-    """
+    """Put one or two hostile contents into checkpoints, with sums that are right, and return which."""
     done = []
     for _ in range(random.choice((1, 1, 2))):
         files = sorted(path for path in directory.rglob("*") if path.is_file() and not path.name.endswith(".sha256"))

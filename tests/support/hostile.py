@@ -127,13 +127,7 @@ def kinds() -> list[str]:
 
 
 def harm(kind: str, mark: Path, *, protocol: int = 4) -> bytes:
-    """Return a pickle of a kind that creates `mark`.
-
-    Args:
-        kind: One of `kinds()`.
-        mark: The file.
-        protocol: What it says of itself.
-    """
+    """Return a pickle of a kind that creates `mark`."""
     return b"\x80" + bytes([protocol]) + _kinds(str(mark))[kind] + b"."
 
 
@@ -198,12 +192,7 @@ def reseal(directory: Path) -> None:
 
 
 def engine_target(directory: Path, payload: dict[str, object]) -> Path:
-    """Make the checkpoint of an engine at stage 0 out of a sharded one; nothing of DeepSpeed is needed for that.
-
-    Args:
-        directory: Of checkpoints, with one target.
-        payload: Of a runner: what is not model and optimizer goes into `runner.pth`.
-    """
+    """Make the checkpoint of an engine at stage 0 out of a sharded one; nothing of DeepSpeed is needed for that."""
     (target,) = (directory / "targets").iterdir()
     manifest = Manifest.parse((target / "manifest.sha256").read_text())
     shutil.rmtree(target)

@@ -24,11 +24,6 @@ class Finished(NamedTuple):
 class Job:
     """A child process with captured output and hard ends.
 
-    Args:
-        command: The program and its arguments.
-        environment: Variables to set on top of this process's own.
-        ranks: How many processes compute in it, for which it takes places (`support.places`); 0 for a server that mostly waits.
-
     Example:
         with Job([sys.executable, "train.py"]) as job:
             job.wait_for_output("step 10")

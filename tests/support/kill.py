@@ -19,14 +19,7 @@ from .warm import interpreter
 
 
 def python(script: str | Path, *args: str, environment: Mapping[str, str] | None = None, warm: bool = False) -> Job:
-    """Start a Python script, single-threaded, in the working directory of the test.
-
-    Args:
-        script: Path of the script.
-        args: Its arguments.
-        environment: Variables to set on top of this process's own.
-        warm: In a fork that has torch loaded (`support.warm`), where the start of the interpreter is not the point.
-    """
+    """Start a Python script, single-threaded, in the working directory of the test."""
     command = interpreter() if warm else sys.executable
     return Job([command, str(script), *args], environment={"OMP_NUM_THREADS": "1", **(environment or {})})
 

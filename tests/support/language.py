@@ -32,11 +32,7 @@ class Output(OrderedDict):  # type: ignore[type-arg]
 
 
 class Tokens(nn.Module):
-    """Reads tokens one by one, and the mean of those that are attended to.
-
-    Args:
-        double: In float64.
-    """
+    """Reads tokens one by one, and the mean of those that are attended to."""
 
     def __init__(self, *, double: bool = True) -> None:
         super().__init__()

@@ -45,12 +45,7 @@ def tokenizer() -> Any:
 
 
 def model_of(kind: str, **settings: Any) -> Any:
-    """Return a model, the same one each time.
-
-    Args:
-        kind: `causal`, `llama`, `masked`, `classes` or `seq2seq`.
-        settings: Further settings of its configuration.
-    """
+    """Return a model, the same one each time."""
     torch.manual_seed(0)
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     gpt: dict[str, Any] = {"n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
@@ -73,13 +68,7 @@ def model_of(kind: str, **settings: Any) -> Any:
 
 
 def collator_of(kind: str, model: Any = None, **settings: Any) -> Any:
-    """Return the collator that people use for a kind of model.
-
-    Args:
-        kind: As of `model_of`.
-        model: The model, which gives an encoder-decoder its inputs.
-        settings: Further arguments.
-    """
+    """Return the collator that people use for a kind of model."""
     if kind == "masked":
         return DataCollatorForTokenClassification(tokenizer(), **settings)
     if kind == "classes":
@@ -90,13 +79,7 @@ def collator_of(kind: str, model: Any = None, **settings: Any) -> Any:
 
 
 def rows_of(kind: str, number: int, *, seed: int = 8) -> list[dict[str, Any]]:
-    """Return samples of unequal lengths as a tokenizer gives them, with the labels of a kind of model.
-
-    Args:
-        kind: As of `model_of`.
-        number: How many.
-        seed: Of their values.
-    """
+    """Return samples of unequal lengths as a tokenizer gives them, with the labels of a kind of model."""
     generator = torch.Generator().manual_seed(seed)
 
     def below(low: int, high: int) -> int:

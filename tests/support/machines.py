@@ -13,10 +13,6 @@ _BIND, _PRIVATE_BELOW = 0x1000, 0x4000 | 0x40000
 def move_to_machine(place: Path, disk: Path) -> None:
     """Let this process see a disk at a place, which other processes see as it was, and be the first one of its machine.
 
-    Args:
-        place: A directory.
-        disk: Another one, which is seen there.
-
     Raises:
         PermissionError: If the system does not let processes have mounts of their own.
     """

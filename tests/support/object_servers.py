@@ -36,11 +36,7 @@ class ObjectServer:
     endpoint: str
 
     def environment(self, endpoint: str | None = None) -> dict[str, str]:
-        """Return the variables by which a process finds the server.
-
-        Args:
-            endpoint: Another URL, such as that of a proxy in front.
-        """
+        """Return the variables by which a process finds the server."""
         return {
             "AWS_ENDPOINT_URL": endpoint or self.endpoint,
             "AWS_ACCESS_KEY_ID": "testing",
@@ -122,11 +118,7 @@ def moto_server() -> Iterator[ObjectServer]:
 
 @contextmanager
 def local_bucket(directory: Path) -> Iterator[ObjectServer]:
-    """Run localbucket, which keeps buckets as directories, ignores `If-Match` and refuses to delete several objects at once.
-
-    Args:
-        directory: Where to.
-    """
+    """Run localbucket, which keeps buckets as directories, ignores `If-Match` and refuses to delete several objects at once."""
     port = free_port()
     with _running([sys.executable, "-m", "localbucket", str(directory), "--port", str(port)], port):
         yield ObjectServer("localbucket", f"http://127.0.0.1:{port}")

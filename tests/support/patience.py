@@ -6,9 +6,5 @@ import os
 
 
 def patience(seconds: float) -> float:
-    """Return a time limit for this machine at this moment: as many times longer as each core has processes to run.
-
-    Args:
-        seconds: The limit on an idle machine.
-    """
+    """Return a time limit for this machine at this moment: as many times longer as each core has processes to run."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

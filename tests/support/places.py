@@ -44,11 +44,7 @@ def share_places(directory: Path | None) -> Path | None:
 
 
 class Places:
-    """What is held until `give_back`, which any thread may call, and more than once.
-
-    Args:
-        number: How many ranks are to be started; whoever asks for more than there are gets all.
-    """
+    """What is held until `give_back`, which any thread may call, and more than once."""
 
     def __init__(self, number: int) -> None:
         self._number = number

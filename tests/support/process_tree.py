@@ -32,12 +32,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(root: int, *, without: Iterable[int] = ()) -> dict[int, str]:
-    """Return the living descendants of a process: command line by process id.
-
-    Args:
-        root: The process whose children, and theirs, are wanted.
-        without: Processes that do not count; their children do.
-    """
+    """Return the living descendants of a process: command line by process id."""
     children: dict[int, list[int]] = {}
     for pid, (parent, state) in _process_table().items():
         if state != "Z":
@@ -56,11 +51,6 @@ def offspring(root: int, *, without: Iterable[int] = (), since: float = -2.0) ->
     """Return what `descendants` does from a few files, not one of each process of the machine: for what every test asks.
 
     A process may be missed at the instant at which a sibling of it is gone: who compares two answers goes by `since`.
-
-    Args:
-        root: The process whose children, and theirs, are wanted.
-        without: Processes that do not count; their children do.
-        since: Leave out those that were there before then, as `seconds_since_boot` tells; what began within its step counts.
     """
     found: list[int] = []
     pending = [root]
@@ -124,12 +114,7 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def kill_tree(root: int, *, timeout: float = 5.0) -> None:
-    """Kill a process and all its descendants, also those that start while this runs.
-
-    Args:
-        root: Process id; its own entry is left for its parent to wait for.
-        timeout: Seconds after which whatever resists is left alone.
-    """
+    """Kill a process and all its descendants, also those that start while this runs."""
     end = time.monotonic() + timeout
     # torchrun puts each worker into a session of its own, so killing a process group would miss them.
     victims = [root, *descendants(root)]

@@ -90,14 +90,6 @@ def run_processes(
 ) -> list[Any]:
     """Run `function(*args, **kwargs)` in `world_size` processes at once and return its values by rank.
 
-    Args:
-        function: A function of a module or of a test file, not a lambda and not a nested one.
-        world_size: Number of processes.
-        timeout: Seconds until all processes are killed.
-        init_process_group: Whether the harness makes a gloo group around the call. By default only the environment of torchrun is
-            set, for code that joins a group itself.
-        environment: Variables to set in the processes on top of this process's own.
-
     Returns:
         The values, by rank.
 
@@ -133,13 +125,7 @@ def run_outcomes(
     held: Places | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """Like `run_processes`, but return how every rank ended, in the order in which they ended.
-
-    Args:
-        grace: Seconds that the other ranks have left once one has failed; then they are killed.
-        stop: Kills all processes when another thread sets it.
-        held: Places for these ranks that have been taken already; they are given back at the end as those taken here.
-    """
+    """Like `run_processes`, but return how every rank ended, in the order in which they ended."""
     parts = _by_file(function), pickle.dumps((args, kwargs))
     held = held or Places(world_size)
     try:

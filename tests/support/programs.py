@@ -33,13 +33,6 @@ def run_program(
 ) -> Finished:
     """Run a script to its end, in the working directory of the test.
 
-    Args:
-        script: Path of the script.
-        args: Its arguments.
-        nproc_per_node: Number of processes; one is started without the variables of a launcher.
-        timeout: Seconds until all processes are killed.
-        environment: Variables to set on top of this process's own.
-
     Returns:
         The highest exit code, and what all processes printed together.
 

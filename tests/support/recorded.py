@@ -40,12 +40,6 @@ def bounded(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def danling(*arguments: str | Path, timeout: float = 100.0, warm: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run the command `danling` in a process of its own, to its end.
-
-    Args:
-        arguments: What stands behind the command.
-        timeout: Seconds until it is killed.
-        warm: In a fork that has loaded what it imports (`support.warm`), where its start is not the point.
-    """
+    """Run the command `danling` in a process of its own, to its end."""
     command = [interpreter() if warm else sys.executable, "-m", "danling", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)

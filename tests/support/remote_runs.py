@@ -16,14 +16,7 @@ from danling.remote.stored_run import FILE_SUMS
 
 
 def copied(root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return the configuration of a `TracingRunner` of four updates that a store has a copy of.
-
-    Args:
-        root: Where its run directories lie.
-        url: The store.
-        checkpoint: Further settings of checkpoints.
-        changes: Further settings.
-    """
+    """Return the configuration of a `TracingRunner` of four updates that a store has a copy of."""
     return {
         "steps": 4,
         "seed": 3,
@@ -37,14 +30,7 @@ def copied(root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: An
 
 
 def upload_run(directory: Path, store: RemoteStore, layout: RunLayout, *, checkpoints: str = "checkpoints") -> None:
-    """Copy a run directory as it lies now: contents first, then manifests, then pointers, then the other files.
-
-    Args:
-        directory: The run directory.
-        store: A client.
-        layout: Keys of the run.
-        checkpoints: Name of its directory of checkpoints.
-    """
+    """Copy a run directory as it lies now: contents first, then manifests, then pointers, then the other files."""
     place = directory / checkpoints
     for sums in sorted(place.glob(f"*{FILE_SUMS}")):
         manifest = Manifest.parse(sums.read_text())

@@ -26,11 +26,7 @@ from .processes import Outcome, free_port, run_outcomes
 
 
 class Lighthouse:
-    """The program `torchft_lighthouse`, which notices a death after a second and a half.
-
-    Args:
-        min_replicas: Groups that a quorum needs.
-    """
+    """The program `torchft_lighthouse`, which notices a death after a second and a half."""
 
     def __init__(self, min_replicas: int = 1) -> None:
         port = free_port()
@@ -59,12 +55,7 @@ def _listens(port: int) -> bool:
 
 
 def note_heals(member: ReplicaMember, note: Callable[[], None]) -> None:
-    """Call `note` whenever a replica group has taken over the state of another one.
-
-    Args:
-        member: The group.
-        note: Called on every rank that has healed.
-    """
+    """Call `note` whenever a replica group has taken over the state of another one."""
     take = member.healing.take
 
     def noted(state: Mapping[str, Any]) -> None:
@@ -75,15 +66,7 @@ def note_heals(member: ReplicaMember, note: Callable[[], None]) -> None:
 
 
 class ReplicaGroup:
-    """A group that can be killed and started again.
-
-    Args:
-        function: What each of its ranks runs; a function of a test file.
-        args: Its arguments.
-        world_size: Ranks of the group.
-        lighthouse: The lighthouse, if there is one.
-        timeout: Seconds that one life of the group may take.
-    """
+    """A group that can be killed and started again."""
 
     def __init__(
         self,

@@ -52,16 +52,7 @@ def seen(
     samples: int | None = None,
     **length: int,
 ) -> list[Any]:
-    """Train, from the newest checkpoint of the directory where it has one, and return what was trained on.
-
-    Args:
-        make: The runner, of its configuration.
-        directory: Of the run.
-        workers: Of the loader, which makes batches of 4.
-        stop: Global step after which the run is stopped.
-        samples: What the run should have counted at its end, where it is not stopped.
-        length: `steps` or `epochs`.
-    """
+    """Train, from the newest checkpoint of the directory where it has one, and return what was trained on."""
     config: dict[str, Any] = {"seed": 1, "log": False, "dir": str(directory), "auto_resume": True, **length}
     config |= {"optim": {"type": "sgd", "lr": 1e-6}, "dataloader": {"batch_size": 4, "num_workers": workers}}
     with make(config) as runner:

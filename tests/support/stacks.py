@@ -103,15 +103,7 @@ def loss_of(pred: Tensor, target: Tensor) -> Tensor:
 
 
 class AnyStack(dl.Runner):
-    """One script for every stack, which writes down what its updates were made of.
-
-    Args:
-        config: The configuration.
-        stop_at: Update after which it stops.
-        spoiled: Numbers of the updates, from 0 and skipped ones included, in which the last rank's loss is not a number.
-        signalled: Number of the signal that the last rank gets, in the third update.
-        dies: Whether the last rank kills itself.
-    """
+    """One script for every stack, which writes down what its updates were made of."""
 
     not_saved: ClassVar[tuple[str, ...]] = ("ids", "moved", "seen", "trace")
 

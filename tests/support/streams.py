@@ -15,11 +15,7 @@ from danling.stream import FeatureProducer, FeatureStore, RefChannel, SampleRef,
 
 
 class Points(Dataset[dict[str, Any]]):
-    """Points by index.
-
-    Args:
-        indices: Which of them.
-    """
+    """Points by index."""
 
     def __init__(self, indices: Sequence[int]) -> None:
         self.indices = list(indices)
@@ -44,13 +40,7 @@ def frozen_target() -> nn.Linear:
 
 
 class Target(FeatureProducer):
-    """Produces what the target says of points.
-
-    Args:
-        config: The configuration.
-        indices: Which points.
-        options: As for `FeatureProducer`.
-    """
+    """Produces what the target says of points."""
 
     def __init__(self, config: Mapping[str, Any], *, indices: Sequence[int], **options: Any) -> None:
         super().__init__(config, **options)
@@ -65,17 +55,7 @@ class Target(FeatureProducer):
 
 
 class Draft(dl.TorchRunner):
-    """Learns them, and writes down losses and inputs.
-
-    Args:
-        config: The configuration.
-        store: Where the features lie.
-        channel: The log.
-        batch_size: Samples of a rank at once.
-        dropout: Share of the activations that are dropped.
-        stop_at: Update after which it fails, as if killed there.
-        options: As for `StreamLoader`.
-    """
+    """Learns them, and writes down losses and inputs."""
 
     not_saved = ("trace",)
 

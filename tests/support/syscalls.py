@@ -64,14 +64,7 @@ def _nothing() -> None:
 
 
 def struck(function: Callable[..., Any], *args: Any, inject: str | None, seconds: float = 60.0) -> Ended:
-    """Run a function in a forked process under strace.
-
-    Args:
-        function: The function.
-        args: Its arguments.
-        inject: As in `strace --inject`, such as `linkat:signal=KILL:when=2`; `None` looks only.
-        seconds: Until it is killed and the test fails.
-    """
+    """Run a function in a forked process under strace."""
     with tempfile.TemporaryDirectory() as folder:
         told, log = Path(folder) / "error", Path(folder) / "log"
         pid = os.fork()

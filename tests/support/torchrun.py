@@ -30,16 +30,7 @@ def torchrun(
     environment: Mapping[str, str] | None = None,
     warm: bool = True,
 ) -> Job:
-    """Start a script under torchrun in the working directory of the test.
-
-    Args:
-        script: Path of the script.
-        args: Its arguments.
-        nproc_per_node: Number of processes.
-        flags: Further flags of torchrun, such as `--max-restarts 1`.
-        environment: Variables to set on top of this process's own.
-        warm: Agent and workers have torch loaded from the start; otherwise each starts an interpreter of its own.
-    """
+    """Start a script under torchrun in the working directory of the test."""
     python = interpreter() if warm else sys.executable
     command = [python, "-m", "torch.distributed.run", "--nnodes", "1"]
     command += ["--nproc-per-node", str(nproc_per_node), "--rdzv-backend", "c10d"]

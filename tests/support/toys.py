@@ -32,13 +32,7 @@ class NoisyPoints(Dataset[dict[str, Any]]):
 
 
 class TracingRunner(dl.TorchRunner):
-    """A runner with dropout that writes down sample ids, losses and rates, and stops where it is told.
-
-    Args:
-        config: The configuration.
-        stop_at: Global step after which it stops.
-        train_size: Samples to train on.
-    """
+    """A runner with dropout that writes down sample ids, losses and rates, and stops where it is told."""
 
     not_saved = ("ids", "trace")
 

@@ -20,9 +20,6 @@ def import_or_skip(name: str) -> Any:
 
     The build for CUDA cannot load its operators beside a torch for the CPU, and its import fails for want of them. Transforms do
     without, so names are enough.
-
-    Args:
-        name: The module.
     """
     global _library
     try:

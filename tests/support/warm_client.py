@@ -17,12 +17,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 
 
 def main(address: str, python: str) -> None:
-    """Run the program that the command line names.
-
-    Args:
-        address: Socket of the server.
-        python: The interpreter itself, for flags that a fork cannot have.
-    """
+    """Run the program that the command line names."""
     name, args = os.path.basename(sys.argv[0]), sys.argv[1:]
     if name.startswith("python"):
         name = "python"
