@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 from pathlib import Path
@@ -55,21 +54,6 @@ def test_files_that_the_page_names_are_there() -> None:
     named = re.findall(r"`((?:danling|tests)/[\w./]+)`", PAGE)
     assert len(named) >= 7
     assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-def test_what_is_not_posix_is_imported_only_where_it_is_guarded() -> None:
-    """`fcntl` is what stops Windows; nothing else that a system may lack is imported at the top of a file."""
-    lacking = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "msvcrt", "winreg", "_winapi"}
-    found = {
-        (alias.name, str(file.relative_to(ROOT)))
-        for file in (ROOT / "danling").rglob("*.py")
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.Import)
-        for alias in node.names
-        if alias.name in lacking
-    }
-    assert {name for name, _ in found} == {"fcntl"}
-    assert ("fcntl", "danling/utils/locks.py") in found
 
 
 def test_a_runner_cannot_be_had_without_record_locks() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -19,17 +17,6 @@ def test_imports_run_down_and_no_room_imports_a_runner() -> None:
     assert {room for room, below in rooms.items() if "runners" in below} <= {"cli", "stream"}
     assert not [room for room, below in rooms.items() if "cli" in below]
     assert rooms["utils"] == set()
-
-
-def test_a_circle_is_named() -> None:
-    with pytest.raises(SystemExit, match="circle: "):
-        draw_rooms.floors_of({"a": {"b"}, "b": {"c"}, "c": {"a"}})
-
-
-def test_arrows_that_follow_from_others_are_left_out() -> None:
-    rooms = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
-    assert draw_rooms.floors_of(rooms) == [["c"], ["b"], ["a"]]
-    assert draw_rooms.without_shortcuts(rooms) == {"a": {"b"}, "b": {"c"}, "c": set()}
 
 
 def test_the_picture_is_that_of_the_source() -> None:

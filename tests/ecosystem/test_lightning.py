@@ -152,18 +152,6 @@ def test_settings_of_a_split_come_before_those_of_the_data_module(tmp_path: Path
         assert runner.dataloaders["test"].batch_size == 3
 
 
-def test_a_setting_of_all_splits_that_the_data_module_replaces_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    loader = {"global_batch_size": 10, "num_workers": 0, "val_0": {"batch_size": 1}, "val_1": {"batch_size": 2}}
-    with Training(settings(tmp_path, epochs=1, dataloader=loader), tmp_path) as runner:
-        runner.train()
-        assert runner.train_state.global_step == 6
-    (said,) = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
-    assert said.startswith("dataloader.global_batch_size has no effect on train, test: the loaders of the data module")
-    assert said.endswith("Set dataloader.train.global_batch_size.")
-
-
 def test_hooks_that_a_trainer_would_call_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Moving(Numbers):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -174,15 +162,6 @@ def test_hooks_that_a_trainer_would_call_are_named(tmp_path: Path, caplog: pytes
     assert "on_after_batch_transfer" in said and "`to_device`" in said
     with pytest.raises(ValueError, match=r"predict_dataloader. Received: Numbers, which has loaders for"):
         dl.data.from_datamodule(Numbers(tmp_path), splits=["predict"])
-
-
-def test_one_split_may_be_named(tmp_path: Path) -> None:
-    assert list(dl.data.from_datamodule(Numbers(tmp_path), splits="test")) == ["test"]
-
-
-def test_datasets_alone_make_a_data_module() -> None:
-    made = lightning.LightningDataModule.from_datasets(numbers(0, 4), [numbers(4, 2), numbers(6, 2)], batch_size=2)
-    assert sorted(dl.data.from_datamodule(made)) == ["train", "val_0", "val_1"]
 
 
 def on_two(root: str, per_node: bool) -> dict[str, Any]:

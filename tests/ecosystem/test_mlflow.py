@@ -12,9 +12,7 @@ import math
 import shutil
 import signal
 import sqlite3
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -82,23 +80,6 @@ def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
     with caplog.at_level(logging.WARNING, logger="danling"):
         again.log({"train/loss": 1.0}, 1)
     assert "MLflow has not taken the metrics of step 1" in caplog.text
-
-
-def test_jobs_that_start_at_once_share_an_experiment(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, both = mlflow.MlflowClient.get_experiment_by_name, threading.Barrier(2, timeout=20)
-
-    def looked_up(client: Any, name: str) -> Any:
-        found = real(client, name)
-        if found is None:
-            both.wait()  # neither has made it
-        return found
-
-    monkeypatch.setattr(mlflow.MlflowClient, "get_experiment_by_name", looked_up)
-    with ThreadPoolExecutor(2) as jobs:
-        made = list(jobs.map(lambda job: MlflowTracker(uri=store, experiment="sweep", run_id=job), ("a", "b")))
-    client = mlflow.MlflowClient(store)
-    places = {client.get_run(tracker.run_id).info.experiment_id for tracker in made}
-    assert places == {client.get_experiment_by_name("sweep").experiment_id}
 
 
 def test_a_name_that_is_too_long_does_not_cost_the_others(store: str) -> None:
@@ -192,12 +173,3 @@ def test_a_run_says_how_it_ended_also_where_nobody_closes_it(
     with Ending(config, lambda runner: seen.append(status_in(store, lineage))) as resumed:
         resumed.train()
     assert status_in(store, lineage) == "FINISHED" and set(seen) <= {"RUNNING"}
-
-
-def test_an_error_after_the_training_is_one_of_the_run(tmp_path: Path, store: str) -> None:
-    config: dict[str, Any] = {"dir": str(tmp_path / "run"), "steps": 1, "lineage": "later", "log": False}
-    config |= {"mlflow": {"enabled": True, "uri": store}, "optim": {"type": "sgd", "lr": 0.1}}
-    with pytest.raises(OSError, match="no room"), Toy(config) as runner:
-        runner.train()
-        raise OSError("no room")
-    assert status_in(store, "later") == "FAILED"

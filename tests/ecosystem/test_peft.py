@@ -110,49 +110,12 @@ def test_a_base_that_was_loaded_is_loaded_again_when_the_run_is_resumed(tmp_path
         Adapting(settings(tmp_path, 6, **pretrained))
 
 
-def test_a_run_may_go_over_to_what_is_trained_alone_and_back(tmp_path: Path) -> None:
-    with Adapting(settings(tmp_path / "whole", 6)) as whole:
-        whole.train()
-        expected = weights_of(whole)
-    for steps, alone in ((2, False), (4, True), (6, False)):
-        with Adapting(settings(tmp_path, steps, checkpoint={"trainable_only": alone})) as runner:
-            assert runner.train_state.global_step == steps - 2
-            runner.train()
-            assert ("frozen" in runner.read_checkpoint("latest")) == alone
-    assert all(torch.equal(value, expected[name]) for name, value in weights_of(runner).items())
-
-
 def test_a_frozen_weight_that_is_changed_by_hand_is_named(tmp_path: Path) -> None:
     with Adapting(settings(tmp_path, 2)) as runner:
         runner.train()
         runner.unwrapped_model.base_model.model.transformer.wpe.weight.data[0, 0] += 1
         with pytest.raises(ValueError, match=r"to stay as they are.*Received: other values of .*wpe\.weight"):
             runner.save_checkpoint()
-
-
-def test_a_frozen_weight_that_is_changed_after_a_resume_is_named_at_its_first_save(tmp_path: Path) -> None:
-    with Adapting(settings(tmp_path, 2)) as runner:
-        runner.train()
-    with Adapting(settings(tmp_path, 4)) as runner:
-        runner.unwrapped_model.base_model.model.transformer.wpe.weight.data[0, 0] += 1
-        with pytest.raises(ValueError, match=r"to stay as they are.*Received: other values of .*wpe\.weight"):
-            runner.save_checkpoint()
-
-
-def test_what_is_frozen_before_the_first_save_is_still_saved(tmp_path: Path) -> None:
-    class Freezing(Adapting):
-        def optimizer_step(self) -> None:
-            super().optimizer_step()
-            for name, parameter in self.unwrapped_model.named_parameters():
-                if "h.1." in name and "lora_A" in name:
-                    parameter.requires_grad_(False)
-
-    with Freezing(settings(tmp_path, 2)) as first:
-        first.train()
-        expected = weights_of(first)
-    with Freezing(settings(tmp_path, 4)) as second:
-        assert second.train_state.global_step == 2
-        assert all(torch.equal(value, expected[name]) for name, value in weights_of(second).items())
 
 
 def test_what_is_frozen_half_way_is_still_saved(tmp_path: Path) -> None:
@@ -203,10 +166,3 @@ def test_divided_weights_are_known_again_too(tmp_path: Path) -> None:
     assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
     loaded = PeftModel.from_pretrained(model_of("causal"), str(tmp_path / "out")).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in resumed.items())
-
-
-@pytest.mark.slow
-def test_an_engine_that_writes_its_own_files_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    with pytest.raises(ValueError, match=r"trainable_only=true\. Received: stack='deepspeed'"):
-        Adapting(settings(tmp_path, 2, stack="deepspeed"))

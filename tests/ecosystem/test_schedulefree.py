@@ -111,25 +111,6 @@ def test_an_evaluation_leaves_no_trace(tmp_path: Path) -> None:
     assert all(map(torch.equal, often.unwrapped_model.parameters(), seldom.unwrapped_model.parameters()))
 
 
-def test_the_weights_of_a_checkpoint_are_those_to_go_on_from_elsewhere(tmp_path: Path) -> None:
-    with Free(settings(tmp_path, 8)) as runner:
-        runner.train()
-        expected = runner.evaluate("val")
-    latest = str(tmp_path / "run/checkpoints/latest.pth")
-    with Free(settings(tmp_path / "tuned", 2, pretrained=latest)) as tuned:
-        assert tuned.evaluate("val") == expected
-
-
-def test_a_state_that_is_put_back_at_once_changes_nothing(tmp_path: Path) -> None:
-    with Free(settings(tmp_path, 8)) as runner:
-        runner.train()
-        held = [parameter.detach().clone() for parameter in runner.unwrapped_model.parameters()]
-        evaluated = runner.evaluate("val")
-        runner.load_state_dict(runner.state_dict())
-        assert all(map(torch.equal, held, runner.unwrapped_model.parameters()))
-        assert runner.evaluate("val") == evaluated
-
-
 def test_an_optimizer_among_others_is_found(tmp_path: Path) -> None:
     class Joint(Free):
         def __init__(self, config: dict[str, Any]) -> None:
@@ -148,28 +129,3 @@ def test_an_optimizer_among_others_is_found(tmp_path: Path) -> None:
 def test_other_stacks_refuse_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"one set of weights on the stack 'parallel'. Received: a AdamWScheduleFree"):
         Free(settings(tmp_path, 2, stack="parallel"))
-
-
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])  # the wrapper's own state does not tell its mode
-def test_a_program_that_changes_the_mode_by_itself_trains_alike(kind: str, tmp_path: Path) -> None:
-    class ByHand(Free):
-        """Does what the library's own page says, which is done by the runner already."""
-
-        def evaluate_steps(self, *args: Any, **options: Any) -> Any:
-            self.optimizer.eval()
-            found = super().evaluate_steps(*args, **options)
-            self.optimizer.train()
-            return found
-
-        def save_checkpoint(self, *args: Any, **options: Any) -> Any:
-            self.optimizer.eval()
-            super().save_checkpoint(*args, **options)
-            self.optimizer.train()
-
-    with Free(settings(tmp_path / "plain", 10), kind) as plain:
-        plain.train()
-    for steps in (4, 10):
-        with ByHand(settings(tmp_path, steps), kind) as runner:
-            runner.train()
-    for mine, theirs in zip(runner.unwrapped_model.parameters(), plain.unwrapped_model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

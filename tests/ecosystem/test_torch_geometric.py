@@ -19,7 +19,7 @@ import danling as dl
 
 pytest.importorskip("torch_geometric")
 
-from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GCNConv, global_mean_pool
 
@@ -159,37 +159,6 @@ def test_samples_may_hold_several_graphs(tmp_path: Path) -> None:
     with Pairs(settings(tmp_path, 4, 3)) as runner:
         runner.train()
         assert runner.train_state.samples == NUMBER - 1
-
-
-class Kinds(nn.Module):
-    """Predicts a number for each node of one type, or for each graph."""
-
-    def __init__(self, level: str) -> None:
-        super().__init__()
-        self.level, self.head = level, nn.Linear(2, 1)
-
-    def forward(self, data: Any) -> Tensor:
-        nodes = data["a"]
-        predicted: Tensor = self.head(nodes.x if self.level == "node" else global_mean_pool(nodes.x, nodes.batch))[:, 0]
-        return predicted
-
-
-@pytest.mark.parametrize("level", ["graph", "node"])
-def test_predictions_for_nodes_of_one_type_are_not_taken_for_those_of_graphs(level: str, tmp_path: Path) -> None:
-    class Typed(dl.Runner):
-        def __init__(self, config: dict[str, Any]) -> None:
-            super().__init__(config)
-            self.model = Kinds(level)
-            self.datasets = {"predict": [typed(2), typed(3), typed(4)]}
-
-    def typed(nodes: int) -> HeteroData:
-        graph = HeteroData()
-        graph["a"].x, graph["b"].x = torch.ones(nodes, 2), torch.ones(1, 2)
-        return graph
-
-    with Typed({"dir": str(tmp_path / "run"), "log": False, "dataloader": {"batch_size": 3}}) as runner:
-        found = runner.infer("predict")
-    assert [getattr(item, "shape", ()) for item in found] == ([(9,)] if level == "node" else [()] * 3)
 
 
 def test_a_batch_of_neighbours_counts_the_nodes_that_it_was_drawn_for() -> None:

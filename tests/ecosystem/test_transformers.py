@@ -23,7 +23,6 @@ pytest.importorskip("transformers")
 
 from support.language_models import SIZE, collator_of, model_of, rows_of, tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DataCollatorForLanguageModeling
-from transformers.trainer_pt_utils import LabelSmoother
 
 KINDS = ["causal", "masked", "classes", "seq2seq"]
 
@@ -59,10 +58,6 @@ def updated(root: str, kind: str, micro_batch: int, accum_steps: int) -> dict[st
         return {"gradients": runner.gradients, "loss": runner.results[1]["train"]["loss"], "val": val}
 
 
-def updated_of_all(root: str, micro_batch: int, accum_steps: int) -> dict[str, Any]:
-    return {kind: updated(f"{root}/{kind}", kind, micro_batch, accum_steps) for kind in KINDS}
-
-
 def by_hand(kind: str) -> dict[str, Any]:
     """One batch of all samples, a loop of one step."""
     model = model_of(kind).double()
@@ -94,14 +89,6 @@ def test_an_update_of_micro_batches_is_that_of_one_large_batch(kind: str, tmp_pa
         assert_same_update(updated(str(tmp_path), kind, micro_batch, accum_steps), expected)
 
 
-@pytest.mark.slow
-def test_an_update_of_two_ranks_is_that_of_one_large_batch(tmp_path: Path) -> None:
-    expected = {kind: by_hand(kind) for kind in KINDS}
-    for rank in run_processes(updated_of_all, str(tmp_path), 2, 5, world_size=2, timeout=120):
-        for kind in KINDS:
-            assert_same_update(rank[kind], expected[kind])
-
-
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
     """A metric is handed the logits, not the output."""
     return (logits.argmax(-1) == labels).double().mean()
@@ -125,34 +112,6 @@ def test_metrics_a_criterion_and_predictions_are_handed_logits(tmp_path: Path) -
         rows = rows_of("classes", 7, seed=3)
         right = sum(int(p["logits"].argmax()) == row["label"] for p, row in zip(predicted, rows))
         assert figures["acc"] == pytest.approx(right / 7)
-
-
-def test_what_a_model_keeps_for_generation_is_no_prediction(tmp_path: Path) -> None:
-    """Two layers keep what looks like an entry for each of two samples."""
-    with HFRunner(settings(tmp_path, 2), "causal") as runner:
-        predicted = runner.infer("val")
-        assert [sorted(p) for p in predicted] == [["logits"]] * 7
-        model, collate = runner.unwrapped_model.eval(), collator_of("causal")
-        alone = model(**collate(rows_of("causal", 7, seed=3)[2:4])).logits
-        torch.testing.assert_close(predicted[2]["logits"], alone[0].detach())
-
-
-class Smoothed(HFRunner):
-    """The loss of `TrainingArguments(label_smoothing_factor=0.1)`."""
-
-    def compute_loss(self, pred: Any, target: Any) -> Tensor:
-        loss: Tensor = LabelSmoother(epsilon=0.1)(pred, target, shift_labels=True)
-        return loss
-
-
-def test_smoothed_labels_of_a_causal_model_weigh_what_they_are_averaged_over(tmp_path: Path) -> None:
-    model, collate = model_of("causal").double(), collator_of("causal")
-    batch = collate(rows_of("causal", 20))
-    LabelSmoother(epsilon=0.1)(model(**batch), batch["labels"], shift_labels=True).backward()
-    with Smoothed(settings(tmp_path, 3, 7), "causal") as runner:
-        runner.train()
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(runner.gradients[name], parameter.grad, rtol=1e-6, atol=1e-7)
 
 
 def test_labels_that_are_shifted_already_weigh_as_they_are(tmp_path: Path) -> None:
@@ -179,17 +138,6 @@ def test_labels_that_are_shifted_already_weigh_as_they_are(tmp_path: Path) -> No
         runner.train()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(runner.gradients[name], parameter.grad, rtol=1e-6, atol=1e-7)
-
-
-def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
-    expected = by_hand("llama")
-    model = model_of("llama").double()
-    model.gradient_checkpointing_enable()
-    with HFRunner(settings(tmp_path, 3, 7), "llama", model) as runner:
-        runner.train()
-        assert runner.unwrapped_model.is_gradient_checkpointing
-        for name, gradient in expected["gradients"].items():
-            torch.testing.assert_close(runner.gradients[name], gradient, rtol=1e-6, atol=1e-6)
 
 
 class Masking(dl.Runner):

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
-from typing import Any
 
-import torch
 from support.kill import run_python
-from support.processes import run_processes
 from support.torchrun import run_torchrun
-
-import danling as dl
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "digits.py"
 
@@ -51,19 +45,3 @@ def test_torchrun_reaches_95_percent_and_says_so_once() -> None:
     assert exit_code == 0, output
     assert output.count("test accuracy") == 1
     assert accuracy_in(output) >= 0.95
-
-
-def _trained_weights() -> dict[str, torch.Tensor]:
-    config = dl.RunnerConfig(seed=1, epochs=1, evaluate_splits=["val"], optim={"type": "adamw", "lr": 1e-2})
-    config.dataloader.batch_size = 16
-    runner: Any
-    with runpy.run_path(str(SCRIPT))["DigitsRunner"](config) as runner:
-        runner.train()
-        weights: dict[str, torch.Tensor] = runner.unwrapped_model.state_dict()
-    return weights
-
-
-def test_two_ranks_end_with_the_same_weights() -> None:
-    first, second = run_processes(_trained_weights)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -11,17 +11,13 @@ from speculative.dflash import (
     DFlash,
     block_tokens,
     block_weights,
-    decay_of,
     draw_anchors,
-    valid_anchors,
     weighted_cross_entropy,
 )
-from speculative.domino import Domino, base_share
-from speculative.eagle3 import Eagle3, at_steps, counting_positions, eagle3_loss, step_weights
-from speculative.layers import rotate, shift_left
+from speculative.domino import Domino
+from speculative.eagle3 import Eagle3, counting_positions, eagle3_loss, step_weights
 from speculative.vocabulary import DraftVocabulary
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 BATCH, LENGTH, WIDTH, TOKENS, STEPS, BLOCK = 2, 12, 16, 23, 7, 4
 
@@ -50,19 +46,6 @@ def random_draft(kind: str) -> Eagle3 | DFlash | Domino:
 def embedded() -> tuple[Tensor, Tensor, nn.Embedding]:
     """Return tokens (B, S), features (B, S, 3 d) and an embedding."""
     return torch.randint(TOKENS, (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, 3 * WIDTH), nn.Embedding(TOKENS, WIDTH)
-
-
-def test_rotations_make_products_of_distances_alone() -> None:
-    query, key = torch.randn(2, 8)
-    products = [rotate(query, torch.tensor(5 + far)) @ rotate(key, torch.tensor(2 + far)) for far in (0, 7, 1000)]
-    torch.testing.assert_close(products[1:], products[:1] * 2, rtol=0, atol=1e-11)
-    assert abs(products[0] - query @ key) > 1e-3
-
-
-def test_shifts_bring_zeros_from_behind_the_end() -> None:
-    values = torch.arange(6).view(1, 3, 2)
-    assert shift_left(values, 2).tolist() == [[[4, 5], [0, 0], [0, 0]]]
-    assert shift_left(values, 5).tolist() == [[[0, 0]] * 3]
 
 
 def test_draft_vocabulary_maps_both_ways() -> None:
@@ -136,22 +119,6 @@ def test_eagle3_loss_and_gradient_are_those_of_a_loop_over_positions() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(by_hand, list(draft.parameters())), rtol=1e-5, atol=1e-7)
 
 
-def test_eagle3_loss_is_the_sum_of_means_where_all_steps_count_alike() -> None:
-    scores, teacher = torch.randn(1, 2, 5, 7), torch.randn(1, 5, 7).log_softmax(-1)
-    counts = torch.zeros(1, 2, 5, dtype=torch.bool)
-    counts[:, :, :3] = True
-    loss = eagle3_loss(scores, teacher, step_weights(counts))
-    means = [F.cross_entropy(scores[0, j, :3], teacher[0, 1 + j : 4 + j].exp()) for j in range(2)]
-    torch.testing.assert_close(loss, means[0] + 0.8 * means[1], rtol=1e-6, atol=0)
-
-
-def test_eagle3_places_behind_the_end_count_nothing() -> None:
-    everything = DraftVocabulary(torch.arange(TOKENS), TOKENS)
-    counts = counting_positions(torch.ones(1, 5, dtype=torch.bool), torch.zeros(1, 5, dtype=torch.int64), everything, 3)
-    assert counts[0].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
-    assert at_steps(torch.arange(5)[None], 2)[0].tolist() == [[1, 2, 3, 4, 0], [2, 3, 4, 0, 0]]
-
-
 def test_dflash_makes_many_anchors_as_one_at_a_time() -> None:
     draft = random_draft("dflash")
     _, features, _ = embedded()
@@ -199,40 +166,6 @@ def test_dflash_loss_and_gradient_are_those_of_a_loop_over_positions() -> None:
     )
 
 
-def test_anchors_stand_at_supervised_tokens_and_evaluation_has_fixed_ones() -> None:
-    supervised = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1], dtype=torch.bool)
-    assert valid_anchors(supervised).tolist() == [3, 4]
-    supervised = torch.ones(40, dtype=torch.bool)
-    drawn = [draw_anchors(supervised, 6, torch.Generator().manual_seed(seed))[0].tolist() for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert all(len(set(anchors)) == 6 and min(anchors) >= 1 and max(anchors) <= 38 for anchors in drawn)
-    assert draw_anchors(supervised, 6, None)[0].tolist() == [1, 7, 13, 20, 26, 32]
-
-
-def test_a_sequence_without_an_anchor_weighs_nothing_and_leaves_no_gradient() -> None:
-    draft = random_draft("dflash")
-    tokens, features, embed = embedded()
-    supervised = torch.zeros(1, LENGTH, dtype=torch.bool)
-    anchors, real = (value[None] for value in draw_anchors(supervised[0], 3, torch.Generator()))
-    chosen, counts = block_tokens(tokens[:1], supervised, anchors, real, BLOCK)
-    weights = block_weights(counts, gamma=4.0)
-    hidden = draft(features[:1], embed(chosen), anchors)["hidden"]
-    loss = weighted_cross_entropy(hidden @ embed.weight.T, chosen[..., 1:], weights)
-    gradient = torch.autograd.grad(loss, list(draft.parameters()))
-    assert weights.sum() == 0 and loss == 0
-    assert all(not part.any() for part in gradient)
-
-
-def test_blocks_end_with_the_sequence() -> None:
-    tokens = torch.arange(6)[None]
-    supervised = torch.tensor([[1, 1, 1, 0, 1, 1]], dtype=torch.bool)
-    anchors, real = torch.tensor([[1, 4, 0]]), torch.tensor([[True, True, False]])
-    chosen, counts = block_tokens(tokens, supervised, anchors, real, 4)
-    assert chosen[0].tolist() == [[1, 2, 3, 4], [4, 5, 5, 5], [0, 1, 2, 3]]
-    assert counts[0].int().tolist() == [[1, 0, 1], [1, 0, 0], [0, 0, 0]]
-    assert [decay_of(block) for block in (16, 10, 8)] == [7, 5, 4]
-
-
 def test_domino_corrects_in_training_as_token_by_token() -> None:
     draft = random_draft("domino")
     assert isinstance(draft, Domino)
@@ -255,15 +188,6 @@ def test_domino_corrects_in_training_as_token_by_token() -> None:
             torch.testing.assert_close(pred["correction"][:, number, k - 1], correction, rtol=0, atol=1e-12)
 
 
-def test_domino_begins_as_dflash_and_leaves_its_loss_behind_half_way() -> None:
-    draft = Domino(WIDTH, TOKENS, heads=2)
-    _, features, _ = embedded()
-    known = torch.randn(BATCH, 1, BLOCK - 1, WIDTH)
-    pred = draft(features, torch.randn(BATCH, 1, BLOCK, WIDTH), torch.full((BATCH, 1), 3), known)
-    assert not pred["correction"].any()
-    assert [base_share(step, 8) for step in range(6)] == [1, 0.75, 0.5, 0.25, 0, 0]
-
-
 def test_acceptance_is_divided_after_the_sums() -> None:
     assert acceptance_length([0.5, 0.5, 1.0]) == 1 + 0.5 + 0.25 + 0.25
     p, q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([[0.2, 0.2, 0.6], [1.0, 0.0, 0.0]])
@@ -273,11 +197,3 @@ def test_acceptance_is_divided_after_the_sums() -> None:
     assert [(float(total), float(count)) for total, count in position_sums(values, counts)] == [(1, 2), (1, 1)]
     figures = {"accepted_1": 0.5, "accepted_2": 0.5, "expected_1": 1.0, "loss": 3.0}
     assert lengths(figures, 2) == {"acceptance_length": 1.75, "expected_length": 2.0}
-
-
-def test_expected_acceptance_is_the_share_that_rejection_sampling_accepts() -> None:
-    p, q = torch.rand(2, 6).softmax(-1)
-    generator = torch.Generator().manual_seed(3)
-    drafted = torch.multinomial(q, 200_000, replacement=True, generator=generator)
-    accepted = torch.rand(200_000, generator=generator) < (p[drafted] / q[drafted])
-    assert abs(accepted.double().mean() - expected_acceptance(p, q)) < 4e-3

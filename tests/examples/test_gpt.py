@@ -54,14 +54,6 @@ def test_goes_on_by_itself_and_by_path(text: list[str]) -> None:
     assert "step 12:" not in output
 
 
-def test_runs_on_two_processes(text: list[str]) -> None:
-    exit_code, output = run_program(EXAMPLES / "gpt.py", "--steps", "40", *AT_TIMES, *text, nproc_per_node=2)
-    assert exit_code == 0, output
-    validation, entropy = bits_in(output)
-    assert validation < entropy
-    assert output.count("in validation") == 1
-
-
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

@@ -45,11 +45,6 @@ def test_early_stop_ends_before_its_budget_and_keeps_the_average(run_example: Ca
     assert set(latest_of("early_stop")["ema"]["weights"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def test_regression_explains_variance(run_example: Callable[..., str]) -> None:
-    output = run_example("regression", "--epochs", "15")
-    assert number_in(output, r"R2 (\S+),") > 0.4
-
-
 def test_stream_goes_on_bitwise_where_it_was(run_example: Callable[..., str]) -> None:
     steps = ("--scheduler.total_steps", "60", "--evaluate_interval", "20")
     run_example("streaming", "--steps", "60", *steps, "--dir", "whole")
@@ -60,17 +55,6 @@ def test_stream_goes_on_bitwise_where_it_was(run_example: Callable[..., str]) ->
     whole, parts = (torch.load(f"{name}/checkpoints/latest.pth", weights_only=True) for name in ("whole", "parts"))
     assert whole["state"]["train"]["samples"] == parts["state"]["train"]["samples"] == 60 * 64
     assert all(torch.equal(weight, parts["model"][name]) for name, weight in whole["model"].items())
-
-
-def test_streams_of_ranks_and_workers_have_no_sample_in_common() -> None:
-    sums = runpy.run_path(str(EXAMPLES / "streaming.py"))["Sums"]
-    seen = [tuple(int(d) for d in digits) for rank in (0, 1) for digits, _ in _take(sums(3, rank, 2), 40)]
-    alone = [tuple(int(d) for d in digits) for digits, _ in _take(sums(3, 0, 1), 80)]
-    assert sorted(seen) == sorted(alone)
-
-
-def _take(stream: Any, count: int) -> list[Any]:
-    return [sample for sample, _ in zip(stream, range(count))]
 
 
 def test_gan_restores_both_optimizers(run_example: Callable[..., str]) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 
 STREAMS = Path(__file__).parents[2] / "examples" / "streams"
 
@@ -48,21 +46,3 @@ def test_a_policy_learns_from_episodes_of_its_own(
     assert found is not None, output
     assert float(found[1]) > 13 and float(found[2]) < 8, output
     assert f"up to {oldest} updates ago" in output
-
-
-def test_episodes_are_played_by_the_rules() -> None:
-    rollouts = runpy.run_path(str(STREAMS / "rollouts.py"))
-    side, policy = rollouts["SIDE"], rollouts["Policy"]()
-    played = rollouts["play"](policy, range(50), 3)
-    for squares, actions, alive in zip(*(played[name].tolist() for name in ("squares", "actions", "alive"))):
-        for move, (square, following) in enumerate(pairwise(squares)):
-            row, column = divmod(square, side)
-            down, right = rollouts["STEPS"][actions[move]].tolist()
-            moved = min(max(row + down, 0), side - 1) * side + min(max(column + right, 0), side - 1)
-            assert following == (moved if square else 0)
-            assert alive[move] == (square != 0)
-    with torch.no_grad():
-        chances = policy(played["squares"]).log_softmax(-1).gather(-1, played["actions"][..., None])[..., 0]
-    torch.testing.assert_close(chances, played["chances"])
-    alone = rollouts["play"](policy, [7], 3)
-    assert torch.equal(alone["actions"][0], played["actions"][7])

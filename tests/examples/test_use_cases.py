@@ -44,17 +44,6 @@ def test_views_of_an_image_are_learned_to_be_alike(run_example: Callable[..., st
     assert learned > untrained + 0.03 and pixels > 0.8
 
 
-def test_the_contrastive_loss_is_that_of_its_formula() -> None:
-    nt_xent = runpy.run_path(str(EXAMPLES / "contrastive.py"))["nt_xent"]
-    torch.manual_seed(0)
-    pairs = torch.nn.functional.normalize(torch.randn(6, 4, dtype=torch.float64), dim=1)
-    terms = []
-    for i, j in ((0, 3), (1, 4), (2, 5), (3, 0), (4, 1), (5, 2)):
-        others = [torch.exp(pairs[i] @ pairs[k] / 0.5) for k in range(6) if k != i]
-        terms.append(-torch.log(torch.exp(pairs[i] @ pairs[j] / 0.5) / sum(others)))
-    torch.testing.assert_close(nt_xent(pairs, 0.5), torch.stack(terms).mean())
-
-
 def test_intervals_hold_about_as_many_targets_as_they_say(run_example: Callable[..., str]) -> None:
     output = run_example("uncertainty", "--epochs", "12")
     nats, without, share = numbers_in(output, r"test: (\S+) nats a patient \((\S+) for.*, (\d+)% within")
@@ -84,14 +73,6 @@ def test_adapters_alone_are_trained_and_saved(run_example: Callable[..., str]) -
     assert after < before
     assert all("lora_" in name for name in latest("adapted")["model"])
     assert (Path("adapted/adapters/adapter_model.safetensors")).exists()
-
-
-@pytest.mark.slow
-def test_a_base_is_made_where_none_is_given(run_example: Callable[..., str]) -> None:
-    output = run_example("lora", "--epochs", "1")
-    (base,) = numbers_in(output, r"the base: (\S+) bits a byte of English")
-    before, after = numbers_in(output, r"(\S+) -> (\S+) bits a token of the new text")
-    assert base < 5 and after < before
 
 
 def test_graphs_of_all_kinds_have_as_many_edges_and_are_told_apart(run_example: Callable[..., str]) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.engines import UNSAVED, AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
-from support.patience import patience
-from support.processes import ProcessFailure, free_port, run_outcomes, run_processes
+from support.engines import UNSAVED, needs_deepspeed, settings, train_each, zero
+from support.processes import run_processes
 from support.programs import run_program
-from support.toys import differences, whole_state
+from support.toys import differences
 from torch import Tensor
 
 pytestmark = needs_deepspeed
@@ -38,13 +36,11 @@ def close(first: Any, second: Any, *, atol: float = 1e-6) -> None:
 
 
 @pytest.mark.timeout(300)
-# One process divides nothing; engines on one are seen in tests/runners/test_deepspeed_runner.py.
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_every_stage_trains_as_torch_does(world_size: int, tmp_path: Path) -> None:
+def test_every_stage_trains_as_torch_does(tmp_path: Path) -> None:
     changes: dict[str, Any] = {**UNSAVED, "ema": {"enabled": True, "decay": 0.9}}
     cases = [(settings(tmp_path / "ddp", "ddp", **changes), {})]
     cases += [(settings(tmp_path / str(stage), deepspeed=zero(stage), **changes), {}) for stage in range(4)]
-    for ranks in run_processes(train_each, cases, world_size=world_size, timeout=240):
+    for ranks in run_processes(train_each, cases, world_size=2, timeout=240):
         reference = ranks[0]
         assert len(reference["trace"]) >= 5
         assert any(norm > 0.3 for _, _, norm in reference["trace"]), "clipping was never at work"
@@ -56,6 +52,7 @@ def test_every_stage_trains_as_torch_does(world_size: int, tmp_path: Path) -> No
                 close(reference["state"][part], found["state"][part])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_bfloat16_and_offload(tmp_path: Path) -> None:
     offloaded = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
@@ -79,17 +76,11 @@ def test_bfloat16_and_offload(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+# By stage: within the first pass, and where the parameters are divided within the second one.
 @pytest.mark.parametrize(
-    ("world_size", "stops"),
-    [
-        # By stage: within the first pass, and where the parameters are divided within the second one too. `make test-all` stops both at
-        # more places.
-        (2, {1: (1,), 3: (2, 4)}),
-        pytest.param(2, {1: (1, 2, 4), 3: (1, 2, 4)}, marks=pytest.mark.slow),
-        pytest.param(1, {1: (1, 2, 4), 3: (1, 2, 4)}, marks=pytest.mark.slow),
-    ],
+    "stops", [{1: (1,), 3: (4,)}, pytest.param({1: (1, 2, 4), 3: (1, 2, 4)}, marks=pytest.mark.slow)]
 )
-def test_stopped_at_every_step_and_resumed(world_size: int, stops: dict[int, tuple[int, ...]], tmp_path: Path) -> None:
+def test_stopped_and_resumed(stops: dict[int, tuple[int, ...]], tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = []
     changes = {"ema": {"enabled": True, "decay": 0.9}}
     for stage in stops:
@@ -98,7 +89,7 @@ def test_stopped_at_every_step_and_resumed(world_size: int, stops: dict[int, tup
         for stop in stops[stage]:
             parts = {**config, "workspace_root": str(tmp_path / f"{stage}-{stop}")}
             cases += [(parts, {"stop_at": stop}), ({**parts, "auto_resume": True}, {})]
-    for ranks in run_processes(train_each, cases, world_size=world_size, timeout=280):
+    for ranks in run_processes(train_each, cases, world_size=2, timeout=280):
         found = iter(ranks)
         for stage in stops:
             whole = next(found)
@@ -126,44 +117,6 @@ def test_what_an_engine_keeps_apart_is_saved_and_restored(tmp_path: Path) -> Non
             assert len(first["trace"]) == 4
             assert first["trace"] + second["trace"] == whole["trace"]
             assert differences(second["state"], whole["state"]) == []
-
-
-class SlowRunner(AnyStackRunner):
-    """Takes its time over a step, so that a kill meets it at work."""
-
-    def train_step(self, data: Any) -> Any:
-        """Wait, then train."""
-        time.sleep(0.05)
-        return super().train_step(data)
-
-
-def train_slowly(config: dict[str, Any]) -> dict[str, Any]:
-    with SlowRunner(config) as runner:
-        runner.train()
-        return whole_state(runner)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_killed_and_resumed(stage: int, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"epochs": 16, "checkpoint.keep_latest_k": 2, "auto_resume": True}
-    config = settings(tmp_path / "whole", deepspeed=zero(stage), **changes)
-    run_processes(free_port, world_size=2)  # what the first processes of a session have to load
-    begin = time.monotonic()
-    whole = run_processes(train_slowly, config, world_size=2, timeout=100)
-    lasted = time.monotonic() - begin
-    parts = {**config, "workspace_root": str(tmp_path / "parts")}
-    kills = 0
-    for share in (0.5, 0.6):
-        # The harness waits longer on a busy machine; what the run that was left alone took has that in it already.
-        outcomes = run_outcomes(train_slowly, parts, world_size=2, timeout=share * lasted / patience(1))
-        kills += any(isinstance(outcome.error, ProcessFailure) for outcome in outcomes)
-    ended = run_processes(train_slowly, parts, world_size=2, timeout=100)
-    assert kills > 0
-    for rank in range(2):
-        assert differences(ended[rank], whole[rank]) == []
-    assert not list(tmp_path.rglob(".staged-*"))
 
 
 def losses(output: str) -> list[float]:
@@ -197,13 +150,3 @@ def test_one_script_on_every_stack(tmp_path: Path) -> None:
     assert found["deepspeed"] == pytest.approx(found["ddp"], rel=1e-4)
     assert found["accelerate"] == found["ddp"]
     assert found["ddp"][-1] < found["ddp"][0]
-
-
-@pytest.mark.slow
-def test_a_single_run_is_the_same_without_the_others(tmp_path: Path) -> None:
-    """What the tests above share a process for does not reach from one run to the next."""
-    config = settings(tmp_path / "a", deepspeed=zero(3))
-    alone = run_processes(train, config, world_size=1)[0]
-    other = {**config, "workspace_root": str(tmp_path / "b")}
-    after = run_processes(train_each, [(settings(tmp_path / "c", deepspeed=zero(1)), {}), (other, {})], world_size=1)
-    assert differences(alone["state"], after[0][1]["state"]) == []

@@ -51,26 +51,6 @@ def evaluate(root: str, length: int, batch_size: int) -> dict[str, Any]:
         return {"result": result, "again": again, "pred": predictions}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(("length", "batch_size"), [(23, 4), (7, 3), (2, 4)])
-def test_figures_are_those_of_the_whole_set(world_size: int, length: int, batch_size: int, tmp_path: Path) -> None:
-    _, y = points(length)
-    ranks = run_processes(evaluate, str(tmp_path), length, batch_size, world_size=world_size)
-    pred = ranks[0]["pred"]
-    assert len(pred) == length
-    loss = nn.functional.cross_entropy(pred.double(), y).item()
-    labels = pred.argmax(1)
-    for rank in ranks:
-        assert rank["result"] == rank["again"] == ranks[0]["result"]
-        assert torch.equal(rank["pred"], pred)
-        assert rank["result"]["loss"] == pytest.approx(loss, rel=1e-6)
-        assert rank["result"]["acc"] == pytest.approx(reference.accuracy_score(y, labels), rel=1e-12)
-        assert rank["result"]["f1"] == pytest.approx(
-            reference.f1_score(y, labels, average="macro", zero_division=0), rel=1e-6
-        )
-        assert rank["result"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
-
-
 def evaluate_nothing(root: str) -> dict[str, float]:
     with Evaluated({"seed": 1, "workspace_root": root, "log": False}, 4) as runner:
         runner.dataloaders["val"] = []
@@ -79,5 +59,28 @@ def evaluate_nothing(root: str) -> dict[str, float]:
         return result
 
 
-def test_nothing_gives_nothing(tmp_path: Path) -> None:
-    assert run_processes(evaluate_nothing, str(tmp_path), world_size=2) == [{}, {}]
+def evaluate_each(root: str) -> list[Any]:
+    return [*(evaluate(root, *sizes) for sizes in SIZES), evaluate_nothing(root)]
+
+
+SIZES = [(23, 4), (7, 3), (2, 4)]
+"""Samples, and samples of a batch: none divides over the ranks, and of the last ones some ranks have none."""
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_figures_are_those_of_the_whole_set(world_size: int, tmp_path: Path) -> None:
+    *found, empty = zip(*run_processes(evaluate_each, str(tmp_path), world_size=world_size))
+    assert empty == ({},) * world_size
+    for (length, _), ranks in zip(SIZES, found, strict=True):
+        _, y = points(length)
+        pred = ranks[0]["pred"]
+        assert len(pred) == length
+        loss, labels = nn.functional.cross_entropy(pred.double(), y).item(), pred.argmax(1)
+        f1 = reference.f1_score(y, labels, average="macro", zero_division=0)
+        for rank in ranks:
+            assert rank["result"] == rank["again"] == ranks[0]["result"]
+            assert torch.equal(rank["pred"], pred)
+            assert rank["result"]["loss"] == pytest.approx(loss, rel=1e-6)
+            assert rank["result"]["acc"] == pytest.approx(reference.accuracy_score(y, labels), rel=1e-12)
+            assert rank["result"]["f1"] == pytest.approx(f1, rel=1e-6)
+            assert rank["result"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)

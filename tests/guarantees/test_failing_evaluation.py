@@ -15,7 +15,6 @@ from support.engines import needs_deepspeed
 from support.processes import run_outcomes, run_processes
 from support.toys import NoisyPoints, TracingRunner, differences, whole_state
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -66,14 +65,13 @@ class BreaksInTheMetric(TracingRunner):
         self.metrics = {"acc": lambda pred, target: pred[99]}
 
 
-@pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize(
-    ("runner_class", "error", "more"),
+    ("mode", "runner_class", "error", "more"),
     [
-        (GivesNothing, "Expected `evaluate_step` to return the prediction and the loss", {}),
-        (BreaksInTheStep, "in the step", {}),
-        (BreaksInTheMetric, "out of bounds", {}),
-        (TracingRunner, r"Expected the score val.accuracy .* \['val.loss', 'val.acc'\]", {"score_name": "accuracy"}),
+        ("epochs", GivesNothing, "Expected `evaluate_step` to return the prediction and the loss", {}),
+        ("steps", BreaksInTheStep, "in the step", {}),
+        ("epochs", BreaksInTheMetric, "out of bounds", {}),
+        ("steps", TracingRunner, r"Expected the score val.accuracy .*'val.acc'\]", {"score_name": "accuracy"}),
     ],
 )
 def test_an_error_in_an_evaluation_comes_before_the_first_update(
@@ -113,9 +111,8 @@ class Everything(TracingRunner):
         return super().evaluate_step(data)
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("runner_class", [TracingRunner, Everything])
-def test_the_trial_leaves_no_trace(runner_class: Any, mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "runner_class"), [("epochs", Everything), ("steps", TracingRunner)])
+def test_the_trial_leaves_no_trace(mode: str, runner_class: Any, tmp_path: Path) -> None:
     ends = []
     for name in ("tried", "not"):
         config = settings(tmp_path / name, mode, try_evaluation=name == "tried", ema={"enabled": True})
@@ -156,14 +153,6 @@ def test_a_source_whose_batches_are_given_once_is_not_read(tmp_path: Path) -> No
         assert set(runner.train()[1]["val"]) == {"loss", "acc"}
 
 
-class OnlyForwardAndBackward(Schedule1F1B):
-    """A schedule of the user's own that cannot evaluate."""
-
-    def eval(self, *args: Any, **kwargs: Any) -> Any:
-        """Be missing."""
-        raise NotImplementedError
-
-
 class OnStages(dl.ParallelRunner):
     """Counts what is evaluated before the first update."""
 
@@ -179,40 +168,23 @@ class OnStages(dl.ParallelRunner):
         self.datasets = {"train": points, "val": points}
         self.metrics = {"acc": dl.metrics.accuracy}
 
-    def build_pipeline_schedule(self) -> Any:
-        """Return the schedule of the user's own where no other one is asked for."""
-        asked = self.config.parallel.pipeline_schedule
-        return OnlyForwardAndBackward if asked == "1F1B" else super().build_pipeline_schedule()
-
     def to_device(self, data: Any) -> Any:
         """Count."""
         self.tried += self.mode == "evaluate" and self.state.train.global_step == 0
         return super().to_device(data)
 
 
-def on_stages(root: str, schedule: str) -> tuple[int, int, str, Any]:
-    parallel = {"axes": {"pipeline": 2}, "pipeline_schedule": schedule}
+def on_stages(root: str) -> tuple[int, int, Any]:
+    parallel = {"axes": {"pipeline": 2}, "pipeline_schedule": "ZBVZeroBubble"}
     with OnStages(settings(root, "epochs", epochs=1, stack="parallel", parallel=parallel)) as runner:
-        try:
-            runner.train()
-        except NotImplementedError as error:
-            return runner.tried, runner.state.train.global_step, str(error), {}
-        return runner.tried, runner.state.train.global_step, "", runner.results
+        runner.train()
+        return runner.tried, runner.state.train.global_step, runner.results
 
 
-@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", pytest.param("DualPipeV", marks=pytest.mark.slow)])
-def test_the_trial_is_made_on_schedules_in_a_v(schedule: str, tmp_path: Path) -> None:
-    for tried, steps, _, results in run_processes(on_stages, str(tmp_path), schedule, world_size=2):
+def test_the_trial_is_made_on_schedules_in_a_v(tmp_path: Path) -> None:
+    for tried, steps, results in run_processes(on_stages, str(tmp_path), world_size=2):
         assert (tried, steps) == (1, 4)
         assert set(results[1]["val"]) == {"loss", "acc"}
-
-
-def test_the_trial_is_left_out_where_a_schedule_cannot_evaluate(tmp_path: Path) -> None:
-    for tried, steps, error, _ in run_processes(on_stages, str(tmp_path), "1F1B", world_size=2):
-        assert (tried, steps) == (1, 4)
-        assert "Received: OnlyForwardAndBackward, whose eval is not implemented" in error
-    # What was trained until the first evaluation is saved.
-    assert list(tmp_path.rglob("checkpoints/latest"))
 
 
 # Saved when it fails later
@@ -322,19 +294,17 @@ def resumed(root: str, mode: str, more: dict[str, Any]) -> dict[str, Any]:
         return {"from": step, "state": own_state(runner), "trace": runner.trace, "results": runner.results}
 
 
-@pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize(
-    ("kind", "where", "more"),
+    ("mode", "kind", "where", "more"),
     [
-        (RuntimeError, "step", {}),
-        (torch.OutOfMemoryError, "step", {"checkpoint.interval": 50}),
-        (KeyboardInterrupt, "summary", {"checkpoint.async_enabled": False}),
-        (ValueError, "summary", {"checkpoint.backend": "dcp"}),
-        (RuntimeError, "step", {"checkpoint.backend": "dcp", "checkpoint.async_enabled": False}),
+        ("steps", torch.OutOfMemoryError, "step", {"checkpoint.interval": 50}),
+        ("epochs", KeyboardInterrupt, "summary", {"checkpoint.async_enabled": False}),
+        ("steps", ValueError, "summary", {"checkpoint.backend": "dcp"}),
+        ("epochs", RuntimeError, "step", {"checkpoint.backend": "dcp", "checkpoint.async_enabled": False}),
     ],
 )
 def test_what_was_trained_is_saved_and_goes_on_bitwise(
-    kind: Any, where: str, more: dict[str, Any], mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, kind: Any, where: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("failure", "on_rank", "where"):
         monkeypatch.setattr(Failing, name, getattr(Failing, name))
@@ -362,34 +332,12 @@ def test_the_best_stays_the_best_when_a_later_evaluation_fails(tmp_path: Path) -
         assert runner.read_checkpoint("best")["state"]["train"]["global_step"] == 4
 
 
-@pytest.mark.parametrize(
-    ("on_rank", "where"),
-    [
-        (1, "step"),
-        (0, "summary"),
-        pytest.param(0, "step", marks=pytest.mark.slow),
-        pytest.param(1, "summary", marks=pytest.mark.slow),
-    ],
-)
-def test_one_rank_fails_while_the_others_wait_for_it(on_rank: int, where: str, tmp_path: Path) -> None:
-    more = {"checkpoint.interval": 50} if where == "step" else {}
-    whole = run_processes(uninterrupted, str(tmp_path / "whole"), "epochs", world_size=2)
-    ends = run_outcomes(
-        failing, str(tmp_path / "parts"), "epochs", RuntimeError, on_rank, where, more, world_size=2, grace=10.0
-    )
-    assert all(end.error is not None for end in ends)
-    rest = run_processes(resumed, str(tmp_path / "parts"), "epochs", more, world_size=2)
-    for rank in range(2):
-        assert rest[rank]["from"] == 4
-        assert not differences(rest[rank]["state"], whole[rank]["state"])
-        assert rest[rank]["results"] == whole[rank]["results"]
-
-
-DCP = {"checkpoint": {"backend": "dcp"}}
 SHARDED = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}
 STAGES = {"stack": "parallel", "parallel": {"axes": {"pipeline": 2}}, "dataloader": {"batch_size": 6}}
 NOT_DUE = {"checkpoint.interval": 50}
 """No checkpoint follows the evaluation that fails."""
+SYNCHRONOUS = {"checkpoint.async_enabled": False}
+DCP = {"checkpoint.backend": "dcp"}
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -397,83 +345,46 @@ def zero(stage: int) -> dict[str, Any]:
 
 
 def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=[pytest.mark.slow, *([needs_deepspeed] if "deepspeed" in values[-1] else [])])
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("on_rank", "where", "more"),
+    ("kind", "on_rank", "where", "more"),
     [
-        # Both stacks that take all ranks to a save, which the first one makes in the background; how it is made, and where the failure is,
-        # vary in `make test-all`.
-        (1, "step", {**SHARDED, **NOT_DUE}),
-        pytest.param(1, "step", {**zero(1), **NOT_DUE}, marks=needs_deepspeed),
-        slow(1, "step", {**SHARDED, "checkpoint.async_enabled": False, **NOT_DUE}),
-        slow(1, "step", DCP),
-        slow(0, "summary", SHARDED),
-        slow(0, "step", {"checkpoint": {"backend": "dcp"}, "ema": {"enabled": True}}),
-        slow(1, "summary", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}),
-        slow(1, "metric", {**SHARDED, **NOT_DUE}),
-        slow(None, "metric", {**SHARDED, **NOT_DUE}),
-        slow(None, "score", {**SHARDED, **NOT_DUE}),
-        slow(None, "score", DCP),
-        slow(1, "step", {**STAGES, **NOT_DUE}),
-        slow(1, "metric", STAGES),
-        slow(0, "summary", {**STAGES, **NOT_DUE}),
-        pytest.param(0, "metric", zero(1), marks=[needs_deepspeed, pytest.mark.slow]),
-        pytest.param(None, "score", {**zero(1), **NOT_DUE}, marks=[needs_deepspeed, pytest.mark.slow]),
-        pytest.param(1, "summary", {**zero(3), **NOT_DUE}, marks=[needs_deepspeed, pytest.mark.slow]),
-        pytest.param(1, "step", {**zero(0), "ema": {"enabled": True}}, marks=[needs_deepspeed, pytest.mark.slow]),
+        # An error on one rank, of which the others hear in an evaluation or in a save that takes all of them.
+        (RuntimeError, 0, "summary", {}),
+        (RuntimeError, 1, "step", {**SHARDED, **NOT_DUE}),
+        slow(RuntimeError, 1, "step", {**zero(1), **NOT_DUE}),
+        slow(RuntimeError, 1, "step", NOT_DUE),
+        slow(RuntimeError, None, "metric", {**SHARDED, **SYNCHRONOUS}),
+        slow(ValueError, None, "score", {**SHARDED, **NOT_DUE}),
+        slow(RuntimeError, 0, "step", {**DCP, "ema": {"enabled": True}}),
+        slow(RuntimeError, 1, "summary", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}),
+        slow(RuntimeError, 1, "metric", STAGES),
+        slow(RuntimeError, 0, "metric", zero(1)),
+        slow(RuntimeError, 1, "summary", {**zero(3), **NOT_DUE}),
+        # A kill, also between the save before an evaluation and the one with its figures.
+        (Killed, 0, "link", {**DCP, **SYNCHRONOUS}),
+        slow(Killed, 1, "step", {}),
+        slow(Killed, 0, "save", {**SHARDED, **SYNCHRONOUS}),
+        slow(Killed, 0, "save", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}),
+        slow(Killed, 0, "link", {**STAGES, **SYNCHRONOUS}),
+        slow(Killed, 1, "link", zero(1)),
     ],
 )
-@pytest.mark.parametrize("mode", ["epochs", pytest.param("steps", marks=pytest.mark.slow)])
-def test_one_rank_fails_where_a_save_takes_all_of_them(
-    mode: str, on_rank: int | None, where: str, more: dict[str, Any], tmp_path: Path
-) -> None:
-    whole = run_processes(uninterrupted, str(tmp_path / "whole"), mode, more, world_size=2)
-    kind = ValueError if where == "score" else RuntimeError
-    arguments = (str(tmp_path / "parts"), mode, kind, on_rank, where, more)
-    ends = run_outcomes(failing, *arguments, world_size=2, grace=10.0)
-    assert any(isinstance(end.error, kind) for end in ends)
-    rest = run_processes(resumed, str(tmp_path / "parts"), mode, more, world_size=2)
-    for rank in range(2):
-        assert rest[rank]["from"] == (8 if more.get("parallel") == STAGES["parallel"] else 4)
-        assert not differences(rest[rank]["state"], whole[rank]["state"])
-        assert rest[rank]["results"] == whole[rank]["results"]
-
-
-SYNCHRONOUS = {"checkpoint.async_enabled": False}
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("on_rank", "where", "more"),
-    [
-        (0, "link", {**DCP, **SYNCHRONOUS}),
-        slow(1, "step", {**SHARDED, **SYNCHRONOUS}),
-        slow(1, "summary", {**SHARDED, **NOT_DUE}),
-        slow(0, "save", {**SHARDED, **SYNCHRONOUS}),
-        slow(0, "link", SHARDED),
-        slow(0, "save", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}),
-        slow(0, "link", {**STAGES, **SYNCHRONOUS}),
-        slow(1, "step", STAGES),
-        slow(1, "step", {}),
-        slow(0, "save", {}),
-        pytest.param(1, "link", zero(1), marks=[needs_deepspeed, pytest.mark.slow]),
-        pytest.param(1, "step", {**zero(1), **NOT_DUE}, marks=[needs_deepspeed, pytest.mark.slow]),
-        pytest.param(0, "save", zero(3), marks=[needs_deepspeed, pytest.mark.slow]),
-    ],
-)
-def test_killed_between_the_save_before_an_evaluation_and_the_one_with_its_figures(
-    on_rank: int, where: str, more: dict[str, Any], tmp_path: Path
+def test_one_rank_fails_while_the_others_wait_for_it(
+    kind: type[BaseException], on_rank: int | None, where: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     whole = run_processes(uninterrupted, str(tmp_path / "whole"), "epochs", more, world_size=2)
-    ends = run_outcomes(
-        failing, str(tmp_path / "parts"), "epochs", Killed, on_rank, where, more, world_size=2, grace=10.0
-    )
-    assert next(end.exit_code for end in ends if end.rank == on_rank) == -signal.SIGKILL
+    arguments = (str(tmp_path / "parts"), "epochs", kind, on_rank, where, more)
+    ends = run_outcomes(failing, *arguments, world_size=2, grace=10.0)
+    if kind is Killed:
+        assert next(end.exit_code for end in ends if end.rank == on_rank) == -signal.SIGKILL
+    else:
+        assert all(end.error is not None for end in ends) and any(isinstance(end.error, kind) for end in ends)
     rest = run_processes(resumed, str(tmp_path / "parts"), "epochs", more, world_size=2)
-    if more.get("checkpoint.async_enabled") is False:
+    if kind is not Killed or more.get("checkpoint.async_enabled") is False:
         assert rest[0]["from"] == (8 if more.get("parallel") == STAGES["parallel"] else 4)
     for rank in range(2):
         assert not differences(rest[rank]["state"], whole[rank]["state"])

@@ -120,15 +120,7 @@ def told(run: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("where", "rank"),
-    [
-        ("data", 0),
-        ("computing", STUCK),
-        pytest.param("data", STUCK, marks=pytest.mark.slow),
-        pytest.param("computing", 0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("where", "rank"), [("data", 0), ("computing", STUCK)])
 def test_one_warning_names_the_rank_that_the_others_wait_for(where: str, rank: int, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_processes(_trained, where, run, {}, rank, world_size=4, timeout=120)

@@ -132,61 +132,32 @@ class KilledRuns:
         return done
 
 
-def kill_again_and_again(
-    make: Callable[[Path], dict[str, Any]], *, world_size: int, kills: int, tmp_path: Path, what: str
-) -> tuple[int, int]:
-    """Kill runs at random instants and let them end; when one has ended with kills left, the next one begins.
-
-    Returns:
-        How often a run was killed, and how many ended as the one that was left alone.
-    """
-    runs = KilledRuns(make, world_size=world_size, place=tmp_path, what=what)
-    done = ends = 0
-    while done < kills:
-        done += runs.go_on_to_the_end(kills - done)
-        ends += 1
-    return done, ends
+slow, needs_engine = pytest.mark.slow, [pytest.mark.slow, engines.needs_deepspeed]
 
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    ("part", "backend", "mode", "world_size", "axes"),
+    ("part", "world_size", "make", "how"),
     [
-        (0.10, "file", "disabled", 1, None),
-        (0.10, "file", "async", 2, None),
-        pytest.param(0.07, "dcp", "disabled", 2, None, marks=pytest.mark.slow),
-        pytest.param(0.07, "dcp", "async", 2, None, marks=pytest.mark.slow),
-        pytest.param(0.02, "dcp", "async_with_pinned_mem", 2, None, marks=pytest.mark.slow),
-        (0.08, "dcp", "async", 2, {"shard": 2}),
-        pytest.param(0.03, "dcp", "async", 2, {"pipeline": 2}, marks=pytest.mark.slow),
+        (0.10, 1, settings, ("file", "disabled")),
+        (0.10, 2, settings, ("file", "async")),
+        (0.08, 2, settings, ("dcp", "async", {"shard": 2})),
+        pytest.param(0.07, 2, settings, ("dcp", "disabled"), marks=slow),
+        pytest.param(0.07, 2, settings, ("dcp", "async"), marks=slow),
+        pytest.param(0.02, 2, settings, ("dcp", "async_with_pinned_mem"), marks=slow),
+        pytest.param(0.03, 2, settings, ("dcp", "async", {"pipeline": 2}), marks=slow),
+        pytest.param(0.015, 2, engine_settings, (1,), marks=needs_engine),
+        pytest.param(0.015, 2, engine_settings, (3,), marks=needs_engine),
     ],
 )
 def test_killed_again_and_again(
-    part: float, backend: str, mode: str, world_size: int, axes: dict[str, int] | None, tmp_path: Path
+    part: float, world_size: int, make: Callable[..., dict[str, Any]], how: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    layout = "".join(f", {axis} {size}" for axis, size in (axes or {}).items())
-    kills = share(part, otherwise=3)
-    done, ends = kill_again_and_again(
-        lambda root: settings(root, backend, mode, axes),
-        world_size=world_size,
-        kills=kills,
-        tmp_path=tmp_path,
-        what=f"at random instants: {backend}, {mode}, {world_size} processes{layout}",
-    )
-    assert done == kills and ends >= 1
-
-
-@engines.needs_deepspeed
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_killed_again_and_again(stage: int, tmp_path: Path) -> None:
-    kills = share(0.015, otherwise=2)
-    done, ends = kill_again_and_again(
-        lambda root: engine_settings(root, stage),
-        world_size=2,
-        kills=kills,
-        tmp_path=tmp_path,
-        what=f"at random instants: DeepSpeed, ZeRO {stage}, 2 processes",
-    )
-    assert done == kills and ends >= 1
+    words = ("DeepSpeed, ZeRO", *how) if make is engine_settings else how
+    what = f"at random instants: {', '.join(map(str, words))}, {world_size} processes"
+    kills, done = share(part, otherwise=2), 0
+    runs = KilledRuns(lambda root: make(root, *how), world_size=world_size, place=tmp_path, what=what)
+    while done < kills:
+        # When a run has ended with kills left, the next one begins.
+        done += runs.go_on_to_the_end(kills - done)
+    assert done == kills

@@ -68,30 +68,25 @@ def one_update(
         }
 
 
-def updates(root: str, kind: str, splits: list[tuple[int, int]], more: dict[str, Any]) -> list[dict[str, Any]]:
-    return [one_update(root, kind, micro_batch, accum_steps, more) for micro_batch, accum_steps in splits]
+def updates(root: str, cases: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
+    return [one_update(root, *case) for case in cases]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", MODELS)
-def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(world_size: int, kind: str, tmp_path: Path) -> None:
-    model = MODELS[kind]()
-    output = model(**encode(sentences(32)))
-    output["loss"].backward()
-    stepped = MODELS[kind]()
-    with torch.no_grad():
-        for parameter, counted in zip(stepped.parameters(), model.parameters()):
-            assert counted.grad is not None
-            parameter -= 0.1 * counted.grad
-        evaluated = float(stepped(**encode(sentences(9)))["loss"])
-    splits = [(32 // world_size, 1), (16 // world_size, 2), (4 // world_size, 8)]
-    arguments = (str(tmp_path), kind, splits, {})
-    for rank in run_processes(updates, *arguments, world_size=world_size):
-        assert len(rank) == len(splits)
-        for found in rank:
+def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(world_size: int, tmp_path: Path) -> None:
+    cases = [(kind, 32 // world_size // parts, parts) for kind in MODELS for parts in (1, 2, 8)]
+    for rank in run_processes(updates, str(tmp_path), cases, world_size=world_size):
+        for (kind, *_), found in zip(cases, rank, strict=True):
+            model = MODELS[kind]()
+            loss = model(**encode(sentences(32)))["loss"]
+            loss.backward()
             for name, parameter in model.named_parameters():
                 torch.testing.assert_close(found["gradients"][name], parameter.grad, rtol=1e-12, atol=1e-15)
-            assert found["loss"] == pytest.approx(float(output["loss"].detach()), rel=1e-12)
+            assert found["loss"] == pytest.approx(loss.item(), rel=1e-12)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                evaluated = float(model(**encode(sentences(9)))["loss"])
             assert found["val"] == pytest.approx(evaluated, rel=1e-12)
 
 

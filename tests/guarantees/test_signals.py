@@ -63,18 +63,15 @@ def ended(rank: int) -> dict[str, Any]:
     return state
 
 
-# Each number, one rank and all, each place and each mode at least once; further combinations of them are slow.
-CASES = [
-    pytest.param(signal.SIGTERM, [1], "train", EPOCHS, id="SIGTERM-one-train"),
-    pytest.param(signal.SIGUSR1, [0, 1], "train", STEPS, id="SIGUSR1-all-train"),
-    pytest.param(signal.SIGINT, [0, 1], "evaluate", EPOCHS, id="SIGINT-all-evaluate", marks=pytest.mark.slow),
-    pytest.param(signal.SIGTERM, [0], "evaluate", STEPS, id="SIGTERM-short-rank-evaluate", marks=pytest.mark.slow),
-    pytest.param(signal.SIGINT, [1], "evaluate", STEPS, id="SIGINT-long-rank-evaluate"),
-    pytest.param(signal.SIGUSR1, [1], "evaluate", EPOCHS, id="SIGUSR1-one-evaluate", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("number", "ranks", "where", "arguments"), CASES)
+@pytest.mark.parametrize(
+    ("number", "ranks", "where", "arguments"),
+    [
+        pytest.param(signal.SIGTERM, [1], "train", EPOCHS, id="SIGTERM-one-train"),
+        pytest.param(signal.SIGUSR1, [0, 1], "train", STEPS, id="SIGUSR1-all-train", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, [1], "evaluate", STEPS, id="SIGINT-long-rank-evaluate"),
+        pytest.param(signal.SIGTERM, [0], "evaluate", STEPS, id="SIGTERM-short-rank-evaluate", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_stops_all_ranks_and_the_run_goes_on_exactly(
     number: signal.Signals, ranks: list[int], where: str, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:

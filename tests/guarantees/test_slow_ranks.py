@@ -82,8 +82,13 @@ FSDP = {"stack": "parallel", "parallel": {"axes": {"shard": 4}}}
 
 @pytest.mark.parametrize(
     ("where", "more"),
-    [("data", {}), ("computing", {}), ("checkpointing", {}), ("computing", FSDP)],
-    ids=["data", "computing", "checkpointing", "computing in FSDP"],
+    [
+        ("data", {}),
+        ("computing", FSDP),
+        pytest.param("computing", {}, marks=pytest.mark.slow),
+        pytest.param("checkpointing", {}, marks=pytest.mark.slow),
+    ],
+    ids=["data", "computing in FSDP", "computing", "checkpointing"],
 )
 def test_the_slow_rank_and_the_cause_are_named(
     where: str, more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -333,41 +334,29 @@ def check(root: Path, case: str, way: str, workers: int, persistent: bool, step_
 
 def matrix() -> list[Any]:
     """Every case in every way: a few of them quick, at fewer stops, the rest slow."""
-    quick = {
-        *(("weighted", "built", 0), ("weighted, generator", "built", 2), ("in place", "built", 0)),
-        *(
-            ("batches", "stateful", 0),
-            ("batches of NumPy", "built", 0),
-            ("random, generator", "torch", 0),
-            ("lazy generator", "built", 0),
-        ),
-        *(
-            ("stream", "built", 0),
-            ("buffer", "torch", 0),
-            ("own state", "built", 0),
-            ("stateful stream", "stateful", 0),
-        ),
-    }
-    cases = []
-    for case in [*SAMPLERS, *DATASETS]:
-        for way in ("built", "torch", "stateful"):
-            for workers, persistent in ((0, False), (2, False), (2, True)):
-                if (case, way, workers) in quick and not persistent:
-                    cases.append(pytest.param(case, way, workers, persistent, QUICK))
-                stops = STOPS if not workers else STOPS[1::2]
-                name = f"{case}-{way}-{workers}-{persistent}-every"
-                cases.append(pytest.param(case, way, workers, persistent, stops, marks=pytest.mark.slow, id=name))
-    return cases
+    quick = [
+        ("weighted, generator", "built", 2, False, False),
+        ("in place", "built", 0, False, True),
+        ("batches", "stateful", 0, False, False),
+        ("batches of NumPy", "built", 0, False, True),
+        ("random, generator", "torch", 0, False, False),
+        ("lazy generator", "built", 0, False, False),
+        ("buffer", "torch", 0, False, False),
+        ("own state", "built", 0, False, False),
+        ("stateful stream", "stateful", 0, False, True),
+    ]
+    ways, workers = ("built", "torch", "stateful"), ((0, False), (2, False), (2, True))
+    every = ((*a, *b, step_mode) for *a, b, step_mode in product([*SAMPLERS, *DATASETS], ways, workers, (False, True)))
+    slow = [
+        pytest.param(*case, STOPS[1::2] if case[2] else STOPS, marks=pytest.mark.slow, id=f"{case} at every update")
+        for case in every
+    ]
+    return [*(pytest.param(*case, QUICK) for case in quick), *slow]
 
 
 @pytest.mark.timeout(800)
-@pytest.mark.parametrize(("case", "way", "workers", "persistent", "stops"), matrix())
-def test_in_epoch_mode(case: str, way: str, workers: int, persistent: bool, stops: Any, tmp_path: Path) -> None:
-    check(tmp_path, case, way, workers, persistent, False, stops)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(800)
-@pytest.mark.parametrize(("case", "way", "workers", "persistent", "stops"), matrix())
-def test_in_step_mode(case: str, way: str, workers: int, persistent: bool, stops: Any, tmp_path: Path) -> None:
-    check(tmp_path, case, way, workers, persistent, True, stops)
+@pytest.mark.parametrize(("case", "way", "workers", "persistent", "step_mode", "stops"), matrix())
+def test_what_is_brought_comes_back(
+    case: str, way: str, workers: int, persistent: bool, step_mode: bool, stops: Any, tmp_path: Path
+) -> None:
+    check(tmp_path, case, way, workers, persistent, step_mode, stops)
