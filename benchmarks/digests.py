@@ -18,7 +18,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from danling.audit.attach import entries
 from danling.audit.hashing import Hasher, key_of
 
 WIDTH, HEADS, WORDS = 768, 12, 50257
@@ -112,8 +111,10 @@ def main() -> None:
     hasher = Hasher(device)
 
     def digest() -> Tensor:
-        found = entries(named_parameters=model.named_parameters(), optimizer=optimizer, averages={}, buffers=())
-        values = [(hasher.digest(entry.tensor).to(device, non_blocking=True), key_of(entry.name)) for entry in found]
+        tensors = [
+            (name, tensor) for name, p in model.named_parameters() for tensor in (p, *optimizer.state[p].values())
+        ]
+        values = [(hasher.digest(tensor).to(device, non_blocking=True), key_of(name)) for name, tensor in tensors]
         return torch.stack([value for value, _ in values]) * torch.tensor([key for _, key in values], device=device)
 
     of_update = seconds(update, device, options.repeats)

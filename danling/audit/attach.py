@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,10 @@ from danling.training.update import UpdateStep
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name, default_dtype, dtype_of
 
-from .digests import LOCAL, OWN, DigestFile, DigestLine, DigestTable, Drift, write_environment
+from .digests import OF_EACH_RANK, OWN, DigestFile, DigestLine, DigestTable, Drift, write_environment
 from .hashing import Hasher, key_of
 from .layout_check import CheckOptions, check_this_program
-from .layout_record import LayoutRecorder, RecordSettings, divided_batch
+from .layout_record import LayoutRecorder, divided_batch
 from .layout_report import LayoutReport
 from .rerun import audit_runner
 
@@ -83,8 +83,7 @@ class Audits:
     @cached_property
     def recorder(self) -> LayoutRecorder | None:
         """What records the first updates; `None` unless a check of layouts has asked for them."""
-        settings = RecordSettings.of(self.runner.config.audit.gradients, self.runner.config.precision)
-        return None if settings is None else LayoutRecorder(settings, self.runner)
+        return None if self.runner.config.audit.gradients.dir is None else LayoutRecorder(self.runner)
 
     def observe(self) -> None:
         """Add what observes the run. Called once, before it trains."""
@@ -228,14 +227,7 @@ def check_replay(runner: TorchRunner) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a run.
-
-    Attributes:
-        column: What it is summed up under: `weights.0` and `optimizer.0` of the first parameter group, `weights.rest`, `ema`, `buffers`.
-        name: Its name, the same on all ranks that hold copies of it.
-        tensor: The tensor, or this rank's part of it.
-        is_shared: Whether ranks may hold copies of it; what has no name of its own is compared with nothing.
-    """
+    """A tensor of a run as this rank has it: the column of its digest, its name, and whether other ranks may have copies of it."""
 
     column: str
     name: str
@@ -243,19 +235,14 @@ class Entry:
     is_shared: bool = True
 
 
-def entries(
-    *,
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    optimizer: Any,
-    averages: Mapping[str, Tensor],
-    buffers: Iterable[tuple[str, Tensor]],
-) -> Iterator[Entry]:
-    """Yield the tensors of a run as this rank holds them, in an order of their own on each rank."""
-    named = list(named_parameters)
+def entries(runner: TorchRunner) -> Iterator[Entry]:
+    """Yield the tensors of a run as this rank has them; their order may be another one on each rank."""
+    named = list(runner.named_parameters())
     names: dict[int, str] = {}
     for name, parameter in named:
         names.setdefault(id(parameter), name)
     grouped: set[int] = set()
+    optimizer: Any = runner.optimizer
     state = getattr(optimizer, "state", {})
     members = getattr(optimizer, "optimizers", ())
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
@@ -272,10 +259,14 @@ def entries(
         if id(parameter) not in grouped:
             grouped.add(id(parameter))
             yield Entry("weights.rest", name, parameter)
-    for name, tensor in averages.items():
-        yield Entry("ema", name, tensor)
+    buffers = [(canonical_name(name), buffer) for name, buffer in runner.unwrapped_model.named_buffers()]
+    if isinstance(runner.criterion, nn.Module):
+        buffers += [(f"criterion.{name}", buffer) for name, buffer in runner.criterion.named_buffers()]
     for name, tensor in buffers:
         yield Entry("buffers", name, tensor)
+    of_buffers = {name for name, _ in buffers}
+    for name, tensor in runner.ema.weights.items() if runner.ema is not None else ():
+        yield Entry("ema.buffers" if name in of_buffers else "ema", name, tensor)
 
 
 def tensors_of(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -293,17 +284,7 @@ def tensors_of(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass
 class _Taken:
-    """Digests of an update that the ranks have not compared yet.
-
-    Attributes:
-        step: Updates committed.
-        cells: What this rank puts into the table.
-        tensors: Kind, column and name of each tensor of this rank.
-        places: Where each of them stands in the table, int64 on the device.
-        digests: The digest of each of them, int64 on the device.
-        figures: Loss and gradient norm, float64 on the device.
-        has_norm: Whether there is a gradient norm.
-    """
+    """Digests of an update that the ranks have not compared yet."""
 
     step: int
     cells: Tensor
@@ -334,27 +315,12 @@ class UpdateAudit(Observer):
         self._samples: Tensor | None = None
         self._table: DigestTable | None = None
         self._groups: set[str] = set()
-        self._written: set[str] = set()
-        self._begun: dict[str, Tensor] = {}
-        self._seen: dict[str, Tensor] = {}
-        self._changed: dict[str, Tensor] = {}
         self._waiting: _Taken | None = None
         self._sent: _Taken | None = None
         self._landed: tuple[_Taken, Tensor, torch.cuda.Event | None] | None = None
 
     def _step(self) -> int:
         return self._runner.state.train.global_step
-
-    def _entries(self) -> Iterator[Entry]:
-        runner = self._runner
-        averages = runner.ema.weights if runner.ema is not None else {}
-        criterion = runner.criterion
-        named = [(canonical_name(name), buffer) for name, buffer in runner.unwrapped_model.named_buffers()]
-        if isinstance(criterion, nn.Module):
-            named += [(f"criterion.{name}", buffer) for name, buffer in criterion.named_buffers()]
-        return entries(
-            named_parameters=runner.named_parameters(), optimizer=runner.optimizer, averages=averages, buffers=named
-        )
 
     def _write(self, line: DigestLine) -> None:
         if self._file is None:
@@ -367,11 +333,9 @@ class UpdateAudit(Observer):
     # Within an update
 
     def training_started(self) -> None:
-        """Look at the buffers before a training: those that change in it are written by forwards. No communication."""
-        if self._table is None and not self._begun:
+        """Note where the run begins. No communication."""
+        if self._table is None:
             self.began_at = self._step()
-            found = (entry for entry in self._entries() if entry.column == "buffers")
-            self._begun = {entry.name: self._hasher.digest(entry.tensor) for entry in found}
 
     def update_started(self) -> None:
         """Forget the samples of the update before."""
@@ -395,26 +359,17 @@ class UpdateAudit(Observer):
             self.take(self._packed(self._sent))
 
     def _take(self, outcome: UpdateOutcome) -> _Taken:
-        found = list(self._entries())
-        tensors, values = [], []
+        found = list(entries(self._runner))
+        digests = self._together([self._hasher.digest(entry.tensor) for entry in found])
+        table = self._agreed_table(found)
+        tensors = []
         for entry in found:
-            tensors.append(
-                (
-                    self._runner.preparation.held_part(entry.tensor)[0] if entry.is_shared else OWN,
-                    entry.column,
-                    entry.name,
-                )
-            )
-            values.append(self._hasher.digest(entry.tensor))
-        digests = self._together(values)
-        table = self._agreed_table(found, digests)
-        tensors = [
-            (kind if kind in table.kinds else OWN, self._column(column, name), name) for kind, column, name in tensors
-        ]
-        places = self._places(table, tensors, digests)
-        keys = [key_of(name, str(e.tensor.dtype), tuple(e.tensor.shape)) for (_, _, name), e in zip(tensors, found)]
+            kind = self._runner.preparation.held_part(entry.tensor)[0] if entry.is_shared else OWN
+            tensors.append((kind if kind in table.kinds else OWN, entry.column, entry.name))
+        places = self._on_device([table.place(kind, column) for kind, column, _ in tensors])
+        keys = [key_of(entry.name, str(entry.tensor.dtype), tuple(entry.tensor.shape)) for entry in found]
         cells = torch.zeros(table.width, dtype=torch.int64, device=self._device)
-        if values:
+        if found:
             cells.index_add_(0, places, digests * self._on_device(keys))
         if self._samples is not None:
             cells[-1] = self._samples
@@ -422,24 +377,6 @@ class UpdateAudit(Observer):
         pair = [outcome.loss, 0.0 if norm is None else norm]
         figures = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self._device).detach() for x in pair])
         return _Taken(self._step(), cells, tensors, places, digests, figures, norm is not None)
-
-    def _places(self, table: DigestTable, tensors: Sequence[tuple[str, str, str]], digests: Tensor) -> Tensor:
-        """Return where the digest of each tensor stands. A buffer that has changed since an earlier digest stands, from then on, with those
-        that forwards write to: statistics that were frozen at first, a queue that is filled later. The device decides it, since the host
-        would have to wait. Where a bit flips on one rank, this rank alone moves the buffer, and differs from the others by that.
-        """
-        places = self._on_device([table.place(kind, column) for kind, column, _ in tensors])
-        at = {name: index for index, (_, column, name) in enumerate(tensors) if column == "buffers"}
-        if not at:
-            return places
-        now = digests[self._on_device(list(at.values()))]
-        changed = torch.stack([self._seen.get(name, digest) for name, digest in zip(at, now)]) != now
-        changed |= torch.stack([self._changed.get(name, never) for name, never in zip(at, torch.zeros_like(changed))])
-        self._seen, self._changed = dict(zip(at, now)), dict(zip(at, changed))
-        here = [i for i, (_, column, name) in enumerate(tensors) if column in ("buffers", "ema") and name in at]
-        local = self._on_device([table.place(tensors[index][0], tensors[index][1] + LOCAL) for index in here])
-        moved, index = torch.stack([self._changed[tensors[i][2]] for i in here]), self._on_device(here)
-        return places.index_copy(0, index, torch.where(moved, local, places[index]))
 
     def _together(self, values: Sequence[Tensor]) -> Tensor:
         """Return single digests as one tensor on the device; those of tensors in host memory, such as counts of steps, go there at once."""
@@ -453,31 +390,17 @@ class UpdateAudit(Observer):
     def _on_device(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
 
-    def _column(self, column: str, name: str) -> str:
-        return column + LOCAL if column in ("buffers", "ema") and name in self._written else column
-
-    def _agreed_table(self, found: Sequence[Entry], digests: Tensor) -> DigestTable:
+    def _agreed_table(self, found: Sequence[Entry]) -> DigestTable:
         """Return the table; it is made at the first digest, and where parameter groups were added. A collective then."""
         groups = {entry.column for entry in found if entry.column.startswith("weights.")}
         if self._table is not None and groups <= self._groups:
             return self._table
-        changed = {
-            entry.name
-            for entry, digest in zip(found, digests.tolist())
-            if entry.column == "buffers" and entry.name in self._begun and digest != int(self._begun[entry.name])
-        }
-        kinds = {
-            OWN: (self._domain.rank,),
-            **dict(self._runner.preparation.held_part(entry.tensor) for entry in found if entry.is_shared),
-        }
-        told = self._domain.gather_objects((groups, changed, kinds))
-        self._groups = set().union(*(groups for groups, _, _ in told))
-        self._written |= set().union(*(changed for _, changed, _ in told))
-        self._begun = {}
+        held = dict(self._runner.preparation.held_part(entry.tensor) for entry in found if entry.is_shared)
+        told = self._domain.gather_objects((groups, {OWN: (self._domain.rank,), **held}))
+        self._groups = set().union(*(groups for groups, _ in told))
         numbered = sorted(self._groups, key=lambda name: (len(name), name))
         states = [name.replace("weights.", "optimizer.", 1) for name in numbered if name != "weights.rest"]
-        columns = [*numbered, *states, "ema", "buffers", f"ema{LOCAL}", f"buffers{LOCAL}"]
-        self._table = DigestTable(columns, [kinds for _, _, kinds in told])
+        self._table = DigestTable([*numbered, *states, "ema", *OF_EACH_RANK], [kinds for _, kinds in told])
         return self._table
 
     # What travels with the collective of an update

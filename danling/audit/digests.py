@@ -27,14 +27,7 @@ FILE = "digests.jsonl"
 
 @dataclass(frozen=True)
 class DigestLine:
-    """The digests of one update.
-
-    Attributes:
-        step: Updates committed.
-        loss: Mean loss of the update.
-        grad_norm: Norm of its gradient before clipping.
-        digests: By column: `samples` of the update; weights, optimizer state, averages and buffers after it.
-    """
+    """The digests of one update."""
 
     step: int
     loss: float
@@ -102,8 +95,8 @@ def _exact(value: float | None) -> float | str | None:
 
 OWN = "own"
 """Kind of tensors of which every rank holds something else."""
-LOCAL = ".local"
-"""Ending of columns of tensors to which a forward writes on each rank by itself, so that copies of them rightly differ."""
+OF_EACH_RANK = ("buffers", "ema.buffers")
+"""Columns of buffers, to which a forward may write on each rank by itself: those of the first rank count, and they are not compared."""
 _HALF = 1 << 32
 _WORD = 1 << 64
 
@@ -113,14 +106,7 @@ Kinds = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Drift:
-    """A column in which ranks that hold copies differ.
-
-    Attributes:
-        kind: How its tensors are divided.
-        column: The column.
-        ranks: The ranks that differ from most of those that hold the same part; from the first one where no value has a majority.
-        others: The ranks that they differ from.
-    """
+    """A column in which ranks that hold copies differ."""
 
     kind: str
     column: str
@@ -173,7 +159,7 @@ class DigestTable:
     def drifted(self, rows: Sequence[Sequence[int]]) -> list[Drift]:
         """Return where ranks differ that hold copies, the first column first."""
         found = []
-        compared = [column for column in self.columns if not column.endswith(LOCAL)]
+        compared = [column for column in self.columns if column not in OF_EACH_RANK]
         for column in compared:
             for kind in self.kinds:
                 for holders in self._holders(kind).values() if kind != OWN else ():

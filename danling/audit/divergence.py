@@ -16,6 +16,8 @@ _REPEATABLE = frozenset({"loss", "grad_norm", "learning_rate"})
 """Metrics of single updates that are the same when a run is made again; others tell of its pace."""
 
 Pair = tuple[object, object]
+Figures = Mapping[str, Mapping[int, object]]
+"""By name and step."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,10 @@ def compare_runs(first: Run, second: Run) -> Comparison:
     }
     environments = read_environment(first.path), read_environment(second.path)
     digests = read_digests(first.path, first.problems), read_digests(second.path, second.problems)
-    figures = _of_digests(*digests), [_of_metrics(run) for run in (first, second)]
     shared = [
-        (name, of_first[name], of_second[name])
-        for of_first, of_second in figures
-        for name in of_first.keys() & of_second.keys()
-        if of_first[name].keys() & of_second[name].keys()
+        *_shared(*_of_digests(*digests)),
+        *_shared(*(_of_metrics(run) for run in (first, second))),
     ]
-    found = [divergence for each in shared if (divergence := first_difference(*each)) is not None]
     both = all(environments)
     return Comparison(
         settings,
@@ -97,20 +95,25 @@ def compare_runs(first: Run, second: Run) -> Comparison:
         _differences(*({key: run.git.get(key) for key in _CODE} for run in (first, second))),
         sorted(digests[0].keys() & digests[1].keys()),
         sorted(name for name, _, _ in shared),
-        sorted(found, key=lambda divergence: (divergence.step, _rank(divergence.figure), divergence.figure)),
-        {
-            name: share
-            for name, *both_runs in sorted(shared, key=lambda each: each[0])
-            if (share := largest_share(*both_runs))
-        },
+        _divergences(shared),
+        {name: share for name, *values in shared if (share := largest_share(*values))},
     )
 
 
 def compare_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> list[Divergence]:
     """Return where the digests of two runs diverge, the first one first."""
-    ours, theirs = _of_digests(first, second)
-    found = [first_difference(name, ours[name], theirs[name]) for name in ours.keys() & theirs.keys()]
-    return sorted((p for p in found if p is not None), key=lambda p: (p.step, _rank(p.figure), p.figure))
+    return _divergences(_shared(*_of_digests(first, second)))
+
+
+def _shared(first: Figures, second: Figures) -> list[tuple[str, Mapping[int, object], Mapping[int, object]]]:
+    """Return the figures that both runs have at one step at least."""
+    names = sorted(first.keys() & second.keys())
+    return [(name, first[name], second[name]) for name in names if first[name].keys() & second[name].keys()]
+
+
+def _divergences(shared: Sequence[tuple[str, Mapping[int, object], Mapping[int, object]]]) -> list[Divergence]:
+    found = [divergence for each in shared if (divergence := first_difference(*each)) is not None]
+    return sorted(found, key=lambda each: (each.step, _rank(each.figure), each.figure))
 
 
 def first_difference(name: str, first: Mapping[int, object], second: Mapping[int, object]) -> Divergence | None:

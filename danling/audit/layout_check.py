@@ -24,7 +24,7 @@ from danling.utils.messages import did_you_mean
 from danling.utils.process import held_port
 from danling.utils.protocols import ReductionDomain
 
-from .layout_record import WEIGHTS, RankRecord, count_updates, has_recorded, is_complete, read_ranks
+from .layout_record import WEIGHTS, RankRecord, count_updates, has_recorded, read_ranks
 from .layout_report import LayoutReport, NotChecked, compare_records
 from .program import ProgramEnd, end_program, kill_program, scratch_settings, start_program
 
@@ -35,12 +35,7 @@ _STACKS = ("ddp", "accelerate")
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout to check.
-
-    Attributes:
-        stack: Its stack.
-        degrees: Ranks along each axis, of those above 1.
-    """
+    """A layout to check."""
 
     stack: str
     degrees: Mapping[str, int]
@@ -160,10 +155,10 @@ def _train(
     settings = recording_settings(layout, place, options, alone=alone, weights=weights, samples=samples)
     with _started(command, settings, place, number, on_devices) as processes:
         end = time.monotonic() + options.timeout
-        while not is_complete(records, number):
+        while open_ranks := [rank for rank in range(number) if not has_recorded(records, rank)]:
             codes = [process.poll() for process in processes]
             # One that has ended well without having recorded all: the others wait for it, and fail later.
-            ended = [rank for rank, code in enumerate(codes) if code is not None and not has_recorded(records, rank)]
+            ended = [rank for rank in open_ranks if codes[rank] is not None and not has_recorded(records, rank)]
             if ended:
                 rank = next((rank for rank in ended if codes[rank]), ended[0])
                 raise _failed(place, rank, f"exit code {codes[rank]}", alone, options, samples)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name, dtype_of, is_sharded, local_part
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = "weights.pt"
 """File with the weights that the run on one process began with."""
-_KINDS, _SIZES = ("", "alpha_", "feature_", "feature_alpha_"), ("", "_", "1d", "2d", "3d")
-_DROPOUTS = frozenset(f"{kind}dropout{size}" for kind in _KINDS for size in _SIZES)
-"""Functions whose second argument is a dropout rate."""
 
 
 # The files
@@ -39,13 +35,7 @@ _DROPOUTS = frozenset(f"{kind}dropout{size}" for kind in _KINDS for size in _SIZ
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a tensor.
-
-    Attributes:
-        offset: Where it begins in the whole tensor, along each dimension.
-        shape: Of the whole tensor.
-        tensor: The part; `None` for a missing gradient.
-    """
+    """What a rank has of a tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -59,19 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """One update, as a rank saw it.
-
-    Attributes:
-        loss: Weighted mean over all ranks.
-        weight: Sum of the weights of all ranks, by which the gradient was divided.
-        samples: Samples of all ranks.
-        digest: Sum of the digests of the samples that this rank counts, an integer modulo 2^64.
-        norm: 2-norm of the whole gradient before clipping.
-        gradients: By name, before clipping.
-        weights: By name, after the update.
-        buffers: By name, after the update.
-        outputs: Sum of the elements, and of their squares, of the floating outputs of each module, in the order of the calls.
-    """
+    """One update, as a rank saw it."""
 
     loss: float
     weight: float
@@ -96,10 +74,8 @@ class RankRecord:
         before: Digests of the whole weights before the model was divided, by name.
         moved: Names of the weights that were other ones once the model was divided.
         initial: Names of weights that were not those of one process before they were replaced by these.
-        dropped: Whether dropout was switched off.
-        draws: Whether forward or backward drew random numbers all the same.
-        held_norms: Modules of batch normalization that used their running statistics.
-        batch_norms: Modules that normalize by the statistics of a batch all the same.
+        draws: Whether forward or backward drew random numbers.
+        batch_norms: Modules that normalize by the statistics of a batch, since they have no running ones.
         eps: Relative precision of the coarsest dtype of parameters and of outputs of modules.
         coarse: Whether outputs are coarser than the parameters.
         updates: Number of recorded updates.
@@ -112,9 +88,7 @@ class RankRecord:
     before: Mapping[str, int]
     moved: Sequence[str]
     initial: Sequence[str]
-    dropped: bool
     draws: bool
-    held_norms: int
     batch_norms: int
     eps: float
     coarse: bool
@@ -131,11 +105,6 @@ class RankRecord:
             for kind in ("gradients", "weights")
         }
         return UpdateRecord(**{**found, **parts})
-
-
-def is_complete(directory: Path, ranks: int) -> bool:
-    """Whether all ranks have written all that they record."""
-    return all(has_recorded(directory, rank) for rank in range(ranks))
 
 
 def has_recorded(directory: Path, rank: int) -> bool:
@@ -185,35 +154,6 @@ def _host(value: Tensor) -> Tensor:
 # What makes updates comparable
 
 
-class WithoutDropout(TorchFunctionMode):
-    """Sets the dropout rates of all calls of torch to 0 while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropped = False
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Make one call."""
-        name, arguments, named = getattr(func, "__name__", ""), list(args), dict(kwargs or {})
-        if "dropout" in name or "dropout_p" in named or name == "scaled_dot_product_attention":
-            self._clear_rate(name, arguments, named)
-        return func(*arguments, **named)
-
-    def _clear_rate(self, name: str, arguments: list[Any], named: dict[str, Any]) -> None:
-        place, key = (4, "dropout_p") if name not in _DROPOUTS else (1, "p")
-        rate = arguments[place] if len(arguments) > place else named.get(key, 0.5 if key == "p" else 0.0)
-        if not isinstance(rate, float) or rate == 0:
-            return
-        trains = arguments[2] if key == "p" and len(arguments) > 2 else named.get("training", named.get("train", True))
-        self.dropped |= bool(trains)
-        if len(arguments) > place:
-            arguments[place] = 0.0
-        else:
-            named[key] = 0.0
-
-
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return a batch with its floating tensors in another dtype: those in mappings, lists, tuples, and objects with `apply`."""
     if isinstance(value, Tensor):
@@ -261,55 +201,23 @@ def divided_batch(
 # The recorder
 
 
-@dataclass(frozen=True)
-class RecordSettings:
-    """What is recorded, and where: the settings under `audit.gradients`.
-
-    Attributes:
-        directory: Where each rank writes.
-        updates: How many updates.
-        weights: File with the weights to begin from; `None` writes those of the run.
-        dtype: What model and batches are cast to; `None` leaves them as they are.
-        compute_eps: Relative precision of autocast; 0 without it.
-    """
-
-    directory: Path
-    updates: int
-    weights: Path | None = None
-    dtype: torch.dtype | None = None
-    compute_eps: float = 0.0
-
-    @classmethod
-    def of(cls, section: Mapping[str, Any], precision: object) -> RecordSettings | None:
-        """Return the settings of a section `audit.gradients` under a setting `precision`; `None` where nothing is recorded."""
-        if section["dir"] is None:
-            return None
-        weights, dtype = section["weights"], section["dtype"]
-        coarse = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(precision).lower())
-        return cls(
-            Path(section["dir"]),
-            int(section["updates"]),
-            weights=None if weights is None else Path(weights),
-            dtype=None if dtype is None else dtype_of(dtype),
-            compute_eps=0.0 if coarse is None else torch.finfo(coarse).eps,
-        )
-
-
 class LayoutRecorder(Observer):
     """Records the first updates of a run, and ends the program after them."""
 
     critical = True
 
-    def __init__(self, settings: RecordSettings, runner: TorchRunner) -> None:
-        self.settings = settings
-        self.calls = WithoutDropout()
+    def __init__(self, runner: TorchRunner) -> None:
+        section = runner.config.audit.gradients
+        self._directory, self._updates, self._weights = Path(str(section.dir)), int(section.updates), section.weights
+        self._dtype = None if section.dtype is None else dtype_of(section.dtype)
+        coarse = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(runner.config.precision).lower())
+        self._compute_eps = 0.0 if coarse is None else torch.finfo(coarse).eps
         self._runner = runner
         self._hasher = Hasher(torch.device("cpu"))
         self._whole: dict[str, Tensor] = {}
         self._before: dict[str, int] = {}
         self._moved: list[str] = []
         self._initial: list[str] = []
-        self._norms: list[nn.Module] = []
         self._begun = False
         self._counts = False
         self._digest = 0
@@ -324,7 +232,7 @@ class LayoutRecorder(Observer):
 
     def prepare(self, model: nn.Module, criterion: object) -> None:
         """Cast model and criterion, and keep the whole weights, before anything is divided or wrapped."""
-        dtype = self.settings.dtype
+        dtype = self._dtype
         for module in (model, criterion):
             if dtype is not None and isinstance(module, nn.Module):
                 module._apply(lambda value: value.to(dtype) if value.is_floating_point() else value)  # type: ignore[no-untyped-call]
@@ -342,18 +250,16 @@ class LayoutRecorder(Observer):
         if self._begun:
             return
         self._begun = True
-        model = self._runner.unwrapped_model
-        self._norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-        for name, module in model.named_modules():
+        for name, module in self._runner.unwrapped_model.named_modules():
             module.register_forward_hook(self._watch(canonical_name(name)))
         criterion = self._runner.criterion
-        if self.settings.weights is None:
+        if self._weights is None:
             states = [self._runner.model_state_dict()]
             states.append(criterion.state_dict() if isinstance(criterion, nn.Module) else {})
             kept = [{k: _host(v) for k, v in state.items() if isinstance(v, Tensor)} for state in states]
-            torch.save({"model": kept[0], "criterion": kept[1]}, self.settings.directory / WEIGHTS)
+            torch.save({"model": kept[0], "criterion": kept[1]}, self._directory / WEIGHTS)
             return
-        found = torch.load(self.settings.weights, weights_only=True)
+        found = torch.load(self._weights, weights_only=True)
         self._initial = self._differing(found["model"])
         self._runner.load_model(found["model"], partial=True)
         if isinstance(criterion, nn.Module):
@@ -379,10 +285,13 @@ class LayoutRecorder(Observer):
         self._counts = counts
         if counts and self._runner.placement.counts_samples:
             self._digest += int(self._hasher.digest_samples(data))
-        for module in self._norms:
-            module.training = False
+        for module in self._runner.unwrapped_model.modules():
+            # No dropout, and running statistics; cuDNN has the backward of a recurrent layer in training only.
+            module.training = isinstance(module, nn.RNNBase)
+            if isinstance(module, nn.RNNBase):
+                module.dropout = 0.0
         self._streams = _streams()
-        return moved if self.settings.dtype is None else cast_floating(moved, self.settings.dtype)
+        return moved if self._dtype is None else cast_floating(moved, self._dtype)
 
     def ran(self) -> None:
         """Note whether the micro-batch has drawn random numbers."""
@@ -435,13 +344,13 @@ class LayoutRecorder(Observer):
             buffers = self._runner.unwrapped_model.named_buffers()
             self._update["buffers"] = {canonical_name(name): _host(local_part(buffer)) for name, buffer in buffers}
         self._write_update({name: float(value) for name, value in figures.items()})
-        if self._made == self.settings.updates or not outcome.committed:
+        if self._made == self._updates or not outcome.committed:
             self._write_rank()
             raise SystemExit(0)
 
     def _write_update(self, figures: Mapping[str, float]) -> None:
         self._made += 1
-        place = _update_file(self.settings.directory, self._runner.rank, self._made)
+        place = _update_file(self._directory, self._runner.rank, self._made)
         torch.save({**self._update, **figures}, place)
 
     def _write_rank(self) -> None:
@@ -457,7 +366,7 @@ class LayoutRecorder(Observer):
         named = list(runner.named_parameters())
         owned = {id(p) for group in runner.optimizer.param_groups for p in group["params"]}
         # SyncBatchNorm is left out: the statistics of all ranks together do not depend on the layout.
-        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
         finest = max((torch.finfo(p.dtype).eps for _, p in named if p.is_floating_point()), default=0.0)
         coordinate, degrees = runner.preparation.place()
         return RankRecord(
@@ -468,14 +377,12 @@ class LayoutRecorder(Observer):
             before=self._before,
             moved=self._moved,
             initial=self._initial,
-            dropped=self.calls.dropped,
             draws=self._draws,
-            held_norms=len(self._norms),
-            batch_norms=sum(norm.running_mean is None for norm in norms),
-            eps=max(self.settings.compute_eps, self._eps, finest),
+            batch_norms=sum(not isinstance(norm, nn.SyncBatchNorm) for norm in norms),
+            eps=max(self._compute_eps, self._eps, finest),
             coarse=self._eps > finest,
             updates=self._made,
-            directory=self.settings.directory,
+            directory=self._directory,
         )
 
 

@@ -369,26 +369,24 @@ def _summary(
 def _why_undecided(one: RankRecord, ranks: Sequence[RankRecord], layout: Layout) -> str | None:
     """Return what in the model makes the loss depend on the layout rightly; `None` where nothing does."""
     if one.draws or any(rank.draws for rank in ranks):
-        return "the forward pass draws random numbers that are no dropout of torch; switch that off for the check"
+        return "the forward pass draws random numbers also in evaluation mode; switch that off for the check"
     if one.batch_norms and (layout.replicas > 1 or "pipeline" in layout.degrees):
         return "batch normalization without running statistics depends on the samples that a rank has at once"
     return None
 
 
 def _notes(one: RankRecord, ranks: Sequence[RankRecord]) -> list[str]:
-    notes = []
-    if one.dropped:
-        notes.append("Dropout was switched off.")
+    notes = [
+        "The model ran in evaluation mode: without dropout, and with the running statistics of batch normalization."
+    ]
     if one.draws or any(rank.draws for rank in ranks):
-        notes.append("The forward pass draws random numbers that are no dropout of torch.")
+        notes.append("The forward pass draws random numbers all the same.")
     initial = sorted({name for rank in ranks for name in rank.initial})
     if initial:
         shown = ", ".join(initial[:3]) + (", ..." if len(initial) > 3 else "")
         notes.append(
             f"The initial weights of {len(initial)} parameters ({shown}) depend on the layout; both sides began with those of one process."
         )
-    if one.held_norms:
-        notes.append(f"Batch normalization ({one.held_norms}) used its running statistics.")
     coarse = max((rank.eps for rank in (one, *ranks) if rank.coarse), default=0.0)
     if coarse:
         notes.append(

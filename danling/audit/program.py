@@ -50,12 +50,7 @@ def settings_of_others(root: Path) -> tuple[dict[str, object], dict[str, object]
 
 @dataclass(frozen=True)
 class ProgramEnd:
-    """How a program ended.
-
-    Attributes:
-        code: Its exit code; negative is the signal that ended it, `None` where it was ended here since its time was over.
-        log: The file with what it printed.
-    """
+    """How a program ended."""
 
     code: int | None
     log: Path

@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint of a run.
-
-    Attributes:
-        path: Where it lies.
-        step: Updates committed.
-        epoch: Epochs completed.
-    """
+    """A checkpoint of a run."""
 
     path: Path
     step: int
@@ -192,16 +186,7 @@ def audit_run(
 
 @dataclass(frozen=True)
 class Retraining:
-    """A stretch of a run that is trained again in a directory of its own.
-
-    Attributes:
-        run: The run directory.
-        directory: Where it is trained again.
-        start: The checkpoint that it begins from; `None` from scratch.
-        end: The checkpoint that the end is compared with.
-        settings: By which a program does it, by dotted key.
-        meant: Which of the runs of a program is the one, and what others get, so that they write nowhere else.
-    """
+    """A stretch of a run that is trained again in a directory of its own."""
 
     run: Path
     directory: Path

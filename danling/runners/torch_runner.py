@@ -141,7 +141,6 @@ class TorchRunner(BaseRunner):
         recorder = None if self._parts.audits is None else self._parts.audits.recorder
         if recorder is not None:
             recorder.prepare(self.model, self.criterion)
-            self._closers.enter_context(recorder.calls)
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)

@@ -43,7 +43,7 @@ def test_what_stood_behind_the_step_of_a_resume_is_cut_off_and_an_unfinished_lin
 
 # Two replicas of a model whose large tensors are divided in two: ranks 0 and 2 hold the first half, 1 and 3 the second.
 RANKS = [{OWN: (r,), "shard": (r % 2,), "whole": ()} for r in range(4)]
-COLUMNS = ["weights.0", "buffers.local"]
+COLUMNS = ["weights.0", "buffers"]
 
 
 def summed(table: DigestTable, cells: list[list[int]]) -> list[list[int]]:
@@ -64,7 +64,7 @@ def filled(table: DigestTable) -> list[list[int]]:
     for rank, row in enumerate(rows):
         row[table.place("shard", "weights.0")] = 100 + rank % 2
         row[table.place("whole", "weights.0")] = 7
-        row[table.place("whole", "buffers.local")] = 1000 * (rank + 1)
+        row[table.place("whole", "buffers")] = 1000 * (rank + 1)
         row[table.place(OWN, "weights.0")] = rank
         row[-1] = 10**rank
     return rows
@@ -73,7 +73,7 @@ def filled(table: DigestTable) -> list[list[int]]:
 def test_each_part_counts_once_and_copies_agree() -> None:
     table = DigestTable(COLUMNS, RANKS)
     rows = filled(table)
-    assert table.totals(rows) == {"weights.0": 100 + 101 + 7 + 6, "buffers.local": 1000, "samples": 1111}
+    assert table.totals(rows) == {"weights.0": 100 + 101 + 7 + 6, "buffers": 1000, "samples": 1111}
     assert table.drifted(rows) == []
     rows[0][-1] = (1 << 64) - 1
     assert table.totals(rows)["samples"] == 1109  # modulo 2^64

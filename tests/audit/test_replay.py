@@ -55,9 +55,7 @@ def test_a_flip_ends_the_run_with_the_state_from_before_saved_and_the_run_resume
 @pytest.mark.parametrize(
     "more",
     [
-        {},
-        {"audit.replays": 2, "audit.replay_interval": 3},
-        {"ema.enabled": True},
+        {"audit.replays": 2, "audit.replay_interval": 3, "ema.enabled": True},
         {"compile.enable": True, "compile.backend": "aot_eager"},
         {"accum_steps": 1, "dataloader": {"global_batch_size": 8, "micro_batch_size": "auto"}},
     ],

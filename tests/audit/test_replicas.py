@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.calls import calls_into
 from support.processes import run_outcomes, run_processes
 from support.toys import NoisyPoints
 from torch import Tensor, nn
@@ -19,11 +18,11 @@ from danling.utils.tensors import local_part, whole
 
 
 class Small(dl.Runner):
-    """A network with a constant buffer and statistics of its own; flips a bit of something where it is told.
+    """A network with statistics of its own; flips a bit of something where it is told.
 
     Args:
         config: The configuration.
-        flip: What is flipped: `weight`, `moment`, `buffer`; `None` for nothing.
+        flip: What is flipped: `weight`, `moment`; `None` for nothing.
         at: The update after which it is.
         rank: The rank on which it is.
     """
@@ -32,7 +31,6 @@ class Small(dl.Runner):
         super().__init__(config)
         self.flip, self.flip_at, self.flip_rank = flip, at, rank
         self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-        self.model.register_buffer("scale", torch.full((3,), 1.5))
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": NoisyPoints(64)}
 
@@ -49,23 +47,9 @@ class Small(dl.Runner):
         flipped = {
             "weight": lambda: weight,
             "moment": lambda: self.optimizer.state[weight]["exp_avg_sq"],
-            "buffer": lambda: self.unwrapped_model.scale,
         }[self.flip]()
         with torch.no_grad():
             local_part(flipped.detach()).view(torch.int32).view(-1)[0] ^= 1
-
-
-class Thawed(Small):
-    """Statistics of batch normalization that are frozen at first, which DDP does not make equal."""
-
-    def ddp_kwargs(self) -> dict[str, Any]:
-        """Let each rank keep buffers of its own."""
-        return {**super().ddp_kwargs(), "broadcast_buffers": False}
-
-    def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
-        """Let the statistics follow the batches from the fifth update on."""
-        self.unwrapped_model[1].train(self.state.train.global_step >= 4)
-        return super().train_step(data)
 
 
 def settings(root: Path | str, **more: Any) -> dict[str, Any]:
@@ -78,26 +62,6 @@ def settings(root: Path | str, **more: Any) -> dict[str, Any]:
         "audit.digest_interval": 2,
     }
     return config | {"optim": {"type": "adamw", "lr": 0.01}, "dataloader": {"batch_size": 4}} | more
-
-
-def thaw(root: str, *flip: Any) -> None:
-    with Thawed(settings(root, **{"ema.enabled": True}), *flip) as runner:
-        runner.train()
-
-
-def test_a_buffer_that_forwards_write_to_from_some_update_on_is_no_drift(tmp_path: Path) -> None:
-    run_processes(thaw, str(tmp_path), world_size=2)
-    lines = read_digests(tmp_path)
-    assert list(lines) == [2, 4, 6, 8]
-    assert ["buffers.local" in lines[step].digests for step in lines] == [False, False, True, True]
-    assert lines[4].digests["buffers"] != lines[6].digests["buffers"] == lines[8].digests["buffers"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_bit_of_a_constant_buffer_is_found_beside_buffers_that_change(rank: int, tmp_path: Path) -> None:
-    for outcome in run_outcomes(thaw, str(tmp_path), "buffer", 6, rank, world_size=2):
-        assert isinstance(outcome.error, ReplicaDriftError), outcome.traceback
-        assert "after update 6. Received: rank 1 differs from rank 0 in 'scale' and 0 more" in str(outcome.error)
 
 
 def train(root: str, more: dict[str, Any], *flip: Any) -> dict[str, Tensor]:
@@ -120,7 +84,6 @@ HSDP = {"stack": "parallel", "parallel.axes.replicate": 2, "parallel.axes.shard"
     [
         ("weight", "'3.weight' .* in 'weights.0'"),
         ("moment", "'3.weight/exp_avg_sq' .* in 'optimizer.0'"),
-        ("buffer", "'scale' .* in 'buffers'"),
     ],
 )
 def test_a_flipped_bit_on_one_of_two_ranks_is_named_and_not_saved(what: str, named: str, tmp_path: Path) -> None:
@@ -180,7 +143,7 @@ def test_a_run_that_resumes_writes_the_digests_that_it_would_have_written(tmp_pa
     train(str(tmp_path / "parts"), {"auto_resume": True})
     whole, parts = read_digests(tmp_path / "whole"), read_digests(tmp_path / "parts")
     assert list(whole) == [2, 4, 6, 8] and whole == parts
-    assert {*whole[2].digests} == {"weights.0", "optimizer.0", "buffers", "buffers.local", "samples"}
+    assert {*whole[2].digests} == {"weights.0", "optimizer.0", "buffers", "samples"}
 
 
 def test_trained_weights_and_checkpoints_are_those_of_a_run_without(tmp_path: Path) -> None:
@@ -188,12 +151,3 @@ def test_trained_weights_and_checkpoints_are_those_of_a_run_without(tmp_path: Pa
     without = train(str(tmp_path / "without"), {"audit.digest_interval": None})
     assert all(torch.equal(with_it[name], without[name]) for name in without)
     assert not (tmp_path / "without" / "digests.jsonl").exists()
-
-
-def test_nothing_of_the_room_is_called_in_an_update_when_it_is_off(tmp_path: Path) -> None:
-    with (
-        Small(settings(tmp_path, **{"audit.digest_interval": None})) as runner,
-        calls_into("/danling/audit/") as called,
-    ):
-        runner.train()
-    assert called == []

@@ -144,9 +144,9 @@ def test_a_first_difference_is_between_steps_that_both_have() -> None:
 def test_a_column_that_one_run_has_no_tensors_in_parts_from_that_of_the_other() -> None:
     """A constant buffer that changes stands with those that forwards write to from then on; the column that it leaves counts."""
     whole = {step: DigestLine(step, 0.5, None, {"weights.0": 1, "buffers": 2}) for step in (1, 2)}
-    changed = {1: whole[1], 2: DigestLine(2, 0.5, None, {"weights.0": 1, "buffers.local": 3})}
+    changed = {1: whole[1], 2: DigestLine(2, 0.5, None, {"weights.0": 1, "ema.buffers": 3})}
     parted = [(found.figure, found.step, found.last_equal) for found in compare_digests(whole, changed)]
-    assert parted == [("buffers", 2, 1), ("buffers.local", 2, 1)] and compare_digests(whole, whole) == []
+    assert parted == [("buffers", 2, 1), ("ema.buffers", 2, 1)] and compare_digests(whole, whole) == []
 
 
 def test_damaged_digests_are_named_and_do_not_pass_for_equal_ones(

@@ -12,7 +12,7 @@ from support.attributes import CASES, keep
 from support.engines import needs_deepspeed
 from support.processes import run_outcomes, run_processes
 
-LAYOUTS = {"ddp-1": ("ddp", 1), "ddp-2": ("ddp", 2), "dcp-2": ("dcp", 2), "fsdp-2": ("fsdp", 2), "zero-2": ("zero", 2)}
+LAYOUTS = {"ddp-2": ("ddp", 2), "fsdp-2": ("fsdp", 2), "dcp-2": ("dcp", 2), "zero-2": ("zero", 2)}
 WHAT = [*CASES, "weights", "requires_grad", "buffers", "ties"]
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,24 +28,22 @@ def _rest(stack: str, root: str, more: dict[str, Any] | None = None, constant: i
     return keep(stack, f"{root}/parts", {"auto_resume": True, **(more or {})}, constant=constant)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=needs_deepspeed if "zero" in n else ()) for n in LAYOUTS])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
-    """Of each rank: the run that was not stopped, and the one that went on in another process."""
-    stack, world_size = LAYOUTS[request.param]
-    root = str(tmp_path_factory.mktemp(request.param))
-    whole = run_processes(_both, stack, root, world_size=world_size, timeout=120)
-    parts = run_processes(_rest, stack, root, constant=2, world_size=world_size, timeout=120)
-    return list(zip(whole, parts, strict=True))
-
-
-@pytest.mark.parametrize("what", WHAT)
-def test_a_resumed_run_has_what_the_uninterrupted_one_has(what: str, runs: list[tuple[Any, Any]]) -> None:
-    for whole, parts in runs:
-        assert parts[what] == whole[what]
-
-
-def test_values_were_changed_and_secrets_places_and_constants_are_the_programs(runs: list[tuple[Any, Any]]) -> None:
-    for whole, parts in runs:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "ddp-2",
+        "fsdp-2",
+        pytest.param("dcp-2", marks=pytest.mark.slow),
+        pytest.param("zero-2", marks=[pytest.mark.slow, needs_deepspeed]),
+    ],
+)
+def test_a_resumed_run_has_what_the_uninterrupted_one_has(layout: str, tmp_path: Path) -> None:
+    """Secrets, places and constants are those that the program sets anew."""
+    stack, world_size = LAYOUTS[layout]
+    ranks = run_processes(_both, stack, str(tmp_path), world_size=world_size, timeout=120)
+    resumed = run_processes(_rest, stack, str(tmp_path), constant=2, world_size=world_size, timeout=120)
+    for whole, parts in zip(ranks, resumed, strict=True):
+        assert [what for what in WHAT if parts[what] != whole[what]] == []
         assert whole["requires_grad"] == [True] * 4 and whole["ties"] == [True, True]
         # Three epochs in one process, one in the other; a constant that the script sets anew stays new.
         tokens = [found["left out"][0].count("t") for found in (whole, parts)]
@@ -53,7 +51,7 @@ def test_values_were_changed_and_secrets_places_and_constants_are_the_programs(r
         assert (whole["left out"][2], parts["left out"][2]) == (1, 2)
 
 
-@pytest.mark.parametrize("stack", ["ddp", "fsdp"])
+@pytest.mark.parametrize("stack", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_with_the_attributes_of_its_last_save(stack: str, tmp_path: Path) -> None:
     whole = run_processes(keep, stack, str(tmp_path / "whole"), timeout=120)
     killed = run_outcomes(keep, stack, str(tmp_path / "parts"), dies_at=5, timeout=120)

@@ -120,7 +120,7 @@ def told(run: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("where", "rank"), [("data", 0), ("computing", STUCK)])
+@pytest.mark.parametrize(("where", "rank"), [pytest.param("data", 0, marks=pytest.mark.slow), ("computing", STUCK)])
 def test_one_warning_names_the_rank_that_the_others_wait_for(where: str, rank: int, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_processes(_trained, where, run, {}, rank, world_size=4, timeout=120)
@@ -137,6 +137,7 @@ def test_one_warning_names_the_rank_that_the_others_wait_for(where: str, rank: i
     assert "loss.backward()" in files[1].read_text()
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_as_a_whole_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_processes(_trained, "silent", run, {}, world_size=4, timeout=120)
@@ -179,7 +180,7 @@ class Even(Stuck):
 
 def _even(directory: Path) -> int:
     config = {
-        "steps": 40,
+        "steps": 20,
         "seed": 1,
         "dir": str(directory),
         "dataloader": {"batch_size": 2},

@@ -138,9 +138,12 @@ def _compare(one: dict[str, Any], ranks: list[dict[str, Any]], tolerance: float 
 
 
 # Further variants of what other layouts show: left to `make test-all`. Each axis stays, and of the schedules one that is plain, one that
-# interleaves and one that runs in a V; of combinations, that of three axes, and those of axes that have to know of each other.
+# interleaves and one that runs in a V; of combinations, those of axes that have to know of each other.
 _SLOW = {
     "FSDP 2",
+    "FSDP 2, named blocks",
+    "FSDP 2, recomputed",
+    "PP 2 x TP 2 x FSDP 2",
     "PP 2, 1F1B",
     "PP 2 x FSDP 2",
     "FSDP 2, reduced every time",
@@ -185,8 +188,7 @@ def test_a_layout_equals_one_process_in_float32(name: str, tmp_path: Path) -> No
     [
         "FSDP 2",
         "PP 2, Interleaved1F1B",
-        "CP 2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("PP 2, 1F1B", "PP 2 x FSDP 2")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("CP 2", "PP 2, 1F1B", "PP 2 x FSDP 2")),
     ],
 )
 def test_a_ragged_end_of_an_epoch_equals_one_process(name: str, tmp_path: Path) -> None:

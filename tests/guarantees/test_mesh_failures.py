@@ -81,7 +81,7 @@ def hang(config: Mapping[str, Any]) -> None:
         runner.train()
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"shard": 2}, pytest.param({"pipeline": 2}, marks=pytest.mark.slow)], ids=str)
 def test_the_timeout_of_training_reaches_the_groups_of_the_mesh(axes: dict[str, int], tmp_path: Path) -> None:
     """The first update may take its time; then a rank that does not answer is an error on the others."""
     config = {

@@ -120,7 +120,7 @@ class Regression(dl.TorchRunner):
 
 def descend(root: str, accum_steps: int, batch_size: int) -> Tensor:
     """Full-batch steps made of unequal micro-batches: the last window of an epoch is the only one."""
-    config = {"epochs": 60, "seed": 0, "accum_steps": accum_steps, "workspace_root": root, "log": False}
+    config = {"epochs": 30, "seed": 0, "accum_steps": accum_steps, "workspace_root": root, "log": False}
     config["dataloader"] = {"batch_size": batch_size, "drop_last": False}
     config["checkpoint.load_only"] = True
     with Regression(config) as runner:
@@ -129,7 +129,7 @@ def descend(root: str, accum_steps: int, batch_size: int) -> Tensor:
 
 
 def test_logistic_regression_reaches_one_optimum(tmp_path: Path) -> None:
-    layouts = [(1, 1, 599), (1, 3, 234), (2, 1, 300), (2, 3, 117)]
+    layouts = [(1, 1, 599), (1, 3, 234), (2, 3, 117)]
     found = [
         run_processes(descend, str(tmp_path / f"{world}-{accum}"), accum, size, world_size=world, timeout=100)[0]
         for world, accum, size in layouts

@@ -50,7 +50,7 @@ def run_script(mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "world_size"),
-    [("async", 2), pytest.param("disabled", 1, marks=pytest.mark.slow), ("async_with_pinned_mem", 2)],
+    [pytest.param("async", 2, marks=pytest.mark.slow), ("async_with_pinned_mem", 2)],
 )
 def test_a_script_without_a_guard_runs_once_on_each_rank(tmp_path: Path, mode: str, world_size: int) -> None:
     Path("train.py").write_text(SCRIPT)
@@ -86,6 +86,7 @@ def save_and_die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_writer_ends_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     (outcome,) = run_outcomes(save_and_die, world_size=1)
     assert isinstance(outcome.error, ProcessFailure)
