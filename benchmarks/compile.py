@@ -110,12 +110,13 @@ def start(kind: str, folder: str, portable: str, *, loads: bool, small: bool, ba
     import torch._inductor.compile_fx  # what every start imports is no part of it
 
     with tempfile.TemporaryDirectory() as root:
-        compile = {"backend": backend, "precompile_artifact_dir": folder}
-        with Benchmarked(settings(root, stack="graph", compile=compile), kind, small=small) as runner:
+        compile = {"enable": True, "backend": backend, "precompile_artifact_dir": folder}
+        with Benchmarked(settings(root, compile=compile), kind, small=small) as runner:
             begin = 0.0
             if loads and Path(portable).exists():
                 begin = time.perf_counter()
                 assert runner.compilation is not None
+                runner.compilation.open()
                 with runner.compilation.settings():
                     torch.compiler.load_cache_artifacts(Path(portable).read_bytes())
                 begin = time.perf_counter() - begin

@@ -165,7 +165,7 @@ def read_memory_policy(policy: str | None) -> tuple[str, float]:
 
 
 # Settings that only one stack, or only one backend of checkpoints, reads.
-_READ_BY_STACK = {"graph": ("compile.precompile_artifact_dir", "compile.memory_policy")}
+_READ_BY_STACK = {"graph": ("compile.memory_policy",)}
 _READ_BY_BACKEND = {"dcp": ("checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend")}
 
 _SWITCHES = {

@@ -128,6 +128,7 @@ _SETTINGS_ELSEWHERE = {
     "checkpoint.interval": "save_steps save_every save_interval checkpoint_every every_n_epochs",
     "checkpoint.keep_latest_k": "save_total_limit save_top_k keep_last",
     "compile.enable": "torch_compile compile_model",
+    "compile.precompile_artifact_dir": "artifact_dir shared_dir",
     "dataloader.batch_size": "per_device_train_batch_size train_batch_size bs",
     "dataloader.num_workers": "dataloader_num_workers workers",
     "dataloader.pin_memory": "dataloader_pin_memory",

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from danling.config.checks import read_memory_policy
 from danling.distributed import Domain
 from danling.training import Compilation, call_model
+from danling.training.artifacts import ArtifactDirectory
 from danling.training.preparation import ModelPreparation
-
-from .artifacts import ArtifactDirectory
 
 PASS_VERSION = 1
 """To be counted up with every change of `keep_random_operations`. The pass is no part of the keys of torch's caches, so that code of an
@@ -158,7 +157,7 @@ def _forward_and_loss(model: object, loss: Any, inputs: object, target: Any) -> 
 
 
 class GraphCompilation(Compilation):
-    """Compiles under a memory policy, out of a folder of compiled code and into it.
+    """Compiles forward and loss under a memory policy.
 
     Every size of a batch has a graph of its own unless `dynamic` is set: what is computed with a batch then depends on nothing that the
     process has seen before, and a run that is resumed in the middle of an epoch computes the same.
@@ -172,22 +171,21 @@ class GraphCompilation(Compilation):
         policy: MemoryPolicy,
         artifacts: ArtifactDirectory | None,
         recomputation: Recomputation | None,
-        barrier: Callable[[], None],
-        leads: bool,
     ) -> None:
         given = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
         options = {"fullgraph": True, "dynamic": False}
         options |= {name: value for name, value in given.items() if value is not None}
         # What cuts a graph at the buckets of DistributedDataParallel cannot cut one with a part that is computed again.
         cuts = "no_optimization" if recomputation is not None else settings["optimize_ddp"]
-        super().__init__(options, optimize_ddp=cuts if distributed else None, within=self._configured)
-        self._artifacts = artifacts
+        super().__init__(
+            options, optimize_ddp=cuts if distributed else None, artifacts=artifacts, within=self._configured
+        )
         self._recomputation = recomputation
-        self._barrier = barrier
-        self._leads = leads
-        self._several = distributed
-        self._patches = _patches(policy, keeps_code=artifacts is not None)
-        self._sealed = -1
+        functorch: Any = import_module("torch._functorch.config")
+        divided = policy.settings(functorch.joint_custom_pass)
+        # The pass is no part of the keys of torch's caches, in whatever folder they are.
+        tag = import_module("torch.compiler.config").patch(cache_key_tag=policy.tag)
+        self._patches = [functorch.patch(divided), tag]
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function compiled, whose errors say what to do about them."""
@@ -217,26 +215,12 @@ class GraphCompilation(Compilation):
         with ExitStack() as stack:
             for patch in self._patches:
                 stack.enter_context(patch)
-            if self._artifacts is not None:
-                stack.enter_context(self._artifacts.entered())
             if self._recomputation is not None:
                 stack.enter_context(self._recomputation.entered())
             yield
 
-    def open(self) -> None:
-        """Look into the folder of compiled code. Call on all ranks."""
-        if self._artifacts is None:
-            return
-        if self._leads:
-            self._artifacts.open()
-            with self.settings():
-                self._artifacts.load_portable()
-        self._barrier()
-        if not self._leads:
-            self._artifacts.open(leads=False)
-
     def after_first_update(self, *, speaks: bool) -> None:
-        """Say when nothing was compiled, and list what was, while no process compiles. Call on all ranks."""
+        """Refuse a `train_step` that called nothing that was compiled. Call on all ranks."""
         if not self.calls:
             raise ValueError(
                 "Expected a `train_step` that calls super().train_step(data): with stack='graph' that is the compiled function of forward "
@@ -244,37 +228,6 @@ class GraphCompilation(Compilation):
                 "compile.enable."
             )
         super().after_first_update(speaks=speaks)
-        if self._artifacts is not None:
-            self._barrier()
-            self._seal(everything=True)
-            self._barrier()
-
-    def _seal(self, *, everything: bool) -> None:
-        if self._artifacts is not None and self._leads and self.graphs > max(self._sealed, 0):
-            self._artifacts.seal(everything=everything)
-            self._sealed = self.graphs
-
-    def close(self) -> None:
-        """List what was compiled since, and let go of the folder. A second call does nothing."""
-        self._seal(everything=not self._several)
-        if self._artifacts is not None:
-            self._artifacts.close()
-        super().close()
-
-
-def _patches(policy: MemoryPolicy, *, keeps_code: bool) -> list[Any]:
-    """Return the settings of torch's compiler, as contexts that may be entered again and again."""
-    functorch: Any = import_module("torch._functorch.config")
-    divided = policy.settings(functorch.joint_custom_pass)
-    if keeps_code:
-        divided["enable_autograd_cache"] = True
-    # The pass is no part of the keys of torch's caches, in whatever folder they are.
-    patches = [functorch.patch(divided), import_module("torch.compiler.config").patch(cache_key_tag=policy.tag)]
-    if keeps_code:
-        # A precompiled header lies outside of the folder, and the compiler is asked at each start whether it still fits.
-        inductor = import_module("torch._inductor.config")
-        patches.append(inductor.patch({"fx_graph_cache": True, "cpp_cache_precompile_headers": False}))
-    return patches
 
 
 class GraphPreparation(ModelPreparation):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from danling.config import RunnerConfig
-from danling.graph.artifacts import ArtifactDirectory, fingerprint
 from danling.graph.compilation import (
     GraphCompilation,
     GraphPreparation,
@@ -19,6 +17,7 @@ from danling.graph.compilation import (
 )
 from danling.graph.compiler import check_compiler
 from danling.mesh.fsdp import find_blocks
+from danling.training.artifacts import artifacts_of
 
 from .torch_runner import TorchRunner
 
@@ -31,8 +30,7 @@ class GraphRunner(TorchRunner):
     and EMA stay outside, as on every stack. Evaluation and inference run the model as it is, uncompiled. `compile.enable` need not be
     set; `compile.fullgraph` is true and `compile.dynamic` false unless they are set.
 
-    `compile.memory_policy` says what is kept for the backward, `compile.precompile_artifact_dir` where compiled code is kept for the next
-    start.
+    `compile.memory_policy` says what is kept for the backward.
 
     Raises:
         ValueError: If there is no compiler, `train_step` is overridden without calling that of the library, or a setting is none that can
@@ -99,23 +97,10 @@ class GraphRunner(TorchRunner):
             self.config.compile,
             distributed=self.distributed,
             policy=policy,
-            artifacts=self._artifacts(model, policy),
+            artifacts=artifacts_of(self, title=str(policy), policy=policy.tag),
             recomputation=Recomputation(blocks) if policy.kind == "recompute" else None,
-            barrier=self.world.barrier,
-            leads=self.is_local_main_process,
         )
         self._closers.callback(self.compilation.close)
-        self.compilation.open()
-
-    def _artifacts(self, model: nn.Module, policy: MemoryPolicy) -> ArtifactDirectory | None:
-        settings = self.config.compile.plain()
-        root = settings.pop("precompile_artifact_dir")
-        if root is None:
-            return None
-        settings.pop("memory_policy")
-        loss = [type(self.criterion), type(self)]
-        parts = fingerprint(model, loss=loss, settings=settings, policy=policy.tag, device=self.device)
-        return ArtifactDirectory(Path(root).absolute(), parts, title=str(policy), portable=self.device.type == "cuda")
 
     def _pred_and_loss(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
         pred, loss = self.preparation.function(self.model)(inputs, target)

@@ -53,6 +53,7 @@ from danling.training import (
     prediction_of,
     unpack_batch,
 )
+from danling.training.artifacts import artifacts_of
 from danling.training.canonical import CanonicalReduction, CanonicalSum
 from danling.training.component_checks import check_metrics, misnamed_overrides, warn_of
 from danling.training.component_parts import carry_of_all, component_parts, progress_parts
@@ -306,7 +307,8 @@ class TorchRunner(BaseRunner):
         if not self.config.compile.enable:
             return
         if self.compilation is None:
-            self.compilation = Compilation.of(self.config.compile, distributed=self.distributed)
+            artifacts = artifacts_of(self)
+            self.compilation = Compilation.of(self.config.compile, distributed=self.distributed, artifacts=artifacts)
             self._closers.callback(self.compilation.close)
         for module in modules:
             self.compilation.compile(module)

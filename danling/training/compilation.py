@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .artifacts import ArtifactDirectory
+
 logger = logging.getLogger("danling")
 
 
@@ -30,6 +32,7 @@ class Compilation:
     Args:
         options: Arguments of `torch.compile`, such as `backend` and `fullgraph`.
         optimize_ddp: `torch._dynamo.config.optimize_ddp` while anything is compiled; `None` leaves it as the process has it.
+        artifacts: Where compiled code is kept; `None` leaves it where torch puts it.
         within: Returns a context around every call of what is compiled, for settings of the compiler beyond these.
     """
 
@@ -38,6 +41,7 @@ class Compilation:
         options: Mapping[str, Any] | None = None,
         *,
         optimize_ddp: str | bool | None = None,
+        artifacts: ArtifactDirectory | None = None,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.options = dict(options or {})
@@ -46,6 +50,8 @@ class Compilation:
         """Graphs that were compiled so far."""
         self.calls = 0
         """Calls of what is compiled."""
+        self._artifacts = artifacts
+        self._sealed = 0
         self._within = within
         self._modules: list[nn.Module] = []
         self._codes: dict[type[nn.Module], CodeType] = {}
@@ -59,18 +65,18 @@ class Compilation:
         settings: Mapping[str, Any],
         *,
         distributed: bool,
-        within: Callable[[], AbstractContextManager[object]] = nullcontext,
+        artifacts: ArtifactDirectory | None = None,
     ) -> Compilation:
         """Return what the section `compile` of a configuration asks for.
 
         Args:
             settings: That section.
             distributed: Whether there are several processes, so that DistributedDataParallel may wrap what is compiled.
-            within: Returns a context around every call of what is compiled.
+            artifacts: Where compiled code is kept.
         """
         given = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
         options = {name: value for name, value in given.items() if value is not None}
-        return cls(options, optimize_ddp=settings["optimize_ddp"] if distributed else None, within=within)
+        return cls(options, optimize_ddp=settings["optimize_ddp"] if distributed else None, artifacts=artifacts)
 
     def compile(self, module: nn.Module) -> None:
         """Compile the forward of a module in place; graphs are made at its first call.
@@ -125,6 +131,8 @@ class Compilation:
     @contextmanager
     def settings(self) -> Iterator[None]:
         """Compile under the settings of this compilation inside; those of the process are put back on exit."""
+        if self._artifacts is not None:
+            self._artifacts.use()
         with ExitStack() as stack:
             if self.optimize_ddp is not None:
                 config: Any = importlib.import_module("torch._dynamo.config")
@@ -141,14 +149,28 @@ class Compilation:
         yield
         self.graphs += max(stats["unique_graphs"] - before, 0)
 
+    def open(self) -> None:
+        """Look into the folder of compiled code. Call on all ranks."""
+        if self._artifacts is not None:
+            self._artifacts.open()
+
     def after_first_update(self, *, speaks: bool) -> None:
-        """Look at what the first update of this process has compiled. Call on all ranks.
+        """Look at what the first update of this process has compiled, and list it while no process compiles. Call on all ranks.
 
         Args:
             speaks: Whether this process warns.
         """
         if speaks:
             self.warn_without_graph()
+        if self._artifacts is not None:
+            self._artifacts.world.barrier()
+            self._seal(everything=True)
+            self._artifacts.world.barrier()
+
+    def _seal(self, *, everything: bool) -> None:
+        if self._artifacts is not None and self.graphs > self._sealed:
+            self._artifacts.seal(everything=everything)
+            self._sealed = self.graphs
 
     def warn_without_graph(self) -> None:
         """Say once when modules were to be compiled and no graph has been made; to be called when they have had their chance."""
@@ -163,7 +185,10 @@ class Compilation:
         )
 
     def close(self) -> None:
-        """Leave the modules uncompiled again. A second call does nothing."""
+        """Leave the modules uncompiled again, and list what was compiled since. A second call does nothing."""
+        if self._artifacts is not None:
+            self._seal(everything=self._artifacts.world.size == 1)
+            self._artifacts.close()
         while self._modules:
             self._modules.pop()._compiled_call_impl = None
 

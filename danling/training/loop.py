@@ -119,6 +119,8 @@ class TrainingLoop:
         try:
             with runner._reporter.speaking(), self._observers(), session.observed():
                 self.begin_updates()
+                if runner.compilation is not None:
+                    runner.compilation.open()
                 runner.model.train()
                 runner.open_trackers()
                 runner.init_signal_handlers()

@@ -1245,7 +1245,6 @@ class TestWithoutEffect:
             ("accelerate.use_cpu", True, "ddp"),
             ("fsdp.enabled", True, "accelerate"),
             ("compile.memory_policy", "recompute", "parallel"),
-            ("compile.precompile_artifact_dir", "graphs", "deepspeed"),
         ],
     )
     def test_warns(self, key: str, value: Any, stack: str) -> None:

@@ -1,6 +1,6 @@
 """A program that `test_start.py` starts: trains with compiled code out of a folder, and tells what came of it as JSON.
 
-python start_job.py FOLDER POLICY RUN_DIRECTORY
+python start_job.py SETTINGS
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ def error_of_gradient(runner: Toy) -> float:
     return abs(slope - difference) / abs(difference)
 
 
-def main(folder: str, policy: str, directory: str) -> None:
+def main(settings: str) -> None:
     torch.set_num_threads(1)
-    compile = {"precompile_artifact_dir": folder, "memory_policy": policy}
-    config = {"stack": "graph", "dir": directory, "seed": 1, "steps": 3, "log": False, "compile": compile}
-    with Toy({**config, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 0.1}}) as runner:
+    config = {"seed": 1, "steps": 3, "dataloader": {"batch_size": 2}, "optim": {"type": "sgd", "lr": 0.1}}
+    with Toy(config | json.loads(settings)) as runner:
         runner.train()
         weights = b"".join(bytes(p.detach().view(torch.uint8).flatten().tolist()) for p in runner.model.parameters())
         found = {
             "weights": hashlib.sha256(weights).hexdigest(),
-            "error": error_of_gradient(runner),
             "graphs": runner.compilation.graphs if runner.compilation is not None else 0,
+            **({"error": error_of_gradient(runner)} if runner.stack == "graph" else {}),
         }
-    print(json.dumps(found))
+        if runner.is_main_process:
+            print(json.dumps(found))
 
 
 if __name__ == "__main__":

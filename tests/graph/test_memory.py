@@ -47,8 +47,6 @@ def compiled(model: nn.Module, policy: str, backend: str | None = "aot_eager_dec
         policy=chosen,
         artifacts=None,
         recomputation=Recomputation(model) if chosen.kind == "recompute" else None,
-        barrier=lambda: None,
-        leads=True,
     )
     return WholeLoss(model, lambda: lambda pred, target: (pred - target).square().mean(), compilation)
 

@@ -15,9 +15,9 @@ import torch
 from support.processes import run_processes
 from torch import nn
 
-from danling.graph.artifacts import ArtifactDirectory
 from danling.graph.compilation import GraphCompilation, MemoryPolicy, WholeLoss
 from danling.graph.compiler import cxx_command
+from danling.training.artifacts import ArtifactDirectory
 
 JOB = Path(__file__).with_name("start_job.py")
 
@@ -29,11 +29,10 @@ pytestmark = [
 
 
 class Starts:
-    """Starts the program, each time in a process of its own, and counts what it has the compiler compile."""
+    """Starts the program, each time in processes of its own, and counts what it has the compiler compile."""
 
-    def __init__(self, root: Path, policy: str) -> None:
-        self.root, self.policy = root, policy
-        self.folder = root / "code"
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.said = ""
         self._log = root / "calls"
         self._wrapper = root / "c++"
@@ -41,16 +40,20 @@ class Starts:
         self._wrapper.chmod(0o755)
         self._number = 0
 
-    def start(self) -> tuple[dict[str, Any], int]:
+    def start(self, processes: int = 1, **settings: Any) -> tuple[dict[str, Any], int]:
+        """Return what came of it, and how often the compiler has compiled something."""
         self._number += 1
         self._log.unlink(missing_ok=True)
-        environment = {
-            **os.environ,
+        environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+        # Torch's own cache is below it: that of an earlier start must not help.
+        (self.root / f"tmp{self._number}").mkdir()
+        environment |= {
             "CXX": str(self._wrapper),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.root / f"cache{self._number}"),
-            "TMPDIR": str(self.root),
+            "TMPDIR": str(self.root / f"tmp{self._number}"),
+            "XDG_CACHE_HOME": str(self.root / "user"),
         }
-        command = [sys.executable, str(JOB), str(self.folder), self.policy, str(self.root / f"run{self._number}")]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [sys.executable, *(launcher if processes > 1 else []), str(JOB), json.dumps(settings)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
         assert done.returncode == 0, done.stderr
         self.said = done.stderr
@@ -58,35 +61,49 @@ class Starts:
         # It is asked for its version in any case.
         return json.loads(done.stdout.splitlines()[-1]), sum(line not in ("--version", "-v") for line in lines)
 
-    def libraries(self) -> list[Path]:
-        return sorted(self.folder.rglob("*.main.so"))
-
 
 @pytest.mark.parametrize("policy", ["default", "budget:0.5", "budget:0.1", "recompute"])
 def test_the_second_process_compiles_nothing_and_computes_the_same(policy: str, tmp_path: Path) -> None:
-    starts = Starts(tmp_path, policy)
-    first, compiled = starts.start()
-    assert compiled > 0 and starts.libraries() and first["graphs"] == 1
-    assert first["error"] < 1e-6
-    second, compiled = starts.start()
+    starts = Starts(tmp_path)
+    compile = {"precompile_artifact_dir": str(tmp_path / "code"), "memory_policy": policy}
+    first, compiled = starts.start(dir=f"{tmp_path}/one", stack="graph", compile=compile)
+    assert compiled > 0 and first["graphs"] == 1 and first["error"] < 1e-6
+    second, compiled = starts.start(dir=f"{tmp_path}/two", stack="graph", compile=compile)
     assert compiled == 0 and "not as it was written" not in starts.said
     assert second == first
 
 
-def test_damaged_code_is_compiled_anew(tmp_path: Path) -> None:
-    starts = Starts(tmp_path, "default")
-    first, _ = starts.start()
-    library = starts.libraries()[0]
-    library.write_bytes(library.read_bytes()[:100])
-    again, compiled = starts.start()
-    assert compiled > 0 and starts.said.count("not as it was written") == 1
-    assert again == first
-    third, compiled = starts.start()
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_resumed_run_and_one_that_shares_a_directory_compile_nothing(processes: int, tmp_path: Path) -> None:
+    starts = Starts(tmp_path)
+    run: dict[str, Any] = {"dir": f"{tmp_path}/run", "compile": {"enable": True}, "auto_resume": True}
+    first, compiled = starts.start(processes, **run)
+    assert compiled > 0 and first["graphs"] > 0
+    resumed, compiled = starts.start(processes, **run, steps=6)
+    assert compiled == 0 and resumed["graphs"] == first["graphs"], starts.said
+
+    shared: dict[str, Any] = {"enable": True, "precompile_artifact_dir": f"{tmp_path}/code"}
+    other, compiled = starts.start(processes, dir=f"{tmp_path}/other", compile=shared)
+    assert compiled > 0 and other == first
+    third, compiled = starts.start(processes, dir=f"{tmp_path}/third", compile=shared)
     assert compiled == 0 and third == first
 
 
-def compile_once(root: str, *, fills: bool) -> tuple[bool, float, int]:
-    """Return whether a portable file was loaded, the loss of a forward, and how many graphs came out of a cache."""
+def test_damaged_code_is_compiled_anew(tmp_path: Path) -> None:
+    starts = Starts(tmp_path)
+    run: dict[str, Any] = {"dir": f"{tmp_path}/run", "compile": {"enable": True}}
+    first, _ = starts.start(**run)
+    library = min((tmp_path / "run" / "compiled").rglob("*.main.so"))
+    library.write_bytes(library.read_bytes()[:100])
+    again, compiled = starts.start(**run)
+    assert compiled > 0 and starts.said.count("not as it was written") == 1
+    assert again == first
+    third, compiled = starts.start(**run)
+    assert compiled == 0 and third == first
+
+
+def compile_once(root: str) -> tuple[float, int]:
+    """Return the loss of a forward, and how many graphs came out of a cache."""
     from torch._dynamo.utils import counters
 
     torch.manual_seed(0)
@@ -99,26 +116,22 @@ def compile_once(root: str, *, fills: bool) -> tuple[bool, float, int]:
         policy=MemoryPolicy(),
         artifacts=artifacts,
         recomputation=None,
-        barrier=lambda: None,
-        leads=True,
     )
-    artifacts.open()
-    with compilation.settings():
-        loaded = fills and artifacts.load_portable()
+    compilation.open()
     function = WholeLoss(model, lambda: lambda pred, target: (pred - target).square().mean(), compilation)
     loss = function(torch.ones(2, 4), torch.zeros(2, 4))[1]
     loss.backward()
     compilation.close()
-    return loaded, loss.item(), counters["aot_autograd"]["autograd_cache_hit"]
+    return loss.item(), counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def test_a_portable_file_fills_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    ((loaded, first, hits),) = run_processes(compile_once, f"{tmp_path}/a", fills=True, world_size=1, timeout=400)
-    assert not loaded and hits == 0
+    ((first, hits),) = run_processes(compile_once, f"{tmp_path}/a", world_size=1, timeout=400)
+    assert hits == 0
     (folder,) = (path for path in (tmp_path / "a").iterdir() if path.is_dir())
     (tmp_path / "b" / folder.name).mkdir(parents=True)
     for name in ("portable.bin", "portable.sha256"):
         shutil.copy(folder / name, tmp_path / "b" / folder.name / name)
-    ((loaded, second, hits),) = run_processes(compile_once, f"{tmp_path}/b", fills=True, world_size=1, timeout=400)
-    assert loaded and hits == 1 and second == first
+    ((second, hits),) = run_processes(compile_once, f"{tmp_path}/b", world_size=1, timeout=400)
+    assert hits == 1 and second == first

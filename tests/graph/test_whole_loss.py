@@ -22,8 +22,6 @@ def compilation(**section: Any) -> GraphCompilation:
         policy=MemoryPolicy(),
         artifacts=None,
         recomputation=None,
-        barrier=lambda: None,
-        leads=True,
     )
 
 

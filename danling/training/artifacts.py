@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import hmac
 import logging
 import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from danling.distributed import Domain, LocalDomain
 from danling.utils.files import open_file, plain_path, read_text, write_atomically
 from danling.utils.plain import json_text, parse_json
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
 
@@ -78,46 +85,122 @@ def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+FOLDER = "compiled"
+"""Directory of compiled code in a run directory."""
 _MANIFEST = "manifest.json"
 _FINGERPRINT = "fingerprint.json"
 _PORTABLE = "portable.bin"
 _PORTABLE_SUM = "portable.sha256"
-_PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_PLACES = (_CACHE, "TRITON_CACHE_DIR")
+
+
+def artifacts_of(runner: TorchRunner, *, title: str = "modules", policy: str = "") -> ArtifactDirectory | None:
+    """Return where a runner keeps compiled code: `compile.precompile_artifact_dir`, else a folder of its run that only this user reads.
+
+    `None` where the user has given torch another place, or wants no code to be kept.
+    """
+    settings = runner.config.compile.plain()
+    shared, _ = settings.pop("precompile_artifact_dir"), settings.pop("memory_policy")
+    if shared == "" or (shared is None and (settings["backend"] not in (None, "inductor") or _has_own_cache())):
+        return None
+    kinds = [type(runner.criterion), type(runner)]
+    parts = fingerprint(runner.unwrapped_model, loss=kinds, settings=settings, policy=policy, device=runner.device)
+    return ArtifactDirectory(
+        runner.dir / FOLDER if shared is None else Path(shared).absolute(),
+        parts,
+        title=title,
+        portable=shared is not None and runner.device.type == "cuda",
+        signed=shared is None,
+        world=runner.world,
+        leads=runner.is_local_main_process,
+    )
+
+
+def _has_own_cache() -> bool:
+    """Whether the user has named a directory for torch's compiler, which sets the variable itself as well."""
+    place = os.environ.get(_CACHE)
+    return place is not None and place != import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
+
+
+def _user_key() -> bytes:
+    """Return the secret with which this user signs compiled code, so that code in a run of somebody else is not loaded."""
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "danling" / "key"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        staged = path.with_name(f"key.{os.getpid()}")
+        with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(os.urandom(32))
+        with suppress(FileExistsError):
+            os.link(staged, path)
+        staged.unlink()
+    return path.read_bytes()
 
 
 class ArtifactDirectory:
-    """A subfolder of `compile.precompile_artifact_dir`, which is the cache of torch's compiler while anything is compiled.
+    """A subfolder of a directory of compiled code, which is the cache of torch's compiler while it is used.
 
-    Compiled code is loaded into the process and run: whoever may write into the folder may run code, so it must be one that is trusted.
-    What was compiled is listed with its SHA-256 checksums. At the next start everything is compared with them: a folder with a file that is
-    not as it was written is emptied, and everything is compiled anew; what a killed run has left half-written is removed. Nothing that
-    is wrong with the folder ends a run: it is warned about, once.
+    Compiled code is loaded into the process and run. What was compiled is listed with its SHA-256 checksums; the list of a `signed` folder
+    is signed with the key of this user. At the next start everything is compared: a folder with a file that is not as it was written is
+    emptied, and everything is compiled anew; what a killed run has left half-written is removed. Nothing that is wrong with the folder
+    ends a run: it is warned about, once.
 
-    Processes of one machine may share a folder, of one run and of several: torch locks what it writes. Each holds a lock on it, so that
+    Processes of one machine may share a folder, of one run and of several: torch locks what it writes. Each has a lock on it, so that
     nothing is removed beneath another.
     """
 
-    def __init__(self, root: Path, parts: Mapping[str, str], *, title: str, portable: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        parts: Mapping[str, str],
+        *,
+        title: str,
+        portable: bool = False,
+        signed: bool = False,
+        world: Domain | None = None,
+        leads: bool = True,
+    ) -> None:
         self.root = root
-        self.path = root / f"{title}-{digest_of(parts)}"
+        self.path = root
         self.is_warm = False
         """Whether compiled code was found in it."""
         self._parts = dict(parts)
+        self._title = title
         self._portable = portable
+        self._signed = signed
+        self._key = b""
+        self.world = world or LocalDomain()
+        self._leads = leads
         self._usable = False
+        self._was_opened = False
         self._lock: int | None = None
         self._listed: dict[str, str] = {}
+        self._before: dict[str, Any] = {}
 
-    def open(self, *, leads: bool = True) -> None:
-        """Look at what is there, and make the folder ready to compile into."""
+    def open(self) -> None:
+        """Look at what is there, and make the folder ready to compile into; only once. Call on all ranks."""
+        if self._was_opened:
+            return
+        self._was_opened = True
+        # The stages of a pipeline are other models.
+        self._parts["model"] = self.world.broadcast_object(self._parts["model"])
+        self.path = self.root / f"{self._title}-{digest_of(self._parts)}"
+        if self._leads:
+            self._open()
+            self.load_portable()
+        self.world.barrier()
+        if not self._leads:
+            self._open()
+
+    def _open(self) -> None:
         try:
-            self._usable = self._prepare() if leads else self.path.is_dir()
+            self._usable = self._prepare() if self._leads else self.path.is_dir()
             self._take_lock(fcntl.LOCK_SH)
         except OSError as error:
-            if leads:
+            if self._leads:
                 logger.warning(
-                    "Expected compile.precompile_artifact_dir to be a directory that can be written to. Received: %s (%s). Everything is "
-                    "compiled, and nothing is kept.",
+                    "Expected a directory for compiled code that can be written to. Received: %s (%s). Everything is compiled, and nothing "
+                    "is kept. Set compile.precompile_artifact_dir.",
                     self.root,
                     error.strerror or error,
                 )
@@ -125,6 +208,8 @@ class ArtifactDirectory:
 
     def _prepare(self) -> bool:
         """Return whether the folder may be compiled into."""
+        if self._signed:
+            self._key = _user_key()
         is_new = not self.path.is_dir()
         others = _fingerprints(self.root) if is_new else []
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -167,11 +252,16 @@ class ArtifactDirectory:
         """Return the checksums by name; what cannot be read lists nothing that is there."""
         try:
             found = parse_json(read_text(self.path / _MANIFEST))
+            if not hmac.compare_digest(str(found["signature"]), self._signature(found["files"])):
+                return {_MANIFEST: ""}
             return {str(name): str(digest) for name, digest in found["files"].items()}
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {_MANIFEST: ""}
+
+    def _signature(self, files: Mapping[str, str]) -> str:
+        return hmac.new(self._key, json_text(files).encode(), hashlib.sha256).hexdigest()
 
     def _sum(self, name: str) -> str | None:
         # Neither a name of a manifest that somebody else wrote nor a link must lead out of the folder.
@@ -191,28 +281,36 @@ class ArtifactDirectory:
             if str(path.relative_to(self.path)) not in kept:
                 path.unlink()
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Have torch's compiler keep its code in the folder inside."""
-        if not self._usable:
-            yield
+    def use(self) -> None:
+        """Have torch's compiler keep its code in the folder, until another one is used or this one is closed."""
+        global _used
+        if _used is self or not self._usable:
             return
-        before = {name: os.environ.get(name) for name in _PLACES}
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.path)
-        try:
-            yield
-        finally:
-            # The compiler itself sets what is absent.
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+        if _used is not None:
+            _used._leave()
+        _used = self
+        self._before = {name: os.environ.get(name) for name in _PLACES}
+        inductor: Any = import_module("torch._inductor.config")  # sets the variable
+        self._before["headers"] = inductor.cpp_cache_precompile_headers
+        os.environ[_CACHE] = str(self.path)
+        # A precompiled header is outside of the folder, and the compiler is asked at each start whether it still fits.
+        inductor.cpp_cache_precompile_headers = False
+
+    def _leave(self) -> None:
+        global _used
+        _used = None
+        inductor: Any = import_module("torch._inductor.config")
+        inductor.cpp_cache_precompile_headers = self._before.pop("headers")
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
     def load_portable(self) -> bool:
-        """Fill an empty folder from `portable.bin`, and return whether that was done; to be called inside of `entered`."""
+        """Fill an empty folder from `portable.bin`, and return whether that was done."""
         file = self.path / _PORTABLE
-        if not self._usable or self.is_warm:
+        if not self._portable or not self._usable or self.is_warm:
             return False
         try:
             content = file.read_bytes()
@@ -222,11 +320,12 @@ class ArtifactDirectory:
         if hashlib.sha256(content).hexdigest() != expected:
             logger.warning("%s is not as it was written: everything is compiled anew.", file)
             return False
+        self.use()
         return torch.compiler.load_cache_artifacts(content) is not None
 
     def seal(self, *, everything: bool) -> None:
         """List what is in the folder with its checksums, so that the next start may use it."""
-        if not self._usable:
+        if not self._usable or not self._leads:
             return
         with suppress(OSError):
             if self._portable:
@@ -240,11 +339,12 @@ class ArtifactDirectory:
             ]
             sums = {name: self._sum(name) for name in sorted(complete) if name != _MANIFEST}
             self._listed = {name: digest for name, digest in sums.items() if digest is not None}
-            write_atomically(self.path / _MANIFEST, json_text({"files": self._listed}))
+            manifest = {"files": self._listed, "signature": self._signature(self._listed)}
+            write_atomically(self.path / _MANIFEST, json_text(manifest))
 
     def _write_portable(self) -> None:
-        with self.entered():
-            saved = torch.compiler.save_cache_artifacts()
+        self.use()
+        saved = torch.compiler.save_cache_artifacts()
         if saved is not None:
             content, _ = saved
             write_atomically(self.path / _PORTABLE, content)
@@ -252,10 +352,15 @@ class ArtifactDirectory:
 
     def close(self) -> None:
         """Let go of the folder. A second call does nothing."""
+        if _used is self:
+            self._leave()
         self._usable = False
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+_used: ArtifactDirectory | None = None
 
 
 def _files(directory: Path) -> Iterator[Path]:

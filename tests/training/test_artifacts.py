@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from danling.graph.artifacts import ArtifactDirectory, digest_of, fingerprint
+from danling.training.artifacts import ArtifactDirectory, digest_of, fingerprint
 
 PARTS = {"torch": "2.13", "device": "x86_64", "model": "aa", "loss": "bb", "compile": "cc", "policy": "default-1"}
 
@@ -107,8 +107,8 @@ def test_nothing_is_removed_beneath_another_run(tmp_path: Path, caplog: pytest.L
     (path / "entry").write_bytes(b"grapf")
     third = folder(tmp_path)
     third.open()
-    with third.entered():
-        assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") != str(path)
+    third.use()
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") != str(path)
     assert len(said(caplog)) == 1 and (path / "ab" / "under_way.so").exists()
     for artifacts in (first, third):
         artifacts.close()
@@ -134,37 +134,62 @@ def test_a_directory_that_cannot_be_made_is_said_and_nothing_fails(
     (tmp_path / "file").touch()
     artifacts = folder(tmp_path / "file" / "code")
     artifacts.open()
-    with artifacts.entered():
-        artifacts.seal(everything=True)
+    artifacts.use()
+    artifacts.seal(everything=True)
     artifacts.close()
     assert len(said(caplog)) == 1 and "can be written to" in said(caplog)[0]
 
 
-def test_the_environment_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_one_used_has_the_compiler_and_the_environment_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
-    artifacts = folder(tmp_path)
-    artifacts.open()
-    with artifacts.entered():
+    first, second = folder(tmp_path), folder(tmp_path, model="other")
+    for artifacts in (first, second):
+        artifacts.open()
+    for artifacts in (first, second, first):
+        artifacts.use()
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(artifacts.path)
         os.environ["TRITON_CACHE_DIR"] = "the compiler's"
+    second.close()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(first.path)
+    first.close()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and os.environ["TRITON_CACHE_DIR"] == "mine"
-    artifacts.close()
+
+
+def test_code_that_another_user_has_compiled_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def opened(user: str) -> ArtifactDirectory:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / user))
+        artifacts = ArtifactDirectory(tmp_path / "run", PARTS, title="modules", signed=True)
+        artifacts.open()
+        return artifacts
+
+    first = opened("me")
+    (first.path / "kernel.so").write_bytes(b"code")
+    first.seal(everything=True)
+    first.close()
+    assert (tmp_path / "me" / "danling" / "key").stat().st_mode & 0o077 == 0
+    mine = opened("me")
+    assert mine.is_warm and said(caplog) == []
+    mine.close()
+    foreign = opened("stranger")
+    assert not foreign.is_warm and not (foreign.path / "kernel.so").exists()
+    assert len(said(caplog)) == 1
+    foreign.close()
 
 
 def test_a_portable_file_that_was_changed_is_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    artifacts = folder(tmp_path)
-    artifacts.open()
-    (artifacts.path / "portable.bin").write_bytes(b"code")
-    (artifacts.path / "portable.sha256").write_text(f"{'0' * 64}  portable.bin\n")
-    assert not artifacts.load_portable()
+    for _ in range(2):  # it stays where it is the only thing in the folder
+        artifacts = ArtifactDirectory(tmp_path, PARTS, title="default", portable=True)
+        artifacts.open()
+        assert not artifacts.is_warm
+        (artifacts.path / "portable.bin").write_bytes(b"code")
+        (artifacts.path / "portable.sha256").write_text(f"{'0' * 64}  portable.bin\n")
+        artifacts.close()
     assert len(said(caplog)) == 1
-    artifacts.close()
-    # It stays where it is the only thing in the folder.
-    again = folder(tmp_path)
-    again.open()
-    assert (again.path / "portable.bin").exists()
-    again.close()
 
 
 def test_the_folder_is_named_after_everything_that_code_depends_on() -> None:
