@@ -256,16 +256,22 @@ def test_a_writer_that_is_killed_leaves_whole_objects_and_a_right_count(tmp_path
         assert list((tmp_path / "store" / "writing").iterdir()) == []
 
 
-def test_only_files_of_writers_that_have_died_are_removed(tmp_path: Path) -> None:
+def test_only_files_of_writers_that_have_died_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, tensors = DirectoryStore(tmp_path), {"x": torch.ones(3)}
     (tmp_path / "writing" / "of-a-dead-writer").write_bytes(b"half")
-    with store._staged() as (living, handle):
-        os.write(handle, b"the bytes")
+    (tmp_path / "writing" / "dead.lock").touch()
+    sync = os.fsync
+
+    def sync_beside_another(handle: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
         other = DirectoryStore(tmp_path)
-        assert other.usage() == 0
-        assert list((tmp_path / "writing").iterdir()) == [living] and living.read_bytes() == b"the bytes"
-        other.put("a", tensors)
-    assert [path.name for path in files(store)] == ["a.safetensors"]
+        assert other.usage() == 0 and len(files(other)) == 2  # the file that is written, and its lock
+        other.put("b", tensors)
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync_beside_another)
+    store.put("a", tensors)
+    assert [path.name for path in files(store)] == ["a.safetensors", "b.safetensors"]
 
 
 def test_a_full_disk_leaves_nothing_behind_and_the_store_goes_on_when_there_is_room(small_disk: Path) -> None:

@@ -42,12 +42,15 @@ class SQLiteChannel:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path).absolute()
-        self._lock = threading.RLock()
-        self._connection: sqlite3.Connection | None = None
         self._claim = Claim(_beside(self._path, "owner.json"), _beside(self._path, "trainer.lock"), self.name)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _close_before_forks()
         _open_channels.add(self)
+        self._open()
+
+    def _open(self) -> None:
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
         with self._connected() as database:
             made = database.execute("PRAGMA user_version").fetchone() != (0,)
         if not made:  # asked first, so that a reader never waits for producers

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
@@ -20,14 +19,14 @@ import torch
 from torch import Tensor
 
 from danling.utils.files import open_file, read_text, sync_directory, write_all, write_error
-from danling.utils.locks import exclusive
+from danling.utils.locks import FileLock, exclusive
 from danling.utils.plain import parse_json
 
 from ..protocols import ROOM, FeatureStore, SampleRef
 from .objects import check_against, check_budget, check_sum, checksum, dense, missing, owned, same_bytes, specs, taken
 
 _AT_ONCE = 16
-"""Files that are published or removed between two notes of the count: their names have to fit into one page."""
+"""Files that are written and published together."""
 
 _SYNCING_THREADS = 8
 """A file system writes its journal once for all files that are synced at the same time."""
@@ -65,7 +64,7 @@ class DirectoryStore(FeatureStore):
         self.read_only = read_only
         self._objects = self.path / "objects"
         self._writing = self.path / "writing"
-        self._count = UsageCount(self.path / "usage.json", self._objects)
+        self._usage_file = self.path / "usage.json"
         self._opened_by = 0
         if not read_only:
             self._objects.mkdir(parents=True, exist_ok=True)
@@ -100,63 +99,41 @@ class DirectoryStore(FeatureStore):
             sync_directory(self._objects)
 
     def _write(self, objects: Mapping[str, bytes]) -> list[str]:
-        """Write files, all durable at the end; return those whose place somebody else has taken meanwhile."""
+        """Write files, all durable at the end; return the objects that another writer has published meanwhile."""
         first, size = next(iter(objects)), sum(map(len, objects.values()))
+        writer = FileLock(self._writing / f"{uuid.uuid4().hex}.lock")
+        staged = {name: writer.file.with_suffix(f".{number}") for number, name in enumerate(objects)}
         try:
-            # Asked before anything is written, and for each when it is published.
-            if self.max_bytes is not None:
-                check_budget(first, len(objects[first]), self.usage(), self.max_bytes)
-            with ExitStack() as staging:
-                staged = {name: staging.enter_context(self._staged()) for name in objects}
-                for name, (_, handle) in staged.items():
-                    write_all(handle, objects[name])
-                _sync([handle for _, handle in staged.values()])
-                try:
-                    return self._publish({name: (file, len(objects[name])) for name, (file, _) in staged.items()})
-                finally:
-                    sync_directory(self._objects)
+            with self._exclusive():
+                # Checked before anything is written, and for each when it is published.
+                check_budget(first, len(objects[first]), self._count(), self.max_bytes)
+                writer.acquire()
+            with ThreadPoolExecutor(_SYNCING_THREADS) as threads:
+                list(threads.map(_write_synced, staged.values(), objects.values()))
+            try:
+                return self._publish(staged, objects)
+            finally:
+                sync_directory(self._objects)
         except OSError as error:
             what = f"object {first!r}" if len(objects) == 1 else f"object {first!r} and {len(objects) - 1} more"
             raise write_error(f"{what} of {size} bytes", self.path, error, room=ROOM) from error
-
-    def _publish(self, staged: Mapping[str, tuple[Path, int]]) -> list[str]:
-        """Move files to their places; return those that are taken."""
-        with self._exclusive():
-            free = {name: size for name, (_, size) in staged.items() if not self._file(name).exists()}
-            before = self._count.read()
-            fitting = list(self._fitting(free, before))
-            usage = before + sum(free[name] for name in fitting)
-            self._count.write(before, {self._file(name).name: free[name] for name in fitting})
-            for name in fitting:
-                os.rename(staged[name][0], self._file(name))
-            self._count.write(usage)
-            if len(fitting) < len(free):
-                name = list(free)[len(fitting)]
-                check_budget(name, free[name], usage, self.max_bytes)
-        return [name for name in staged if name not in free]
-
-    def _fitting(self, sizes: Mapping[str, int], usage: int) -> Iterator[str]:
-        for name, size in sizes.items():
-            usage += size
-            if self.max_bytes is not None and usage > self.max_bytes:
-                return
-            yield name
-
-    @contextmanager
-    def _staged(self) -> Iterator[tuple[Path, int]]:
-        """Open a file that no reader looks at, locked so that nobody takes it for one of a writer that has died."""
-        staged = self._writing / uuid.uuid4().hex
-        with self._exclusive():
-            handle = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        try:
-            yield staged, handle
         finally:
-            try:
-                staged.unlink(missing_ok=True)
-            finally:
-                fcntl.flock(handle, fcntl.LOCK_UN)
-                os.close(handle)
+            for file in staged.values():
+                file.unlink(missing_ok=True)
+            writer.release()
+
+    def _publish(self, staged: Mapping[str, Path], objects: Mapping[str, bytes]) -> list[str]:
+        """Move files to their places; return those that are taken."""
+        present = []
+        with self._changing() as usage:
+            for name, file in staged.items():
+                if self._file(name).exists():
+                    present.append(name)
+                    continue
+                check_budget(name, len(objects[name]), sum(usage), self.max_bytes)
+                os.rename(file, self._file(name))
+                usage.append(len(objects[name]))
+        return present
 
     def get(self, ref: SampleRef) -> dict[str, Tensor]:
         """Return the features of a sample; see `FeatureStore.get`."""
@@ -180,27 +157,19 @@ class DirectoryStore(FeatureStore):
             PermissionError: If the store is read only.
         """
         self._check_writable("discard objects")
-        files = iter({self._file(object_id): None for object_id in object_ids})
-        while chunk := list(islice(files, _AT_ONCE)):
-            with self._exclusive():
-                self._remove([file for file in chunk if file.exists()])
-
-    def _remove(self, files: list[Path]) -> None:
-        if not files:
-            return
-        sizes = {file.name: file.stat().st_size for file in files}
-        rest = self._count.read() - sum(sizes.values())
-        self._count.write(rest, sizes)
-        for file in files:
-            os.unlink(file)
-        self._count.write(rest)
+        with self._changing() as usage:
+            for file in map(self._file, object_ids):
+                with suppress(FileNotFoundError):
+                    size = file.stat().st_size
+                    file.unlink()
+                    usage.append(-size)
 
     def usage(self) -> int:
         """Return the bytes of all files; those of a store that is read only are counted at each call."""
         if self.read_only:
-            return self._count.recount()
+            return self._recount()
         with self._exclusive():
-            return self._count.read()
+            return self._count()
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
@@ -218,22 +187,46 @@ class DirectoryStore(FeatureStore):
     def _exclusive(self) -> Iterator[None]:
         with exclusive(self.path / "lock"):
             if self._opened_by != os.getpid():
-                self._remove_abandoned()
-                # What a power cut has left of the count is not trusted.
-                self._count.write(self._count.recount())
+                for file in self._writing.iterdir():
+                    if not FileLock(file.with_suffix(".lock")).is_taken():
+                        file.unlink(missing_ok=True)  # its writer has died
+                self._note(self._recount())  # what a power cut has left of the count is not trusted
                 self._opened_by = os.getpid()
             yield
 
-    def _remove_abandoned(self) -> None:
-        for name in os.listdir(self._writing):
-            handle = os.open(self._writing / name, os.O_RDONLY | os.O_CLOEXEC)
+    @contextmanager
+    def _changing(self) -> Iterator[list[int]]:
+        """Lock the store and yield its bytes, to which the size of each change is appended.
+
+        The count is emptied meanwhile, so that it is made anew after a kill.
+        """
+        with self._exclusive():
+            usage = [self._count()]
+            self._note(None)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(self._writing / name)
-            except BlockingIOError:
-                continue  # its writer lives
+                yield usage
             finally:
-                os.close(handle)
+                self._note(sum(usage))
+
+    def _count(self) -> int:
+        try:
+            return int(parse_json(read_text(self._usage_file))["bytes"])
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            self._note(total := self._recount())
+            return total
+
+    def _note(self, total: int | None) -> None:
+        # Neither atomic nor durable: what is cut short, or finds no room, is no JSON, and is counted anew.
+        with suppress(OSError):
+            self._usage_file.write_text("" if total is None else json.dumps({"bytes": total}))
+
+    def _recount(self) -> int:
+        total = 0
+        with os.scandir(self._objects) as files:
+            for file in files:
+                with suppress(FileNotFoundError):  # a reader without the lock may meet one that goes
+                    total += file.stat().st_size
+        return total
 
     def _check_same(self, object_id: str, tensors: Mapping[str, Tensor]) -> None:
         file = self._file(object_id)
@@ -256,55 +249,13 @@ class DirectoryStore(FeatureStore):
             )
 
 
-class UsageCount:
-    """The bytes of the files in a directory, in a small file: known without looking at all of them, and right after a kill.
-
-    A change is announced before it is made, with the files that it is about. Whoever reads the count after a kill between the two
-    finds out from the disk whether it was made. All methods need the lock of the store.
-    """
-
-    def __init__(self, file: Path, directory: Path) -> None:
-        self._file = file
-        self._directory = directory
-
-    def read(self) -> int:
-        """Return the bytes; they are counted anew where the small file cannot be read."""
-        try:
-            found = parse_json(read_text(self._file))
-            settled, pending = int(found["bytes"]), dict(found["pending"])
-        except (OSError, ValueError, KeyError, TypeError, OverflowError):
-            return self.recount()
-        return settled + sum(int(size) for name, size in pending.items() if (self._directory / name).exists())
-
-    def write(self, settled: int, pending: Mapping[str, int] | None = None) -> None:
-        """Keep a count."""
-        text = json.dumps({"bytes": settled, "pending": dict(pending or {})}).encode()
-        handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            # Neither atomic nor durable: what is cut short is no JSON, and is counted anew, as at the first use in each process.
-            os.pwrite(handle, text, 0)
-            os.ftruncate(handle, len(text))
-        finally:
-            os.close(handle)
-
-    def recount(self) -> int:
-        """Return the bytes of all files, found on the disk."""
-        total = 0
-        with os.scandir(self._directory) as files:
-            for file in files:
-                try:
-                    total += file.stat().st_size
-                except FileNotFoundError:  # a reader without the lock may meet one that goes
-                    continue
-        return total
-
-
-def _sync(handles: Sequence[int]) -> None:
-    """Make files durable, at the same time."""
-    if len(handles) == 1:
-        return os.fsync(handles[0])
-    with ThreadPoolExecutor(_SYNCING_THREADS) as threads:
-        list(threads.map(os.fsync, handles))
+def _write_synced(file: Path, data: bytes) -> None:
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(handle, data)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _serialize(object_id: str, tensors: Mapping[str, Tensor]) -> bytes:
