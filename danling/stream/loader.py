@@ -117,79 +117,6 @@ def parts_of(window: Window, division: Division, rank: int) -> list[Part]:
     ]
 
 
-class WindowReader:
-    """Opens one window of a log after the other.
-
-    A window is opened once the log holds all of it. A shorter one is the last one, and is opened once the log says that it is
-    complete: both are facts of the log that never change, so every rank that looks comes to the same windows, whenever it looks.
-    """
-
-    def __init__(
-        self,
-        channel: RefChannel,
-        *,
-        samples: int,
-        start: int,
-        idle_seconds: float,
-        waiting: Callable[[int], bool],
-        waited: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.waited = 0.0
-        self._channel = channel
-        self._samples = samples
-        self._next = start
-        self._idle_seconds = idle_seconds
-        self._waiting, self._waited = waiting, waited
-        self._clock = clock
-        self._published = 0
-
-    def open(self, *, wait: bool) -> Window | None:
-        """Return the next window; `None` where the log is at its end, and without waiting where it is not there yet."""
-        start, stop = self._next, self._next + self._samples
-        if self._published < stop:
-            before = self.waited
-            end = self._find_end(stop, wait=wait)
-            stop = stop if end is None else end
-            if self.waited > before:
-                self._waited()
-        if stop <= start:
-            return None
-        self._next = stop
-        return Window(start, self._channel.read(start, stop))
-
-    def _find_end(self, stop: int, *, wait: bool) -> int | None:
-        """Return `None` once the log holds all up to `stop`, else where it ends, `start` where that is not known yet."""
-        grown = self._clock()
-        start, pause = self._next, _POLL_SECONDS[0]
-        while (published := self._channel.published()) < stop:
-            end = self._channel.ended()
-            if end is not None and end.kind == "complete":
-                return min(stop, end.published) if end.published > self._next else self._next
-            if not wait:
-                return self._next
-            # It may have grown, and ended, since it was counted.
-            if end is not None and (published := self._channel.published()) < stop:
-                raise RuntimeError(_ended_early(self._channel.name, end.kind, end.reason, published, self._next))
-            now = self._clock()
-            if published > self._published:
-                self._published, grown = published, now
-            elif now - grown > self._idle_seconds:
-                raise TimeoutError(
-                    f"Expected samples {published} to {stop - 1} from the producer of stream {self._channel.name}. Received: nothing for "
-                    f"{self._idle_seconds:g} seconds (idle_timeout). See whether the producer lives, start it again, or raise idle_timeout "
-                    "where it takes so long; this run goes on from its last checkpoint."
-                )
-            if self._waiting(start):
-                grown, pause = self._clock(), _POLL_SECONDS[0]
-            else:
-                time.sleep(pause)
-                pause = min(pause * 2, _POLL_SECONDS[1])
-            self.waited += self._clock() - now
-        self._published = published
-        return None
-
-
 def _ended_early(name: str, kind: str, reason: str, published: int, position: int) -> str:
     how = "failed" if kind == "failed" else "was stopped"
     why = f": {reason.rstrip('.')}" if reason else ""
@@ -286,11 +213,11 @@ class StreamLoader:
         self._last_id = ""
         self._opened: deque[tuple[Window, int]] = deque()
         self._done = 0
-        self._reader: WindowReader | None = None
-        self._window_size = 0
-        self._waited = 0.0
-        self._waited_before = 0.0
-        """Seconds that were waited in earlier passes of this process."""
+        self._division: Division
+        self._next = self._published = 0
+        """The place of the next window to open, and how many samples the log has at least."""
+        self._waited = self._shown_waited = 0.0
+        """Seconds that this process has waited for the producer, and those that `metrics` has returned."""
         self._pool: ThreadPoolExecutor | None = None
         self._owns: bool | None = None
         """Whether it may free what it has read; `None` before the log was asked."""
@@ -340,19 +267,13 @@ class StreamLoader:
         self._find_place()
         place = self._place
         samples = self.global_batch_size or place.world_size * self.batch_size * place.accum_steps
-        division = Division.of_update(samples, place.world_size, micro_batch_size=self.batch_size)
-        self._window_size = division.samples
-        self._waited_before += self._reader.waited if self._reader is not None else 0.0
-        self._reader = WindowReader(
-            self.channel,
-            samples=division.samples,
-            start=self.consumed,
-            idle_seconds=self.idle_timeout,
-            waiting=self._wait,
-            waited=place.waited,
-        )
-        parts = self._parts(self._reader, division)
-        yield from self._read(parts) if read else (_batch(part, None) for part in _all(parts))
+        self._division = Division.of_update(samples, place.world_size, micro_batch_size=self.batch_size)
+        self._next, self._published = self.consumed, 0
+        if read:
+            yield from self._read()
+        else:
+            while parts := self._open(wait=True):
+                yield from (_batch(part, None) for part in parts)
 
     def _is_over(self) -> bool:
         """Whether this would be another pass over features that are freed, which ends the training."""
@@ -440,32 +361,72 @@ class StreamLoader:
             f"{self.channel.name}. Give the loader that log, or exclude 'dataloaders' from loading to begin with this one."
         )
 
-    def _parts(self, reader: WindowReader, division: Division) -> Callable[[bool], list[Part]]:
-        def more(wait: bool) -> list[Part]:
-            self.free()
-            window = reader.open(wait=wait)
-            if window is None:
-                if wait and not self.channel.published():
-                    raise ValueError(
-                        f"Expected at least one sample in stream {self.channel.name}. Received: its log is complete without one. See what "
-                        "its producer went over, and begin another stream: a complete one stays as it is."
-                    )
-                return []
-            if not self._opened and window.start == self.consumed:
-                self._check_credit(window.refs)
-            parts = parts_of(window, division, self._place.rank)
-            self._opened.append((window, len(parts)))
-            return parts
+    def _open(self, *, wait: bool) -> list[Part]:
+        """Return the micro-batches of the next window; none where the log is at its end or, without waiting, is not that far yet.
 
-        return more
+        A window is opened once the log holds all of it. A shorter one is the last one, and is opened once the log says that it is complete:
+        both are facts of the log that never change, so every rank that looks comes to the same windows, whenever it looks.
+        """
+        self.free()
+        start, stop = self._next, self._next + self._division.samples
+        if self._published < stop:
+            before = self._waited
+            end = self._find_end(stop, wait=wait)
+            stop = stop if end is None else end
+            if self._waited > before:
+                self._place.waited()
+        if stop <= start:
+            if wait and not self.channel.published():
+                raise ValueError(
+                    f"Expected at least one sample in stream {self.channel.name}. Received: its log is complete without one. See what "
+                    "its producer went over, and begin another stream: a complete one stays as it is."
+                )
+            return []
+        self._next = stop
+        window = Window(start, self.channel.read(start, stop))
+        if not self._opened and start == self.consumed:
+            self._check_credit(window.refs)
+        parts = parts_of(window, self._division, self._place.rank)
+        self._opened.append((window, len(parts)))
+        return parts
 
-    def _read(self, more: Callable[[bool], list[Part]]) -> Iterator[Batch]:
+    def _find_end(self, stop: int, *, wait: bool) -> int | None:
+        """Return `None` once the log holds all up to `stop`, else where it ends, the place of the window where that is not known yet."""
+        start, grown, pause = self._next, time.monotonic(), _POLL_SECONDS[0]
+        while (published := self.channel.published()) < stop:
+            end = self.channel.ended()
+            if end is not None and end.kind == "complete":
+                return max(min(stop, end.published), start)
+            if not wait:
+                return start
+            # It may have grown, and ended, since it was counted.
+            if end is not None and (published := self.channel.published()) < stop:
+                raise RuntimeError(_ended_early(self.channel.name, end.kind, end.reason, published, start))
+            now = time.monotonic()
+            if published > self._published:
+                self._published, grown = published, now
+            elif now - grown > self.idle_timeout:
+                raise TimeoutError(
+                    f"Expected samples {published} to {stop - 1} from the producer of stream {self.channel.name}. Received: nothing for "
+                    f"{self.idle_timeout:g} seconds (idle_timeout). See whether the producer lives, start it again, or raise idle_timeout "
+                    "where it takes so long; this run goes on from its last checkpoint."
+                )
+            if self._wait(start):
+                grown, pause = time.monotonic(), _POLL_SECONDS[0]
+            else:
+                time.sleep(pause)
+                pause = min(pause * 2, _POLL_SECONDS[1])
+            self._waited += time.monotonic() - now
+        self._published = published
+        return None
+
+    def _read(self) -> Iterator[Batch]:
         known: deque[Part] = deque()
         ahead: deque[tuple[Part, Future[list[Sample]] | None]] = deque()
         while True:
             while len(ahead) <= self.prefetch:
                 if not known:
-                    known.extend(more(not ahead))
+                    known.extend(self._open(wait=not ahead))
                 if not known:
                     break
                 part = known.popleft()
@@ -505,7 +466,7 @@ class StreamLoader:
             return
         if waits and self.channel.published() - self.channel.committed() < allowed:
             return
-        samples = self._window_size
+        samples = self._division.samples
         updates = self._place.unsaved_updates() if self.retain == "checkpoint" else 1
         needed = None if updates is None else updates * samples
         if needed is not None and allowed >= needed:
@@ -629,8 +590,7 @@ class StreamLoader:
 
     def metrics(self) -> dict[str, float]:
         """Return bytes in the store, samples in flight, and seconds that were waited for the producer since the last call."""
-        waited = self._reader.waited if self._reader is not None else 0.0
-        since, self._waited = waited - self._waited if waited >= self._waited else waited, waited
+        since, self._shown_waited = self._waited - self._shown_waited, self._waited
         return {
             "stream_bytes": self.store.usage(),
             "stream_in_flight": self.channel.published() - self.channel.committed(),
@@ -645,7 +605,7 @@ class StreamLoader:
             "side": "trainer",
             "published": published,
             "trained": published if self.epoch else self.consumed,
-            "waited_seconds": self._waited_before + (self._reader.waited if self._reader is not None else 0.0),
+            "waited_seconds": self._waited,
             "end": None if end is None else end.kind,
         }
 
@@ -657,11 +617,6 @@ class StreamLoader:
         self._thread = threading.get_ident()
         if self._owns:
             self.free()
-
-
-def _all(more: Callable[[bool], list[Part]]) -> Iterator[Part]:
-    while parts := more(True):
-        yield from parts
 
 
 def _batch(part: Part, data: Any) -> Batch:

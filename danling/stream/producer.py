@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
@@ -29,9 +29,6 @@ _POLL_SECONDS = (0.001, 0.05)
 
 _ALLOWED = "max_in_flight"
 """What a producer that is limited adds to the metadata of each sample."""
-
-_MOST_NAMES = 8
-"""Objects with other bits of one sample that are met at most: each is left by a kill between store and log, or of a second process."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +126,10 @@ def _differs(sample: str, expected: str, received: object) -> ValueError:
 class Publisher:
     """Puts features into a store and their references into the log, as far as the credit goes."""
 
-    def __init__(self, store: FeatureStore, channel: RefChannel, *, max_in_flight: int | None, part: int = 0) -> None:
+    def __init__(self, store: FeatureStore, channel: RefChannel, *, max_in_flight: int | None) -> None:
         self._store = store
         self._channel = channel
         self._max_in_flight = max_in_flight
-        self._part = part
         self._first: Mapping[str, TensorSpec] | None = None
 
     def credit(self) -> int | None:
@@ -158,56 +154,34 @@ class Publisher:
                 self._first = before[0].tensors if before else specs
             check_like(sample.id, specs, self._first)
             allowed = {} if self._max_in_flight is None else {_ALLOWED: self._max_in_flight}
-            refs.append(SampleRef(sample.id, self._object_id(sample.id), specs, {**sample.meta, **allowed}))
+            # The same when the producer is started again, on any number of ranks, so that what it has left behind is found.
+            name = hashlib.sha256(f"{self._channel.name}\0{sample.id}".encode()).hexdigest()[:40]
+            refs.append(SampleRef(sample.id, name, specs, {**sample.meta, **allowed}))
         return refs
 
-    def publish(self, refs: Sequence[SampleRef], samples: Sequence[Captured], *, since: int = 0) -> int:
+    def publish(self, refs: Sequence[SampleRef], samples: Sequence[Captured]) -> int:
         """Store samples and append them to the log; return how many of them were new there."""
         # Another producer, or another rank of this one, may have published some of them since they were found to be new.
-        new = [pair for pair in zip(refs, samples, strict=True) if not self._channel.holds(pair[0].id)]
-        stored = self._store_many(new)
-        appended = self._channel.append([ref for ref, _ in stored])
-        if appended < len(stored) or any(others for _, others in stored):
-            # Now that the samples are in the log, objects of theirs that it does not lead to are needed by nobody; before, any might be.
-            led_to = {ref.object_id for ref in self._channel.read(since, self._channel.published())}
-            names = (name for ref, others in stored for name in (ref.object_id, *others))
-            self._store.discard(name for name in names if name not in led_to)
-        return appended
-
-    def _store_many(self, new: Sequence[tuple[SampleRef, Captured]]) -> list[tuple[SampleRef, list[str]]]:
+        new = [(ref, sample) for ref, sample in zip(refs, samples, strict=True) if not self._channel.holds(ref.id)]
         try:
             self._store.put_many({ref.object_id: sample.features for ref, sample in new})
-            return [(ref, []) for ref, _ in new]
         except (BufferError, TypeError, ValueError):
-            # One by one, which says of each sample what is wrong, finds other names, and passes over those that are stored.
-            return [self._put(ref, sample.features) for ref, sample in new]
+            # One by one, which says of each sample what is wrong, and skips those that are stored.
+            for ref, sample in new:
+                self._put(ref, sample.features)
+        return self._channel.append([ref for ref, _ in new])
 
-    def _put(self, ref: SampleRef, features: Mapping[str, Tensor]) -> tuple[SampleRef, list[str]]:
-        """Store a sample; return its reference, and the names of objects that hold other bits of it."""
-        others: list[str] = []
-        while True:
-            name = self._object_id(ref.id, len(others))
-            try:
-                self._store.put(name, features)
-                return replace(ref, object_id=name), others
-            except ValueError:
-                others.append(name)
-                if len(others) == _MOST_NAMES:
-                    raise
-            except TypeError as error:
-                raise TypeError(f"{error} It holds sample {ref.id!r}.") from error
-            except BufferError:
-                if not others:
-                    raise
-                # Objects that a killed producer has left fill the store: they make room. Should a second producer of this part live, its
-                # sample may be lost with them, and reading names it then.
-                self._store.discard(others)
-                others.clear()
-
-    def _object_id(self, sample: str, number: int = 0) -> str:
-        # The same when the producer is started again, on any number of ranks, so that what it has left behind is found.
-        part = f"{self._part}.{number}" if number else self._part
-        return hashlib.sha256(f"{self._channel.name}\0{part}\0{sample}".encode()).hexdigest()[:40]
+    def _put(self, ref: SampleRef, features: Mapping[str, Tensor]) -> None:
+        try:
+            self._store.put(ref.object_id, features)
+        except ValueError:
+            if self._channel.holds(ref.id):
+                return
+            # A producer that was killed before it appended the sample has left other bits of it.
+            self._store.discard([ref.object_id])
+            self._store.put(ref.object_id, features)
+        except TypeError as error:
+            raise TypeError(f"{error} It holds sample {ref.id!r}.") from error
 
 
 class Production:
@@ -224,7 +198,6 @@ class Production:
         self._met = 0
         self._committed = 0
         """The watermark as it was before the last attempt to publish: whatever that lacked is there once it has moved."""
-        self._since = 0
         self._refs: list[SampleRef] = []
         self._samples: list[Captured] = []
 
@@ -244,7 +217,6 @@ class Production:
     def advance(self) -> Progress:
         """Make one batch, or publish as much of the last one as the credit allows; never waits."""
         if not self._samples:
-            self._since = self._channel.published()
             samples = next(self._batches, None)
             if samples is None:
                 return "done"
@@ -260,7 +232,7 @@ class Production:
 
     def _publish(self, number: int) -> Progress:
         try:
-            self.made += self._publisher.publish(self._refs[:number], self._samples[:number], since=self._since)
+            self.made += self._publisher.publish(self._refs[:number], self._samples[:number])
         except BufferError:
             if number > 1:
                 return self._publish(number // 2)
@@ -515,7 +487,7 @@ class FeatureProducer(Runner):
         chosen = splits.choose(
             split, splits.to_infer(self._asked_for or self.evaluate_splits) or splits.names[:1], "produce"
         )[0]
-        publisher = Publisher(self.store, self.channel, max_in_flight=self.max_in_flight, part=self.part)
+        publisher = Publisher(self.store, self.channel, max_in_flight=self.max_in_flight)
         return Production(publisher, self.channel, self._captured(chosen))
 
     def end_production(self) -> None:

@@ -34,9 +34,8 @@ def captured(number: int, width: int = 4) -> Captured:
     return Captured(str(number), {"x": torch.full((width,), float(number))}, {})
 
 
-def publisher(store: MemoryStore, channel: MemoryChannel, max_in_flight: int | None = None, part: int = 0) -> Publisher:
-    """Return a publisher."""
-    return Publisher(store, channel, max_in_flight=max_in_flight, part=part)
+def publisher(store: MemoryStore, channel: MemoryChannel, max_in_flight: int | None = None) -> Publisher:
+    return Publisher(store, channel, max_in_flight=max_in_flight)
 
 
 def publish(way: Publisher, *samples: Captured) -> int:
@@ -211,38 +210,6 @@ def test_an_object_left_by_a_kill_makes_room_in_a_store_that_it_fills() -> None:
     assert store.get(channel.read(0, 1)[0])["x"].tolist() == [0.0] * 4 and store.usage() == 16
 
 
-@pytest.mark.parametrize("appends", ["before we look", "before we free"])
-def test_two_processes_of_one_producer_with_other_bits_free_nothing_that_the_log_leads_to(appends: str) -> None:
-    channel, bits = MemoryChannel(), torch.full((4,), 1.5)
-
-    class Interrupted(MemoryStore):
-        """A store in which another process is first with other bits, and appends what it has put meanwhile."""
-
-        others: Any = None
-
-        def put(self, object_id: str, tensors: Any) -> None:
-            if self.others is None:
-                self.others = publisher(self, channel).check([Captured("0", {"x": bits}, {})])
-                super().put(self.others[0].object_id, {"x": bits})
-            try:
-                super().put(object_id, tensors)
-            except ValueError:
-                if appends == "before we look":
-                    channel.append(self.others)
-                raise
-
-        def discard(self, object_ids: Any) -> None:
-            channel.append(self.others)
-            super().discard(object_ids)
-            assert [self.get(ref)["x"].shape for ref in channel.read(0, 9)]
-
-    store = Interrupted()
-    assert publish(publisher(store, channel), captured(0), captured(1)) == (1 if appends == "before we look" else 2)
-    found = store.get(channel.read(0, 1)[0])["x"]
-    assert torch.equal(found, bits if appends == "before we look" else torch.zeros(4))
-    assert channel.published() == 2 and store.usage() == 32
-
-
 def test_two_logs_over_one_store_leave_each_other_their_features() -> None:
     store, logs = MemoryStore(), (MemoryChannel(), MemoryChannel())
     for value, log in enumerate(logs):
@@ -252,7 +219,7 @@ def test_two_logs_over_one_store_leave_each_other_their_features() -> None:
 
 def test_two_producers_of_one_sample_leave_one_object() -> None:
     store, channel = MemoryStore(), MemoryChannel()
-    one, two = publisher(store, channel, part=0), publisher(store, channel, part=1)
+    one, two = publisher(store, channel), publisher(store, channel)
     samples = [captured(0), captured(1), captured(2)]
     refs = two.check(samples)
     publish(one, captured(1))

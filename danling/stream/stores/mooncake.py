@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
 import socket
 import threading
 import uuid
-import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import quote
@@ -44,11 +41,10 @@ _NO_SUM = "0" * 8
 
 
 class MooncakeStore(FeatureStore):
-    """A store in the memory that processes lend to a Mooncake master, read and written without a copy in between.
+    """A store in the memory that processes lend to a Mooncake master.
 
-    An object is written by `put` into registered memory and goes from there over the network; `get` has it written into registered
-    memory, of which its tensors are made: they own it until the last of them is gone. Objects are pinned, so that Mooncake frees none by
-    itself, and removed by force, since whoever has read one holds a lease on it.
+    `put` writes an object into registered memory, from which it goes over the network; `get` receives it in registered memory and copies
+    it from there. Objects are pinned, so that Mooncake frees none by itself, and removed by force, since a reader has a lease on them.
 
     Objects lie in the memory of the processes that lend it, and go with them: let a process lend it that is neither the producer nor
     the trainer (`mooncake_client --global_segment_size=...`), for either may be killed. What a writer that is killed in the middle has
@@ -115,21 +111,21 @@ class MooncakeStore(FeatureStore):
         plain = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
         found = specs(plain)
         size = packed_size(object_id, found)
-        memory = self._pool.lease(size)
-        writer = pack(memory, object_id, plain)
-        self._write(self._store.put_from, object_id, memory, size)
-        # A key that is taken keeps its bytes, and Mooncake says nothing of it.
-        start = header_size(object_id, found)
-        if self._writer(object_id, start) == writer:
-            return
-        present = self._read(object_id, size)
-        if present is None:
-            # Taken by a writer that was killed in the middle: nobody can read it, and only this call replaces it.
-            self._write(self._store.upsert_from, object_id, memory, size)
-            if self._writer(object_id, start) != writer:
-                raise self._failed(f"write object {object_id!r}", _UNFINISHED)
-        elif not same_bytes(unpack(present, object_id), unpack(memory, object_id)):
-            raise taken(object_id, f"the store at {self.master}")
+        with self._pool.lease(size) as memory:
+            writer = pack(memory, object_id, plain)
+            self._write(self._store.put_from, object_id, memory, size)
+            # A key that is taken keeps its bytes, and Mooncake says nothing of it.
+            start = header_size(object_id, found)
+            if self._writer(object_id, start) == writer:
+                return
+            present = self._read(object_id, size)
+            if present is None:
+                # Taken by a writer that was killed in the middle: no reader sees it, and only this call replaces it.
+                self._write(self._store.upsert_from, object_id, memory, size)
+                if self._writer(object_id, start) != writer:
+                    raise self._failed(f"write object {object_id!r}", _UNFINISHED)
+            elif not same_bytes(unpack(present, object_id), unpack(memory, object_id)):
+                raise taken(object_id, f"the store at {self.master}")
 
     def _write(self, call: Callable[..., int], object_id: str, memory: Tensor, size: int) -> None:
         code = call(self._key(object_id), memory.data_ptr(), size, self._pinned)
@@ -143,15 +139,15 @@ class MooncakeStore(FeatureStore):
 
     def _writer(self, object_id: str, size: int) -> str:
         """Return who has written an object, as far as its header is of this size."""
-        memory = self._pool.lease(size)
         places = ([[self._key(object_id)]], [[[0]]], [[[0]]], [[[size]]])
-        [[[read]]] = self._store.get_into_ranges([memory.data_ptr()], *places)
-        if read != size:
-            return ""
-        try:
-            return writer_of(memory[:size])
-        except ValueError:
-            return ""  # a header of another size: an object of another shape
+        with self._pool.lease(size) as memory:
+            [[[read]]] = self._store.get_into_ranges([memory.data_ptr()], *places)
+            if read != size:
+                return ""
+            try:
+                return str(_read_header(memory[:size])[0]["writer"])
+            except ValueError:
+                return ""  # a header of another size: an object of another shape
 
     def get(self, ref: SampleRef) -> dict[str, Tensor]:
         """Return the features of a sample, in memory that is theirs alone; see `FeatureStore.get`.
@@ -172,17 +168,17 @@ class MooncakeStore(FeatureStore):
         return {name: found[name] for name in ref.tensors}
 
     def _read(self, object_id: str, size: int) -> Tensor | None:
-        """Return the bytes of an object, `None` when there is none, or none that is whole."""
+        """Return a copy of the bytes of an object, `None` when there is none, or none that is whole."""
         while True:
-            memory = self._pool.lease(size)
-            read = self._store.get_into(self._key(object_id), memory.data_ptr(), memory.numel())
-            if read >= 0:
-                return memory[:read]
+            with self._pool.lease(size) as memory:
+                read = self._store.get_into(self._key(object_id), memory.data_ptr(), memory.numel())
+                if read >= 0:
+                    return memory[:read].clone()
+                size = 2 * memory.numel()  # it may be larger than its reference says, which the caller checks
             if read in (_MISSING, _UNFINISHED):
                 return None
             if read != _TOO_SMALL:
                 raise self._failed(f"read object {object_id!r}", read)
-            size = 2 * memory.numel()  # it is not what it was taken for; whoever asked says so when it has been read
 
     def discard(self, object_ids: Iterable[str]) -> None:
         """Free objects; see `FeatureStore.discard`.
@@ -278,7 +274,7 @@ def _check_reachable(master: str) -> None:
 
 
 class BufferPool:
-    """Registered blocks of memory. A tensor that leases one gives it back when nothing refers to its memory any more."""
+    """Registered blocks of memory, which are used again."""
 
     def __init__(
         self, register: Callable[[int, int], None], unregister: Callable[[int], None], keep_bytes: int
@@ -287,50 +283,31 @@ class BufferPool:
         self._unregister = unregister
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        # Filled while garbage is collected, which may be in the middle of anything: without a lock.
-        self._returned: deque[Tensor] = deque()
-        self._blocks = 0
+        self._free: list[Tensor] = []
 
-    def lease(self, size: int) -> Tensor:
-        """Return registered memory that nobody else uses."""
+    @contextmanager
+    def lease(self, size: int) -> Iterator[Tensor]:
+        """Yield registered memory that no other call uses meanwhile."""
         length = max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length())
         with self._lock:
-            self._take_back()
-            block = self._free[length].pop() if self._free[length] else None
+            place = next((place for place, free in enumerate(self._free) if free.numel() == length), None)
+            block = None if place is None else self._free.pop(place)
         if block is None:
             block = torch.empty(length, dtype=torch.uint8)
             self._register(block.data_ptr(), length)
+        try:
+            yield block
+        finally:
             with self._lock:
-                self._blocks += 1
-        memory = (ctypes.c_ubyte * length).from_address(block.data_ptr())
-        # Not at exit: what is registered is gone with the process.
-        weakref.finalize(memory, self._returned.append, block).atexit = False
-        # The tensor keeps `memory` alive, and so does every tensor that is made of it.
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def blocks(self) -> int:
-        """Return the number of blocks that are registered, in use or not."""
-        with self._lock:
-            self._take_back()
-            return self._blocks
+                self._free.append(block)
+                while sum(free.numel() for free in self._free) > self._keep_bytes:
+                    self._unregister(self._free.pop(0).data_ptr())
 
     def close(self) -> None:
-        """Take back the registration of all blocks that are not in use; the others keep their memory and lose it later."""
+        """Take back the registration of all blocks."""
         with self._lock:
-            self._keep_bytes = 0
-            self._take_back()
-
-    def _take_back(self) -> None:
-        while self._returned:
-            block = self._returned.popleft()
-            self._free[block.numel()].append(block)
-        spare = sum(length * len(blocks) for length, blocks in self._free.items())
-        for length in sorted(self._free, reverse=True):
-            while spare > self._keep_bytes and self._free[length]:
-                self._unregister(self._free[length].pop().data_ptr())
-                self._blocks -= 1
-                spare -= length
+            while self._free:
+                self._unregister(self._free.pop().data_ptr())
 
 
 def _header(object_id: str, found: Mapping[str, TensorSpec], writer: str, total: str) -> bytes:
@@ -373,11 +350,6 @@ def unpack(memory: Tensor, object_id: str) -> dict[str, Tensor]:
     tensors = _places(memory, start, found)
     check_sum(object_id, tensors, about["checksum"])
     return tensors
-
-
-def writer_of(memory: Tensor) -> str:
-    """Return what `pack` returned for the object in this memory, of which the header is enough."""
-    return str(_read_header(memory)[0]["writer"])
 
 
 def _read_header(memory: Tensor) -> tuple[dict[str, Any], int]:
