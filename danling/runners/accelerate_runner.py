@@ -77,7 +77,7 @@ class AccelerateRunner(TorchRunner):
             self.world = world_of(launch.world_size, self.device)
 
     def accelerate_kwargs(self) -> dict[str, Any]:
-        """Return further arguments of `Accelerator`, such as `kwargs_handlers` with a recipe for fp8. Called on all ranks.
+        """Return further arguments of `Accelerator`, such as `kwargs_handlers` with a recipe for fp8.
 
         Called by the library's `__init__`, before anything else is on the runner than its configuration.
         """

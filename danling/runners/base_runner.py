@@ -13,7 +13,7 @@ from functools import cached_property
 from glob import escape
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -64,15 +64,11 @@ from danling.workspace.workspace import RunPlace, without_places
 
 from .extensions import is_asked, load
 from .meta import MetaRunner, close_after_error
-from .names import GUARDED, check_assignment
+from .names import GUARDED, begin, check_assignment, guard
 from .state import ElasticState, RngState, RunnerState, TrainState
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
-
     from danling.remote.attach import RemoteStores
-    from danling.training import UpdateOutcome
     from danling.utils.observers import Observers
 
     from .torch_runner import TorchParts
@@ -87,6 +83,19 @@ SplitNames = str | Sequence[str] | None
 
 RESERVED_FIGURES = ("loss",)
 """Metrics that the runner makes itself, and that a meter of the same name would silently overwrite."""
+
+
+def _of_a_stack(verb: str, does: str) -> Callable[..., Any]:
+    """Return a method that a stack implements."""
+
+    def method(self: BaseRunner, *args: object, **kwargs: object) -> Any:
+        raise NotImplementedError(
+            f"Expected {type(self).__name__} to implement `{verb}`. Subclass `danling.Runner`, which picks the stack from `config.stack`, "
+            f"or one of the stacks, such as `danling.TorchRunner`; or override `{verb}`."
+        )
+
+    method.__name__, method.__qualname__, method.__doc__ = verb, f"BaseRunner.{verb}", does
+    return method
 
 
 class BaseRunner(metaclass=MetaRunner):
@@ -157,7 +166,9 @@ class BaseRunner(metaclass=MetaRunner):
     _parts: TorchParts | None = None
 
     def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
+        early = begin(self)
         self._closers = Closers()
+        self._parts = self._make_parts()
         self._was_given_config = config is not None
         self.config: RunnerConfig = self.adopt_config(config)
         self.state = RunnerState()
@@ -183,6 +194,10 @@ class BaseRunner(metaclass=MetaRunner):
         )
         self.saver = RunSaver(self)
         self.saver.around = self._session.saving
+        if self._parts is not None:
+            # Before anything else: weights must not be saved while the check of the last update is pending.
+            self.saver.before.append(self._parts.check_last_update)
+            self.saver.is_scored = self._parts.is_scored
         # Overrides of `init_distributed` and the log read both before the process group is there.
         self.launch = LaunchEnvironment.read()
         self.device = select_device(self.launch.local_rank)
@@ -198,6 +213,10 @@ class BaseRunner(metaclass=MetaRunner):
         self.set_deterministic()
         # Building a model may be what hangs.
         self._begin_heartbeat()
+        guard(self, early)
+
+    def _make_parts(self) -> TorchParts | None:
+        return None
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -430,123 +449,35 @@ class BaseRunner(metaclass=MetaRunner):
         if place.notice is not None:
             logger.info("%s", place.notice)
 
-    # Verbs: training
+    # Verbs that a stack implements
 
-    def train(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
-        """Train to the end of the budget, and return all results."""
-        raise _unimplemented(self, "train")
-
-    def train_epochs(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
-        """Train epoch by epoch."""
-        raise _unimplemented(self, "train_epochs")
-
-    def train_steps(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
-        """Train update by update."""
-        raise _unimplemented(self, "train_steps")
-
-    def train_epoch(self, split: str = "train") -> dict[str, float]:
-        """Train one pass over one split, and return its figures."""
-        raise _unimplemented(self, "train_epoch")
-
-    def train_step(self, data: Any) -> tuple[Any, Any]:
-        """Run one micro-batch forward and backward, and return prediction and loss."""
-        raise _unimplemented(self, "train_step")
-
-    def backward(self, loss: Tensor) -> None:
-        """Back-propagate the mean-reduced loss of a micro-batch, 0-dim."""
-        raise _unimplemented(self, "backward")
-
-    def step(self) -> UpdateOutcome:
-        """Close the accumulation window and decide its update."""
-        raise _unimplemented(self, "step")
-
-    def optimizer_step(self) -> None:
-        """Apply a committed update."""
-        raise _unimplemented(self, "optimizer_step")
-
-    def train_context(self) -> AbstractContextManager[object]:
-        """Return the context of the forward and backward of a micro-batch."""
-        raise _unimplemented(self, "train_context")
-
-    def forward_context(self) -> AbstractContextManager[object]:
-        """Return the context of a forward."""
-        raise _unimplemented(self, "forward_context")
-
-    def compute_loss(self, pred: Any, target: Any) -> Tensor:
-        """Return the loss of a prediction, 0-dim."""
-        raise _unimplemented(self, "compute_loss")
-
-    def batch_weight(self, data: Any, target: Any) -> float | Tensor:
-        """Return what the loss of a batch is averaged over."""
-        raise _unimplemented(self, "batch_weight")
-
-    # Verbs: evaluation and inference
-
-    def evaluate(self, splits: SplitNames = None) -> dict[str, dict[str, float]]:
-        """Evaluate splits, and return their figures."""
-        raise _unimplemented(self, "evaluate")
-
-    def evaluate_epoch(self, split: str) -> dict[str, float]:
-        """Evaluate all of one split."""
-        raise _unimplemented(self, "evaluate_epoch")
-
-    def evaluate_steps(self, split: str, steps: int | None = None) -> dict[str, float]:
-        """Evaluate a bounded number of batches of one split."""
-        raise _unimplemented(self, "evaluate_steps")
-
-    def evaluate_step(self, data: Any) -> tuple[Any, Any]:
-        """Evaluate one batch, and return prediction and loss."""
-        raise _unimplemented(self, "evaluate_step")
-
-    def summarize(self, split: str, totals: Meters) -> dict[str, float]:
-        """Return the metrics of an evaluation."""
-        raise _unimplemented(self, "summarize")
-
-    @overload
-    def infer(self, split: str | None = None, *, stream: Literal[False] = False) -> list[Any]: ...
-    @overload
-    def infer(self, split: str | None = None, *, stream: Literal[True]) -> Iterator[Any]: ...
-    def infer(self, split: str | None = None, *, stream: bool = False) -> list[Any] | Iterator[Any]:
-        """Predict every sample of a split."""
-        raise _unimplemented(self, "infer")
-
-    def infer_step(self, data: Any) -> Any:
-        """Return the prediction of one batch."""
-        raise _unimplemented(self, "infer_step")
-
-    # Verbs: construction and loading
-
-    def materialize_model(self) -> None:
-        """Move, compile and wrap the model."""
-        raise _unimplemented(self, "materialize_model")
-
-    def build_optimizer(self) -> Optimizer:
-        """Return the optimizer of the configuration."""
-        raise _unimplemented(self, "build_optimizer")
-
-    def build_scheduler(self) -> Any:
-        """Return the scheduler of the configuration."""
-        raise _unimplemented(self, "build_scheduler")
-
-    def load_pretrained(self, checkpoint: str | Path | Mapping[str, Any]) -> None:
-        """Load only the model of a checkpoint."""
-        raise _unimplemented(self, "load_pretrained")
-
-    def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
-        """Load model weights by name."""
-        raise _unimplemented(self, "load_model")
-
-    def load_ema(self, state: Mapping[str, object], *, partial: bool = False) -> None:
-        """Restore the averaged weights."""
-        raise _unimplemented(self, "load_ema")
-
-    def load_optimizer(self, state: Mapping[str, object]) -> None:
-        """Restore the optimizer."""
-        raise _unimplemented(self, "load_optimizer")
-
-    def load_scheduler(self, state: Mapping[str, object]) -> None:
-        """Restore the scheduler."""
-        raise _unimplemented(self, "load_scheduler")
+    train = _of_a_stack("train", "Train to the end of the budget, and return all results.")
+    train_epochs = _of_a_stack("train_epochs", "Train epoch by epoch.")
+    train_steps = _of_a_stack("train_steps", "Train update by update.")
+    train_epoch = _of_a_stack("train_epoch", "Train one pass over one split, and return its figures.")
+    train_step = _of_a_stack("train_step", "Run one micro-batch forward and backward, and return prediction and loss.")
+    backward = _of_a_stack("backward", "Back-propagate the mean-reduced loss of a micro-batch, 0-dim.")
+    step = _of_a_stack("step", "Close the accumulation window and decide its update.")
+    optimizer_step = _of_a_stack("optimizer_step", "Apply a committed update.")
+    train_context = _of_a_stack("train_context", "Return the context of the forward and backward of a micro-batch.")
+    forward_context = _of_a_stack("forward_context", "Return the context of a forward.")
+    compute_loss = _of_a_stack("compute_loss", "Return the loss of a prediction, 0-dim.")
+    batch_weight = _of_a_stack("batch_weight", "Return what the loss of a batch is averaged over.")
+    evaluate = _of_a_stack("evaluate", "Evaluate splits, and return their figures.")
+    evaluate_epoch = _of_a_stack("evaluate_epoch", "Evaluate all of one split.")
+    evaluate_steps = _of_a_stack("evaluate_steps", "Evaluate a bounded number of batches of one split.")
+    evaluate_step = _of_a_stack("evaluate_step", "Evaluate one batch, and return prediction and loss.")
+    summarize = _of_a_stack("summarize", "Return the metrics of an evaluation.")
+    infer = _of_a_stack("infer", "Predict every sample of a split.")
+    infer_step = _of_a_stack("infer_step", "Return the prediction of one batch.")
+    materialize_model = _of_a_stack("materialize_model", "Move, compile and wrap the model.")
+    build_optimizer = _of_a_stack("build_optimizer", "Return the optimizer of the configuration.")
+    build_scheduler = _of_a_stack("build_scheduler", "Return the scheduler of the configuration.")
+    load_pretrained = _of_a_stack("load_pretrained", "Load only the model of a checkpoint.")
+    load_model = _of_a_stack("load_model", "Load model weights by name.")
+    load_ema = _of_a_stack("load_ema", "Restore the averaged weights.")
+    load_optimizer = _of_a_stack("load_optimizer", "Restore the optimizer.")
+    load_scheduler = _of_a_stack("load_scheduler", "Restore the scheduler.")
 
     # Data
 
@@ -577,9 +508,6 @@ class BaseRunner(metaclass=MetaRunner):
         Args:
             split: The split.
             dataset: What the user put into `datasets` for it.
-
-        Raises:
-            ValueError: If an option of `config.dataloader` is unknown.
         """
         return self._data.build_loader(split, dataset)
 
@@ -601,9 +529,6 @@ class BaseRunner(metaclass=MetaRunner):
 
         Args:
             split: The split.
-
-        Raises:
-            ValueError: If there is no such split, or no loader for it.
         """
         return self._data.of(split)
 
@@ -1049,10 +974,6 @@ class BaseRunner(metaclass=MetaRunner):
 
         Returns:
             Tensors on the CPU and plain values, by component: `model`, `optimizer`, `state`, ...
-
-        Raises:
-            CheckpointNotFound: If there is none.
-            CheckpointDamaged: If a file is not what was written.
         """
         payload: dict[str, Any] = self.checkpoint_manager.load_checkpoint(checkpoint)
         return payload
@@ -1110,10 +1031,6 @@ class BaseRunner(metaclass=MetaRunner):
 
         Args:
             state: What `state_dict` returned, or the payload of a checkpoint.
-
-        Raises:
-            CheckpointMismatch: If a component that this runner has is missing and not excluded from loading, or an attribute cannot be
-                restored.
         """
         with self._loading(state):
             payload, excluded = self.run_state.excluded.apply(state)
@@ -1145,9 +1062,6 @@ class BaseRunner(metaclass=MetaRunner):
 
         Args:
             states: State by split; `None` for a split that starts from the beginning.
-
-        Raises:
-            CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.
         """
         loader_states.restore_positions(self, states)
 
@@ -1182,10 +1096,6 @@ class BaseRunner(metaclass=MetaRunner):
         Args:
             config: The configuration of the new run.
             checkpoint: A checkpoint of this library, a file with a plain `state_dict`, or weights by name, also as `{"model": weights}`.
-
-        Raises:
-            CheckpointNotFound: If there is none.
-            CheckpointMismatch: If names or shapes are not those of the model.
         """
         own = deepcopy(config) if isinstance(config, RunnerConfig) else cls.config_class(config)
         if not isinstance(checkpoint, Mapping):
@@ -1202,10 +1112,6 @@ class BaseRunner(metaclass=MetaRunner):
 
         Args:
             checkpoint: A checkpoint, or a checkpoint or run directory with a `latest`; or a URL.
-
-        Raises:
-            CheckpointNotFound: If there is none.
-            CheckpointDamaged: If it cannot be read.
         """
         if "://" in str(checkpoint):
             stored: dict[str, Any] = load("remote").read_config_at(str(checkpoint))
@@ -1257,10 +1163,3 @@ class BaseRunner(metaclass=MetaRunner):
             assert error is not None
             self._reporter.trackers.set_status_after(error)
             close_after_error(self)
-
-
-def _unimplemented(runner: BaseRunner, verb: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"Expected {type(runner).__name__} to implement `{verb}`. Subclass `danling.Runner`, which picks the stack from `config.stack`, or "
-        f"one of the stacks, such as `danling.TorchRunner`; or override `{verb}`."
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import distributed as dist
 
 from danling.checkpoints import CheckpointManager, DeepSpeedCheckpointManager
-from danling.config import RunnerConfig
 from danling.deepspeed import engine as engines
 from danling.deepspeed.engine_config import (
     EngineFacts,
@@ -60,16 +59,8 @@ class DeepSpeedRunner(TorchRunner):
     deepspeed: Any = None
     _max_norm: float | None = None
 
-    def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
-        super().__init__(config)
-        if self.deepspeed is None:
-            raise ValueError(
-                "Expected `init_distributed` to load DeepSpeed and to join its process group. Received: neither. Call "
-                "super().init_distributed() in it."
-            )
-
     def init_distributed(self) -> None:
-        """Join the process group, as every stack; alone, make one of this process, since an engine needs it. Called on all ranks."""
+        """Join the process group, as every stack; alone, make one of this process, since an engine needs it."""
         self.deepspeed = self.import_deepspeed()
         given = dist.is_initialized()
         super().init_distributed()
@@ -80,17 +71,16 @@ class DeepSpeedRunner(TorchRunner):
             self._closers.callback(engines.leave_process_group)
 
     def import_deepspeed(self) -> Any:
-        """Return the package.
-
-        Raises:
-            ImportError: If it is not installed.
-
-        Called on all ranks.
-        """
+        """Return the package."""
         return engines.import_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def build_preparation(self) -> EnginePreparation:
-        """Return how the engine holds the model, which it takes together with the optimizer in `bind_optimizer`. Called on all ranks."""
+        """Return how the engine holds the model, which it takes together with the optimizer in `bind_optimizer`."""
+        if self.deepspeed is None:
+            raise ValueError(
+                "Expected `init_distributed` to load DeepSpeed and to join its process group. Received: neither. Call "
+                "super().init_distributed() in it."
+            )
         mode = self.config.checkpoint.async_mode
         return EnginePreparation(self.world, self.data_domain, stack=self.stack, async_mode=mode)
 
@@ -100,12 +90,7 @@ class DeepSpeedRunner(TorchRunner):
         return self.preparation.engine if "preparation" in vars(self) else None
 
     def bind_optimizer(self) -> None:
-        """Build the engine around model and optimizer. Call on all ranks.
-
-        Raises:
-            ValueError: If DeepSpeed does not know a key, or a setting contradicts another one, such as averaged weights with weights
-                in bfloat16.
-        """
+        """Build the engine around model and optimizer."""
         settings = self.engine_settings()
         if self.optimizer is None and "optimizer" not in settings:
             return
@@ -151,13 +136,7 @@ class DeepSpeedRunner(TorchRunner):
         return settings
 
     def engine_settings(self) -> dict[str, Any]:
-        """Return the configuration of the engine; override it for settings that depend on the run.
-
-        Raises:
-            ValueError: If `config.deepspeed` contradicts another key.
-
-        Called on all ranks.
-        """
+        """Return the configuration of the engine; override it for settings that depend on the run."""
         facts = EngineFacts(
             micro_batch=self.batch_size,
             accum_steps=self.accum_steps,
@@ -183,10 +162,8 @@ class DeepSpeedRunner(TorchRunner):
         """Whether the weights are divided over the ranks."""
         return self.preparation.divides_weights
 
-    model_states: EngineModelStates
-
     def manager_class(self) -> Callable[..., CheckpointManager]:
-        """Return what builds the checkpoint manager: tags of the engine under the library's names. Called on all ranks."""
+        """Return what builds the checkpoint manager: tags of the engine under the library's names."""
         return partial(DeepSpeedCheckpointManager, engine=EngineFiles(self.engine, self.preparation.stage))
 
     def build_model_states(self) -> EngineModelStates:
@@ -194,10 +171,12 @@ class DeepSpeedRunner(TorchRunner):
         return EngineModelStates(self)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return what is saved with the engine's files. Call on all ranks."""
+        """Return what is saved with the engine's files."""
         with self.run_state.saved_elsewhere("model", "optimizer"):
             state = super().checkpoint_state()
-        return {**state, "engine": self.model_states.outline()}
+        states = self.model_states
+        assert isinstance(states, EngineModelStates)
+        return {**state, "engine": states.outline()}
 
     # Update
 

@@ -62,13 +62,13 @@ class GraphRunner(TorchRunner):
         return own
 
     def prepare_components(self) -> None:
-        """Refuse what cannot become a graph, then prepare as every stack does. Called on all ranks."""
+        """Refuse what cannot become a graph, then prepare as every stack does."""
         check_compiler(self.config.compile.backend, self.device.type)
         super().prepare_components()
         self.preparation.function(self.model)
 
     def build_preparation(self) -> GraphPreparation:
-        """Return what makes one function of the model and its loss. Called on all ranks."""
+        """Return what makes one function of the model and its loss."""
         return GraphPreparation(self.world, whole_loss=self._whole_loss)
 
     def _whole_loss(self, model: nn.Module) -> WholeLoss:
@@ -84,7 +84,7 @@ class GraphRunner(TorchRunner):
         return self.criterion is not None or self._parts.loss.own_loss
 
     def compile_modules(self, modules: Iterable[nn.Module]) -> None:
-        """Set up how forward and loss are compiled; the modules themselves are not. Called on all ranks.
+        """Set up how forward and loss are compiled; the modules themselves are not.
 
         Args:
             modules: The model.

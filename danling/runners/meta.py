@@ -11,7 +11,7 @@ from typing import Any
 from danling.checkpoints.errors import CheckpointError
 
 from .direct_call import prepare_direct_calls
-from .names import GUARDED, check_class, is_library, noting
+from .names import GUARDED, check_class
 
 logger = logging.getLogger("danling")
 
@@ -30,11 +30,6 @@ class MetaRunner(type):
         namespace.setdefault("__module__", sys._getframe(1).f_globals.get("__name__", "__main__"))
         prepare_direct_calls(namespace)
         return super().__new__(mcs, name, bases, namespace, **kwargs)
-
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> None:
-        super().__init__(name, bases, namespace, **kwargs)
-        if is_library(cls) and "__init__" in namespace:
-            cls.__init__ = noting(namespace["__init__"])  # type: ignore[misc]
 
     @property
     def __signature__(cls) -> inspect.Signature:

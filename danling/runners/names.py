@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 SETTABLE = frozenset(
@@ -19,39 +19,29 @@ COMPONENTS = ("model", "ema", "criterion", "optimizer", "scheduler", "metrics")
 _REPLACEABLE = frozenset({"state", "device", "workspace", "seed", "id", "timestamp", "code_id", "config_id"})
 """What a user may replace by another value of the same type."""
 
-_CLASS_DATA = frozenset({"mode"})
-"""What the library changes while it runs: it begins as an attribute of the class, and is no setting."""
-
 GUARDED = "_guarded"
 """Attribute of a runner whose `__init__` is under way: names are checked as they are set."""
 _MISSING = object()
 
 
-def noting(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the `__init__` of one of the library's classes that also notes which names are the library's from then on."""
+def begin(runner: Any) -> dict[str, object]:
+    """Give a runner its components, of which there are none yet; return what the user set before the library's `__init__`."""
+    # On the runner, not on the class: a method that happens to be called so is no component, but a loss may be a method.
+    for name in COMPONENTS:
+        own = getattr(type(runner), name, None)
+        if not isinstance(own, property) or own.fset is not None:
+            setattr(runner, name, getattr(runner, name) if name == "criterion" and callable(own) else None)
+    return dict(vars(runner))
 
-    @functools.wraps(init)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
-        held = vars(self)
-        is_outermost = "library_names" not in held
-        if is_outermost:
-            held["library_names"] = frozenset()
-            # On the runner, not on the class: a method that happens to be called so is no component, but a loss may be a method.
-            for name in COMPONENTS:
-                own = getattr(type(self), name, None)
-                if not isinstance(own, property) or own.fset is not None:
-                    is_loss = name == "criterion" and callable(own)
-                    setattr(self, name, getattr(self, name) if is_loss else None)
-        before = {name: value for name, value in held.items() if name != "library_names"} if is_outermost else {}
-        init(self, *args, **kwargs)
-        if is_outermost:
-            added = {name for name, value in held.items() if before.get(name, _MISSING) is not value}
-            held["library_names"] = frozenset({*SETTABLE, *defined(type(self)), *added})
-            for name in before.keys() - added:
-                check_assignment(self, name, held[name], {})
-            held[GUARDED] = True
 
-    return noted
+def guard(runner: Any, early: Mapping[str, object]) -> None:
+    """Guard the names of the library from now on, and check those that the user set early."""
+    held = vars(runner)
+    set_here = {name for name, value in held.items() if early.get(name, _MISSING) is not value}
+    held["library_names"] = frozenset({*SETTABLE, *defined(type(runner)), *set_here})
+    for name in early.keys() - set_here:
+        check_assignment(runner, name, held[name], {})
+    held[GUARDED] = True
 
 
 def is_library(kind: type) -> bool:
@@ -70,38 +60,38 @@ def check_assignment(runner: Any, name: str, value: object, present: Mapping[str
     if isinstance(original, property) and original.fset is not None:
         return
     present = vars(runner) if present is None else present
-    if name in present and original is _MISSING:
+    if original is _MISSING and name in present:
         original = present[name]
         is_allowed = value is original or (name in _REPLACEABLE and isinstance(value, type(original)))
     else:
-        is_allowed = name not in _CLASS_DATA and not _is_read(original) and _overrides(value, original)
+        # `mode` is a value of the class that the library changes while it runs.
+        is_allowed = name != "mode" and _kind(original) != "property" and _may_replace(original, value)
     if not is_allowed:
-        raise _refused(f"self.{name} = {_short(value)}", name, owner)
+        text = " ".join(repr(value).split())
+        raise _refused(f"self.{name} = {text if len(text) <= 40 else f'{text[:37]}...'}", name, owner)
 
 
 def check_class(runner: Any) -> None:
     """Refuse methods and values in the classes of a user under names of the library's. Called when `__init__` has ended."""
     known = defined(type(runner))
-    for name, kind, value in _of_user(type(runner)):
-        if name in SETTABLE or name not in runner.library_names:
+    of_user = [each for each in type(runner).__mro__ if not is_library(each) and each is not object]
+    for kind, name, value in ((each, *item) for each in of_user for item in vars(each).items()):
+        is_free = name in SETTABLE or name not in runner.library_names or name == "_unjoined"
+        if is_free or name.startswith("__"):
             continue
         owner, original = known.get(name, ("BaseRunner", _MISSING))
-        if _is_read(original) and not _is_read(value) and _is_called(value):
+        if _kind(original) == "property" and _kind(value) == "method":
             raise AttributeError(
                 f"Expected {name!r} to be a property, as that of the library ({owner}) is, which reads it. Received: a method of the class "
                 f"{kind.__name__}. Put @property above it, or call it otherwise, such as 'my_{name.strip('_')}'."
             )
-        if name.startswith("_") or not _overrides(value, original):
+        if name.startswith("_") or not _may_replace(original, value):
             raise _refused(f"{name} of the class {kind.__name__}", name, owner)
 
 
-def defined(runner_class: type) -> dict[str, tuple[str, Any]]:
-    """Return the names that the library's classes in a line define or declare: their owner, and what they are."""
-    return _defined(runner_class)
-
-
 @functools.cache
-def _defined(runner_class: Any) -> dict[str, tuple[str, Any]]:
+def defined(runner_class: Any) -> dict[str, tuple[str, Any]]:
+    """Return the names that the library's classes in a line define or declare: their owner, and what they are."""
     names: dict[str, tuple[str, Any]] = {}
     for kind in filter(is_library, reversed(runner_class.__mro__)):
         for name in inspect.get_annotations(kind):
@@ -112,39 +102,22 @@ def _defined(runner_class: Any) -> dict[str, tuple[str, Any]]:
     return names
 
 
-def _is_read(value: object) -> bool:
-    return isinstance(value, (property, functools.cached_property))
+def _kind(value: object) -> str:
+    if isinstance(value, (property, functools.cached_property)):
+        return "property"
+    if inspect.isroutine(value) or isinstance(value, (staticmethod, classmethod, functools.partial)):
+        return "method"
+    return "value"
 
 
-def _is_called(value: object) -> bool:
-    return inspect.isroutine(value) or isinstance(value, (staticmethod, classmethod, functools.partial))
-
-
-def _overrides(value: object, original: object) -> bool:
+def _may_replace(original: object, value: object) -> bool:
     """Whether a value may be where the library has one: a property or a method for a method, a property for a property, plain data for
     plain data."""
-    if original is _MISSING:
+    if original is _MISSING or original is None:
         return False
-    if _is_read(original):
-        return _is_read(value)
-    if inspect.isroutine(original):
-        return _is_read(value) or _is_called(value)
-    return original is not None and isinstance(value, (type(original), property))
-
-
-def _of_user(runner_class: type) -> Iterator[tuple[str, type, Any]]:
-    for kind in runner_class.__mro__:
-        if not is_library(kind) and kind is not object:
-            yield from (
-                (name, kind, value)
-                for name, value in vars(kind).items()
-                if not name.startswith("__") and name != "_unjoined"
-            )
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    if _kind(original) == "value":
+        return isinstance(value, (type(original), property))
+    return _kind(value) == "property" or _kind(original) == _kind(value) == "method"
 
 
 def _refused(received: str, name: str, owner: str) -> AttributeError:

@@ -72,7 +72,7 @@ class ParallelRunner(TorchRunner):
     # Place
 
     def init_distributed(self) -> None:
-        """Check the axes before anything is allocated, then join the process group and build the mesh. Called on all ranks."""
+        """Check the axes before anything is allocated, then join the process group and build the mesh."""
         launch, settings = LaunchEnvironment.read(), self.config.parallel
         axes = Axes.resolve(self._degrees(), world_size=launch.world_size)
         self.stage_plan = StagePlan.of(
@@ -98,7 +98,7 @@ class ParallelRunner(TorchRunner):
             )
 
     def build_placement(self) -> Placement:
-        """Return the place of this rank on the mesh. Called on all ranks."""
+        """Return the place of this rank on the mesh."""
         if not isinstance(getattr(self, "topology", None), Topology):
             hook = "build_topology" if self._overrides("build_topology") else "init_distributed"
             raise ValueError(
@@ -113,12 +113,12 @@ class ParallelRunner(TorchRunner):
         return degrees
 
     def build_topology(self) -> Topology:
-        """Return the place of this rank on the parallel axes; override it for a mesh of your own. Called on all ranks."""
+        """Return the place of this rank on the parallel axes; override it for a mesh of your own."""
         device_type = self.config.parallel.mesh_device_type
         return Topology(self._degrees(), device=self.device, mesh_device_type=device_type)
 
     def init_model_parallel_groups(self) -> None:
-        """Make the process groups that training needs besides those of single axes. Called on all ranks."""
+        """Make the process groups that training needs besides those of single axes."""
         self.parallel_context = ParallelContext(self.topology)
         self.pipeline_domain: Domain = self.topology.domain("pipeline")
 
@@ -127,13 +127,13 @@ class ParallelRunner(TorchRunner):
         return self.topology.axes.degree(*axes)
 
     def build_preparation(self) -> MeshPreparation:
-        """Return how the ranks of the mesh hold the model. Called on all ranks."""
+        """Return how the ranks of the mesh hold the model."""
         return MeshPreparation(self.topology, world=self.world, config=self.config)
 
     # Model
 
     def materialize_model(self) -> None:
-        """Cut, transform, checkpoint, compile, shard and initialise the model, in this order. Call on all ranks."""
+        """Cut, transform, checkpoint, compile, shard and initialise the model, in this order."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         check_meta(self.model)
         self._check_micro_batches()
@@ -226,7 +226,7 @@ class ParallelRunner(TorchRunner):
         return [name for name in wanted if name in present]
 
     def parallelize_model(self, model: nn.Module) -> None:
-        """Apply tensor, context and expert parallelism to a model, or to one of its pipeline parts, in place. Called on all ranks.
+        """Apply tensor, context and expert parallelism to a model, or to one of its pipeline parts, in place.
 
         The default calls `model.parallelize(parallel_context)`. What is divided must become a DTensor over the mesh of its axis
         (`parallel_context.mesh("tensor")`); a plain parameter is taken as the same on all ranks of these axes, where every rank must
@@ -274,7 +274,7 @@ class ParallelRunner(TorchRunner):
     def apply_activation_checkpointing(self, part: nn.Module) -> None:
         """Wrap the blocks of a model part when `parallel.activation_checkpointing`, so that their activations are computed again.
 
-        The blocks are those of FSDP: the layers of every `ModuleList`, or what `fsdp.blocks` names. Called on all ranks.
+        The blocks are those of FSDP: the layers of every `ModuleList`, or what `fsdp.blocks` names.
         """
         if self.config.parallel.activation_checkpointing:
             blocks = find_blocks(part, self._blocks_here(part)).values()
@@ -288,7 +288,7 @@ class ParallelRunner(TorchRunner):
     # FSDP
 
     def fsdp_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `fully_shard`; override it to add some. Called on all ranks.
+        """Return the arguments of `fully_shard`; override it to add some.
 
         In a pipeline the gathered parameters stay until the backward.
         """
@@ -304,29 +304,18 @@ class ParallelRunner(TorchRunner):
         return kwargs
 
     def build_mixed_precision_policy(self) -> MixedPrecisionPolicy:
-        """Return the policy of `fsdp.mp_policy`: a policy, or a mapping of its fields with dtypes by name. Called on all ranks.
-
-        Raises:
-            ValueError: If it is neither, or has an unknown field.
-        """
+        """Return the policy of `fsdp.mp_policy`: a policy, or a mapping of its fields with dtypes by name."""
         return mixed_precision_policy(self.config.fsdp.mp_policy)
 
     def build_offload_policy(self) -> OffloadPolicy | None:
-        """Return the policy of `fsdp.offload_policy`: a policy, or `"cpu"`, which keeps shards in host memory. Called on all ranks.
-
-        Raises:
-            ValueError: If it is anything else.
-        """
+        """Return the policy of `fsdp.offload_policy`: a policy, or `"cpu"`, which keeps shards in host memory."""
         return offload_policy(self.config.fsdp.offload_policy, self.device)
 
     def initialize_part(self, part: nn.Module) -> None:
-        """Give weights to a model, or a part, that was built on the meta device. Called on all ranks.
+        """Give weights to a model, or a part, that was built on the meta device.
 
         The default calls the model's `init_weights()`, else `reset_parameters()` of every module that has parameters or buffers of
         its own. Each coordinate draws from streams of its own; copies are made equal afterwards.
-
-        Raises:
-            ValueError: If a module has neither.
         """
         initialize_weights(part, self.topology, seed=self.seed, number=self._initialized)
         self._initialized += 1
@@ -334,7 +323,7 @@ class ParallelRunner(TorchRunner):
     # Pipeline
 
     def build_pipeline_model_parts(self) -> list[nn.Module]:
-        """Return the model parts of this rank, one a stage; override it for a builder of your own. Called on all ranks.
+        """Return the model parts of this rank, one a stage; override it for a builder of your own.
 
         Their parameters must be named as in the whole model, since checkpoints are written under these names.
         """
@@ -344,18 +333,18 @@ class ParallelRunner(TorchRunner):
         return [self.build_pipeline_model_part(stage) for stage in self.stage_plan.indices]
 
     def build_pipeline_model_part(self, stage: int) -> nn.Module:
-        """Return the model of one stage: the modules of other stages become `nn.Identity`. Called on all ranks.
+        """Return the model of one stage: the modules of other stages become `nn.Identity`.
 
         So the model's `forward` must be a chain of its modules, each of which takes what the one before it returned.
         """
         return take_part(self.model, self._part_names[stage], keep=len(self.stage_plan.indices) > 1)
 
     def build_pipeline_schedule(self) -> Any:
-        """Return the schedule class of `parallel.pipeline_schedule`. Called on all ranks."""
+        """Return the schedule class of `parallel.pipeline_schedule`."""
         return self.stage_plan.schedule
 
     def bind_pipeline_modules(self, parts: Sequence[nn.Module]) -> Pipeline:
-        """Return the pipeline that runs model parts as stages. Called on all ranks."""
+        """Return the pipeline that runs model parts as stages."""
         settings = self.config.parallel
         schedule = self.build_pipeline_schedule()
         if schedule is None:
@@ -377,17 +366,13 @@ class ParallelRunner(TorchRunner):
     # Optimizer
 
     def build_optimizer(self) -> Optimizer:
-        """Return the optimizer of `config.optim` over what this rank holds, each parameter once. Called on all ranks."""
+        """Return the optimizer of `config.optim` over what this rank holds, each parameter once."""
         optimizer = super().build_optimizer()
         keep_kinds_apart(optimizer)
         return optimizer
 
     def manager_class(self) -> Callable[..., CheckpointManager]:
-        """Return the class of the checkpoint manager: DCP by default; files only where every rank holds the whole model.
-
-        Raises:
-            ValueError: If files are asked for, and a rank holds only a part.
-        """
+        """Return the class of the checkpoint manager: DCP by default; files only where every rank holds the whole model."""
         asked = self.config.checkpoint.backend
         if asked != "file":
             return manager_named("dcp" if asked == "auto" else asked)
@@ -406,20 +391,17 @@ class ParallelRunner(TorchRunner):
     # Data
 
     def to_device(self, data: Any) -> Any:
-        """Return this rank's share of a batch, on its device; a placeholder stays one. Called on all ranks."""
+        """Return this rank's share of a batch, on its device; a placeholder stays one."""
         if data is PLACEHOLDER:
             return data
         data = super().to_device(data)
         return self.split_context(data) if self.degree("context") > 1 else data
 
     def split_context(self, data: Any) -> Any:
-        """Return this rank's stretch of every sequence; override it where dimension 1 is not the sequence. Called on all ranks.
+        """Return this rank's stretch of every sequence; override it where dimension 1 is not the sequence.
 
         Args:
             data: A batch. Tensors of two or more dimensions are cut along dimension 1, others are left whole.
-
-        Raises:
-            ValueError: If a length does not divide by the `context` axis.
         """
         # Trees know no other mapping than a plain one, such as the batch of a tokenizer.
         plain = dict(data) if isinstance(data, Mapping) else data

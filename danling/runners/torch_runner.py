@@ -21,7 +21,6 @@ from danling.checkpoints.exchange import (
     save_pretrained,
     write_description,
 )
-from danling.config import RunnerConfig
 from danling.config.checks import endless_streams, idle_settings
 from danling.data import move_to_device
 from danling.distributed import StepTotals
@@ -73,7 +72,7 @@ from danling.training.weighing import BatchLoss, returned_loss
 from danling.utils.protocols import SteppedOptimizer
 from danling.utils.tensors import canonical_name
 
-from .base_runner import RESERVED_FIGURES, BaseRunner, Results
+from .base_runner import RESERVED_FIGURES, BaseRunner, Results, SplitNames
 from .extensions import is_asked, load
 
 if TYPE_CHECKING:
@@ -116,19 +115,18 @@ class TorchRunner(BaseRunner):
     _parts: TorchParts
     _phases: Phases | None = None
 
-    def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
-        # Before `super().__init__`, which asks for the parts of a checkpoint.
-        parts = self._parts = TorchParts(self)
-        super().__init__(config)
-        self.model_states: ModelStates = self.build_model_states()
-        # Before anything else: weights must not be saved while the check of the last update is pending.
-        self.saver.before.insert(0, lambda: parts.update.raise_pending_error())
-        self.saver.is_scored = lambda: parts.results.scored_at == self.state.train.global_step
+    def _make_parts(self) -> TorchParts:
+        return TorchParts(self)
+
+    @cached_property
+    def model_states(self) -> ModelStates:
+        """The component that reads and loads the states of model, EMA and optimizer."""
+        return self.build_model_states()
 
     # Construction, after the `__init__` of the user
 
     def prepare_components(self) -> None:
-        """Move and wrap the model, build optimizer, scheduler and loaders. Called on all ranks.
+        """Move and wrap the model, build optimizer, scheduler and loaders.
 
         Bad input is refused before the first file is written.
         """
@@ -175,7 +173,7 @@ class TorchRunner(BaseRunner):
             self._parts.audits.observe()
 
     def __post_init__(self) -> None:
-        """Finish construction, restore the checkpoint, and warn of settings without an effect. Called on all ranks."""
+        """Finish construction, restore the checkpoint, and warn of settings without an effect."""
         super().__post_init__()
         self.preparation.note_constructed(self.model)
         if self.is_main_process:
@@ -185,14 +183,11 @@ class TorchRunner(BaseRunner):
             warn_of(self.idle_settings)
 
     def build_preparation(self) -> ModelPreparation:
-        """Return the component that wraps and unwraps the model and gathers its weights for this stack. Called on all ranks."""
+        """Return the component that wraps and unwraps the model and gathers its weights for this stack."""
         return ModelPreparation(self.world)
 
     def idle_settings(self) -> list[str]:
-        """Return a sentence for every setting that has no effect in this run.
-
-        No communication: may be called on one rank.
-        """
+        """Return a sentence for every setting that has no effect in this run. No communication: may be called on one rank."""
         splits, trained = self._data.splits, self.train_splits
         built = [self.sources[split] for split in self.datasets if split in self.sources]
         return [
@@ -234,10 +229,10 @@ class TorchRunner(BaseRunner):
         return not getattr(getattr(type(self), hook), "__module__", "").startswith("danling.")
 
     def bind_optimizer(self) -> None:
-        """Bind model and optimizer to each other, on stacks that need it, before the scheduler is built. Call on all ranks."""
+        """Bind model and optimizer to each other, on stacks that need it, before the scheduler is built."""
 
     def materialize_model(self) -> None:
-        """Move model and criterion to the device, create the EMA, compile and wrap the model. Call on all ranks."""
+        """Move model and criterion to the device, create the EMA, compile and wrap the model."""
         self.model.to(self.device)
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(self.device)
@@ -246,7 +241,7 @@ class TorchRunner(BaseRunner):
         self._wrap()
 
     def _wrap(self) -> None:
-        """Put the model into the wrapper of the stack. Called on all ranks."""
+        """Put the model into the wrapper of the stack."""
         # DistributedDataParallel reads the compiler's setting as well.
         with self.compilation.settings() if self.compilation is not None else nullcontext():
             self.model = self.wrap_model(self.model)
@@ -299,7 +294,7 @@ class TorchRunner(BaseRunner):
             self.ema = EMA(self.model, **settings)
 
     def compile_modules(self, modules: Iterable[nn.Module]) -> None:
-        """Compile modules in place when `compile.enable`; they are left uncompiled by `close`. Called on all ranks.
+        """Compile modules in place when `compile.enable`; they are left uncompiled by `close`.
 
         Args:
             modules: The modules that training calls: the model, or blocks of it.
@@ -314,7 +309,7 @@ class TorchRunner(BaseRunner):
             self.compilation.compile(module)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the model that training calls: DistributedDataParallel when there are several ranks. Call on all ranks.
+        """Return the model that training calls: DistributedDataParallel when there are several ranks.
 
         Args:
             model: The model, on its device.
@@ -335,7 +330,7 @@ class TorchRunner(BaseRunner):
         return self.preparation.wrap(model, options, reduces_later=self._data.splits.finds_micro_batch_size)
 
     def ddp_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph. Called on all ranks."""
+        """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph."""
         return {"device_ids": [self.device] if self.device.type == "cuda" else None}
 
     def unwrap(self, model: Any) -> Any:
@@ -350,8 +345,7 @@ class TorchRunner(BaseRunner):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names, free of wrapper prefixes, and parameters of the model, then those of the criterion.
 
-        No communication: may be called on one rank.
-        """
+        No communication: may be called on one rank."""
         for name, parameter in self.unwrapped_model.named_parameters():
             yield canonical_name(name), parameter
         if isinstance(self.criterion, nn.Module):
@@ -374,7 +368,7 @@ class TorchRunner(BaseRunner):
     def save_pretrained(self, directory: str | Path, *, averaged: bool = False, **options: Any) -> None:
         """Write files that `from_pretrained` of transformers or peft reads: the main process calls the model's `save_pretrained`.
 
-        For a model with adapters, the adapters and the modules that are trained beside them are written. Call on all ranks.
+        For a model with adapters, the adapters and the modules that are trained beside them are written.
 
         Args:
             directory: Directory for the files.
@@ -395,14 +389,14 @@ class TorchRunner(BaseRunner):
         self.world.barrier()
 
     def broadcast_buffers(self) -> None:
-        """Broadcast the buffers of the first rank to the ranks that share a part of the model. Call on all ranks.
+        """Broadcast the buffers of the first rank to the ranks that share a part of the model.
 
         DistributedDataParallel does it only at the next training forward; until then ranks may have different buffers.
         """
         self.preparation.broadcast_buffers(self.model, self._criterion_tensors("buffers"))
 
     def build_optimizer(self) -> Optimizer:
-        """Return the optimizer of `config.optim` over the parameters that require a gradient. Called on all ranks."""
+        """Return the optimizer of `config.optim` over the parameters that require a gradient."""
         settings = dict(self.config.optim.items())
         if self._parts.canonical is not None and OPTIMIZERS.accepts(settings.get("type"), "fused"):
             settings["fused"] = False
@@ -414,24 +408,18 @@ class TorchRunner(BaseRunner):
         )
 
     def build_scheduler(self) -> Any:
-        """Return the scheduler of `config.scheduler`; schedules over the whole run get its length. Called on all ranks.
-
-        Returns:
-            The scheduler, `None` if the section is empty.
-        """
+        """Return the scheduler of `config.scheduler`; schedules over the whole run get its length."""
         settings = self.config.get("scheduler", None) or {}
         return build_scheduler(settings, self.optimizer, steps=self.steps, epochs=self.epochs)
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """Return the context of a forward: autocast of `config.precision`. Called on all ranks."""
+        """Return the context of a forward: autocast of `config.precision`."""
         return self.precision.autocast()
 
     # Training
 
-    def train(
-        self, train_splits: str | Sequence[str] | None = None, evaluate_splits: str | Sequence[str] | None = None
-    ) -> Results:
-        """Train to the end of the budget: by epochs when `epochs` is set, else by steps. Call on all ranks.
+    def train(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
+        """Train to the end of the budget: by epochs when `epochs` is set, else by steps.
 
         A run that has already reached its budget returns at once, without reading data or writing files.
 
@@ -449,38 +437,40 @@ class TorchRunner(BaseRunner):
         """
         return (self.train_steps if self.is_step_mode else self.train_epochs)(train_splits, evaluate_splits)
 
-    def train_epochs(
-        self, train_splits: str | Sequence[str] | None = None, evaluate_splits: str | Sequence[str] | None = None
-    ) -> Results:
-        """Train epoch by epoch until `epochs` are completed. Call on all ranks.
+    def train_epochs(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
+        """Train epoch by epoch until `epochs` are completed, as `train` does.
 
         Args:
-            train_splits: Splits to train on; `None` is `self.train_splits`.
-            evaluate_splits: Splits to evaluate; `None` is `self.evaluate_splits`.
-
-        Returns:
-            `self.results`.
-
-        Raises:
-            ValueError: If there is no budget, no optimizer, or nothing to train on.
-            NonFiniteError: If an update is not finite and must not be skipped.
-            SystemExit: After a signal that asked the run to stop; its full state has been saved.
+            train_splits: As for `train`.
+            evaluate_splits: As for `train`.
         """
-        loop = self._parts.loop
+        return self._train("epochs", train_splits, evaluate_splits)
+
+    def train_steps(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
+        """Train update by update until `steps` are committed, pass after pass over the data, as `train` does.
+
+        Args:
+            train_splits: As for `train`.
+            evaluate_splits: As for `train`.
+        """
+        return self._train("steps", train_splits, evaluate_splits)
+
+    def _train(self, unit: str, train_splits: SplitNames, evaluate_splits: SplitNames) -> Results:
+        loop, set_unit = self._parts.loop, "steps" if self.is_step_mode else "epochs"
         to_train, to_evaluate = loop.check_ready(train_splits, evaluate_splits)
-        if self.is_step_mode:
+        if unit != set_unit:
             raise ValueError(
-                f"Expected a budget of epochs for `train_epochs`. Received: steps={self.steps}. Call `train()` or `train_steps()`, or set "
-                "`epochs` instead."
+                f"Expected a budget of {unit} for `train_{unit}`. Received: {set_unit}={getattr(self, set_unit)}. Call `train()` or "
+                f"`train_{set_unit}()`, or set `{unit}` instead."
             )
         if not loop.is_done():
             with loop.training():
                 loop.try_evaluations(to_evaluate)
-                loop.train_epochs(to_train, to_evaluate)
+                (loop.train_steps if self.is_step_mode else loop.train_epochs)(to_train, to_evaluate)
         return self.results
 
     def train_epoch(self, split: str = "train") -> dict[str, float]:
-        """Train what is left of one pass over one split. Call on all ranks.
+        """Train what is left of one pass over one split.
 
         An override returns the metrics of the split. Called by a user, it trains the next pass, and closes the epoch once every split to
         train on has had its pass: `epoch` is increased, the metrics go into `results`, a schedule by epochs advances. Evaluating and
@@ -494,41 +484,11 @@ class TorchRunner(BaseRunner):
         """
         return self._parts.loop.train_epoch(split)
 
-    def train_steps(
-        self, train_splits: str | Sequence[str] | None = None, evaluate_splits: str | Sequence[str] | None = None
-    ) -> Results:
-        """Train update by update until `steps` are committed, pass after pass over the data. Call on all ranks.
-
-        Args:
-            train_splits: Splits to train on; `None` is `self.train_splits`.
-            evaluate_splits: Splits to evaluate; `None` is `self.evaluate_splits`.
-
-        Returns:
-            `self.results`.
-
-        Raises:
-            ValueError: If there is no budget, no optimizer, or nothing to train on.
-            NonFiniteError: If an update is not finite and must not be skipped.
-            SystemExit: After a signal that asked the run to stop; its full state has been saved.
-        """
-        loop = self._parts.loop
-        to_train, to_evaluate = loop.check_ready(train_splits, evaluate_splits)
-        if not self.is_step_mode:
-            raise ValueError(
-                f"Expected a budget of steps for `train_steps`. Received: epochs={self.epochs}. Call `train()` or `train_epochs()`, or set "
-                "`steps` instead."
-            )
-        if not loop.is_done():
-            with loop.training():
-                loop.try_evaluations(to_evaluate)
-                loop.train_steps(to_train, to_evaluate)
-        return self.results
-
     def check_layout(self, layout: str, **options: Any) -> LayoutReport:
         """Compare the first updates of this program on a layout with those in one process, as `danling check-layout` does.
 
         The program is started anew, as it was started, in processes of its own; each ends where it comes to this call, or to a training.
-        This runner is left as it is. Call on all ranks.
+        This runner is left as it is.
 
         Args:
             layout: Axes and their degrees, such as `"shard=2,tensor=2"`; or `"ddp=2"`, `"accelerate=2"`.
@@ -548,7 +508,7 @@ class TorchRunner(BaseRunner):
     def audit(
         self, from_checkpoint: int | None = None, to_checkpoint: int | None = None, *, scratch: str | Path | None = None
     ) -> AuditResult:
-        """Train between two checkpoints of this run again, and say whether the end is bitwise the stored one. Call on all ranks.
+        """Train between two checkpoints of this run again, and say whether the end is bitwise the stored one.
 
         Another runner of this class, made of a copy of `config` alone, trains in a scratch directory; nothing is written into the run. Call
         it outside of a training. `danling audit RUN -- python train.py` does the same from outside, with any program.
@@ -625,14 +585,11 @@ class TorchRunner(BaseRunner):
     def flops_per_token(self) -> float | None:
         """Return the model's FLOPs for a token, forward and backward, such as `6 * parameters`; `None` uses `flops_per_sample`.
 
-        No communication: may be called on one rank.
-        """
+        No communication: may be called on one rank."""
         return None
 
     def flops_per_sample(self) -> float | None:
-        """Return the model's FLOPs for a sample, forward and backward.
-
-        No communication: may be called on one rank.
+        """Return the model's FLOPs for a sample, forward and backward. No communication: may be called on one rank.
 
         The default is the number that torch counted in the first micro-batch of training (matrix products, convolutions and attention),
         if the peak of the device is known and the model is not compiled.
@@ -645,12 +602,11 @@ class TorchRunner(BaseRunner):
     def peak_flops(self) -> float | None:
         """Return the peak of one device in FLOP/s; `None` if it is not in the table of data sheets, as for a CPU.
 
-        No communication: may be called on one rank.
-        """
+        No communication: may be called on one rank."""
         return device_peak_flops(self.device, self.config.precision)
 
     def build_profiler(self) -> Profiler | None:
-        """Return the profiler of `config.profiling`, `None` when it is off. Called on all ranks."""
+        """Return the profiler of `config.profiling`, `None` when it is off."""
         return Profiler.of(self)
 
     # One update
@@ -680,7 +636,7 @@ class TorchRunner(BaseRunner):
         return pred, self.compute_loss(pred, target)
 
     def backward(self, loss: Tensor) -> None:
-        """Back-propagate the loss of the open micro-batch, multiplied by its weight. Called on all ranks.
+        """Back-propagate the loss of the open micro-batch, multiplied by its weight.
 
         Args:
             loss: 0-dim, as the criterion reduced it.
@@ -705,7 +661,7 @@ class TorchRunner(BaseRunner):
     def optimizing(
         self, name: str, *, every: int = 1, weight: float | Tensor | None = None
     ) -> AbstractContextManager[bool]:
-        """Make an update of one of several optimizers: a block of `train_step` that calls `self.backward(loss)`. Called on all ranks.
+        """Make an update of one of several optimizers: a block of `train_step` that calls `self.backward(loss)`.
 
         For `self.optimizer = {"critic": ..., "actor": ...}`. The update is made at the end of the block, in the last micro-batch of a
         window, so that the next block computes with the new weights. It has a norm, a clipping, a decision and, in float16, a scale of its
@@ -747,7 +703,7 @@ class TorchRunner(BaseRunner):
         return step(data)
 
     def step(self) -> UpdateOutcome:
-        """Close the window: agree on its weight and whether it is finite, scale the gradient, and decide the update. Called on all ranks.
+        """Close the window: agree on its weight and whether it is finite, scale the gradient, and decide the update.
 
         Returns:
             Whether the update was made, else the reason; its weight, loss, samples and gradient norm. The same on all ranks.
@@ -761,13 +717,7 @@ class TorchRunner(BaseRunner):
         return self._parts.update.make()
 
     def init_fault_tolerance(self) -> None:
-        """Join the replica groups when `config.ft.enabled`. Called on all ranks of the group.
-
-        Raises:
-            ValueError: If no lighthouse is named.
-            ImportError: If torchft is not installed.
-            QuorumError: If the lighthouse cannot be reached.
-        """
+        """Join the replica groups when `config.ft.enabled`. Called on all ranks of the group."""
         if not self.config.ft.enabled:
             return
         member: ReplicaMember = load("torchft").ReplicaMember(self)
@@ -851,7 +801,7 @@ class TorchRunner(BaseRunner):
         return self.reduction.norm(gradients)
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Clip by `max_grad_norm`, then by `max_grad_value`. Called on all ranks.
+        """Clip by `max_grad_norm`, then by `max_grad_value`.
 
         Args:
             grad_norm: 2-norm of the whole gradient, 0-dim.
@@ -859,11 +809,7 @@ class TorchRunner(BaseRunner):
         self.reduction.clip(grad_norm, self.config.max_grad_norm, self.config.max_grad_value)
 
     def optimizer_step(self) -> None:
-        """Apply a committed update to the weights, with the gradient as it is. Called on all ranks.
-
-        Raises:
-            ValueError: If there is no optimizer; in float16, if it is called alone, since `step` takes the scale out of the gradient.
-        """
+        """Apply a committed update to the weights, with the gradient as it is."""
         in_phase = self._phases is not None and self._phases.current is not None
         if self.reduction.optimizer is not self.optimizer and not in_phase:
             self.reduction = self._chosen_reduction()
@@ -872,10 +818,7 @@ class TorchRunner(BaseRunner):
         self.reduction.apply(self.state.train.global_step + 1)
 
     def zero_gradients(self) -> None:
-        """Drop the gradient of the window, whether it was applied or not.
-
-        Called on all ranks.
-        """
+        """Drop the gradient of the window, whether it was applied or not."""
         self.reduction.zero()
 
     # Evaluation and inference
@@ -914,7 +857,7 @@ class TorchRunner(BaseRunner):
         return criterion_weight(self.criterion, target, data)
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
-        """Return the loss of a prediction: `criterion(pred, target)`, or the `loss` that the model itself returned. Called on all ranks.
+        """Return the loss of a prediction: `criterion(pred, target)`, or the `loss` that the model itself returned.
 
         Args:
             pred: What the model returned, any type. From a mapping or an object with `loss` and `logits` the criterion gets the logits.
@@ -935,7 +878,7 @@ class TorchRunner(BaseRunner):
         return returned_loss(pred)
 
     def evaluated_loss(self, pred: Any, target: Any) -> Tensor | None:
-        """Return the loss of an evaluated batch, computed as in training; `None` if it has none. Called on all ranks.
+        """Return the loss of an evaluated batch, computed as in training; `None` if it has none.
 
         A batch without a target has a loss only if the batches to train on have no target either, as for an autoencoder.
 
@@ -945,8 +888,8 @@ class TorchRunner(BaseRunner):
         """
         return self._parts.loss.of_evaluated(pred, target)
 
-    def evaluate(self, splits: str | Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-        """Evaluate whole splits. Call on all ranks.
+    def evaluate(self, splits: SplitNames = None) -> dict[str, dict[str, float]]:
+        """Evaluate whole splits.
 
         Args:
             splits: One split or several; `None` is `evaluate_splits`.
@@ -961,7 +904,7 @@ class TorchRunner(BaseRunner):
         return {split: self.evaluate_epoch(split) for split in names}
 
     def evaluate_epoch(self, split: str) -> dict[str, float]:
-        """Evaluate all of one split. Call on all ranks.
+        """Evaluate all of one split.
 
         Args:
             split: The split.
@@ -972,7 +915,7 @@ class TorchRunner(BaseRunner):
         return self._parts.evaluator.evaluate(split, None)
 
     def evaluate_steps(self, split: str, steps: int | None = None) -> dict[str, float]:
-        """Evaluate the first batches of one split. Call on all ranks.
+        """Evaluate the first batches of one split.
 
         Args:
             split: The split.
@@ -980,16 +923,13 @@ class TorchRunner(BaseRunner):
 
         Returns:
             The mean loss and the metrics over the samples of these batches on all ranks, and `samples`, the number of these.
-
-        Raises:
-            ValueError: If `steps` is not at least 1, or the split is unknown.
         """
         if steps is not None and steps < 1:
             raise ValueError(f"Expected steps to be at least 1, or None. Received: steps={steps!r}.")
         return self._parts.evaluator.evaluate(split, steps if steps is not None else max((self.steps or 0) // 20, 1))
 
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
-        """Run one batch forward, without gradients. Called on all ranks.
+        """Run one batch forward, without gradients.
 
         Called by a user, it runs as in an evaluation: on the unwrapped model in evaluation mode, with the EMA weights if there are any; the
         random streams of training are restored.
@@ -1005,8 +945,7 @@ class TorchRunner(BaseRunner):
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
         """Return the metrics of an evaluation; override it to add metrics that are not a mean, such as a perplexity.
 
-        Call on all ranks. Each metric is a number, or a tensor with one element. `super().summarize(split, totals)` returns means over
-        all ranks, from which others can be computed: `result["perplexity"] = math.exp(result["loss"])`.
+        Each metric is a number, or a tensor with one element. `super().summarize(split, totals)` returns means over all ranks, from which others can be computed: `result["perplexity"] = math.exp(result["loss"])`.
 
         Args:
             split: The split that was evaluated.
@@ -1023,7 +962,7 @@ class TorchRunner(BaseRunner):
     def infer(self, split: str | None = None, *, stream: Literal[True]) -> Iterator[Any]: ...
 
     def infer(self, split: str | None = None, *, stream: bool = False) -> list[Any] | Iterator[Any]:
-        """Predict every sample of a split. Call on all ranks.
+        """Predict every sample of a split.
 
         Args:
             split: The split; `None` is the first one named for inference, else the first one to evaluate.
@@ -1036,9 +975,6 @@ class TorchRunner(BaseRunner):
             What `infer_step` returns is split by sample: a tensor along its first dimension; a list by its items; a tuple of these
             (several outputs of a model) into a tuple per sample; a mapping into a mapping per sample, with those entries that have as
             many items as the batch has samples, which a `loss` has not. Anything else is one item for the whole batch.
-
-        Raises:
-            ValueError: If the split is unknown, or there is none.
         """
         chosen = self._data.splits.choose(split, self._data.splits.to_infer(self.evaluate_splits), "infer")[0]
         evaluator = self._parts.evaluator
@@ -1047,7 +983,7 @@ class TorchRunner(BaseRunner):
         return (prediction for batch in evaluator.stream_batches(chosen) for prediction in batch)
 
     def infer_step(self, data: Any) -> Any:
-        """Return the prediction of one batch; its target, if any, is ignored. Called on all ranks.
+        """Return the prediction of one batch; its target, if any, is ignored.
 
         Called by a user, it runs as in `infer`, in evaluation mode without gradients.
 
@@ -1074,7 +1010,7 @@ class TorchRunner(BaseRunner):
         return [*super().progress_parts(), *progress_parts(self)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the full state: tensors, not copied, and plain values. Call on all ranks.
+        """Return the full state: tensors, not copied, and plain values.
 
         Loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
         """
@@ -1088,25 +1024,21 @@ class TorchRunner(BaseRunner):
         return payload
 
     def model_state_dict(self) -> dict[str, Any]:
-        """Return the parameters and persistent buffers of the unwrapped model, by name without wrapper prefixes. Called on all ranks."""
+        """Return the parameters and persistent buffers of the unwrapped model, by name without wrapper prefixes."""
         return self.model_states.model_state()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state by parameter name. Called on all ranks."""
+        """Return the optimizer's state by parameter name."""
         return self.model_states.optimizer_state()
 
     def read_checkpoint(self, checkpoint: str | Path) -> dict[str, Any]:
-        """Return the verified payload of a checkpoint; where the model is divided, this rank's part of it. Call on all ranks.
+        """Return the verified payload of a checkpoint; where the model is divided, this rank's part of it.
 
         Args:
             checkpoint: A name in the run's own checkpoint directory, or a path.
 
         Returns:
             Tensors and plain values by component: `model`, `optimizer`, `state`, ...
-
-        Raises:
-            CheckpointNotFound: If there is none.
-            CheckpointDamaged: If a file is not what was written.
         """
         template = self.model_states.template()
         if template is None:
@@ -1116,19 +1048,16 @@ class TorchRunner(BaseRunner):
         return payload
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore a payload: components, loaders and counters. Called on all ranks.
+        """Restore a payload: components, loaders and counters.
 
         Args:
             state: What `state_dict` returned, or the payload of a checkpoint.
-
-        Raises:
-            CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
         """
         with self._loading(state):
             super().load_state_dict(self.model_states.opened(state, self.run_state.excluded))
 
     def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
-        """Restore model, criterion, EMA, optimizer and scheduler, in this order. Called on all ranks.
+        """Restore model, criterion, EMA, optimizer and scheduler, in this order.
 
         Args:
             payload: The payload of a checkpoint without the excluded parts.
@@ -1153,42 +1082,33 @@ class TorchRunner(BaseRunner):
                 )
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
-        """Load weights into the unwrapped model, by name without wrapper prefixes. Called on all ranks.
+        """Load weights into the unwrapped model, by name without wrapper prefixes.
 
         Args:
             state: Tensors by name.
             partial: Allow names that were excluded from loading to be missing.
-
-        Raises:
-            CheckpointMismatch: If names or shapes are not those of the model.
         """
         self.model_states.load_model(state, partial=partial)
 
     def load_ema(self, state: Mapping[str, object], *, partial: bool = False) -> None:
-        """Restore the EMA of the weights. Called on all ranks.
+        """Restore the EMA of the weights.
 
         Args:
             state: What `EMA.state_dict` returned: `weights` by name without wrapper prefixes, and `num_updates`.
             partial: Start the average of missing weights from the model's, instead of refusing.
-
-        Raises:
-            CheckpointMismatch: If the names are not those of the model.
         """
         self.model_states.load_ema(state, partial=partial)
 
     def load_optimizer(self, state: Mapping[str, object]) -> None:
-        """Restore the optimizer's state by parameter name. Called on all ranks.
+        """Restore the optimizer's state by parameter name.
 
         Args:
             state: `state` by parameter name, and `param_groups` with parameter names.
-
-        Raises:
-            CheckpointMismatch: If it is not the state of such an optimizer over these parameters.
         """
         self.model_states.load_optimizer(state)
 
     def load_scheduler(self, state: Mapping[str, object]) -> None:
-        """Restore the scheduler. Called on all ranks.
+        """Restore the scheduler.
 
         Args:
             state: What the schedule's `state_dict` returned.
@@ -1196,7 +1116,7 @@ class TorchRunner(BaseRunner):
         self.scheduler.load_state_dict(dict(state))
 
     def load_pretrained(self, checkpoint: str | Path | Mapping[str, Any]) -> None:
-        """Load only the weights of the model; everything else starts from the beginning. Call on all ranks.
+        """Load only the weights of the model; everything else starts from the beginning.
 
         Args:
             checkpoint: A checkpoint of this library, a file with a plain `state_dict`, or weights by name, also as `{"model": weights}`.
@@ -1226,6 +1146,14 @@ class TorchParts:
 
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner
+
+    def check_last_update(self) -> None:
+        """Raise the error of an update that an accelerator has not reported yet."""
+        self.update.raise_pending_error()
+
+    def is_scored(self) -> bool:
+        """Whether the present state was evaluated."""
+        return self.results.scored_at == self.runner.state.train.global_step
 
     @cached_property
     def readiness(self) -> Readiness:

@@ -148,20 +148,6 @@ def test_what_is_missing_in_a_checkpoint_is_named(tmp_path: Path) -> None:
             runner.load_state_dict(payload)
 
 
-class LogsEarly(LeastSquares):
-    """Logs in its `__init__`, before there is a manager of checkpoints."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.log_figures({"mine": 1.0})
-
-
-def test_who_only_looks_may_log_before_anything_is_restored(tmp_path: Path) -> None:
-    with LogsEarly(settings(tmp_path / "run", checkpoint={"load_only": True})):
-        pass
-    assert [line["mine"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1.0]
-
-
 class Wrapping(LeastSquares):
     """Wraps its weights, as a stack of one's own does with a model."""
 

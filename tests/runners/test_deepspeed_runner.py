@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,21 +27,6 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("danling.deepspeed.engine.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install deepspeed"):
         AnyStackRunner(settings(tmp_path))
-
-
-def imported_by(config: dict[str, Any]) -> list[str]:
-    # The process has it from the server that it is a fork of; the library and the runner are imported anew, without it.
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("deepspeed", "danling", "support")]:
-        del sys.modules[name]
-    with importlib.import_module("support.engines").AnyStackRunner(config) as runner:
-        runner.train()
-    return [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]
-
-
-def test_other_stacks_never_import_it(tmp_path: Path) -> None:
-    assert run_processes(imported_by, settings(tmp_path, "ddp"), world_size=1) == [[]]
-    backend = settings(tmp_path / "dcp", "ddp", **{"checkpoint.backend": "dcp"})
-    assert run_processes(imported_by, backend, world_size=1) == [[]]
 
 
 @needs_deepspeed
@@ -71,28 +54,6 @@ def test_whose_optimizer_it_is(tmp_path: Path) -> None:
     assert own["state"]["optimizer"]["param_groups"][0]["lr"] == own_ddp["state"]["optimizer"]["param_groups"][0]["lr"]
     assert warmed["state"]["scheduler"]["last_batch_iteration"] >= len(warmed["trace"]) - 1
     assert warmed["state"]["optimizer"]["param_groups"][0]["lr"] == pytest.approx(1e-2)
-
-
-@needs_deepspeed
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_unequal_shares_of_an_update_are_those_of_torch(tmp_path: Path) -> None:
-    """Seven samples over two processes, two at once: shares of four and three, with a padded micro-batch."""
-    loader = {"dataloader": {"global_batch_size": 7, "micro_batch_size": 2, "drop_last": False}, "epochs": 1}
-    stacks: list[tuple[str, dict[str, Any]]] = [("ddp", {}), ("deepspeed", zero(0)), ("deepspeed", zero(2))]
-    cases = []
-    for number, (stack, section) in enumerate(stacks):
-        config = settings(tmp_path / str(number), stack, **loader, **({"deepspeed": section} if section else {}))
-        del config["accum_steps"]
-        cases.append((config, {"norm": False}))
-    for reference, *others in run_processes(train_each, cases, world_size=2, timeout=150):
-        assert len(reference["trace"]) == 6 and any(weight != 7 for _, weight, _ in reference["trace"])
-        for found in others:
-            torch.testing.assert_close(
-                torch.tensor(found["trace"]), torch.tensor(reference["trace"]), rtol=1e-4, atol=1e-6
-            )
-            for name, weight in reference["state"]["model"].items():
-                torch.testing.assert_close(found["state"]["model"][name], weight, rtol=1e-4, atol=1e-6)
 
 
 @needs_deepspeed
@@ -181,25 +142,6 @@ def test_a_checkpoint_of_two_processes_goes_everywhere(tmp_path: Path) -> None:
         loads.append((settings(tmp_path / "again", deepspeed=zero(3), **{"checkpoint.trust": True}), str(latest)))
     for index, weights in enumerate(run_processes(finetune_each, loads, world_size=1, timeout=100)[0]):
         assert differences(weights, trained[index // 2]["state"]["model"]) == []
-
-
-@needs_deepspeed
-@pytest.mark.timeout(200)
-def test_a_run_of_another_stack_goes_on_here(tmp_path: Path) -> None:
-    """Full state out of a file that DDP wrote: weights, moments, schedule and position."""
-    whole = settings(tmp_path / "whole", "ddp")
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [(whole, {})]
-    for stage in (1, 3):
-        parts = {**whole, "workspace_root": str(tmp_path / str(stage))}
-        cases += [
-            (parts, {"stop_at": 3}),
-            ({**parts, "stack": "deepspeed", "deepspeed": zero(stage), "auto_resume": True}, {}),
-        ]
-    reference, *parts_of = run_processes(train_each, cases, world_size=2, timeout=150)[0]
-    for first, second in zip(parts_of[::2], parts_of[1::2]):
-        assert len(first["trace"] + second["trace"]) == len(reference["trace"])
-        for name, weight in reference["state"]["model"].items():
-            torch.testing.assert_close(second["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
 
 
 @needs_deepspeed

@@ -168,29 +168,6 @@ def test_components_that_an_override_leaves_out_are_saved(tmp_path: Path) -> Non
         assert runner.state.train.global_step == 1
 
 
-class Listening:
-    """A tracker that keeps nothing."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def test_seconds_between_lines_may_be_set_after_a_tracker_was_added(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Line(settings(tmp_path, steps=20, log_interval=1)) as runner:
-        runner.add_tracker(Listening())
-        runner.config.log_seconds = 0
-        runner.train()
-    assert len([line for line in caplog.messages if "grad_norm" in line or "samples/s" in line]) >= 20
-
-
 def test_a_checkpoint_that_was_asked_for_survives_a_boundary_by_hand(tmp_path: Path) -> None:
     saved: list[int] = []
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import danling as dl
-from danling.training.weighing import unweighed
 
 
 class Toy(dl.Runner):
@@ -121,8 +120,3 @@ def test_a_counter_of_the_optimizers_own_is_no_option_that_changed(
         with type("Decayed", (Free,), {"decay": 0.5})(settings(tmp_path, 3, auto_resume=True)):
             pass
     assert "not those of the program: weight_decay=0.0 (here 0.5). To have" in caplog.text
-
-
-def test_a_third_entry_of_a_batch_is_not_called_ignored_targets() -> None:
-    said = unweighed((torch.ones(2, 4), torch.ones(2), torch.ones(2)))
-    assert "a sequence of length 3" in said and "sample weights" in said and "ignore" not in said

@@ -140,36 +140,6 @@ def test_a_commit_that_fails_changes_nothing(tmp_path: Path) -> None:
     assert all(line == "/state/train/weight_reference: 2.0 is not None" for lines in changed for line in lines)
 
 
-def train_group(root: Path, group: int, late: float = 0.0) -> dict[str, Any]:
-    time.sleep(late)
-    ft = {"replica_id": group, "min_replica_size": 2}
-    config = settings(root, ft=ft, max_skipped_updates=None, **AT_THE_END)
-    with TracingRunner(config) as runner:
-        runner.train()
-        state = whole_state(runner)
-        state["state"].pop("rng")
-        state["committed"] = [entry for entry in runner.trace if entry[1]]
-        return state
-
-
-@needs_torchft
-def test_failed_commits_leave_no_trace(tmp_path: Path) -> None:
-    """A group that waits for the other one, failing commit after commit, ends as if it had not waited."""
-    ended = []
-    for late in (0.0, 1.0):
-        root = tmp_path / str(late)
-        with (
-            Lighthouse() as lighthouse,
-            ReplicaGroup(train_group, root, 0, world_size=1, lighthouse=lighthouse) as first,
-            ReplicaGroup(train_group, root, 1, late, world_size=1, lighthouse=lighthouse) as second,
-        ):
-            ended.append([*first.values(), *second.values()])
-    together, waited = ended
-    for punctual, late_one in zip(together, waited, strict=True):
-        assert differences(late_one, punctual) == []
-    assert differences(together[0]["model"], together[1]["model"]) == []
-
-
 # One gradient over all groups
 
 

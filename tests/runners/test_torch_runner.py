@@ -168,18 +168,6 @@ def test_infer_takes_several_outputs_apart_by_sample(kind: str) -> None:
 # Sources
 
 
-def test_resume_goes_on_and_a_larger_budget_finds_its_run() -> None:
-    with Classifier(settings(epochs=2)) as first:
-        first.train()
-    with Classifier(settings(epochs=4, auto_resume=True)) as second:
-        second.train()
-    with Classifier(settings(epochs=4, workspace_root="elsewhere")) as whole:
-        whole.train()
-    assert second.dir == first.dir and list(second.results) == [1, 2, 3, 4]
-    for ours, theirs in zip(second.model.parameters(), whole.model.parameters()):
-        assert torch.equal(ours, theirs)
-
-
 def test_from_checkpoint_and_from_pretrained() -> None:
     with Classifier(settings()) as first:
         first.train()
@@ -252,19 +240,6 @@ def test_export_at_the_end() -> None:
 
 
 # Selection and construction
-
-
-def test_runner_is_the_stack_that_the_configuration_names() -> None:
-    class Mine(dl.Runner):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.model = network()
-
-    for stack in ("auto", "ddp", "TORCH", "d-d_p"):
-        with Mine({"stack": stack}) as runner:
-            assert isinstance(runner, dl.TorchRunner) and isinstance(runner, Mine) and type(runner).__name__ == "Mine"
-    with pytest.raises(ValueError, match="ddp"):
-        Mine({"stack": "horovod"})
 
 
 def test_the_callers_configuration_is_left_alone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 from fractions import Fraction
@@ -41,28 +40,6 @@ def test_a_signal_in_the_last_save_ends_the_run_all_the_same(
     assert end.value.code == code
     with TracingRunner({**CONFIG, "auto_resume": True}) as again:
         assert again.state.train.epoch == 2 and again.results.keys() == {1, 2}
-
-
-class _SendAtTheEnd(logging.Handler):
-    """Sends this process a signal when the run says that it has finished: nothing is agreed after that."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("Finished"):
-            signal.raise_signal(signal.SIGUSR1)
-
-
-def test_a_signal_that_comes_too_late_reaches_the_program(tmp_path: Path) -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    handler = _SendAtTheEnd()
-    try:
-        with TracingRunner(CONFIG) as runner:
-            logging.getLogger("danling").addHandler(handler)
-            runner.train()
-            assert heard == [signal.SIGUSR1]
-    finally:
-        logging.getLogger("danling").removeHandler(handler)
-        signal.signal(signal.SIGUSR1, before)
 
 
 class Adding(TracingRunner):

@@ -367,20 +367,6 @@ def test_a_sampler_over_other_ranks_than_those_that_read_is_refused(tmp_path: Pa
         run_processes(build_with_sampler, settings(tmp_path / "mesh", **parallel), world_size=2)
 
 
-def test_a_users_loader_is_not_evaluated_in_the_middle_of_training_on_it(tmp_path: Path) -> None:
-    class Both(Story):
-        def __init__(self, config: Mapping[str, Any]) -> None:
-            super().__init__(config)
-            self.datasets = {}
-            self.dataloaders = {"train": DataLoader(points(), batch_size=4)}
-
-    with (
-        Both(settings(tmp_path, evaluate_splits=["train"], evaluate_interval=2)) as runner,
-        pytest.raises(ValueError, match="its loader would lose its position"),
-    ):
-        runner.train()
-
-
 def test_builders_that_are_overridden_need_no_section(tmp_path: Path) -> None:
     class Built(Story):
         def build_optimizer(self) -> Any:

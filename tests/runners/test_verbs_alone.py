@@ -331,20 +331,7 @@ def test_data_that_is_added_after_construction_is_trained_on_and_evaluated(tmp_p
         assert runner.train()[3].keys() == {"train", "train_more", "val", "test"}
 
 
-def test_a_loader_that_is_replaced_is_the_one_that_is_read(tmp_path: Path) -> None:
-    with Toy(settings(tmp_path)) as runner:
-        runner.train_epoch()
-        runner.dataloaders["train"] = DataLoader(points(6), batch_size=3)
-        runner.train_epoch()
-        assert runner.train_state.samples == 26
-
-
 # Splits
-
-
-def test_no_evaluation_for_one_training(tmp_path: Path) -> None:
-    with Toy(settings(tmp_path)) as runner:
-        assert all(result.keys() == {"train"} for result in runner.train(evaluate_splits=[]).values())
 
 
 @pytest.mark.parametrize(
@@ -358,11 +345,6 @@ def test_no_evaluation_for_one_training(tmp_path: Path) -> None:
 def test_a_split_that_is_named_twice_is_an_error(call: Any, tmp_path: Path) -> None:
     with Toy(settings(tmp_path)) as runner, pytest.raises(ValueError, match=r"more than once\. Name each one once"):
         call(runner)
-
-
-def test_a_split_that_is_configured_twice_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"evaluate_splits once.*'val' more than once"):
-        Toy(settings(tmp_path, evaluate_splits=["val", "val"]))
 
 
 # Scores of one's own
