@@ -138,11 +138,8 @@ def gradient_shares(engine: Any) -> list[Tensor]:
     if _offloads(optimizer):
         return [flat.grad for flat in flat_parameters(engine) if flat.grad is not None]
     shares = optimizer.averaged_gradients.values()
-    return [tensor for tensors in shares if tensors is not None for tensor in _as_list(tensors) if tensor is not None]
-
-
-def _as_list(tensors: Any) -> Sequence[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    lists = [[share] if isinstance(share, Tensor) else share for share in shares if share is not None]
+    return [tensor for tensors in lists for tensor in tensors if tensor is not None]
 
 
 def _offloads(optimizer: object) -> bool:

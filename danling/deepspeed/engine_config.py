@@ -257,41 +257,10 @@ def _refused(error: Exception, given: Mapping[str, object]) -> str:
             "`deepspeed`."
         )
     first = problems()[0]
-    place = tuple(map(str, first["loc"]))
-    path = ".".join(("deepspeed", *_section_of(place, given), *place))
-    if first["type"] == "extra_forbidden":
-        options = _fields(error, place)
-        return f"Expected a key that DeepSpeed knows. Received: {path}={first['input']!r}.{did_you_mean(place[-1], options)} Correct it."
+    place = list(map(str, first["loc"]))
+    if place[0] not in given:
+        place[:0] = [name for name, section in given.items() if isinstance(section, Mapping) and place[0] in section][
+            :1
+        ]
+    path = ".".join(("deepspeed", *place))
     return f"Expected a value of {path} that DeepSpeed takes. Received: {path}={first['input']!r}. {first['msg']}."
-
-
-def _section_of(place: Sequence[str], given: Mapping[str, object]) -> tuple[str, ...]:
-    def leads(values: object) -> bool:
-        for name in place:
-            if not isinstance(values, Mapping) or name not in values:
-                return False
-            values = values[name]
-        return True
-
-    if leads(given):
-        return ()
-    return next(((name,) for name, section in given.items() if leads(section)), ())
-
-
-def _fields(error: Exception, place: Sequence[str]) -> list[str]:
-    """Return the names that the section of a refused key has, as far as its model can be found."""
-    title = str(getattr(error, "title", ""))
-    modules = ("runtime.zero.config", "runtime.precision_config", "runtime.config", "monitor.config", "compile.config")
-    for module in modules:
-        model: Any = getattr(import_module(f"deepspeed.{module}"), title, None)
-        for name in place[:-1]:
-            model = _nested(model, name)
-        if hasattr(model, "model_fields"):
-            return list(model.model_fields)
-    return []
-
-
-def _nested(model: object, name: str) -> object:
-    field = getattr(model, "model_fields", {}).get(name)
-    options = getattr(field.annotation, "__args__", (field.annotation,)) if field is not None else ()
-    return next((option for option in options if hasattr(option, "model_fields")), None)

@@ -150,11 +150,9 @@ class EngineReduction(LocalReduction):
         """Return the names of the first parameters whose gradient is not finite."""
         if not self.is_divided:
             return super().nonfinite()
-        return list(_not_finite(self.named_parameters()))[:5]
-
-
-def _not_finite(named: Iterable[tuple[str, nn.Parameter]]) -> Iterable[str]:
-    for name, parameter in named:
-        gradient = engines.full_gradient(parameter) if parameter.requires_grad else None
-        if gradient is not None and not bool(torch.isfinite(gradient).all()):
-            yield name
+        found = []
+        for name, parameter in self.named_parameters():
+            gradient = engines.full_gradient(parameter) if parameter.requires_grad else None
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                found.append(name)
+        return found[:5]

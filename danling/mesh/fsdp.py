@@ -21,7 +21,7 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[s
     """Return the modules that are sharded, compiled and checkpointed one by one, outer ones before inner ones."""
     if wanted is None:
         return dict(_repeated(model, ""))
-    found = {name: module for name, module in model.named_modules() if name and _is_wanted(name, module, wanted)}
+    found = {n: m for n, m in model.named_modules() if n and (n in wanted or type(m).__name__ in wanted)}
     seen = {*found, *(type(module).__name__ for module in found.values())}
     missing = [name for name in wanted if name not in seen]
     if missing:
@@ -31,10 +31,6 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[s
             f"{missing}. Correct them."
         )
     return found
-
-
-def _is_wanted(name: str, module: nn.Module, wanted: Sequence[str]) -> bool:
-    return name in wanted or type(module).__name__ in wanted
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -247,11 +247,6 @@ class Pipeline:
         """Place in the pipeline of the rank with the last stage."""
         return self.rank_of_stage[self.num_stages - 1]
 
-    @property
-    def cut(self) -> Cut:
-        """How the open batch is cut."""
-        return self._cut
-
     # One batch
 
     def cut_of(self, samples: int) -> Cut:
@@ -269,7 +264,9 @@ class Pipeline:
         """Agree on the shape of the next batch and how it is cut. Call on all ranks of the pipeline."""
         wrong = _wrong_inputs(inputs) if self.has_first else None
         args = _as_args(inputs) if self.has_first and wrong is None else ()
-        signature, samples = self._signature(args) if args else (None, _REFUSED)
+        signature, samples = None, _REFUSED
+        if args:
+            signature, samples = tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args), args[0].shape[0]
         known = self._signatures.index(signature) if signature in self._signatures else -1
         header = self.domain.broadcast(
             torch.tensor([samples, known, self._own_key()]), source=self.rank_of_stage[0]
@@ -283,11 +280,8 @@ class Pipeline:
             self._signatures.append(self.domain.broadcast_object(signature, source=self.rank_of_stage[0]))
             self._known = len(self._signatures) - 1
         self._args = args
-        self._cut = cut
+        self.cut = cut
         return cut
-
-    def _signature(self, args: tuple[Tensor, ...]) -> tuple[Any, int]:
-        return tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args), args[0].shape[0]
 
     def chunks(self, values: object, cut: Cut) -> list[object]:
         """Return a nested value of tensors for each micro-batch with samples."""
@@ -327,7 +321,7 @@ class Pipeline:
             ) from error
 
     def _run(self, step: Callable[..., Any], args: tuple[Tensor, ...]) -> Any:
-        cut = self._cut
+        cut = self.cut
         missing = (cut.number - cut.real) * cut.size
         if missing and args:
             args = tuple(torch.cat([arg, *([arg[: cut.size]] * (cut.number - cut.real))]) for arg in args)
@@ -348,7 +342,7 @@ class Pipeline:
     # Schedules
 
     def _prepared(self, *, train: bool) -> Any:
-        key = (self._known, self._cut, train)
+        key = (self._known, self.cut, train)
         # In the order of use, which is the same on all ranks, so that all forget the same one.
         schedule = self._schedules.pop(key, None) or self._build(train)
         self._schedules[key] = schedule
@@ -366,13 +360,13 @@ class Pipeline:
         single = issubclass(self.schedule, PipelineScheduleSingle)
         # Gradients are scaled by the window, once an update.
         return self.schedule(
-            stages[0] if single else stages, self._cut.number, loss_fn=self._call_loss, scale_grads=False
+            stages[0] if single else stages, self.cut.number, loss_fn=self._call_loss, scale_grads=False
         )
 
     def _build_stage(self, part: nn.Module, index: int, inputs: object, outputs: object, train: bool) -> PipelineStage:
         def example(shapes: Any) -> tuple[Tensor, ...]:
             return tuple(
-                torch.empty((self._cut.size, *shape), dtype=dtype, device="meta", requires_grad=train and grad)
+                torch.empty((self.cut.size, *shape), dtype=dtype, device="meta", requires_grad=train and grad)
                 for shape, dtype, grad in shapes
             )
 
@@ -385,7 +379,7 @@ class Pipeline:
             output_args=example(outputs),
             group=self.domain.group,
         )
-        stage.real, stage.key = self._cut.real, lambda: self._key
+        stage.real, stage.key = self.cut.real, lambda: self._key
         return stage
 
     def _find_shapes(self) -> list[tuple[Any, Any]]:
@@ -414,10 +408,10 @@ class Pipeline:
 
     def _shapes_after(self, part: nn.Module, stage: int, shapes: Any) -> Any:
         if stage == 0:
-            args = tuple(arg[: self._cut.size] for arg in self._args)
+            args = tuple(arg[: self.cut.size] for arg in self._args)
         else:
             args = tuple(
-                torch.zeros((self._cut.size, *shape), dtype=dtype, device=self.device) for shape, dtype, _ in shapes
+                torch.zeros((self.cut.size, *shape), dtype=dtype, device=self.device) for shape, dtype, _ in shapes
             )
         buffers = {name: buffer.clone() for name, buffer in part.named_buffers()}
         with torch.no_grad():
@@ -426,11 +420,11 @@ class Pipeline:
                 buffer.copy_(buffers[name])
         found = outputs if isinstance(outputs, tuple) else (outputs,)
         for output in found:
-            if not isinstance(output, Tensor) or not output.ndim or output.shape[0] != self._cut.size:
+            if not isinstance(output, Tensor) or not output.ndim or output.shape[0] != self.cut.size:
                 received = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
                 raise ValueError(
                     f"Expected stage {stage} of {self.num_stages} ({_described(part)}) to return tensors with samples in dimension "
-                    f"0, {self._cut.size} here. Received: {received}. Cut the model where tensors pass."
+                    f"0, {self.cut.size} here. Received: {received}. Cut the model where tensors pass."
                 )
         return tuple((tuple(o.shape[1:]), o.dtype, o.is_floating_point()) for o in found)
 

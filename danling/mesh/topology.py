@@ -48,18 +48,14 @@ class Topology:
         self.rank: int = dist.get_rank() if distributed else 0
         self.coordinate = self.axes.coordinate(self.rank)
         self.device = device or torch.device("cpu")
-        self.mesh = self._build_mesh(mesh_device_type or self.device.type)
+        active = self.axes.active
+        shape = tuple(self.axes.degrees[name] for name in active)
+        kind = mesh_device_type or self.device.type
+        self.mesh: DeviceMesh | None = init_device_mesh(kind, shape, mesh_dim_names=active) if active else None
         self._flat: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.data = self.domain(*axes_with(reads_data=True))
         self.optimizer = self.domain(*AXES)
         self.checkpoint = self.optimizer
-
-    def _build_mesh(self, device_type: str) -> DeviceMesh | None:
-        active = self.axes.active
-        if not active:
-            return None
-        shape = tuple(self.axes.degrees[name] for name in active)
-        return init_device_mesh(device_type, shape, mesh_dim_names=active)
 
     def active(self, *axes: str) -> tuple[str, ...]:
         """Return those of the axes that are above 1, slowest first."""

@@ -205,7 +205,12 @@ class BaseRunner(metaclass=MetaRunner):
         self._session.observers.append(self._reporter)
         self._heartbeat_settings: tuple[object, ...] | None = None
         self.init_distributed()
-        self._find_placement()
+        if "world" not in vars(self):
+            self.world = world_of(self.world_size, self.device)
+        self.state.elastic = ElasticState(world_size=self.world_size, restart_count=self.launch.restart_count)
+        self.placement = self.build_placement()
+        if self.config.ft.enabled:
+            self.placement = self.placement.in_group(self.config.ft.replica_id, self.config.ft.group_size)
         # Must precede `set_seed`: a seed that is drawn there must not enter the run's id.
         self._identify_run()
         self.set_seed()
@@ -225,15 +230,6 @@ class BaseRunner(metaclass=MetaRunner):
         train = self.state.train
         ranks = f"rank {self.rank} of {self.world_size}"
         return f"<{name} {self.id} ({self.stack}): step {train.global_step}, epoch {train.epoch}, {ranks}, in {self.workspace.dir}>"
-
-    def _find_placement(self) -> None:
-        """Say where this rank stands among the others."""
-        if "world" not in vars(self):
-            self.world = world_of(self.world_size, self.device)
-        self.state.elastic = ElasticState(world_size=self.world_size, restart_count=self.launch.restart_count)
-        self.placement = self.build_placement()
-        if self.config.ft.enabled:
-            self.placement = self.placement.in_group(self.config.ft.replica_id, self.config.ft.group_size)
 
     def _identify_run(self) -> None:
         """Give the run its id and its paths; nothing is written yet."""
@@ -388,17 +384,12 @@ class BaseRunner(metaclass=MetaRunner):
         self._seed_is_drawn = config.seed is None
         if config.seed is None:
             goes_on = self.is_main_process and (config.resume or config.auto_resume)
-            stored = self._stored_seed() if goes_on else None
+            stored = stored_seed(self.workspace.checkpoints, config.resume or None) if goes_on else None
+            if goes_on and stored is None and (self._has_remote() or "://" in (config.resume or "")):
+                stored = self._remote.sources.stored_seed(config.resume or None)
             config.seed = self.world.broadcast_object(stored or secrets.randbits(31))
         self.seed = int(config.seed or 0)
         seed_streams(derive_seed(self.seed, "initialization"))
-
-    def _stored_seed(self) -> int | None:
-        asked = self.config.resume or None
-        found = stored_seed(self.workspace.checkpoints, asked)
-        if found is None and (self._has_remote() or "://" in (asked or "")):
-            found = self._remote.sources.stored_seed(asked)
-        return found
 
     def set_deterministic(self) -> None:
         """Ask torch for deterministic kernels when `config.deterministic` is set; `close` restores its switches."""
@@ -828,12 +819,11 @@ class BaseRunner(metaclass=MetaRunner):
             compare=self.config_differences,
         )
         self.checkpoint_manager.before_save = self._run_place.confirm
-        self.checkpoint_manager.planned_history = self._planned_history
+        self.checkpoint_manager.planned_history = lambda: (
+            ((self.steps if self.is_step_mode else self.epochs) or 0) // self.checkpoint_interval
+        )
         self.checkpoint_manager.checkpoints.look_in(lambda: self._remote.sources, own=self._has_remote())
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
-
-    def _planned_history(self) -> int:
-        return ((self.steps if self.is_step_mode else self.epochs) or 0) // self.checkpoint_interval
 
     def remote_credentials(self) -> Mapping[str, Any] | None:
         """Return credentials of the object store of `checkpoint.remote.url`; `None` leaves them to the environment.
@@ -867,22 +857,18 @@ class BaseRunner(metaclass=MetaRunner):
 
     def progress_parts(self) -> list[StatePart]:
         """Return the parts of the entry `state` of a checkpoint, in the order in which they are restored."""
+
+        def attempts() -> dict[str, Any]:
+            self.state.elastic.arithmetic = arithmetic(self.device)
+            return asdict(self.state.elastic)
+
         return [
             StatePart("train", lambda: asdict(self.state.train), lambda stored, _: self.state.load_train(stored)),
-            StatePart(
-                "elastic",
-                self._attempts,
-                lambda stored, _: self._load_attempts(stored),
-                default=dict,
-            ),
+            StatePart("elastic", attempts, lambda stored, _: self._load_attempts(stored), default=dict),
             # Only saved: a run goes on with the seed of its configuration.
             StatePart("rng", lambda: asdict(self.state.rng), lambda stored, _: None),
             StatePart.by_index(self, "results"),
         ]
-
-    def _attempts(self) -> dict[str, Any]:
-        self.state.elastic.arithmetic = arithmetic(self.device)
-        return asdict(self.state.elastic)
 
     def _load_attempts(self, stored: Mapping[str, Any]) -> None:
         self.state.load_elastic(stored)

@@ -118,9 +118,6 @@ class DeepSpeedRunner(TorchRunner):
         self.preparation.adopt(engine, stage=zero_stage(settings), trained=trained)
         self._closers.callback(self.preparation.release)
         self.model = engine
-        self._adopt_parts()
-
-    def _adopt_parts(self) -> None:
         self.optimizer = self.engine.basic_optimizer
         engines.let_optimizer_tell_its_state(self.engine)
         if self.scheduler is None and self.engine.lr_scheduler is not None:

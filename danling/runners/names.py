@@ -38,7 +38,7 @@ def guard(runner: Any, early: Mapping[str, object]) -> None:
     """Guard the names of the library from now on, and check those that the user set early."""
     held = vars(runner)
     set_here = {name for name, value in held.items() if early.get(name, _MISSING) is not value}
-    held["library_names"] = frozenset({*SETTABLE, *defined(type(runner)), *set_here})
+    held["library_names"] = frozenset({*SETTABLE, *defined(runner.__class__), *set_here})
     for name in early.keys() - set_here:
         check_assignment(runner, name, held[name], {})
     held[GUARDED] = True
@@ -56,7 +56,7 @@ def check_assignment(runner: Any, name: str, value: object, present: Mapping[str
     """
     if name in SETTABLE or name not in runner.library_names:
         return
-    owner, original = defined(type(runner)).get(name, ("BaseRunner", _MISSING))
+    owner, original = defined(runner.__class__).get(name, ("BaseRunner", _MISSING))
     if isinstance(original, property) and original.fset is not None:
         return
     present = vars(runner) if present is None else present
@@ -73,7 +73,7 @@ def check_assignment(runner: Any, name: str, value: object, present: Mapping[str
 
 def check_class(runner: Any) -> None:
     """Refuse methods and values in the classes of a user under names of the library's. Called when `__init__` has ended."""
-    known = defined(type(runner))
+    known = defined(runner.__class__)
     of_user = [each for each in type(runner).__mro__ if not is_library(each) and each is not object]
     for kind, name, value in ((each, *item) for each in of_user for item in vars(each).items()):
         is_free = name in SETTABLE or name not in runner.library_names or name == "_unjoined"

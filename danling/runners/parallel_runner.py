@@ -141,7 +141,8 @@ class ParallelRunner(TorchRunner):
         for part in parts:
             if not is_meta(part):
                 part.to(self.device)
-            self._transform(part)
+            if any(self.degree(axis) > 1 for axis in axes_with(needs_transform=True)):
+                self.parallelize_model(part)
         self._check_divided(parts)
         for part in parts:
             self._place(part)
@@ -150,7 +151,11 @@ class ParallelRunner(TorchRunner):
         self.preparation.recomputes = wraps or not asked
         self.model = parts[0] if self.degree("pipeline") == 1 else ModelParts(parts)
         if isinstance(self.criterion, nn.Module):
-            self._check_criterion(self.criterion)
+            if self.degree("pipeline") > 1 and any(True for _ in self.criterion.parameters()):
+                raise ValueError(
+                    "Expected a criterion without parameters in a pipeline: only the last stage computes the loss. Received: "
+                    f"{type(self.criterion).__name__}. Make its parameters part of the model's last module."
+                )
             self.criterion.to(self.device)
         whole = {id(p): p for _, p in self.named_parameters()}
         equalize(self.topology, [*whole.values(), *self.model.buffers()])
@@ -190,13 +195,11 @@ class ParallelRunner(TorchRunner):
         size, number = int(settings.pipeline_microbatch_size), settings.pipeline_n_microbatches
         check_micro_batches(self.topology.axes, self.batch_size, micro_batch_size=size, number=number)
 
-    def _transform(self, part: nn.Module) -> None:
-        if any(self.degree(axis) > 1 for axis in axes_with(needs_transform=True)):
-            self.parallelize_model(part)
-
     def _place(self, part: nn.Module) -> None:
         self.apply_activation_checkpointing(part)
-        self._compile_part(part)
+        if self.config.compile.enable:
+            # Block by block: one graph serves all, and FSDP's hooks stay outside.
+            self.compile_modules(find_blocks(part, self._blocks_here(part)).values() or [part])
         if self.degree("shard") > 1:
             mesh = self.topology.view("replicate", "shard")
             assert mesh is not None
@@ -264,13 +267,6 @@ class ParallelRunner(TorchRunner):
                 f"DTensor over the mesh of {whole[0]!r}; {self.topology.axes.describe()}. Divide some, or set the degree to 1."
             )
 
-    def _check_criterion(self, criterion: nn.Module) -> None:
-        if self.degree("pipeline") > 1 and any(True for _ in criterion.parameters()):
-            raise ValueError(
-                f"Expected a criterion without parameters in a pipeline: only the last stage computes the loss. Received: "
-                f"{type(criterion).__name__}. Make its parameters part of the model's last module."
-            )
-
     def apply_activation_checkpointing(self, part: nn.Module) -> None:
         """Wrap the blocks of a model part when `parallel.activation_checkpointing`, so that their activations are computed again.
 
@@ -279,11 +275,6 @@ class ParallelRunner(TorchRunner):
         if self.config.parallel.activation_checkpointing:
             blocks = find_blocks(part, self._blocks_here(part)).values()
             recompute_blocks(part, blocks, compiled=self.config.compile.enable)
-
-    def _compile_part(self, part: nn.Module) -> None:
-        # Block by block: one graph serves all, and FSDP's hooks stay outside.
-        if self.config.compile.enable:
-            self.compile_modules(find_blocks(part, self._blocks_here(part)).values() or [part])
 
     # FSDP
 
@@ -403,15 +394,16 @@ class ParallelRunner(TorchRunner):
         Args:
             data: A batch. Tensors of two or more dimensions are cut along dimension 1, others are left whole.
         """
+
+        def stretch(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.ndim < 2:
+                return value
+            length = check_sequence(self.topology.axes, value.shape[1])
+            return value.narrow(1, length * self.topology.coordinate["context"], length)
+
         # Trees know no other mapping than a plain one, such as the batch of a tokenizer.
         plain = dict(data) if isinstance(data, Mapping) else data
-        return torch.utils._pytree.tree_map(self._stretch, plain)
-
-    def _stretch(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.ndim < 2:
-            return value
-        length = check_sequence(self.topology.axes, value.shape[1])
-        return value.narrow(1, length * self.topology.coordinate["context"], length)
+        return torch.utils._pytree.tree_map(stretch, plain)
 
     def build_agreement(self) -> PassAgreement:
         """Return what keeps the ranks of the mesh together in their passes."""

@@ -58,7 +58,8 @@ def _stack_of(config: RunnerConfig | Mapping[str, object] | None, kind: type[Run
 @cache
 def join_stack(cls: type[BaseRunner], stack: str) -> type[BaseRunner]:
     """Return `cls` with the methods of the stack behind its own; the same class for the same pair."""
-    base = _stack_class(stack)
+    module, name = STACKS[stack]
+    base: type[BaseRunner] = getattr(import_module(module), name)
     if issubclass(cls, base):
         return cls
     body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_unjoined": cls}
@@ -66,9 +67,3 @@ def join_stack(cls: type[BaseRunner], stack: str) -> type[BaseRunner]:
         cls.__name__, (cls, base), exec_body=lambda namespace: namespace.update(body)
     )
     return joined
-
-
-def _stack_class(stack: str) -> type[BaseRunner]:
-    module, name = STACKS[stack]
-    found: type[BaseRunner] = getattr(import_module(module), name)
-    return found

@@ -444,7 +444,7 @@ class TorchRunner(BaseRunner):
             train_splits: As for `train`.
             evaluate_splits: As for `train`.
         """
-        return self._train("epochs", train_splits, evaluate_splits)
+        return self._train_by("epochs", train_splits, evaluate_splits)
 
     def train_steps(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
         """Train update by update until `steps` are committed, pass after pass over the data, as `train` does.
@@ -453,9 +453,9 @@ class TorchRunner(BaseRunner):
             train_splits: As for `train`.
             evaluate_splits: As for `train`.
         """
-        return self._train("steps", train_splits, evaluate_splits)
+        return self._train_by("steps", train_splits, evaluate_splits)
 
-    def _train(self, unit: str, train_splits: SplitNames, evaluate_splits: SplitNames) -> Results:
+    def _train_by(self, unit: str, train_splits: SplitNames, evaluate_splits: SplitNames) -> Results:
         loop, set_unit = self._parts.loop, "steps" if self.is_step_mode else "epochs"
         to_train, to_evaluate = loop.check_ready(train_splits, evaluate_splits)
         if unit != set_unit:
@@ -945,7 +945,8 @@ class TorchRunner(BaseRunner):
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
         """Return the metrics of an evaluation; override it to add metrics that are not a mean, such as a perplexity.
 
-        Each metric is a number, or a tensor with one element. `super().summarize(split, totals)` returns means over all ranks, from which others can be computed: `result["perplexity"] = math.exp(result["loss"])`.
+        Each metric is a number, or a tensor with one element. `super().summarize(split, totals)` returns means over all ranks, from which
+        others can be computed: `result["perplexity"] = math.exp(result["loss"])`.
 
         Args:
             split: The split that was evaluated.

@@ -122,12 +122,17 @@ class ReplicaGroups:
         load_state_dict: Callable[[Any], None],
         asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        require_torchft()
+        try:
+            import torchft  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                f"Expected torchft to be installed for ft.enabled. Received: {error}. Install it with `pip install torchft-nightly`."
+            ) from error
         self.settings = settings
         self.failures = 0
         self._lighthouse = lighthouse_address()
         try:
-            reach(self._lighthouse, settings.timeout)
+            socket.create_connection(_host_and_port(self._lighthouse), timeout=settings.timeout).close()
         except OSError as error:
             raise self._unreached(error) from error
         self._group = group
@@ -249,7 +254,11 @@ class ReplicaGroups:
             present: Which of them have a gradient in any group; where this one has none, it is zero.
             factor: What the gradients of this group are multiplied with first.
         """
-        gradients = [_local_gradient(p) for p, there in zip(parameters, present, strict=True) if there]
+        held = [parameter for parameter, there in zip(parameters, present, strict=True) if there]
+        for parameter in held:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local_part(parameter.grad) for parameter in held if parameter.grad is not None]
         for bucket in bucketed(gradients):
             flat = flattened(bucket)
             if not (isinstance(factor, float) and factor == 1.0):
@@ -290,19 +299,17 @@ class ReplicaGroups:
         self.failures += 1
         limit = self.settings.max_failures
         if limit is not None and self.failures > limit:
+            error = self._manager.errored()
+            reason = f"{self.num_participants} replica groups of {self.settings.min_replica_size}"
+            last = error.original_exception if error is not None else reason
             raise QuorumError(
                 f"Expected an update to be committed after at most {limit} attempts. Received: {self.failures} failures in a row, the "
-                f"last one: {self._last_error()}. Look at the network between the replica groups, raise "
+                f"last one: {last}. Look at the network between the replica groups, raise "
                 "ft.process_group_timeout_ms, or lower ft.min_replica_size."
             )
         # The next attempt is of no use before the lighthouse has noticed a death, or a group has come.
         time.sleep(min(_PAUSE * self.failures, _LONGEST_PAUSE))
         return False
-
-    def _last_error(self) -> str:
-        error = self._manager.errored()
-        reason = f"{self.num_participants} replica groups of {self.settings.min_replica_size}"
-        return str(error.original_exception) if error is not None else reason
 
     # Standing
 
@@ -329,12 +336,6 @@ class ReplicaGroups:
         membership, self._membership = self._membership, None
         if membership is not None:
             membership.close()
-
-
-def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return local_part(parameter.grad)
 
 
 # The lighthouse, and the manager of one rank
@@ -451,7 +452,15 @@ class DaemonExecutor(Executor):
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=_run_calls, args=(self._calls,), name="danling-quorum", daemon=True).start()
+        threading.Thread(target=self._run, name="danling-quorum", daemon=True).start()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function = call
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
 
     def submit(self, fn: Callable[..., object], /, *args: Any, **options: Any) -> Future[Any]:
         """Put a call at the end of the queue and return its future."""
@@ -462,15 +471,6 @@ class DaemonExecutor(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the thread after the calls that were put in before; it is not waited for."""
         self._calls.put(None)
-
-
-def _run_calls(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (call := calls.get()) is not None:
-        future, function = call
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
 
 
 def _manager_class() -> Any:
@@ -504,12 +504,9 @@ def _manager_class() -> Any:
             if self._in_start:
                 # Once: what takes the state of another group asks for the quorum again, and not on all ranks.
                 self._in_start = False
-                while self._agree_to_wait(not self._is_settled()):
+                while self._agree_to_wait(not wait([self._quorum_future], timeout=_SLICE).done):
                     continue
             super().wait_quorum()
-
-        def _is_settled(self) -> bool:
-            return bool(wait([self._quorum_future], timeout=_SLICE).done)
 
     return InterruptibleManager
 
@@ -530,16 +527,6 @@ class _CheckedClient:
             self._own, quorum.replica_ids, is_behind=step < quorum.max_step, groups_ahead=int(quorum.max_world_size)
         )
         return quorum
-
-
-def require_torchft() -> None:
-    """Import torchft."""
-    try:
-        import torchft  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"Expected torchft to be installed for ft.enabled. Received: {error}. Install it with `pip install torchft-nightly`."
-        ) from error
 
 
 def lighthouse_address() -> str:
@@ -564,11 +551,6 @@ def address_towards(url: str) -> str:
     return host
 
 
-def reach(url: str, timeout: float) -> None:
-    """Find out whether anything listens where `url` leads."""
-    socket.create_connection(_host_and_port(url), timeout=timeout).close()
-
-
 def _host_and_port(url: str) -> tuple[str, int]:
     parts = urlsplit(url if "//" in url else f"//{url}")
     if parts.hostname is None or parts.port is None:
@@ -580,13 +562,9 @@ def _process_group(backend: str, timeout: float) -> Any:
     import torchft
 
     # Said at every quorum by every build of torch without NCCL.
-    logging.getLogger("torchft.manager").addFilter(_is_worth_saying)
+    logging.getLogger("torchft.manager").addFilter(lambda record: "NCCL flight recorder" not in record.getMessage())
     kinds = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}
     return kinds[backend](timeout=timedelta(seconds=timeout))
-
-
-def _is_worth_saying(record: logging.LogRecord) -> bool:
-    return "NCCL flight recorder" not in record.getMessage()
 
 
 def _transport(host: str, timeout: float) -> Any:
