@@ -68,11 +68,8 @@ class Audits:
     """Makes what `config.audit` asks for, and puts it into what makes updates."""
 
     def __init__(self, runner: TorchRunner) -> None:
+        check_replay(runner)
         self.runner = runner
-
-    def check(self) -> None:
-        """Refuse settings that contradict those of the run; see `check_replay`."""
-        check_replay(self.runner)
 
     @cached_property
     def updates(self) -> UpdateAudit | None:
@@ -181,24 +178,23 @@ class UpdateReplay:
         names = [name for name in first if second.get(name) != first[name]]
         told = self._runner.placement.optimizer.gather_objects((names, third in (first, second), socket.gethostname()))
         # A gradient that is reduced over ranks differs on all of them; a loss only where the fault is.
-        own = [rank for rank, (found, _, _) in enumerate(told) if any("gradient" not in name for name in found)]
-        ranks = own or [rank for rank, (found, _, _) in enumerate(told) if found]
+        own = [rank for rank, (found, *_) in enumerate(told) if any("gradient" not in name for name in found)]
+        ranks = own or [rank for rank, (found, *_) in enumerate(told) if found]
         where = "; ".join(
-            f"rank {rank} on {device.type} of {told[rank][2]}: {told[rank][0][0]}"
-            + (f" and {len(told[rank][0]) - 1} more" if len(told[rank][0]) > 1 else "")
-            for rank in ranks[:8]
+            f"rank {rank} on {device.type} of {told[rank][2]}: {' and '.join(told[rank][0][:3])}" for rank in ranks[:8]
         )
-        reduced = (
-            "" if own or len(ranks) == 1 else " The gradient is reduced over these ranks: one of them is at fault."
-        )
-        repeats = all(repeats for _, repeats, _ in told)
+        reduced = ""
+        if not own and len(ranks) > 1:
+            reduced = " The gradient is reduced over these ranks: one of them is at fault."
         mend = (
-            "A third computation agrees with one of the two. Suspect the memory or the chip of that machine: take it out and continue with "
-            "auto_resume from the state before this update, which is saved."
-            if repeats
-            else "A third computation came to other bits again: a step depends on something that is not put back, such as a variable "
+            "A third computation came to other bits again: a step depends on something that is not put back, such as a variable "
             "of a module or the time, or a kernel is not deterministic."
         )
+        if all(repeats for _, repeats, _ in told):
+            mend = (
+                "A third computation agrees with one of the two. Suspect the memory or the chip of that machine: take it out and continue "
+                "with auto_resume from the state before this update, which is saved."
+            )
         return ReplayMismatchError(
             f"Expected forward and backward of update {self._runner.state.train.global_step + 1} to come to the same bits when they are "
             f"computed again. Received: {where}.{reduced} {mend}"
@@ -472,13 +468,10 @@ class UpdateAudit(Observer):
         reference, rank = told[first.others[0]], first.ranks[0]
         known = {**reference, **told[rank]}
         names = [name for name in known if told[rank].get(name) != reference.get(name)] or ["its kind"]
-        ranks = f"rank {rank}" if len(first.ranks) == 1 else f"ranks {list(first.ranks)}"
-        others = f"rank {first.others[0]}" if len(first.others) == 1 else f"ranks {list(first.others)}"
-        unsure = (
-            " Which of the two is wrong cannot be told from two copies."
-            if len(first.others) == len(first.ranks) == 1
-            else ""
+        ranks, others = (
+            f"rank {found[0]}" if len(found) == 1 else f"ranks {list(found)}" for found in (first.ranks, first.others)
         )
+        unsure = " Two copies do not tell which one is wrong." if len(first.others) == len(first.ranks) == 1 else ""
         return ReplicaDriftError(
             f"Expected ranks that hold copies of a tensor to hold the same after update {taken.step}. Received: {ranks} differs from "
             f"{others} in {names[0]!r} and {len(names) - 1} more of {len(known)} in {first.column!r}.{unsure} No checkpoint of this "

@@ -143,8 +143,6 @@ class TorchRunner(BaseRunner):
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
-        if self._parts.audits is not None:
-            self._parts.audits.check()
         self._check_memory_retry()
         self.materialize_model()
         if recorder is not None:

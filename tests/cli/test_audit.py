@@ -139,36 +139,6 @@ def test_what_a_program_does_after_the_stretch_is_not_compared(
     assert "CheckpointNotFound" in json.loads(capsys.readouterr().out)["failed"]
 
 
-FROM_FILES = """
-import sys
-from pathlib import Path
-import numpy as np
-import torch
-from torch import nn
-from torch.utils.data import Dataset
-import danling as dl
-
-class Rows(Dataset):
-    def __init__(self, place):
-        self.files = sorted(Path(place).glob("*.npy"))
-        self.table = np.load("table.npy", mmap_mode="r")
-
-    def __len__(self):
-        return len(self.files)
-
-    def __getitem__(self, index):
-        return torch.from_numpy(np.load(self.files[index])) + float(self.table[0]), index % 2
-
-class Program(dl.Runner):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model, self.criterion = nn.Linear(3, 2), nn.CrossEntropyLoss()
-        self.datasets = {"train": Rows("rows")}
-
-with Program({"dir": "run", "seed": 5, "steps": 4, "checkpoint.interval": 2, "audit.digest_interval": 1,
-              "data.notes": "notes.txt", "optim": {"type": "adamw"}, "dataloader": {"batch_size": 2}}) as runner:
-    runner.train()
-"""
 
 
 SEVERAL = """

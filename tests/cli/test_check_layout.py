@@ -166,12 +166,7 @@ def test_programs_of_all_kinds_are_found_right(case: str, program: list[str]) ->
     done = checked(*layout, "--", *program, *words)
     assert done.returncode == 0 and told in done.stdout, done.stdout + done.stderr
     if case == "what people write":
-        for note in (
-            "Dropout was switched off",
-            "Batch normalization (1) used its running statistics",
-            "up to 0.0003 count as rounding",
-        ):
-            assert note in done.stdout
+        assert "without dropout" in done.stdout and "up to 0.0003 count as rounding" in done.stdout
 
 
 HYDRA = """

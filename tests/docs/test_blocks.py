@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ SLOW = {ROOT / "docs/guides/plots.md", ROOT / "docs/guides/quickstart.md"}
 """Run long, and show what README and the tests of plots show too."""
 RUN = {"python", "bash", "diff"}
 READ = {"console", "text", ""}
-TITLES = {"output", "error", "message"}
+TITLES = {"output", "error"}
 
 
 class Page:
@@ -109,8 +108,6 @@ class Page:
         elif block.title == "error":
             text = f"{type(self.error).__name__}: {self.error}"
             assert matches(block.code, text), f"{where}: expected\n{block.code}\nReceived: {text}"
-        elif block.title == "message":
-            assert is_message(one_line(block.code)), f"{where}: no message of the library reads\n{block.code}"
 
 
 def imported(code: str) -> set[str]:
@@ -153,57 +150,6 @@ def one_line(text: str) -> str:
 def matches(quoted: str, text: str) -> bool:
     pattern = ".*".join(re.escape(part.strip()) for part in one_line(quoted).split("..."))
     return re.search(pattern, one_line(text)) is not None
-
-
-OWN_SHARE = 0.4
-"""How much of a message has to stand in the sources. A template such as `"{what}: {why}"` fits many, and says nothing of them."""
-
-
-def is_message(text: str) -> bool:
-    """Return whether the library has a message that may read so.
-
-    Args:
-        text: One line.
-    """
-    return any(sum(map(len, parts)) >= OWN_SHARE * len(text) and fits(parts, text) for parts in messages())
-
-
-def fits(parts: tuple[str, ...], text: str) -> bool:
-    """Return whether a text is these parts in order, with anything between two of them."""
-    first, *rest = parts
-    if not rest:
-        return text == first
-    if not text.startswith(first):
-        return False
-    place = len(first)
-    for part in rest[:-1]:
-        found = text.find(part, place)
-        if found < 0:
-            return False
-        place = found + len(part)
-    return text.endswith(rest[-1]) and place + len(rest[-1]) <= len(text)
-
-
-@cache
-def messages() -> list[tuple[str, ...]]:
-    """Every string of the library, as the parts of it that stand in the sources: what is filled in between them may be anything."""
-    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "danling").rglob("*.py")))
-    found = (parts_of(node) for tree in trees for node in ast.walk(tree))
-    return [tuple(re.sub(r"\s+", " ", part) for part in parts) for parts in found if len("".join(parts)) > 15]
-
-
-def parts_of(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.split(r"%[rsdg]", node.value)
-    if not isinstance(node, ast.JoinedStr):
-        return []
-    parts = [""]
-    for value in node.values:
-        if isinstance(value, ast.Constant):
-            parts[-1] += str(value.value)
-        else:
-            parts.append("")
-    return parts
 
 
 @pytest.fixture
@@ -270,16 +216,3 @@ def test_the_comparison_of_output_is_strict_where_it_matters() -> None:
     assert prints("first\n...\nthird", "first\nsecond\nthird") is None
     assert prints("second\nfirst", "first\nsecond") == "first"
     assert matches("Expected one. ... Set it.", "ValueError: Expected one. Received: two. Set it.")
-
-
-def test_a_quoted_message_has_to_stand_in_the_sources() -> None:
-    assert is_message("Another rank has no batch left in split 'train': this pass ends early on rank 0.")
-    assert is_message(
-        "Expected 0 <= RANK < WORLD_SIZE. Received: RANK=2, WORLD_SIZE=2. Launch with torchrun, or unset both."
-    )
-    assert not is_message("Expected a message that nobody wrote.")
-    # Errors of files are told with a template that is almost nothing but what is filled in.
-    assert any(
-        fits(parts, "Expected one thing in another. Received: nothing of it. Mend it so.") for parts in messages()
-    )
-    assert not is_message("Expected one thing in another. Received: nothing of it. Mend it so.")

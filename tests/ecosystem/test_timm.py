@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seen import Seeing, assert_goes_on_alike
 from support.vision import import_or_skip
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
@@ -38,30 +39,24 @@ class Mixed:
 
 
 class Timm(dl.Runner):
-    not_saved = ("rates", "seen")
+    not_saved = ("rates",)
 
-    def __init__(self, config: dict[str, Any], scheduler: Any = None) -> None:
+    def __init__(self, config: dict[str, Any], scheduler: Any) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), nn.CrossEntropyLoss()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.datasets = {"train": images()}
-        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
-        self.config.dataloader.collate_fn = Mixed() if scheduler is None else None
+        self.scheduler = scheduler(self.optimizer)
         self.rates: list[float] = []
-        self.seen: list[Tensor] = []
-
-    def train_step(self, data: Any) -> Any:
-        self.seen += [data[0].clone(), data[1].clone()]
-        return super().train_step(data)
 
     def optimizer_step(self) -> None:
         self.rates.append(self.optimizer.param_groups[0]["lr"])
         super().optimizer_step()
 
 
-def settings(root: Path, workers: int = 0, **more: Any) -> dict[str, Any]:
+def settings(root: Path, **more: Any) -> dict[str, Any]:
     config: dict[str, Any] = {"seed": 1, "log": False, "dir": str(root / "run"), "auto_resume": True}
-    return {**config, "dataloader": {"batch_size": 4, "num_workers": workers}, **more}
+    return {**config, "dataloader": {"batch_size": 4}, **more}
 
 
 SCHEDULERS = {
@@ -114,13 +109,17 @@ def test_its_schedule_by_a_metric_is_refused(tmp_path: Path) -> None:
         Timm(settings(tmp_path, epochs=1), PlateauLRScheduler)
 
 
+class Mixing(Seeing):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), nn.CrossEntropyLoss()
+        self.datasets = {"train": images()}
+        self.config.dataloader.collate_fn = Mixed()
+
+    def values(self, data: Any) -> list[Tensor]:
+        return [data[0].clone(), data[1].clone()]
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_mixed_samples_are_those_of_the_uninterrupted_run(workers: int, tmp_path: Path) -> None:
-    def seen(root: Path, steps: int, workers: int) -> list[Tensor]:
-        with Timm(settings(root, workers, steps=steps)) as runner:
-            runner.train()
-            return runner.seen
-
-    whole = seen(tmp_path / "whole", 14, 0)
-    parts = [*seen(tmp_path / "parts", 5, workers), *seen(tmp_path / "parts", 14, workers)]
-    assert len(whole) == len(parts) == 28 and all(map(torch.equal, whole, parts))
+    assert_goes_on_alike(Mixing, tmp_path, workers=workers)

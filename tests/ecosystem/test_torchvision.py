@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.seen import Seeing, seen
+from support.seen import Seeing, assert_goes_on_alike
 from support.vision import import_or_skip
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
@@ -61,9 +61,4 @@ class Augmented(Seeing):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_augmented_samples_are_those_of_the_uninterrupted_run(workers: int, tmp_path: Path) -> None:
-    whole = seen(Augmented, tmp_path / "whole", steps=14)
-    parts = seen(Augmented, tmp_path / "parts", workers=workers, steps=5)
-    parts += seen(Augmented, tmp_path / "parts", workers=workers, steps=14)
-    assert len(whole) == len(parts) == 28
-    assert all(map(torch.equal, parts, whole))
-    assert not torch.equal(whole[0], whole[12])  # another pass, another crop
+    assert_goes_on_alike(Augmented, tmp_path, workers=workers)

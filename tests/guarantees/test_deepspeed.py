@@ -100,25 +100,6 @@ def test_stopped_and_resumed(stops: dict[int, tuple[int, ...]], tmp_path: Path) 
         assert next(found, None) is None
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_what_an_engine_keeps_apart_is_saved_and_restored(tmp_path: Path) -> None:
-    """Optimizers on the host, and weights in bfloat16 beside those that are updated."""
-    offloaded = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
-    sections = [zero(1, **offloaded), zero(3, **offloaded), {"bf16": {"enabled": True}, **zero(2)}]
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for number, section in enumerate(sections):
-        how = {"norm": False}
-        whole = settings(tmp_path / f"whole{number}", deepspeed=section, **UNSAVED)
-        parts = settings(tmp_path / f"parts{number}", deepspeed=section)
-        cases += [(whole, how), (parts, {**how, "stop_at": 4}), ({**parts, "auto_resume": True}, how)]
-    for ranks in run_processes(train_each, cases, world_size=2, timeout=240):
-        for whole, first, second in zip(ranks[::3], ranks[1::3], ranks[2::3]):
-            assert len(first["trace"]) == 4
-            assert first["trace"] + second["trace"] == whole["trace"]
-            assert differences(second["state"], whole["state"]) == []
-
-
 def losses(output: str) -> list[float]:
     return [float(found) for found in re.findall(r'"train/loss": ([\d.e+-]+)', output)]
 

@@ -234,25 +234,3 @@ def test_a_criterion_that_ignores_targets_and_finds_none_is_warned_of_once(
     said = [record.message for record in caplog.records if "Expected a target in each batch" in record.message]
     assert len(said) == (runner_class is OwnNames)
     assert all("['kinds', 'points']" in message and "batch_weight" in message for message in said)
-
-
-class Scored(dl.TorchRunner):
-    """A model that returns loss and logits, under a criterion and metrics of the user's."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        self.model = TinyForCausalLM(double=False)
-        self.criterion = lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        self.metrics = {"acc": lambda logits, labels: (logits.argmax(-1) == labels).float().mean(1)}
-        self.datasets = {"train": sentences(8), "val": sentences(5)}
-
-
-def test_a_criterion_and_metrics_are_handed_the_logits(tmp_path: Path) -> None:
-    config = {"epochs": 1, "workspace_root": str(tmp_path), "optim": {"type": "sgd"}}
-    config["dataloader"] = {"batch_size": 4, "collate_fn": encode}
-    with Scored(config) as runner:
-        figures = runner.train()[1]
-        assert set(figures["val"]) == {"loss", "acc"}
-        predictions = runner.infer("val")
-    assert len(predictions) == 5
-    assert predictions[0]["logits"].shape == (7, 11)

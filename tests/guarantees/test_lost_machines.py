@@ -332,38 +332,6 @@ def test_killed_between_the_parts_of_a_save(
         assert lost.ends_bitwise(states) and lost.remote_litter() == []
 
 
-def test_killed_in_an_upload_in_parts_leaves_parts_alone(tmp_path: Path, server: ObjectServer) -> None:
-    """They are seen by the server alone; the rule that `danling doctor --remote` prints removes them."""
-    with fault_proxy(server.endpoint) as proxy:
-        lost = LostMachines(tmp_path, server, proxy.endpoint, backend="file")
-        fault = proxy.hold(when=lambda request: "partNumber" in request.query)
-        stop = threading.Event()
-        killer = threading.Thread(target=lambda: (fault.came.wait(120), stop.set()))
-        killer.start()
-        root = tmp_path / "large"
-        config = settings(root, f"s3://{lost.bucket}/runs", "file", None, **{"remote.part_size": 5 << 20})
-        outcomes = run_outcomes(
-            save_much, config, world_size=1, stop=stop, environment=server.environment(proxy.endpoint)
-        )
-        killer.join()
-        assert outcomes[0].error is not None and fault.hit >= 1
-        fault.status = 500
-        proxy.heal()
-        assert server.unfinished_uploads(lost.bucket) == 1
-        assert not [key for key in server.objects(lost.bucket) if "/objects/" in key or key.endswith(".sha256")]
-
-
-def save_much(config: dict[str, Any]) -> None:
-    """Save more than fits into one part."""
-    import torch
-
-    with TracingRunner(config) as runner:
-        runner.model.register_buffer("much", torch.zeros(4_000_000))
-        runner.save_checkpoint()
-        runner.checkpoint_manager.wait()
-        runner.checkpoint_manager.wait_for_mirror()
-
-
 def test_an_empty_machine_that_finds_the_end_in_the_store_ends_alike(tmp_path: Path, server: ObjectServer) -> None:
     lost = LostMachines(tmp_path, server, backend="dcp", world_size=2, axes={"shard": 2})
     assert lost.ends_bitwise(lost.attempt()) and lost.saved() == STEPS

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.keys import own_keys
 from support.processes import run_processes
 from support.toys import differences, whole_state
 from torch import Tensor, nn
@@ -178,46 +177,6 @@ def test_draws_in_overrides_are_those_of_an_uninterrupted_run(tmp_path: Path) ->
             assert differences(state, whole[rank][1]) == [], f"stopped at {k}"
 
 
-def test_an_evaluation_changes_no_number_of_training(tmp_path: Path) -> None:
-    with Drawing(settings(tmp_path / "a", dataloader={"batch_size": 6})) as runner:
-        runner.train()
-        alone, weights = runner.drawn, runner.model[0].weight.detach().clone()
-    with DrawingBetween(settings(tmp_path / "b", dataloader={"batch_size": 6})) as runner:
-        runner.train()
-        assert runner.drawn == alone and torch.equal(runner.model[0].weight, weights)
-        assert len(runner.seen) == 6 and runner.seen == sorted(runner.seen)
-        before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-        first, second = (runner.evaluate("val"), runner.noises.copy()), (runner.evaluate("val"), runner.noises[-2:])
-        assert first[1][-2:] == second[1]  # after as many updates, the same
-        after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-        assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
-
-
-class DrawingBetween(Drawing):
-    """Evaluates in the middle of a pass."""
-
-    not_saved = ("noises", "seen")
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
-        self.datasets["val"] = Numbered(7)
-        self.seen: list[int] = []
-        self.noises: list[Any] = []
-
-    def step(self) -> Any:
-        """Evaluate after every other update."""
-        outcome = super().step()
-        if self.train_state.global_step % 2 == 0:
-            self.seen.append(self.train_state.global_step)
-            self.evaluate("val")
-        return outcome
-
-    def evaluate_step(self, data: Any) -> Any:
-        """Write down what is drawn."""
-        self.noises.append(draw())
-        return super().evaluate_step((data["input"], data["target"]))
-
-
 # In optimizers
 
 
@@ -376,37 +335,3 @@ def test_neither_the_schedule_nor_recomputed_activations_change_a_number(tmp_pat
 
 
 # Statistics
-
-
-def test_masks_of_many_keys_are_as_independent_as_those_of_one_stream() -> None:
-    number, width = 20_000, 16
-    keys = own_keys()
-    keyed, plain = torch.empty(number, width), torch.empty(number, width)
-    for place in range(number):
-        keys.begin_micro_batch(None, (place,), 0)
-        keyed[place] = F.dropout(torch.ones(width), 0.5) / 2
-    torch.manual_seed(1)
-    for place in range(number):
-        plain[place] = F.dropout(torch.ones(width), 0.5) / 2
-    powers = 2 ** torch.arange(8.0)
-    for masks in (keyed, plain):
-        deviation = 0.5 / number**0.5
-        assert (masks.mean(0) - 0.5).abs().max() < 4.5 * deviation
-        centred = masks - 0.5
-        for lag in (1, 2, 7):
-            neighbours = (centred[lag:] * centred[:-lag]).mean(0) * 4
-            assert neighbours.abs().max() < 4.5 / number**0.5
-        # Of 256 patterns in the first eight elements: 255 degrees of freedom, whose deviation is 22.6.
-        counts = torch.bincount((masks[:, :8] @ powers).long(), minlength=256).double()
-        assert abs(float(((counts - number / 256) ** 2 / (number / 256)).sum()) - 255) < 4.5 * 22.6
-
-
-def test_keys_of_one_update_are_those_of_no_other() -> None:
-    keys = own_keys()
-    found = []
-    for attempted in range(300):
-        keys._runner.state.train.global_step = attempted
-        for place in range(100):
-            keys.begin_micro_batch(None, (place,), 0)
-            found.append(keys.key)
-    assert len(set(found)) == len(found)

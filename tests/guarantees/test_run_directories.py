@@ -149,13 +149,6 @@ def test_a_checkpoint_of_another_place_does_not_write_over_what_lies_in_a_named_
     assert contents(second) == before
 
 
-def test_a_line_of_metrics_is_a_run_too() -> None:
-    with pytest.raises(ValueError, match="stop here"), Small(settings(dir="mine", epochs=4, log_interval=1)) as runner:
-        runner.save_checkpoint = lambda **_: (_ for _ in ()).throw(ValueError("stop here"))  # type: ignore[method-assign]
-        runner.train()
-    assert not list(Path("mine/checkpoints").glob("*"))
-    with pytest.raises(ValueError, match=r"metrics in metrics.jsonl"):
-        Small(settings(dir="mine"))
 
 
 def test_looking_needs_no_right_and_training_there_is_refused() -> None:

@@ -108,12 +108,6 @@ def test_a_new_token_makes_no_other_run_and_comes_from_the_new_configuration() -
         assert runner.config.hub.token == "second-token"
 
 
-def test_one_more_listed_key_is_no_other_configuration_for_a_checkpoint() -> None:
-    run = trained(settings(dir="mine", dataset={"signing": "TOPSECRET-0006"}))
-    again = settings(dir="mine", epochs=2, auto_resume=True, dataset={"signing": "new"}, secret_keys=["signing"])
-    assert trained(again) == run
-
-
 # Permissions
 
 
@@ -126,7 +120,7 @@ def umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
-@pytest.mark.parametrize("mask", [0o077, 0o027])
+@pytest.mark.parametrize("mask", [0o027])
 def test_the_umask_holds_for_every_file(mask: int) -> None:
     more = {
         "tensorboard": True,

@@ -7,7 +7,6 @@ Conventions of a page, which `tests/docs/test_blocks.py` holds it to:
 - blocks of ``bash`` run by ``bash -euo pipefail`` in that directory, beside which `examples` and `benchmarks` lie;
 - ``text title="output"`` is what the block before it prints: every line must be there, in order; whole numbers exactly, others to 2 %;
 - ``text title="error"`` is what the block before it raises; `...` stands for anything;
-- ``text title="message"`` is a message of the library that takes more than a page to bring about: it is looked for in the sources;
 - ``diff`` shows a program before and after, whole: both run, and their last lines must be the same;
   the first is left out where it imports what is not installed;
 - ``console`` and any other ``text`` is for reading, and the sentence before it says why it is not run.

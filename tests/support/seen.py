@@ -1,18 +1,12 @@
-"""What a run is fed, by a dataset of some library: of a run that is left alone, and of one that is stopped and resumed.
-
-class Augmented(Seeing):
-    def values(self, data):
-        return [data[0].clone()]
-
-whole = seen(Augmented, tmp_path / "whole", steps=14)
-parts = [*seen(Augmented, tmp_path / "parts", steps=5), *seen(Augmented, tmp_path / "parts", steps=14)]
-"""
+"""What a run is fed, by a dataset of some library: of a run that is left alone, and of one that is stopped and resumed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import danling as dl
 
@@ -60,3 +54,12 @@ def seen(
         runner.train()
         assert stop is not None or samples in (None, runner.train_state.samples)
         return runner.seen
+
+
+def assert_goes_on_alike(make: Callable[[dict[str, Any]], Seeing], directory: Path, *, workers: int) -> None:
+    """Train 14 updates of a pass of 6 without a stop, and in two parts by other workers: the same tensors, and others in each pass."""
+    whole = seen(make, directory / "whole", steps=14)
+    parts = [seen(make, directory / "parts", workers=workers, steps=steps) for steps in (5, 14)]
+    assert len(whole) % 14 == 0 and len(whole) == len(parts[0]) + len(parts[1])
+    assert all(map(torch.equal, [*parts[0], *parts[1]], whole))
+    assert not torch.equal(whole[0], whole[6 * len(whole) // 14])
