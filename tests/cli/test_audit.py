@@ -139,8 +139,6 @@ def test_what_a_program_does_after_the_stretch_is_not_compared(
     assert "CheckpointNotFound" in json.loads(capsys.readouterr().out)["failed"]
 
 
-
-
 SEVERAL = """
 import sys
 import torch

@@ -149,8 +149,6 @@ def test_a_checkpoint_of_another_place_does_not_write_over_what_lies_in_a_named_
     assert contents(second) == before
 
 
-
-
 def test_looking_needs_no_right_and_training_there_is_refused() -> None:
     run = trained(dir="mine")
     before = contents(run)
