@@ -6,8 +6,8 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .errors import CheckpointDiskError, CheckpointError
 from .manager import CollectiveCheckpointManager
 from .manifest import Record, find_problems, read_manifest
 from .snapshot import SnapshotBuffers, count_bytes
-from .store import SUMS, TargetStore
+from .store import SUMS
 from .writer_process import WriterProcess, meet
 
 logger = logging.getLogger("danling")
@@ -51,8 +51,6 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
     The stock `python -m torch.distributed.checkpoint.format_utils dcp_to_torch TARGET FILE` converts a target.
     """
 
-    store_class: ClassVar[type[TargetStore]] = TargetStore
-    store: TargetStore
     _ahead: SavedAhead | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +106,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         if not deferred:
             self._executor.wait()
         self._give_up_pending()
-        record = self.on_main(lambda: self._open_target(payload, epoch, global_step))
+        record = self.on_main(lambda: self._open_target(count_bytes(payload), epoch, global_step))
         copied, release = self.on_all(lambda: self._prepared(payload))
         save = _Save(copied, release, record, tuple(names), ahead)
         if not self._background:
@@ -117,10 +115,6 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             self._pending = save
         else:
             self._submit(save)
-
-    def _open_target(self, payload: Mapping[str, object], epoch: int, global_step: int) -> Record:
-        record = self._open_save(["latest"], needed=count_bytes(payload), epoch=epoch, global_step=global_step)[0]
-        return replace(record, name=self.store.new_target(record.sequence))
 
     def _submit(self, save: _Save) -> None:
         self._executor.submit(lambda: self._write(save), reliable=True)
@@ -143,25 +137,22 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             raise
         finally:
             save.release()
-        put_off = self._is_mirror_behind()
-        if self.domain.rank == 0:
-            self.store.publish(save.record.name, save.names)
-        if self.mirror is not None:
-            rank = self.domain.rank
-            own = [name for name in storage.names(path) if name != SUMS and written_by(name) == rank]
-            self._mirrored(save.record, save.names, target=save.record.name, own=own, put_off=put_off)
-        if self.domain.rank == 0:
-            self._saved(save.payload, save.names)
-        self.checkpoints.follow(save.record.sequence, self._exchange, is_main=self.domain.rank == 0)
-
-    def _is_mirror_behind(self) -> bool:
-        """Whether a save waits to be copied on any rank. Called on all ranks, in the background too: they are to copy the same saves."""
-        return self.mirror is not None and self.domain.size > 1 and any(self._exchange(self.mirror.is_behind))
+        put_off, is_main = self._is_mirror_behind(self._exchange), self.domain.rank == 0
+        files = () if self.mirror is None else storage.names(path) - {SUMS}
+        own = [name for name in files if written_by(name) == self.domain.rank]
+        self._publish(save.record, save.names, save.payload, own, put_off=put_off)
+        self.checkpoints.follow(save.record.sequence, self._exchange, is_main=is_main)
 
     def _reuse(self, save: _Save, before: SavedAhead | None) -> Reuse | None:
+        """Return the tensors that the last save has written and that are unchanged on every rank."""
         if before is None or before.step != save.record.step or "latest" not in save.names:
             return None
-        return before.reuse(save.payload, self._exchange, exists=self._is_whole(before.target))
+        # The contents are compared, so that a tensor that the evaluation has changed, such as a buffer, is saved again.
+        sums, is_whole = tensor_sums(save.payload), self._is_whole(before.target)
+        same = {name for name, value in sums.items() if is_whole and before.sums.get(name) == value}
+        ranks = self._exchange((same, sums.keys() - same))
+        names = frozenset().union(*(kept for kept, _ in ranks)).difference(*(changed for _, changed in ranks))
+        return Reuse(before.target, names) if names else None
 
     def _is_whole(self, name: str) -> bool:
         target = self.store.path(name)
@@ -228,42 +219,24 @@ def _explained(error: CheckpointException, path: object) -> CheckpointError:
     return kind(f"Expected {path} to be written. Received: {reasons}")
 
 
-# What a save need not write again
-
-
 @dataclass(frozen=True)
 class SavedAhead:
-    """A target that was written before an evaluation, whose metrics belong to the same state."""
+    """A target that was written before an evaluation, and the SHA-256 of this rank's part of each tensor in it, by dotted name."""
 
     target: str
     step: int
     sums: dict[str, str]
 
-    def reuse(
-        self, payload: Mapping[str, object], exchange: Callable[[Any], list[Any]], *, exists: bool
-    ) -> Reuse | None:
-        """Return the tensors that are unchanged in a later payload on every rank, `None` if there are none. Call on all ranks.
-
-        The contents are compared, so that a tensor that the evaluation has changed, such as a buffer, is saved again.
-        """
-        sums = tensor_sums(payload)
-        same = {name for name, value in sums.items() if exists and self.sums.get(name) == value}
-        ranks = exchange((same, sums.keys() - same))
-        names = frozenset().union(*(kept for kept, _ in ranks)).difference(*(changed for _, changed in ranks))
-        return Reuse(self.target, names) if names else None
-
 
 def tensor_sums(payload: Mapping[str, object]) -> dict[str, str]:
     """Return the SHA-256 of this rank's part of each dense tensor of a state, with dtype and shape, by dotted name."""
-    tensors = {name: leaf for name, leaf in flatten(payload)[0].items() if isinstance(leaf, Tensor)}
-    return {name: _sum(tensor) for name, tensor in tensors.items() if local_part(tensor).layout == torch.strided}
-
-
-def _sum(tensor: Tensor) -> str:
-    local = local_part(tensor)
-    about = f"{tensor.dtype} {tuple(tensor.shape)} {tuple(local.shape)}"
-    plain = local.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    content = plain.view(torch.uint8).numpy()
-    digest = hashlib.sha256(about.encode())
-    digest.update(content.data)
-    return digest.hexdigest()
+    sums = {}
+    for name, leaf in flatten(payload)[0].items():
+        if not isinstance(leaf, Tensor) or local_part(leaf).layout != torch.strided:
+            continue
+        local = local_part(leaf)
+        digest = hashlib.sha256(f"{leaf.dtype} {tuple(leaf.shape)} {tuple(local.shape)}".encode())
+        plain = local.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        digest.update(plain.view(torch.uint8).numpy().data)
+        sums[name] = digest.hexdigest()
+    return sums

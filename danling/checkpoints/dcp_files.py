@@ -78,7 +78,6 @@ class HashingFileSystem(FileSystem):
         self.written[Path(path).name] = (writer.size, writer.sha256)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file."""
         storage.replace(Path(path), Path(new_path))
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
@@ -179,7 +178,6 @@ class TargetReader(FileSystemReader):
         self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index."""
         return self.metadata
 
 
@@ -361,7 +359,6 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Flatten the state."""
         self.state_dict, self.mappings = flatten(state_dict)
         for name in self.left_out & self.state_dict.keys():
             del self.state_dict[name], self.mappings[name]
@@ -375,7 +372,6 @@ class LoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read one plain value."""
         name = read_item.dest_index.fqn
         problems = archive_complaints(value)
         if problems:

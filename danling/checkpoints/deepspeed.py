@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -163,8 +163,6 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         engine: The engine that saves.
     """
 
-    store_class: ClassVar[type[TargetStore]] = TargetStore
-    store: TargetStore
     _ahead: EngineAhead | None = None
 
     def __init__(self, *args: Any, engine: EngineFiles, **kwargs: Any) -> None:
@@ -184,11 +182,13 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         exported = "model" in payload
         needed = count_bytes(payload) + (0 if exported else self._engine.state_bytes)
         record = self.on_main(lambda: self._open_target(needed, epoch, global_step))
+        target = self.store.path(record.name)
         plain = self.on_all(lambda: to_host(payload))
         client = {name: value for name, value in plain.items() if name != "ema"}
         files = HashingFiles(ahead=before if before is not None and before.step == global_step else None)
         if not exported:
-            self._save_engine(files, record, client)
+            with self._engine.writing_to(files):
+                self._engine.save(str(target.parent), record.name, {CLIENT_STATE: client})
         try:
             self._finish(files, record, plain, names)
         except Exception:
@@ -196,49 +196,34 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
                 self.store.give_up(record.name)
             raise
         if ahead:
-            self._ahead = EngineAhead(self.store.path(record.name), global_step, client, files.written)
+            self._ahead = EngineAhead(target, global_step, client, files.written)
 
     def _open_target(self, needed: int, epoch: int, global_step: int) -> Record:
-        record = self._open_save(["latest"], needed=needed, epoch=epoch, global_step=global_step)[0]
-        record = replace(record, name=self.store.new_target(record.sequence))
+        record = super()._open_target(needed, epoch, global_step)
         storage.make_directory(self.store.path(record.name))
         return record
-
-    def _save_engine(self, files: HashingFiles, record: Record, client: Mapping[str, object]) -> None:
-        with self._engine.writing_to(files):
-            self._engine.save(str(self.store.path(record.name).parent), record.name, {CLIENT_STATE: client})
 
     def _finish(self, files: HashingFiles, record: Record, plain: Mapping[str, object], names: Sequence[str]) -> None:
         """Agree that all files are there; then, on rank 0, describe them, let the names lead there and prune."""
         self._agree(files.error)
+        exchange = self.domain.gather_objects
         written: dict[str, tuple[int, str]] = {}
-        for of_rank in self.domain.gather_objects(files.written):
+        for of_rank in exchange(files.written):
             written.update(of_rank)
-        mirror, domain = self.mirror, self.domain
-        put_off = mirror is not None and domain.size > 1 and any(domain.gather_objects(mirror.is_behind))
-        self.on_main(lambda: self._publish(record, plain, written, names, own=files.written, put_off=put_off))
-        if domain.rank != 0:
-            self._mirrored(record, names, target=record.name, own=files.written, put_off=put_off)
-        self.checkpoints.follow(record.sequence, domain.gather_objects, is_main=domain.rank == 0)
+        put_off, is_main = self._is_mirror_behind(exchange), self.domain.rank == 0
 
-    def _publish(
-        self,
-        record: Record,
-        plain: Mapping[str, object],
-        written: Mapping[str, tuple[int, str]],
-        names: Sequence[str],
-        *,
-        own: Iterable[str],
-        put_off: bool,
-    ) -> None:
-        target = self.store.path(record.name)
-        described = storage.write_file(target / RUNNER_FILE, lambda writer: torch.save(dict(plain), writer))  # type: ignore[arg-type]
-        storage.sync_directory(target)
-        storage.sync_directory(target.parent)
-        storage.write_text(target / SUMS, Manifest(record, {**written, RUNNER_FILE: described}).text())
-        self.store.publish(record.name, names)
-        self._mirrored(record, names, target=record.name, own=[*own, RUNNER_FILE], put_off=put_off)
-        self._saved(plain, names)
+        def publish() -> None:
+            target = self.store.path(record.name)
+            runner = storage.write_file(target / RUNNER_FILE, lambda writer: torch.save(dict(plain), writer))  # type: ignore[arg-type]
+            storage.sync_directory(target)
+            storage.sync_directory(target.parent)
+            storage.write_text(target / SUMS, Manifest(record, {**written, RUNNER_FILE: runner}).text())
+            self._publish(record, names, plain, [*files.written, RUNNER_FILE], put_off=put_off)
+
+        self.on_main(publish)
+        if not is_main:
+            self._publish(record, names, plain, files.written, put_off=put_off)
+        self.checkpoints.follow(record.sequence, exchange, is_main=is_main)
 
     # Loading
 
@@ -312,7 +297,14 @@ def read_runner_file(path: Path) -> dict[str, Any]:
     return check_format(read_file(path / RUNNER_FILE), path)
 
 
-def read_engine_target(path: Path, *, sections: Iterable[str] | None = None, trust: bool = False) -> dict[str, Any]:
+def read_payload(
+    path: Path,
+    *,
+    template: object = None,
+    sections: frozenset[str] | None = None,
+    mmap: bool = False,
+    trust: bool = False,
+) -> dict[str, Any]:
     """Return the payload of a target as the other stacks save it: whole float32 weights, and the optimizer's state by name."""
     payload = read_runner_file(path)
     if "model" not in payload and (sections is None or "model" in sections):
@@ -379,7 +371,17 @@ def consolidated_optimizer(path: Path, engine: Mapping[str, Any], *, trust: bool
     with TemporaryDirectory(prefix="danling-universal-") as folder:
         convert = import_module("deepspeed.checkpoint.ds_to_universal")
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            convert.main(_conversion(path, Path(folder)))
+            convert.main(
+                Namespace(
+                    input_folder=str(path),
+                    output_folder=folder,
+                    num_extract_workers=1,
+                    num_merge_workers=1,
+                    keep_temp_folder=False,
+                    strict=True,
+                    inject_missing_state=True,
+                )
+            )
         names = [name for group in engine["param_groups"] for name in group["params"]]
         weights = consolidated_weights(path, trust=trust)
         state = {
@@ -390,18 +392,6 @@ def consolidated_optimizer(path: Path, engine: Mapping[str, Any], *, trust: bool
         "state": {name: entry for name, entry in state.items() if entry},
         "param_groups": [dict(group) for group in engine["param_groups"]],
     }
-
-
-def _conversion(path: Path, folder: Path) -> Namespace:
-    return Namespace(
-        input_folder=str(path),
-        output_folder=str(folder),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
 
 
 def _universal_state(folder: Path, shape: torch.Size, scalars: Mapping[str, object]) -> dict[str, Any]:
@@ -423,18 +413,6 @@ def _named(state: Mapping[str, Any], groups: Any) -> dict[str, object]:
     }
     named = {names[index]: dict(entry) for index, entry in state["state"].items()}
     return {"state": named, "param_groups": [dict(group) for group in groups]}
-
-
-def read_payload(
-    path: Path,
-    *,
-    template: object = None,
-    sections: frozenset[str] | None = None,
-    mmap: bool = False,
-    trust: bool = False,
-) -> dict[str, Any]:
-    """Return the payload of a target; see `reading.read_payload`."""
-    return read_engine_target(path, sections=sections, trust=trust)
 
 
 def read_outline(path: Path) -> Outline:
@@ -484,7 +462,6 @@ def _table() -> list[Any]:
 
 
 def read_engine_file(path: Path, *, map_location: Any = "cpu", trust: bool = False) -> Any:
-    """Read a file that an engine wrote."""
     if storage.size_of(path) is None:
         # A named pipe would be waited for.
         raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}, which {storage.absence(path)}.")
@@ -500,10 +477,6 @@ def read_engine_file(path: Path, *, map_location: Any = "cpu", trust: bool = Fal
             raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}: {error}") from error
         if not trust:
             raise untrusted(f"{path}, which holds more than tensors, plain values and records of an engine") from error
-    return _unpickled(path, map_location)
-
-
-def _unpickled(path: Path, map_location: Any) -> object:
     try:
         return torch.load(path, map_location=map_location, weights_only=False)
     except Exception as error:

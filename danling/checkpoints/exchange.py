@@ -36,7 +36,7 @@ DESCRIPTION = "model"
 """Directory below the metadata of a run in which a model is described."""
 
 _CONFIG = "config.json"
-_STEMS = {"model": "model", "ema": "ema"}
+_SETS = ("ema", "model")
 _WRITTEN = re.compile(r"(model|ema)(-\d{5,}-of-\d{5,})?\.safetensors|(model|ema)\.safetensors\.index\.json")
 
 
@@ -85,7 +85,7 @@ def export_weights(
     storage.make_directory(directory)
     written = []
     for name, weights in sets.items():
-        stem = target.stem if single and name == "model" else f"{target.stem}.ema" if single else _STEMS[name]
+        stem = target.stem if single and name == "model" else f"{target.stem}.ema" if single else name
         limit = None if single else max_shard_bytes
         written += _write_safetensors(directory, stem, weights, limit, dict(metadata or {}))
     for path in earlier:
@@ -120,8 +120,8 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
         CheckpointDamaged: If a file cannot be read, or the index names tensors that are not there.
         CheckpointMismatch: If a file holds no `state_dict`.
     """
-    if which not in _STEMS:
-        raise ValueError(f"Expected which to be one of {sorted(_STEMS)}. Received: which={which!r}.")
+    if which not in _SETS:
+        raise ValueError(f"Expected which to be one of {[*_SETS]}. Received: which={which!r}.")
     source = _located(Path(path), which)
     if source.name.endswith(".index.json"):
         weights = _read_index(source)
@@ -132,9 +132,26 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
     return _canonical(weights)
 
 
-def weights_in(content: Any, source: object, which: str = "model") -> dict[str, Tensor]:
+def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, Tensor]:
     """Return the weights in what a file holds: a `state_dict`, alone or as `model` or `state_dict`."""
-    return _canonical(_state_dict(content, source, which))
+    if isinstance(loaded, Mapping) and which == "model" and "model" not in loaded:
+        # As PyTorch Lightning and many published checkpoints have it.
+        loaded = loaded["state_dict"] if isinstance(loaded.get("state_dict"), Mapping) else loaded
+    nested = isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping)
+    found = loaded.get(which) if nested else loaded if which == "model" else None
+    if nested and which == "ema" and isinstance(found, Mapping) and isinstance(found.get("weights"), Mapping):
+        found = found["weights"]
+    if found is None:
+        raise CheckpointNotFound(f"Expected weights ({which}). Received: {source}, which has none of that name.")
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        holds = (
+            f"a mapping with {sorted(map(str, loaded))[:8]}" if isinstance(loaded, Mapping) else type(loaded).__name__
+        )
+        raise CheckpointMismatch(
+            f"Expected a state_dict of tensors, alone or as 'model' or 'state_dict'. Received: {source}, which holds {holds}. Save "
+            "`model.state_dict()` with torch.save."
+        )
+    return _canonical(found)
 
 
 def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
@@ -287,7 +304,7 @@ def _split(weights: dict[str, Tensor], limit: int | None) -> list[dict[str, Tens
 
 
 def _located(path: Path, which: str) -> Path:
-    stem = _STEMS[which]
+    stem = which
     if path.is_dir():
         candidates = [path / f"{stem}.safetensors.index.json", path / f"{stem}.safetensors", path / f"{stem}.pth"]
     elif path.suffix == ".safetensors" and which == "ema":
@@ -333,27 +350,6 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             f"Expected a readable file. Received: {path}, on which safetensors fails: {error}"
         ) from error
     return {**weights, **shared}
-
-
-def _state_dict(loaded: Any, path: object, which: str) -> dict[str, Tensor]:
-    if isinstance(loaded, Mapping) and which == "model" and "model" not in loaded:
-        # As PyTorch Lightning and many published checkpoints have it.
-        loaded = loaded["state_dict"] if isinstance(loaded.get("state_dict"), Mapping) else loaded
-    nested = isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping)
-    found = loaded.get(which) if nested else loaded if which == "model" else None
-    if nested and which == "ema" and isinstance(found, Mapping) and isinstance(found.get("weights"), Mapping):
-        found = found["weights"]
-    if found is None:
-        raise CheckpointNotFound(f"Expected weights ({which}). Received: {path}, which has none of that name.")
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        holds = (
-            f"a mapping with {sorted(map(str, loaded))[:8]}" if isinstance(loaded, Mapping) else type(loaded).__name__
-        )
-        raise CheckpointMismatch(
-            f"Expected a state_dict of tensors, alone or as 'model' or 'state_dict'. Received: {path}, which holds {holds}. Save "
-            "`model.state_dict()` with torch.save."
-        )
-    return dict(found)
 
 
 def _safetensors() -> Any:

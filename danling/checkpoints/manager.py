@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -25,7 +25,7 @@ from .errors import CheckpointDiskError, CheckpointError, disk_error
 from .manifest import Record, history_name
 from .reading import read_payload
 from .snapshot import SnapshotBuffers, count_bytes, to_host
-from .store import CheckpointStore, FileStore
+from .store import CheckpointStore, FileStore, TargetStore
 
 logger = logging.getLogger("danling")
 
@@ -81,9 +81,8 @@ class Saved:
 
     Attributes:
         sequence: Number of the save, as `Record.sequence`.
-        step: Committed updates.
         names: Its names, in the order in which they became visible.
-        target: Name of the target, where it is a directory of files; `None` for a single file.
+        target: Name of the target; `None` for a single file.
         own: The files of the target that this rank has written, without the manifest.
     """
 
@@ -172,7 +171,7 @@ class SaveExecutor:
         return error
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything is written; return whether it was in time."""
+        """Wait until everything is written; raise `CheckpointError` if something could not be. Call on all ranks."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._running, timeout)
 
@@ -272,16 +271,7 @@ class CheckpointManager(ABC):
         self._save(payload, [*names, "latest"], epoch=epoch, global_step=global_step)
 
     def export_model(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
-        """Write weights only, as `model`; `latest` is left alone. Call on all ranks.
-
-        Args:
-            payload: The weights; tensors and plain values.
-            epoch: Completed epochs.
-            global_step: Committed updates.
-
-        Raises:
-            CheckpointError: As `save_checkpoint`.
-        """
+        """Write weights only, as `model`; `latest` is left alone. Call on all ranks."""
         self._save(payload, ["model"], epoch=epoch, global_step=global_step)
 
     @abstractmethod
@@ -364,29 +354,15 @@ class CheckpointManager(ABC):
         return self.on_main(self.checkpoints.find_latest)
 
     def skip(self, source: str, error: Exception) -> None:
-        """Leave out a save from now on that `find_latest` has returned and that cannot be read. Call on all ranks.
-
-        Args:
-            source: What `find_latest` returned.
-            error: Why it does not count.
-        """
+        """Leave out a save from now on that `find_latest` has returned and that cannot be read. Call on all ranks."""
         self.on_main(lambda: self.checkpoints.skip(source, error))
 
     def refuse_lost(self) -> None:
-        """Refuse to begin anew where there are checkpoints of which none can be loaded. Call on all ranks.
-
-        Raises:
-            CheckpointDamaged: If there are such.
-            CheckpointDiskError: If the directory is a link to where nothing is mounted, so that nothing is known.
-        """
+        """Refuse to begin anew where there are checkpoints of which none can be loaded. Call on all ranks."""
         self.on_main(self.checkpoints.refuse_lost)
 
     def check_directory(self) -> None:
-        """Refuse a directory in which another run saves; nothing is written. Call on all ranks.
-
-        Raises:
-            CheckpointMismatch: If there is a checkpoint of another run.
-        """
+        """Refuse a directory in which another run saves; nothing is written. Call on all ranks."""
         self.on_main(lambda: self.checkpoints.refuse_foreign(self.checkpoints.records()))
 
     def tidy(self) -> None:
@@ -398,11 +374,7 @@ class CheckpointManager(ABC):
         return self.on_main(self.checkpoints.is_foreign)
 
     def step_of(self, source: str | Path) -> int:
-        """Return the committed updates of a checkpoint, without reading it. Call on all ranks.
-
-        Args:
-            source: As in `load_checkpoint`.
-        """
+        """Return the committed updates of a checkpoint, without reading it. Call on all ranks."""
         record = self.on_main(lambda: self.checkpoints.describe(source))
         return record.step if record is not None else 0
 
@@ -411,9 +383,6 @@ class CheckpointManager(ABC):
 
         Retention spares it. When it is not the newest, the next save begins a new line, and what was saved after it is no longer
         part of the run; until then nothing changes on disk.
-
-        Args:
-            source: As in `load_checkpoint`.
         """
         self.wait()
         self.checkpoints.continue_from(self.on_main(lambda: self.checkpoints.describe(source)))
@@ -429,11 +398,7 @@ class CheckpointManager(ABC):
         self.checkpoints.release()
 
     def bring_file(self, source: str | Path) -> Path | None:
-        """Return the local path of a file of weights that a URL names; `None` for anything else. Call on all ranks.
-
-        Args:
-            source: The URL, or whatever else a user has named.
-        """
+        """Return the local path of a file of weights that a URL names; `None` for anything else. Call on all ranks."""
         sources = self.checkpoints.sources_of(source)
         return None if sources is None else self.on_all(lambda: sources.bring_file(str(source)))
 
@@ -449,14 +414,7 @@ class CheckpointManager(ABC):
         self._surface()
 
     def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:  # noqa: B027
-        """Refuse weights that no checkpoint of this kind can hold, before anything is trained. No communication.
-
-        Args:
-            weights: Parameters by name; of sharded ones what this rank holds is looked at.
-
-        Raises:
-            ValueError: If there is such a one.
-        """
+        """Refuse weights that no checkpoint of this kind can hold, with `ValueError`, before anything is trained. No communication."""
 
     def wait_for_mirror(self) -> None:
         """Wait until the last save is copied to the object store, or cannot be, which `close` raises; at most `checkpoint.wait_timeout`.
@@ -473,9 +431,8 @@ class CheckpointManager(ABC):
         while any(self.domain.gather_objects(waiting.is_alive())):
             waiting.join(_SECONDS_BETWEEN_SIGNS)
 
-    def maybe_wait_for_staging(self) -> None:
-        """Wait until live tensors may change. They may as soon as a save returns: it has copied them by then."""
-        return
+    def maybe_wait_for_staging(self) -> None:  # noqa: B027
+        """Do nothing: a save has copied live tensors when it returns."""
 
     def close(self, timeout: float | None = None) -> None:
         """Write what is left, or give up after `timeout` seconds; complete checkpoints stay as they are. May be called twice.
@@ -595,21 +552,7 @@ class FileCheckpointManager(CheckpointManager):
         self._executor.submit(write, reliable=names != ["latest"], discard=release)
 
     def save_alone(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> bool:
-        """Save a full state as `latest` now, on rank 0, without communication: the other ranks may be in any other code.
-
-        May be called on one rank.
-
-        Args:
-            payload: The state, gathered while all ranks were there.
-            epoch: Completed epochs.
-            global_step: Committed updates.
-
-        Returns:
-            Whether it is saved: always `True`, since the other ranks leave it to rank 0.
-
-        Raises:
-            CheckpointError: If it cannot be written.
-        """
+        """Save a full state as `latest` now, on rank 0, without communication: the other ranks may be in any other code."""
         if self.domain.rank == 0 and not self.settings.load_only:
             self._executor.wait()
             records = self._open_save(["latest"], needed=count_bytes(payload), epoch=epoch, global_step=global_step)
@@ -624,16 +567,15 @@ class FileCheckpointManager(CheckpointManager):
 
 
 class CollectiveCheckpointManager(CheckpointManager):
-    """A manager whose saves take all ranks, so that none can be made by one rank once an evaluation has failed: it is made before."""
+    """A manager of targets. Its saves take all ranks, and one whose evaluation failed finds no other: they save before it."""
 
+    store_class: ClassVar[type[TargetStore]] = TargetStore
+    store: TargetStore
     _ahead: object | None = None
     """What the next save takes over from the last one, where that one was made ahead of an evaluation."""
 
     def save_ahead(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
-        """Save a state as `latest` before an evaluation, after which the next save of it writes again only what has changed.
-
-        Call on all ranks. Until then a run that goes on finds this one.
-        """
+        """Save a state as `latest` before an evaluation; the save after it writes again only what has changed. Call on all ranks."""
         self._save(payload, ["latest"], epoch=epoch, global_step=global_step, ahead=True)
 
     def is_saved_ahead(self) -> bool:
@@ -646,6 +588,25 @@ class CollectiveCheckpointManager(CheckpointManager):
         self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
     ) -> None:
         """Write a payload under names, now or in the background; `ahead` of an evaluation, remember what the next save may take over."""
+
+    def _open_target(self, needed: int, epoch: int, global_step: int) -> Record:
+        record = self._open_save(["latest"], needed=needed, epoch=epoch, global_step=global_step)[0]
+        return replace(record, name=self.store.new_target(record.sequence))
+
+    def _is_mirror_behind(self, exchange: Callable[[object], list[Any]]) -> bool:
+        """Whether a save waits to be copied on any rank: they are to copy the same saves. Called on all ranks."""
+        return self.mirror is not None and self.domain.size > 1 and any(exchange(self.mirror.is_behind))
+
+    def _publish(
+        self, record: Record, names: Sequence[str], payload: Mapping[str, Any], own: Iterable[str], *, put_off: bool
+    ) -> None:
+        """Let names lead to a complete target and prune, on rank 0; tell the mirror what this rank has written. On each rank."""
+        is_main = self.domain.rank == 0
+        if is_main:
+            self.store.publish(record.name, names)
+        self._mirrored(record, names, target=record.name, own=own, put_off=put_off)
+        if is_main:
+            self._saved(payload, names)
 
 
 def _as_size(size: int) -> str:

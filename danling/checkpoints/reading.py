@@ -50,7 +50,6 @@ def _reader(path: Path) -> Any:
 
 
 def stores_in(directory: Path, *, first: type[CheckpointStore] = FileStore, run_id: str = "") -> list[CheckpointStore]:
-    """Return a store of every kind for one directory."""
     kinds: dict[type[CheckpointStore], None] = dict.fromkeys((first, FileStore, TargetStore))
     return [kind(directory, run_id=run_id) for kind in kinds]
 

@@ -164,7 +164,6 @@ def _path(keys: Any) -> tuple[str | int, ...]:
 
 
 def read_index(directory: Path, *, trust: bool = False) -> Metadata:
-    """Return the index of a target."""
     path = directory / INDEX
     if storage.size_of(path) is not None:
         try:

@@ -166,7 +166,6 @@ class CheckpointStore(ABC):
         return []
 
     def delete(self, name: str) -> None:
-        """Remove one name."""
         raise NotImplementedError
 
     def sweep(self, protected: set[int]) -> None:
@@ -600,7 +599,6 @@ class TargetStore(CheckpointStore):
 
 
 def is_target(name: str) -> bool:
-    """Whether a directory of that name is a target."""
     return _TARGET.fullmatch(name) is not None
 
 

@@ -188,11 +188,11 @@ def _examine_store(url: str) -> Iterator[Check]:
     from danling.remote import open_store
     from danling.remote.lease import trials
 
-    for name, trial in trials(open_store(url)):
+    for name, trial in trials(open_store(url)).items():
         check = _timed(name, trial)
         yield check
-        if name == "put" and check.state == "failed":
-            return  # nothing can be said of an object that is not there
+        if name == "objects" and check.state == "failed":
+            return  # the others need objects as well
 
 
 def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:

@@ -141,7 +141,6 @@ def _is_seen(path: Path) -> bool:
 
 
 def _is_target_name(record: Record, store: object) -> bool:
-    """Whether a record is of a target that no name leads to."""
     return isinstance(store, TargetStore) and store.path(record.name).parent != store.directory
 
 
@@ -231,7 +230,7 @@ class RemoteStores:
     def has(self, name: str) -> bool:
         """Whether the store of the run has a checkpoint of a name. May be called on one rank."""
         home = self.sources.home
-        return home is not None and name in home.listed.manifests | home.listed.pointers
+        return home is not None and name in home.manifests | home.pointers
 
     def bring_files(self) -> None:
         """Download metrics and other files of a resumed run, so that its curves continue on a new machine. Called on all ranks."""

@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -58,7 +58,7 @@ def unkept(store: RemoteStore, key: str) -> str | None:
             return False
         return True
 
-    try:
+    with _removed(store, key):
         tag = store.put_if_absent(key, content())
         try:
             store.put_if_absent(key, content())
@@ -73,30 +73,26 @@ def unkept(store: RemoteStore, key: str) -> str | None:
                 break
         store.bare_tags = False
         return REPLACE
-    finally:
-        with suppress(RemoteError):
-            store.delete(key)
 
 
-def trials(store: RemoteStore) -> Iterator[tuple[str, Callable[[], tuple[str, str]]]]:
-    """Yield what a run asks of a store: a name, and a call that returns `ok`, `failed` or `absent` and a detail, or raises `RemoteError`.
+def trials(store: RemoteStore) -> dict[str, Callable[[], tuple[str, str]]]:
+    """Return what a run asks of a store, by name: calls that return `ok`, `failed` or `absent` and a detail, or raise `RemoteError`.
 
-    Each is called before the next one is asked for. Nothing is left in the store.
+    They leave nothing in the store.
     """
     prefix = f".danling-probe-{uuid.uuid4().hex}"
     key, content = f"{prefix}/small", Writer.me(SECONDS).text()
 
-    def put() -> tuple[str, str]:
-        store.put(key, content)
-        return "ok", f"{len(content)} bytes"
-
-    def get() -> tuple[str, str]:
-        same = store.get(key) == content
-        return ("ok", f"{len(content)} bytes") if same else ("failed", "other bytes came back than were put")
-
-    def listed() -> tuple[str, str]:
-        found = [entry.key for entry in store.list(prefix)]
-        return ("ok", "1 object") if found == [key] else ("failed", f"a listing of one object has {found}")
+    def objects() -> tuple[str, str]:
+        with _removed(store, key):
+            store.put(key, content)
+            if store.get(key) != content:
+                return "failed", "other bytes came back than were put"
+            if [entry.key for entry in store.list(prefix)] != [key]:
+                return "failed", "a listing does not have what was put"
+            store.delete(key)
+            gone = not any(store.list(prefix))
+        return ("ok", "put, get, list, delete") if gone else ("failed", "what was deleted is still there")
 
     def conditions() -> tuple[str, str]:
         missing = unkept(store, f"{prefix}/lock")
@@ -105,30 +101,20 @@ def trials(store: RemoteStore) -> Iterator[tuple[str, Callable[[], tuple[str, st
         return "absent", f"it does not keep to {missing}: two writers of a run are not kept apart"
 
     def clock() -> tuple[str, str]:
-        store.put(key, content)
-        skew = (datetime.now(timezone.utc) - store.head(key).modified).total_seconds()
+        skew = (datetime.now(timezone.utc) - _now_there(store, key)).total_seconds()
         detail = f"this machine is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the store"
         if abs(skew) > _LARGEST_SKEW_SECONDS:
             return "failed", f"{detail}, which refuses requests from about 15 minutes on: set the clock"
         return "ok", detail
 
-    def delete() -> tuple[str, str]:
-        store.delete(key)
-        try:
-            store.head(key)
-        except RemoteMissing:
-            return "ok", "gone"
-        return "failed", "what was deleted is still there"
+    return {"objects": objects, "conditions": conditions, "clock": clock}
 
+
+@contextmanager
+def _removed(store: RemoteStore, key: str) -> Iterator[None]:
+    """Remove an object at the end, whatever happens."""
     try:
-        yield from (
-            ("put", put),
-            ("get", get),
-            ("list", listed),
-            ("conditions", conditions),
-            ("clock", clock),
-            ("delete", delete),
-        )
+        yield
     finally:
         with suppress(RemoteError):
             store.delete(key)
@@ -167,7 +153,6 @@ class Writer:
         return cls(uuid.uuid4().hex, socket.gethostname(), _machine(), os.getpid(), _born(os.getpid()), seconds)
 
     def text(self) -> bytes:
-        """Return what is stored."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -248,7 +233,8 @@ class Lease:
         while not self._try():
             try:
                 content, tag = self.store.get_tagged(self.key)
-                age = self._age()
+                # For how many seconds it was not renewed, by the clock of the store.
+                age = (_now_there(self.store, self.key) - self.store.head(self.key).modified).total_seconds()
             except RemoteMissing:
                 continue
             holder = Writer.parse(content)
@@ -291,15 +277,14 @@ class Lease:
             return False
         return True
 
-    def _age(self) -> float:
-        """Return for how many seconds the lock was not renewed, by the clock of the store."""
-        return (_now_there(self.store, self.key) - self.store.head(self.key).modified).total_seconds()
-
     def _renew(self) -> None:
         while not self._end.wait(self.seconds / _RENEWALS):
             try:
                 begun = time.monotonic()
-                self._replace()
+                if self._unanswered is not None:
+                    # The store may have taken this one before it fell silent: then it is found there, and is no other writer's.
+                    self._put(self._unanswered)
+                self._put(Writer.me(self.seconds).text())
                 self._renewed = begun
             except RemoteConflict as error:
                 self._error = RemoteConflict(
@@ -311,13 +296,6 @@ class Lease:
             except RemoteError:
                 # Such as a store that cannot be reached: the uploads say so. If somebody takes over meanwhile, the next renewal finds it.
                 continue
-
-    def _replace(self) -> None:
-        """Replace the lock by a younger one."""
-        if self._unanswered is not None:
-            # The store may have taken this one before it fell silent: then it is found there, and is nobody else's.
-            self._put(self._unanswered)
-        self._put(Writer.me(self.seconds).text())
 
     def _put(self, content: bytes) -> None:
         assert self._tag is not None
@@ -357,12 +335,9 @@ def _probe(key: str) -> str:
 
 def _now_there(store: RemoteStore, key: str) -> datetime:
     probe = _probe(key)
-    store.put(probe, Writer.me(SECONDS).text())
-    try:
+    with _removed(store, probe):
+        store.put(probe, Writer.me(SECONDS).text())
         return store.head(probe).modified
-    finally:
-        with suppress(RemoteError):
-            store.delete(probe)
 
 
 def remove_probes(store: RemoteStore, key: str) -> None:

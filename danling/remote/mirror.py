@@ -20,7 +20,7 @@ from danling.checkpoints.store import SUFFIX, SUMS, TARGETS
 from danling.utils.messages import Paced
 
 from .store import RemoteError, RemoteStore, RemoteUnavailable
-from .stored_run import FILE_SUMS, RemoteRun
+from .stored_run import FILE_SUMS, RemoteRun, object_key, target_key
 
 logger = logging.getLogger("danling")
 
@@ -108,7 +108,6 @@ class CheckpointMirror:
 
     @property
     def store(self) -> RemoteStore:
-        """The store."""
         return self.run.store
 
     # What the manager calls
@@ -349,11 +348,8 @@ class CheckpointMirror:
 
     def _put(self, saved: Saved, name: str, part: Part) -> int:
         """Put a file; return how many bytes went up."""
-        layout, target = self.run.layout, saved.target
-        if target is None and self.run.has(layout.object(name)):
-            return 0
-        key = layout.object(name) if target is None else layout.target_file(target, name)
-        if target is not None and self.run.has(key):
+        key = object_key(name) if saved.target is None else target_key(saved.target, name)
+        if key in self.run.keys:
             return 0
         digest = storage.hash_file(part.file)
         if part.digest is not None and digest != part.digest:
@@ -382,16 +378,13 @@ class CheckpointMirror:
                     f"{', '.join(sorted(missing)[:4])}. See what these ranks say."
                 )
             delay = min(2 * delay, _LONGEST_LOOK)
-        for name in manifest.files:
-            self.run.note(self.run.layout.target_file(target, name))
+        self.run.keys.update(target_key(target, name) for name in manifest.files)
 
     def _commit(self, upload: Upload) -> None:
         """Make a save visible: the manifest of a target and then its pointers, or the manifests of a file, `latest` last."""
         saved = upload.saved
         if saved.target is not None:
-            self.run.commit_target(upload.manifests[saved.target], saved.target)
-            for name in saved.names:
-                self.run.point(name, saved.target, upload.manifests[saved.target].record)
+            self.run.commit_target(upload.manifests[saved.target], saved.target, saved.names)
             return
         for name in saved.names:
             self.run.commit_file(name, upload.manifests[name])

@@ -98,7 +98,7 @@ def _verdict(run: StoredRun, name: str, file: bool, level: str, read: dict[str, 
 
 
 def _compared(run: StoredRun, found: Described, file: str, read: dict[str, str | None]) -> str | None:
-    key = run.key(found, file)
+    key = found.key(file)
     if key not in read:
         digest = hashlib.sha256()
         try:

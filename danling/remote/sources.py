@@ -106,7 +106,6 @@ class RemoteCheckpoints(CheckpointStore):
         return [found.record for found in self._described(complete=complete)]
 
     def find(self, source: str | Path) -> Path | None:
-        """Return where the checkpoint that a name or a path of the directory means is brought to, if it is in the store."""
         path = Path(source)
         name, file = path.name.removesuffix(SUFFIX), path.name.endswith(SUFFIX) or None
         is_own = path.parent in (Path("."), self.directory, self.directory / TARGETS) and not is_url(str(source))
@@ -147,7 +146,6 @@ class RemoteCheckpoints(CheckpointStore):
     # Bringing
 
     def verify(self, path: Path, level: str) -> None:
-        """Bring a checkpoint here, under all names that it has in the store."""
         found = self._at(path)
         problems = self.run.problems(found)
         if problems:
@@ -181,7 +179,6 @@ class RemoteCheckpoints(CheckpointStore):
             raise
 
     def bring(self, path: Path) -> None:
-        """Bring a checkpoint to this machine, where the directory is not that of the main process."""
         if not is_first_on_machine():
             return
         if not path.name.endswith(SUFFIX):

@@ -149,17 +149,7 @@ def is_url(text: object) -> bool:
 def open_store(
     url: str, *, settings: RemoteSettings | None = None, credentials: Credentials | None = None
 ) -> RemoteStore:
-    """Return a client of the store at a URL. Nothing is asked of the store yet.
-
-    Args:
-        url: `s3://bucket/prefix`, `gs://...`, `abfss://...`, `file:///directory`, ...; keys are relative to it.
-        settings: How the store is asked.
-        credentials: Returns credentials, each time that they are needed; `None` takes those of the environment.
-
-    Raises:
-        RemoteError: If the URL names no kind of store that is known.
-        ImportError: If obstore is not installed.
-    """
+    """Return a client of the store at a URL. Nothing is asked of the store yet."""
     return RemoteStore(url, settings=settings or RemoteSettings(), credentials=credentials)
 
 
@@ -181,12 +171,7 @@ class RemoteStore:
         return {**self.__dict__, "_opened": None}
 
     def put(self, key: str, content: bytes | Path) -> None:
-        """Store an object, in place of what was there. It is seen whole or not at all.
-
-        Args:
-            key: Its key.
-            content: Its contents, or the file that has them.
-        """
+        """Store an object, in place of what was there. It is seen whole or not at all."""
         settings = self.settings
         several = (len(content) if isinstance(content, bytes) else content.stat().st_size) > settings.part_size
         self._ask(
@@ -206,34 +191,11 @@ class RemoteStore:
         """Store a small object where there is none. Its contents must differ from anybody else's: see below.
 
         Where the answer of the store was lost, the object is read back, and if it has these contents it counts as stored.
-
-        Args:
-            key: Its key.
-            content: Its contents.
-
-        Returns:
-            Its tag.
-
-        Raises:
-            RemoteExists: If there is an object already.
         """
         return self._put_on_condition(key, content, "create", RemoteExists)
 
     def put_if_match(self, key: str, content: bytes, tag: Tag) -> Tag:
-        """Replace a small object, if it is the one with this tag. Its contents must differ from anybody else's, as in `put_if_absent`.
-
-        Args:
-            key: Its key.
-            content: Its contents.
-            tag: The tag that the object must have.
-
-        Returns:
-            Its new tag.
-
-        Raises:
-            RemoteConflict: If the object has another tag, or is gone.
-            RemoteError: If the store cannot do that.
-        """
+        """Replace a small object, if it is the one with this tag. Its contents must differ from anybody else's, as in `put_if_absent`."""
         return self._put_on_condition(key, content, (tag.bare if self.bare_tags else tag).condition, RemoteConflict)
 
     def _put_on_condition(self, key: str, content: bytes, mode: Any, refused: type[RemoteError]) -> Tag:
@@ -258,19 +220,11 @@ class RemoteStore:
             raise
 
     def get(self, key: str) -> bytes:
-        """Return the contents of an object.
-
-        Raises:
-            RemoteMissing: If there is none.
-        """
+        """Return the contents of an object."""
         return self.get_tagged(key)[0]
 
     def get_tagged(self, key: str) -> tuple[bytes, Tag]:
-        """Return the contents and the tag of an object.
-
-        Raises:
-            RemoteMissing: If there is none.
-        """
+        """Return the contents and the tag of an object."""
 
         def read(store: ObjectStore) -> tuple[bytes, Tag]:
             found = _obstore().get(store, key)
@@ -280,44 +234,23 @@ class RemoteStore:
         return content, tag
 
     def chunks(self, key: str, size: int = 8 << 20) -> Iterator[memoryview]:
-        """Yield the contents of an object piece by piece; a large one need not fit into memory.
-
-        Args:
-            key: Its key.
-            size: Bytes of a piece, at least.
-
-        Raises:
-            RemoteMissing: If there is none.
-        """
+        """Yield the contents of an object piece by piece; a large one need not fit into memory."""
         stream = self._ask("get", key, lambda store: _obstore().get(store, key).stream(min_chunk_size=size))
         while (piece := self._ask("get", key, lambda _: next(stream, None), patient=False)) is not None:
             yield memoryview(piece)
 
     def head(self, key: str) -> RemoteObject:
-        """Return what a listing would say of an object.
-
-        Raises:
-            RemoteMissing: If there is none.
-        """
+        """Return what a listing would say of an object."""
         return _object(self._ask("look at", key, lambda store: _obstore().head(store, key)))
 
     def directories(self, prefix: str = "") -> list[str]:
-        """Return the names directly below a prefix that have further keys below them, sorted.
-
-        Args:
-            prefix: Prefix, without a slash at its end; the empty one is the URL of the store.
-        """
+        """Return the names directly below a prefix that have further keys below them, sorted."""
         found = self._ask("list", prefix, lambda store: _obstore().list_with_delimiter(store, prefix or None))
         found = found["common_prefixes"]
         return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[RemoteObject]:
-        """Yield the objects whose keys lie below a prefix, as directories do: `a/b` does not list `a/bc`. In order of keys on most stores.
-
-        Args:
-            prefix: Prefix, without a slash at its end; the empty one lists all.
-            after: Begin after this key.
-        """
+        """Yield the objects below a prefix, as directories do: `a/b` does not list `a/bc`. In order of keys on most stores."""
 
         def begin(store: ObjectStore) -> tuple[Any, Any]:
             pages = iter(_obstore().list(store, prefix or None, offset=after, chunk_size=_PAGE))
@@ -329,11 +262,7 @@ class RemoteStore:
             page = self._ask("list", prefix, lambda _: next(pages, None), patient=False)
 
     def delete(self, keys: str | Iterable[str]) -> None:
-        """Remove objects, one after the other in the order given; those that are gone already are no error.
-
-        Args:
-            keys: Key, or keys.
-        """
+        """Remove objects, one after the other in the order given; those that are gone already are no error."""
         for key in [keys] if isinstance(keys, str) else keys:
             with suppress(RemoteMissing):
                 self._ask("delete", key, partial(_delete, key=key))

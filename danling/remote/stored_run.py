@@ -19,7 +19,7 @@ without a manifest, are what a killed upload leaves; the next writer removes the
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -58,7 +58,6 @@ class RunLayout:
 
     @property
     def lock(self) -> str:
-        """Key of the lock."""
         return f"{self.root}/{LOCK}"
 
     @property
@@ -71,75 +70,26 @@ class RunLayout:
         """Prefix of the run's other files, without a slash at its end."""
         return f"{self.root}/{FILES}"
 
-    def object(self, digest: str) -> str:
-        """Return the key of the contents of a file checkpoint with this SHA-256."""
-        return f"{self.checkpoints}/{OBJECTS}/{digest}"
-
-    def manifest(self, name: str) -> str:
-        """Return the key of the manifest of a file checkpoint, such as `latest`."""
-        return f"{self.checkpoints}/{name}{FILE_SUMS}"
-
-    def target_file(self, target: str, file: str) -> str:
-        """Return the key of a file of a target."""
-        return f"{self.checkpoints}/{TARGETS}/{target}/{file}"
-
-    def target_manifest(self, target: str) -> str:
-        """Return the key of the manifest of a target."""
-        return self.target_file(target, SUMS)
-
-    def pointer(self, name: str) -> str:
-        """Return the key of a pointer to a target, such as `latest`."""
-        return f"{self.checkpoints}/{name}"
-
     def file(self, path: str) -> str:
         """Return the key of another file of the run, by its path relative to the run directory."""
         return f"{self.files}/{path}"
 
 
-@dataclass(frozen=True)
-class Listed:
-    """What the keys of a run's checkpoints say, before anything is read."""
-
-    manifests: frozenset[str]
-    objects: frozenset[str]
-    pointers: frozenset[str]
-    complete: frozenset[str]
-    parts: Mapping[str, frozenset[str]]
+# Keys about checkpoints, relative to `RunLayout.checkpoints`. That of a pointer is its name.
 
 
-def listed(keys: Iterable[str]) -> Listed:
-    """Tell what lies below the prefix of a run's checkpoints. Keys of no known form are nobody's, and left out."""
-    manifests, objects, pointers, complete = set(), set(), set(), set()
-    parts: dict[str, set[str]] = {}
-    for key in keys:
-        head, _, rest = key.partition("/")
-        if not rest:
-            if key.endswith(FILE_SUMS) and is_name(key.removesuffix(FILE_SUMS)):
-                manifests.add(key.removesuffix(FILE_SUMS))
-            elif is_name(key):
-                pointers.add(key)
-        elif head == OBJECTS and _DIGEST.fullmatch(rest):
-            objects.add(rest)
-        elif head == TARGETS:
-            target, _, file = rest.partition("/")
-            if is_target(target) and file:
-                parts.setdefault(target, set()).add(key)
-                if file == SUMS:
-                    complete.add(target)
-    sets = {target: frozenset(keys) for target, keys in parts.items()}
-    return Listed(frozenset(manifests), frozenset(objects), frozenset(pointers), frozenset(complete), sets)
+def object_key(digest: str) -> str:
+    """Return the key of the contents of a file checkpoint with this SHA-256."""
+    return f"{OBJECTS}/{digest}"
 
 
-def unreferenced(
-    found: Listed, *, digests: Collection[str], targets: Collection[str], spared: Collection[str] = ()
-) -> list[str]:
-    """Return the keys that no name leads to, in the order in which they are to be removed: manifests before contents."""
-    gone = [f"{OBJECTS}/{digest}" for digest in sorted(found.objects - {*digests, *spared})]
-    for target in sorted(found.parts.keys() - {*targets, *spared}):
-        manifest = f"{TARGETS}/{target}/{SUMS}"
-        rest = sorted(found.parts[target] - {manifest})
-        gone += [manifest, *rest] if target in found.complete else rest
-    return gone
+def manifest_key(name: str) -> str:
+    """Return the key of the manifest of a file checkpoint, such as `latest`, or of a target."""
+    return target_key(name, SUMS) if is_target(name) else f"{name}{FILE_SUMS}"
+
+
+def target_key(target: str, file: str) -> str:
+    return f"{TARGETS}/{target}/{file}"
 
 
 class Described(NamedTuple):
@@ -154,10 +104,9 @@ class Described(NamedTuple):
         """What is recorded of it, under this name."""
         return replace(self.manifest.record, name=self.name)
 
-    @property
-    def shown(self) -> str:
-        """What it is called in a listing: as its file or pointer in a run directory."""
-        return f"{self.name}{SUFFIX}" if self.target is None else self.name
+    def key(self, file: str) -> str:
+        """Return the key of one of its files, relative to `RunLayout.checkpoints`."""
+        return object_key(self.manifest.files[file][1]) if self.target is None else target_key(self.target, file)
 
 
 class StoredRun:
@@ -169,12 +118,11 @@ class StoredRun:
 
     @property
     def url(self) -> str:
-        """The URL of the run."""
         return f"{self.store.url}/{self.layout.root}"
 
     def forget(self) -> None:
         """List and read anew from now on."""
-        for name in ("sizes", "listed", "_manifests"):
+        for name in ("sizes", "manifests", "pointers", "complete", "_texts"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -184,97 +132,95 @@ class StoredRun:
         return {found.key[cut:]: found.size for found in self.store.list(self.layout.checkpoints)}
 
     @cached_property
-    def listed(self) -> Listed:
-        """What these keys say."""
-        return listed(self.sizes)
+    def manifests(self) -> set[str]:
+        """Names of file checkpoints, such as `latest`, that have a manifest. Keys of no known form are left out here and below."""
+        names = {key.removesuffix(FILE_SUMS) for key in self.sizes if key.endswith(FILE_SUMS)}
+        return set(filter(is_name, names))
+
+    @cached_property
+    def pointers(self) -> set[str]:
+        """Names that lead to a target."""
+        return set(filter(is_name, self.sizes))
+
+    @cached_property
+    def complete(self) -> set[str]:
+        """Targets that have a manifest."""
+        parts = [key.split("/") for key in self.sizes]
+        return {part[1] for part in parts if len(part) == 3 and part[2] == SUMS and _owner("/".join(part))}
 
     def names(self) -> list[tuple[str, bool]]:
         """Return what counts: names, and whether each is that of a file checkpoint; targets that no name leads to come last."""
-        found = self.listed
-        pointed = {self._pointed(name) for name in found.pointers}
+        pointed = {self._pointed(name) for name in self.pointers}
         return [
-            *((name, True) for name in sorted(found.manifests)),
-            *((name, False) for name in sorted(found.pointers)),
-            *((name, False) for name in sorted(found.complete - pointed)),
+            *((name, True) for name in sorted(self.manifests)),
+            *((name, False) for name in sorted(self.pointers)),
+            *((name, False) for name in sorted(self.complete - pointed)),
         ]
 
     def describe(self, name: str, *, file: bool) -> Described:
-        """Return what a name leads to."""
         if file:
-            manifest = self._manifest(self.layout.manifest(name))
+            manifest = self._manifest(manifest_key(name))
             if set(manifest.files) != {f"{name}{SUFFIX}"}:
                 raise CheckpointDamaged(f"its manifest describes {', '.join(sorted(manifest.files))}")
             return Described(name, None, manifest)
         target = name if is_target(name) else self._pointed(name)
-        if not target or target not in self.listed.complete:
+        if not target or target not in self.complete:
             raise CheckpointDamaged(f"it leads to {target or 'nothing'}, which has no manifest")
-        manifest = self._manifest(self.layout.target_manifest(target))
+        manifest = self._manifest(manifest_key(target))
         if manifest.record.name != target:
             raise CheckpointDamaged(f"{target}/{SUMS} describes {manifest.record.name}")
         return Described(name, target, manifest)
 
     def problems(self, found: Described) -> list[str]:
         """Return which objects of a checkpoint are missing or have another size than was written; nothing of them is read."""
-        keys = {name: self.key(found, name) for name in found.manifest.files}
         told = []
         for name, (size, _) in sorted(found.manifest.files.items()):
-            there = self.sizes.get(keys[name])
-            if there is None:
-                told.append(f"{keys[name]} is missing")
-            elif there != size:
-                told.append(f"{keys[name]} has {there} bytes instead of {size}")
+            key = found.key(name)
+            there = self.sizes.get(key)
+            if there != size:
+                told.append(f"{key} is missing" if there is None else f"{key} has {there} bytes instead of {size}")
         return told
-
-    def key(self, found: Described, file: str) -> str:
-        """Return the key of a file of a checkpoint, relative to `RunLayout.checkpoints`."""
-        size_and_digest = found.manifest.files[file]
-        whole = self.layout.object(size_and_digest[1]) if found.target is None else self.file_key(found.target, file)
-        return whole[len(self.layout.checkpoints) + 1 :]
-
-    def file_key(self, target: str, file: str) -> str:
-        """Return the key of a file of a target."""
-        return self.layout.target_file(target, file)
 
     def chunks(self, found: Described, file: str) -> Iterator[memoryview]:
         """Yield the contents of a file of a checkpoint."""
-        return self.store.chunks(f"{self.layout.checkpoints}/{self.key(found, file)}")
+        return self.store.chunks(f"{self.layout.checkpoints}/{found.key(file)}")
 
     def download(self, found: Described, file: str, writer: storage.HashingWriter) -> None:
         """Write a file of a checkpoint."""
-        size, digest = found.manifest.files[file]
+        (size, digest), key = found.manifest.files[file], found.key(file)
         try:
             for piece in self.chunks(found, file):
                 writer.write(piece)
         except RemoteMissing as error:
-            raise CheckpointDamaged(f"{self.key(found, file)} is missing") from error
+            raise CheckpointDamaged(f"{key} is missing") from error
         if writer.size != size:
-            raise CheckpointDamaged(f"{self.key(found, file)} has {writer.size} bytes instead of {size}")
+            raise CheckpointDamaged(f"{key} has {writer.size} bytes instead of {size}")
         if writer.sha256 != digest:
-            raise CheckpointDamaged(f"{self.key(found, file)} has another SHA-256 than was written")
+            raise CheckpointDamaged(f"{key} has another SHA-256 than was written")
 
     def _pointed(self, name: str) -> str:
-        key = self.layout.pointer(name)
-        if key not in self._manifests:
-            try:
-                self._manifests[key] = self.store.get(key).decode("ascii", "replace").strip()
-            except RemoteMissing:
-                self._manifests[key] = ""
-        target = self._manifests[key]
+        target = (self._text(name) or "").strip()
         return target if is_target(target) else ""
 
     def _manifest(self, key: str) -> Manifest:
-        if key not in self._manifests:
-            try:
-                self._manifests[key] = self.store.get(key).decode("utf-8", "replace")
-            except RemoteMissing as error:
-                raise CheckpointDamaged(f"{key} is missing") from error
+        text = self._text(key)
+        if text is None:
+            raise CheckpointDamaged(f"{key} is missing")
         try:
-            return Manifest.parse(self._manifests[key])
+            return Manifest.parse(text)
         except CheckpointDamaged as error:
             raise CheckpointDamaged(f"{key}: {error}") from error
 
+    def _text(self, key: str) -> str | None:
+        if key not in self._texts:
+            try:
+                self._texts[key] = self.store.get(f"{self.layout.checkpoints}/{key}").decode("utf-8", "replace")
+            except RemoteMissing:
+                self._texts[key] = None
+        return self._texts[key]
+
     @cached_property
-    def _manifests(self) -> dict[str, str]:
+    def _texts(self) -> dict[str, str | None]:
         return {}
 
 
@@ -319,7 +265,7 @@ _NO_RUN = (
 def chosen(run: StoredRun, name: str, file: bool | None) -> Described:
     """Return the checkpoint that a name means."""
     kinds: Iterable[bool] = (True, False) if file is None else (file,)
-    there = {True: run.listed.manifests, False: run.listed.pointers | run.listed.complete}
+    there = {True: run.manifests, False: run.pointers | run.complete}
     found = [run.describe(name, file=kind) for kind in kinds if name in there[kind]]
     if not found:
         names = ", ".join(sorted({name for name, _ in run.names()})) or "none"
@@ -355,7 +301,7 @@ class RemoteRun:
             with suppress(CheckpointDamaged):
                 found = stored.describe(name, file=file)
                 if found.target is None:
-                    names[f"{name}{FILE_SUMS}"] = (found.record, found.manifest.files[f"{name}{SUFFIX}"][1])
+                    names[manifest_key(name)] = (found.record, found.manifest.files[f"{name}{SUFFIX}"][1])
                 elif is_name(name):
                     names[name] = (found.record, found.target)
         self._keys, self._names = set(stored.sizes), names
@@ -378,37 +324,27 @@ class RemoteRun:
         assert self.keys is not None
         return [record for record, _ in self._names.values()]
 
-    def has(self, key: str) -> bool:
-        """Whether an object of the checkpoints is there."""
-        return self._short(key) in self.keys
-
-    def note(self, *keys: str) -> None:
-        """Know of objects that other ranks have put."""
-        self.keys.update(self._short(key) for key in keys)
-
     def put(self, key: str, content: bytes | Path) -> None:
         """Put an object of the checkpoints."""
         known = self.keys
         try:
-            self.store.put(key, content)
+            self.store.put(f"{self.layout.checkpoints}/{key}", content)
         except BaseException:
             self.forget()
             raise
-        known.add(self._short(key))
+        known.add(key)
 
     def commit_file(self, name: str, manifest: Manifest) -> None:
         """Make a file visible under a name."""
-        self.put(self.layout.manifest(name), manifest.text().encode())
-        self._names[f"{name}{FILE_SUMS}"] = (manifest.record, manifest.files[f"{name}{SUFFIX}"][1])
+        self.put(manifest_key(name), manifest.text().encode())
+        self._names[manifest_key(name)] = (manifest.record, manifest.files[f"{name}{SUFFIX}"][1])
 
-    def commit_target(self, manifest: Manifest, target: str) -> None:
-        """Make a target complete."""
-        self.put(self.layout.target_manifest(target), manifest.text().encode())
-
-    def point(self, name: str, target: str, record: Record) -> None:
-        """Let a name lead to a complete target."""
-        self.put(self.layout.pointer(name), f"{target}\n".encode())
-        self._names[name] = (replace(record, name=name), target)
+    def commit_target(self, manifest: Manifest, target: str, names: Iterable[str]) -> None:
+        """Make a target complete, and let names lead to it."""
+        self.put(manifest_key(target), manifest.text().encode())
+        for name in names:
+            self.put(name, f"{target}\n".encode())
+            self._names[name] = (replace(manifest.record, name=name), target)
 
     def retire(self, *, keep: int, up_to: int | None, spared: Collection[str]) -> None:
         """Remove the history that is given up, and then what no name leads to."""
@@ -419,26 +355,37 @@ class RemoteRun:
         protected = {record.sequence for record in of_line if record.name in ("latest", "best")}
         for name in to_delete(of_line, keep=keep, protected=protected):
             self._remove_name(name)
-        found = listed(self.keys)
-        contents = {content for _, content in self._names.values()}
-        if up_to is not None:
-            spared = {*spared, *(target for target in found.parts if int(target.partition("-")[0]) > up_to)}
-        gone = unreferenced(found, digests=contents, targets=contents, spared=spared)
-        self._remove([f"{self.layout.checkpoints}/{key}" for key in gone])
+        # Digests of file checkpoints and targets.
+        kept = {*spared, *(content for _, content in self._names.values())}
+        gone = [
+            key for key in self.keys if (owner := _owner(key)) and owner not in kept and not _is_later(owner, up_to)
+        ]
+        # A target without its manifest does not count, whatever else is left when this is interrupted.
+        self._remove(sorted(gone, key=lambda key: (not key.endswith(f"/{SUMS}"), key)))
 
     def _remove_name(self, name: str) -> None:
-        for short in (f"{name}{FILE_SUMS}", name):
-            if short in self._names:
-                self._remove([f"{self.layout.checkpoints}/{short}"])
-                del self._names[short]
+        for key in (manifest_key(name), name):
+            if key in self._names:
+                self._remove([key])
+                del self._names[key]
 
     def _remove(self, keys: Collection[str]) -> None:
         for key in keys:
-            self.store.delete(key)
-            self.keys.discard(self._short(key))
+            self.store.delete(f"{self.layout.checkpoints}/{key}")
+            self.keys.discard(key)
 
-    def _short(self, key: str) -> str:
-        return key.removeprefix(f"{self.layout.checkpoints}/")
+
+def _owner(key: str) -> str | None:
+    """Return the digest or the target that an object is a part of; `None` for names and for keys of no known form."""
+    head, _, rest = key.partition("/")
+    owner, _, file = rest.partition("/")
+    is_part = _DIGEST.fullmatch(rest) if head == OBJECTS else head == TARGETS and is_target(owner) and file
+    return owner if is_part else None
+
+
+def _is_later(owner: str, up_to: int | None) -> bool:
+    """Whether a target was made after a save: other ranks may be ahead with theirs."""
+    return up_to is not None and is_target(owner) and int(owner.partition("-")[0]) > up_to
 
 
 def runs_of_id(store: RemoteStore, family: str, id: str) -> list[str]:

@@ -33,30 +33,20 @@ class CodeIdentity:
     Untracked files do not count: a run that writes below its own repository would otherwise change its identity from
     one attempt to the next, and `auto_resume` would never find it. Their names are kept in `git.yaml`, so that nobody
     is misled.
-
-    Attributes:
-        sha: Commit of the working directory, 40 or 64 hexadecimal digits; `None` without git or before the first
-            commit.
-        branch: Name of the branch; `None` when the head is detached.
-        diff: `git diff HEAD` of the whole repository, staged and unstaged changes, applicable by `git apply`; empty
-            when clean. Bytes, since tracked files may be in any encoding.
-        untracked: Names of untracked files and directories that are not ignored, at most 100.
     """
 
     sha: str | None = None
     branch: str | None = None
+    """`None` when the head is detached."""
     diff: bytes = b""
+    """`git diff HEAD` of the whole repository. Bytes, since tracked files may be in any encoding."""
     untracked: tuple[str, ...] = ()
 
     @classmethod
     def of_directory(cls, directory: str | os.PathLike[str] | None = None) -> CodeIdentity:
         """Read the identity of the repository around `directory`.
 
-        Nothing is raised and nothing is said when there is no git, no repository or no commit; the identity is then
-        empty.
-
-        Args:
-            directory: A directory; `None` is the working directory.
+        Without git, repository or commit the identity is empty. `None` is the working directory.
         """
         where = Path(directory or ".")
         head = _git(where, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
@@ -101,12 +91,7 @@ class CodeIdentity:
 
 
 def run_id(code_id: str | None, config_id: str) -> str:
-    """Return the id of a run, the same for all its attempts: `code_id-config_id`, or `config_id` without git.
-
-    Args:
-        code_id: `CodeIdentity.code_id`.
-        config_id: Hash of the canonical configuration.
-    """
+    """Return the id of a run, the same for all its attempts: `code_id-config_id`, or `config_id` without git."""
     return f"{code_id}-{config_id}" if code_id else config_id
 
 

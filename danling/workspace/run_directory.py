@@ -94,7 +94,6 @@ class RunDirectoryRequest:
         return _WAIT_SECONDS if limit is None else min(_WAIT_SECONDS, limit / 2)
 
     def checkpoints(self, run: Path) -> Path:
-        """Return the directory of checkpoints of a run directory."""
         return self.checkpoint_dir or run / self.config.checkpoint.dir_name
 
     def holds_run(self, run: Path) -> bool:

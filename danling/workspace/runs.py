@@ -212,7 +212,6 @@ class Run:
 
 
 def is_run(path: PathLike) -> bool:
-    """Whether a directory is that of a run."""
     return any(Path(path, sign).is_file() for sign in _SIGNS)
 
 

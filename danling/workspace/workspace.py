@@ -65,20 +65,6 @@ class Workspace:
     Constructing touches no file. Paths are absolute, so that a later change of the working directory moves nothing.
     Every rank may read the paths; only the main process creates and writes, and on the others these calls do nothing.
 
-    Attributes:
-        dir: The run directory.
-        checkpoints: Directory of the checkpoints.
-        log_file: Log of this attempt.
-        tensorboard_dir: TensorBoard events of this attempt.
-        wandb_dir: Where Weights & Biases keeps its files; it makes this directory itself, below the `dir` it is given.
-        metadata_dir: What the run was made of.
-        jsonl_file: Curves of the run over all attempts, one JSON object a line.
-        results_file: All metrics by completed epoch or global step, then by split.
-        latest_file: Metrics of the last evaluation.
-        best_file: Metrics of the best evaluation.
-        digests_file: Digests of updates; only of a run with `audit.digest_interval`.
-        streams_file: How far the streams are that the run fills or trains on; only of a run that has some.
-
     Args:
         lineage: Name under which the runs of one line of work are kept.
         id: Id of the run, the same for all its attempts.
@@ -90,8 +76,7 @@ class Workspace:
         checkpoint_dir: Replaces the directory of checkpoints.
         checkpoint_dir_name: Name of the directory of checkpoints below the run directory.
         log_file: Replaces `logs/{timestamp}.log`.
-        part: Directory below the run directory for everything but the checkpoints, where several groups of processes work on one
-            run.
+        part: Directory below the run directory for all but the checkpoints, where several groups of processes work on one run.
     """
 
     def __init__(
@@ -131,14 +116,9 @@ class Workspace:
         return attempts[-1] if attempts else None
 
     def create(self) -> None:
-        """Create the run directory on the main process; what lies below it is created by those who write it.
+        """Create the run directory on the main process; what is below it is created by those who write it.
 
-        What lies there under the name of a file or directory of the run and is none, such as a named pipe, is moved aside: it would
-        block a restart.
-
-        Raises:
-            ValueError: If there is a file where the directory should be, or a link where the metadata should be.
-            PermissionError: If the directory cannot be created or written.
+        What has the name of a file or directory of the run and is none, such as a named pipe, is moved aside: it would block a restart.
         """
         if not self.is_main:
             return
@@ -172,13 +152,7 @@ class Workspace:
     ) -> None:
         """Write what the run was made of as YAML, on the main process; an earlier attempt's files are replaced.
 
-        Args:
-            full: The whole configuration.
-            canonical: What of it changes the result.
-            diff: What of it differs from the defaults.
-            identity: State of the code; without git `git.yaml` says `null`.
-            keep_diff: Whether to write `git.diff`. Lines in it that look like secrets are replaced, and counted in `git.yaml`.
-            secrets: Texts that must not stand in the diff.
+        Lines of `git.diff` that look like secrets, or have one of `secrets`, are replaced, and counted in `git.yaml`.
         """
         if not self.is_main:
             return
@@ -195,11 +169,7 @@ class Workspace:
             patch.unlink(missing_ok=True)
 
     def write_record(self, record: Mapping[str, object]) -> None:
-        """Write `metadata/run.json` on the main process: what a run records of itself when it begins to train.
-
-        Args:
-            record: Plain values; see `danling.reporting.record`.
-        """
+        """Write `metadata/run.json` on the main process: what a run records of itself when it begins to train."""
         if self.is_main:
             self.metadata_dir.mkdir(parents=True, exist_ok=True)
             write_atomically(self.metadata_dir / "run.json", json_text(to_plain(record)))
@@ -207,15 +177,10 @@ class Workspace:
     def write_results(
         self, results: Mapping[Any, Any], latest: Mapping[str, object] | None, best: Mapping[str, object] | None
     ) -> None:
-        """Write `results.json`, `latest.json` and `best.json` on the main process, each replaced as a whole.
+        """Write `results.json`, `latest.json` and `best.json` on the main process; `None` removes the file of an earlier attempt.
 
         They are JSON for every reader: keys are strings, and NaN and infinities, which JSON lacks, are `null`. A file
         whose content stays the same is left alone.
-
-        Args:
-            results: All metrics by completed epoch or global step, then by split.
-            latest: The last evaluation; `None` removes the file of an earlier attempt.
-            best: The best evaluation; `None` removes the file of an earlier attempt.
         """
         if not self.is_main:
             return
@@ -226,11 +191,7 @@ class Workspace:
                 _write_changed(path, json_text(to_plain(content)))
 
     def write_streams(self, streams: Mapping[str, Mapping[str, object]]) -> None:
-        """Write `streams.json` on the main process. It is for people who look: a file that cannot be written is no error.
-
-        Args:
-            streams: By split, how far a stream is that the run fills or trains on, see `danling.data.WindowLoader.standing`.
-        """
+        """Write `streams.json` on the main process. It is for people who look: a file that cannot be written is no error."""
         if not self.is_main:
             return
         try:

@@ -71,8 +71,3 @@ def test_files_that_are_gone_or_cut_are_written(ahead: EngineAhead, tmp_path: Pa
     target = tmp_path / "after"
     save(HashingFiles(ahead=ahead), target, state_of({}), share())
     assert (target / MODEL).stat().st_nlink == (target / SHARE).stat().st_nlink == 1
-
-
-def test_without_a_save_ahead_everything_is_written(ahead: EngineAhead, tmp_path: Path) -> None:
-    save(HashingFiles(), tmp_path / "after", state_of(dict(ahead.client)), share())
-    assert not linked(ahead.path, tmp_path / "after")

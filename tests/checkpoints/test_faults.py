@@ -13,7 +13,6 @@ import pytest
 from support.chaos import ASKED, report
 from support.faults import FAULTS, Crash, FaultyOs
 from support.saves import KINDS, litter, load, make_manager, record_saves, save, train_on
-from support.syscalls import has_strace, strikes, struck
 
 from danling.checkpoints import CheckpointDiskError, CheckpointError, storage
 from danling.cli.verify import verify
@@ -134,40 +133,6 @@ def test_a_call_fails(
         0,
         len(chosen),
     )
-
-
-@pytest.mark.skipif(not has_strace(), reason="strace is not installed, or may not trace")
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-@pytest.mark.parametrize("code", ["EIO", "ENOSPC", "EACCES", "EROFS"])
-def test_a_system_call_fails(earlier: tuple[str, Path], tmp_path: Path, code: str, mode: str) -> None:
-    kind, recorded = earlier
-    alone = struck(_go_on, kind, Path(shutil.copytree(recorded, tmp_path / "alone")), mode, inject=None)
-    # The kernel gives a descriptor back whatever close() answers, which an injected error does not.
-    names = {name for _, name, _ in alone.calls} - {"close", "lseek", "fstat"}
-    chosen = some(strikes(alone.calls, names))
-    errors = 0
-    for when in chosen:
-        place = Path(shutil.copytree(recorded, tmp_path / "struck"))
-        ended = struck(_go_on, kind, place, mode, inject=f"{when}:error={code}")
-        assert ended.signal == 0, when
-        assert ended.error == "" or ended.error.startswith("Checkpoint"), (when, ended.error)
-        if ended.error:
-            check_error(ended.error.partition(": ")[2])
-        errors += bool(ended.error)
-        check_end(kind, place)
-        shutil.rmtree(place)
-    assert errors > 0
-    report(
-        f"system calls of a restart and a save that met {code}: {kind}, {mode} (no kills, {len(chosen)} faults)",
-        0,
-        len(chosen),
-    )
-
-
-def _go_on(kind: str, place: Path, mode: str) -> None:
-    train_on(kind, place, STRUCK, mode=mode)
 
 
 def test_an_error_names_what_was_tried_the_space_and_what_is_good(

@@ -1,19 +1,24 @@
-"""Checkpoints in files: names, retention, lines, damage, foreign readers, the background."""
+"""Saves of both kinds: names, sources, retention, lines, damage, foreign readers, the background, several ranks."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
+import sys
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.processes import run_processes
+from support.saves import KINDS, load, make_manager, payload, record_saves, save
+from support.toys import differences
+from support.warm import interpreter
 from torch import nn
 
 from danling.checkpoints import (
@@ -23,157 +28,184 @@ from danling.checkpoints import (
     CheckpointNotFound,
     CheckpointSettings,
     FileCheckpointManager,
+    TorchDistributedCheckpointManager,
     read_config,
     read_model,
     storage,
 )
-from danling.distributed import Domain, LocalDomain
+from danling.checkpoints.manifest import Manifest, Record
+from danling.distributed import Domain
+
+OLDEST, SECOND = "ckpt-s000000000001", "ckpt-s000000000002"
+of_both_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def _manager(directory: Path, *, run_id: str = "run", domain: Any = None, **settings: Any) -> FileCheckpointManager:
-    policy = CheckpointSettings(**{"async_mode": "disabled", **settings})
-    return FileCheckpointManager(
-        directory, domain=domain or LocalDomain(), run_id=run_id, settings=policy, step_mode=True
-    )
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.stem for path in directory.iterdir() if path.is_file() and path.suffix in ("", ".pth"))
 
 
-def _payload(step: int) -> dict[str, Any]:
-    weights = {"weight": torch.full((64, 64), float(step))}
-    return {"format_version": 1, "runner": {"seed": 7}, "model": weights, "state": {"step": step}}
+def contents(directory: Path, kind: str) -> set[Any]:
+    """Return what tells the contents under the names of a directory apart."""
+    files = [path for path in directory.iterdir() if path.is_file() and path.suffix in ("", ".pth")]
+    return {path.stat().st_ino if kind == "file" else path.read_text() for path in files}
 
 
-def _save(manager: FileCheckpointManager, step: int, *, history: bool = False, best: bool = False) -> None:
-    manager.save_checkpoint(_payload(step), epoch=0, global_step=step, history=history, best=best)
+# Names and sources
 
 
-def _step(manager: FileCheckpointManager, source: str | Path) -> int:
-    return int(manager.load_checkpoint(source)["state"]["step"])
-
-
-def _names(directory: Path) -> list[str]:
-    return sorted(path.stem for path in directory.glob("*.pth"))
-
-
-# Names
-
-
-def test_one_write_gives_all_names(tmp_path: Path) -> None:
-    manager = _manager(tmp_path)
-    _save(manager, 12, history=True, best=True)
-    assert _names(tmp_path) == ["best", "ckpt-s000000000012", "latest"]
-    assert len({path.stat().st_ino for path in tmp_path.glob("*.pth")}) == 1
-    _save(manager, 13)
-    assert [_step(manager, name) for name in _names(tmp_path)] == [12, 12, 13]
-
-
-def test_a_model_is_exported_beside_the_others(tmp_path: Path) -> None:
-    manager = _manager(tmp_path)
-    _save(manager, 1)
-    manager.export_model({"format_version": 1, "model": {"weight": torch.ones(2)}}, epoch=0, global_step=2)
-    assert _step(manager, "latest") == 1
+@of_both_kinds
+def test_one_write_gives_all_names_and_a_model_is_exported_beside_them(kind: str, tmp_path: Path) -> None:
+    manager = make_manager(kind, tmp_path)
+    save(manager, 12)
+    assert names_in(tmp_path) == ["best", "ckpt-s000000000012", "latest"] and len(contents(tmp_path, kind)) == 1
+    save(manager, 13, history=False, best=False)
+    assert [load(manager, name) for name in names_in(tmp_path)] == [12, 12, 13]
+    manager.export_model({"format_version": 1, "model": {"weight": torch.ones(2)}}, epoch=0, global_step=14)
+    assert load(manager, "latest") == 13 and manager.find_latest() == "latest"
     assert read_model(manager, "model")["weight"].tolist() == [1, 1]
-    assert manager.find_latest() == "latest"
 
 
-def test_sources(tmp_path: Path) -> None:
+@of_both_kinds
+def test_a_checkpoint_is_found_by_name_path_and_directory_and_what_is_there_is_named(kind: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    _save(_manager(run / "checkpoints"), 5, history=True)
-    other = _manager(tmp_path / "other" / "checkpoints", run_id="another")
-    for source in (
-        run,
-        run / "checkpoints",
-        run / "checkpoints" / "latest.pth",
-        str(run / "checkpoints" / "ckpt-s000000000005.pth"),
-    ):
-        assert _step(other, source) == 5
-        assert read_config(run) == {"seed": 7}
-    with pytest.raises(
-        CheckpointNotFound, match=r"there are: ckpt-s000000000005, latest\), or a path. Received: 'ckpt-s1'"
-    ):
-        _manager(run / "checkpoints").load_checkpoint("ckpt-s1")
+    manager = make_manager(kind, run / "checkpoints")
+    manager.save_checkpoint({**payload(5), "runner": {"seed": 7}}, epoch=0, global_step=5, history=True)
+    other = make_manager(kind, tmp_path / "other" / "checkpoints", run="another")
+    suffix = ".pth" if kind == "file" else ""
+    history = run / "checkpoints" / f"ckpt-s000000000005{suffix}"
+    for source in (run, run / "checkpoints", run / "checkpoints" / f"latest{suffix}", str(history)):
+        assert load(other, source) == 5
+        assert read_config(source) == {"seed": 7}
+    assert other.load_checkpoint(run, sections=["state"]).keys() == {"format_version", "state"}
+    with pytest.raises(CheckpointNotFound, match=r"are: ckpt-s000000000005, latest\), or a path. Received: 'ckpt-s1'"):
+        manager.load_checkpoint("ckpt-s1")
     with pytest.raises(CheckpointNotFound):
         read_config(tmp_path / "nothing")
 
 
-def test_load_only_writes_nothing(tmp_path: Path) -> None:
-    _save(_manager(tmp_path / "none", load_only=True), 1)
-    assert not (tmp_path / "none").exists()
+@of_both_kinds
+def test_another_run_is_refused_with_what_differs_unless_one_only_looks(kind: str, tmp_path: Path) -> None:
+    place = record_saves(kind, tmp_path / "checkpoints")
+    other, seen = make_manager(kind, place, run="other"), []
+
+    def compare(stored: Mapping[str, Any]) -> list[str]:
+        seen.append(stored["state"])
+        return ["optim.lr: stored 1, now 2"]
+
+    other.checkpoints._compare = compare
+    assert other.is_foreign() and not make_manager(kind, place).is_foreign()
+    for refused in (other.find_latest, other.check_directory, lambda: save(other, 4)):
+        with pytest.raises(CheckpointMismatch, match="of run run, whose configuration differs:\n  optim.lr: stored 1"):
+            refused()
+    assert seen[0] == {"step": 3}
+    looking = make_manager(kind, place, run="other", load_only=True)
+    assert load(looking, "best") == 1
+    before = sorted(place.rglob("*"))
+    save(looking, 4)
+    left = place / f"{storage.UPLOADING}1"
+    left.write_text("what a killed save of the other run left")
+    other.tidy()
+    assert sorted(place.rglob("*")) == sorted([*before, left])
+    make_manager(kind, place).tidy()
+    assert not left.exists()
 
 
-# Retention and lines
-
-
-def test_retention_across_restarts(tmp_path: Path) -> None:
-    for step in range(1, 7):
-        manager = _manager(tmp_path, keep_latest_k=2)
-        if step > 1:
-            manager.begin("latest")
-        _save(manager, step, history=True, best=step == 2)
-        manager.close()
-    assert _names(tmp_path) == ["best", "ckpt-s000000000002", "ckpt-s000000000005", "ckpt-s000000000006", "latest"]
-
-
-def test_retention_spares_what_the_run_goes_on_from(tmp_path: Path) -> None:
-    manager = _manager(tmp_path)
-    for step in (1, 2):
-        _save(manager, step, history=True)
-    again = _manager(tmp_path, keep_latest_k=1)
-    again.begin("ckpt-s000000000002")
-    for step in (3, 4, 5):
-        _save(again, step, history=True)
-    assert _names(tmp_path) == ["ckpt-s000000000002", "ckpt-s000000000005", "latest"]
-
-
-def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
-    manager = _manager(tmp_path, keep_latest_k=2)
-    _save(manager, 1, history=True)
-    _save(manager, 2, history=True)
-    path = manager.store.path("ckpt-s000000000002")
-    path.unlink()
-    path.write_bytes(b"cut")
-    _save(manager, 3, history=True)
-    assert _names(tmp_path) == ["ckpt-s000000000001", "ckpt-s000000000002", "ckpt-s000000000003", "latest"]
-
-
-def test_going_back_begins_a_line_that_neither_retention_nor_auto_resume_mixes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@of_both_kinds
+def test_latest_becomes_visible_after_the_other_names_of_its_save(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = _manager(tmp_path)
-    for step in (1, 2, 3, 4):
-        _save(manager, step, history=True)
-    back = _manager(tmp_path, keep_latest_k=2)
-    back.begin("ckpt-s000000000002")
-    assert back.find_latest() == "latest" and _step(back, "latest") == 4
-    with caplog.at_level(logging.WARNING, "danling"):
-        _save(back, 5, history=True)
-    assert "2 saves" in caplog.text and "no longer part of this run" in caplog.text
-    # Of the old line 1 goes, as the third newest of ours, and 2 is what we came from; 3 and 4 are not ours to remove.
-    assert _names(tmp_path) == [*(f"ckpt-s{step:012d}" for step in (2, 3, 4, 5)), "latest"]
-    for name in ("latest", "ckpt-s000000000005"):
-        manager.store.path(name).write_bytes(b"")
-    assert back.find_latest() == "ckpt-s000000000002"
+    """A restart looks for it first: killed between two names, it must not find one of whose save others are still to come."""
+    moved, replace = [], os.replace
+
+    def noted(source: Path, target: Path) -> None:
+        replace(source, target)
+        moved.append(Path(target).name.removesuffix(".pth"))
+
+    monkeypatch.setattr(os, "replace", noted)
+    save(make_manager(kind, tmp_path), 3)
+    names = ["ckpt-s000000000003", "best", "latest"]
+    assert [name for name in moved if name in names] == names
 
 
-def test_starting_over_does_not_go_on_from_the_old_saves(tmp_path: Path) -> None:
-    _save(_manager(tmp_path), 50, history=True)
-    fresh = _manager(tmp_path)
-    _save(fresh, 1)
-    assert fresh.find_latest() == "latest" and _step(fresh, "latest") == 1
-    fresh.store.path("latest").unlink()
-    shutil.copy(fresh.store.path("ckpt-s000000000050"), fresh.store.path("latest"))
-    with pytest.raises(CheckpointDamaged):
-        fresh.load_checkpoint("latest")
+def test_a_run_goes_on_with_the_other_kind_of_manager(tmp_path: Path) -> None:
+    for step, kind in enumerate(("file", "dcp", "file"), start=1):
+        manager = make_manager(kind, tmp_path)
+        source = manager.find_latest()
+        if step > 1:
+            assert source is not None and load(manager, source) == step - 1
+            manager.begin(source)
+        save(manager, step, history=False, best=False)
+        assert manager.find_latest() == "latest"
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    manager = _manager(tmp_path)
+    manager = make_manager("file", tmp_path)
     manager.save_checkpoint({"format_version": 99}, epoch=0, global_step=1)
     with pytest.raises(CheckpointMismatch, match="format_version 99"):
         manager.load_checkpoint("latest")
     torch.save({"weight": torch.ones(1)}, tmp_path / "bare.pt")
     with pytest.raises(CheckpointMismatch, match="pretrained"):
-        _manager(tmp_path / "x", verify="none").load_checkpoint(tmp_path / "bare.pt")
+        make_manager("file", tmp_path / "x", verify="none").load_checkpoint(tmp_path / "bare.pt")
     assert read_model(manager, tmp_path / "bare.pt")["weight"].tolist() == [1]
+
+
+def test_to_verify_and_to_list_needs_no_torch() -> None:
+    code = "import sys, danling.cli.verify, danling.checkpoints.reading; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Retention and lines
+
+
+@of_both_kinds
+def test_retention_spares_best_and_what_the_run_goes_on_from(kind: str, tmp_path: Path) -> None:
+    for step in range(1, 7):
+        manager = make_manager(kind, tmp_path)
+        if step > 1:
+            manager.begin("latest")
+        save(manager, step, best=step == 2)
+    assert names_in(tmp_path) == ["best", *(f"ckpt-s{step:012d}" for step in (2, 5, 6)), "latest"]
+    assert len(contents(tmp_path, kind)) == 3 and [load(manager, n) for n in names_in(tmp_path)] == [2, 2, 5, 6, 6]
+    if kind == "dcp":
+        assert len([*(tmp_path / "targets").iterdir()]) == 3
+    again = make_manager(kind, tmp_path, keep=1)
+    again.begin("ckpt-s000000000005")
+    for step in (7, 8):
+        save(again, step, best=False)
+    assert names_in(tmp_path) == ["best", *(f"ckpt-s{step:012d}" for step in (2, 5, 6, 8)), "latest"]
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+    manager = make_manager("file", tmp_path)
+    save(manager, 1, best=False)
+    save(manager, 2, best=False)
+    path = tmp_path / f"{SECOND}.pth"
+    path.unlink()
+    path.write_bytes(b"cut")
+    save(manager, 3, best=False)
+    assert names_in(tmp_path) == [OLDEST, SECOND, "ckpt-s000000000003", "latest"]
+
+
+@of_both_kinds
+def test_going_back_begins_a_line_that_neither_retention_nor_auto_resume_mixes(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = make_manager(kind, tmp_path, keep=0)
+    for step in (1, 2, 3, 4):
+        save(manager, step, best=False)
+    back = make_manager(kind, tmp_path)
+    back.begin(SECOND)
+    assert back.find_latest() == "latest" and load(back, "latest") == 4
+    with caplog.at_level(logging.WARNING, "danling"):
+        save(back, 5, best=False)
+    assert "2 saves" in caplog.text and "no longer part of this run" in caplog.text
+    # Of the old line 1 goes, as the third newest of ours, and 2 is what we came from; 3 and 4 are not ours to remove.
+    assert names_in(tmp_path) == [*(f"ckpt-s{step:012d}" for step in (2, 3, 4, 5)), "latest"]
+    record = back.store.record(back.store.path("latest"))
+    assert (record.sequence, record.branch, record.line) == (5, 1, ((0, 2),))
+    fresh = make_manager(kind, tmp_path)
+    save(fresh, 1, history=False, best=False)
+    assert fresh.find_latest() == "latest" and load(fresh, "latest") == 1
 
 
 # Damage
@@ -182,89 +214,106 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
-    path.unlink()
     path.write_bytes(content)
 
 
 def _cut(path: Path) -> None:
-    content = path.read_bytes()
-    path.unlink()
-    path.write_bytes(content[:-1])
-
-
-def _empty(path: Path) -> None:
-    path.unlink()
-    path.touch()
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 def _swap(path: Path) -> None:
-    path.unlink()
-    shutil.copy(path.parent / path.name.replace("latest", "ckpt-s000000000001"), path)
+    if path.name.startswith("latest"):
+        shutil.copy(path.parent / path.name.replace("latest", OLDEST), path)
+    else:
+        other = next(target for target in path.parent.parent.iterdir() if target != path.parent)
+        shutil.copy(other / path.name, path)
 
 
-@pytest.mark.parametrize("file", ["latest.pth", "latest.pth.sha256"])
-@pytest.mark.parametrize("damage", [_flip, _cut, _empty, Path.unlink, _swap])
-def test_damage_is_found_named_and_passed_over(
-    tmp_path: Path, file: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("damage", [_flip, _cut, lambda path: path.write_bytes(b""), Path.unlink, _swap])
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        *(("file", file) for file in ("latest.pth", "latest.pth.sha256")),
+        *(("dcp", file) for file in (".metadata", "index.json", "__0_0.distcp", "manifest.sha256")),
+    ],
+)
+def test_damage_is_found_named_and_skipped(
+    kind: str, file: str, damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager = _manager(tmp_path)
-    _save(manager, 1, history=True)
-    _save(manager, 2)
-    damage(tmp_path / file)
-    with pytest.raises((CheckpointDamaged, CheckpointNotFound), match="latest"):
+    manager = make_manager(kind, tmp_path)
+    save(manager, 1, best=False)
+    save(manager, 2, history=False, best=False)
+    path = tmp_path / file if kind == "file" else sorted((tmp_path / "targets").iterdir())[-1] / file
+    before = path.read_bytes()
+    shutil.copy(path, tmp_path / "copy")
+    (tmp_path / "copy").replace(path)  # which is a link to other names no more
+    damage(path)
+    if path.exists() and path.read_bytes() == before:
+        assert (file, damage) == ("index.json", _swap), "the same tensors at the same places: nothing has changed"
+        return
+    with pytest.raises((CheckpointDamaged, CheckpointNotFound), match="latest" if kind == "file" else file):
         manager.load_checkpoint("latest")
     with caplog.at_level(logging.WARNING, "danling"):
-        assert manager.find_latest() == "ckpt-s000000000001"
-        manager.begin("ckpt-s000000000001")
-        _save(manager, 3, history=True)
-    assert "latest.pth" in caplog.text
-    assert manager.find_latest() == "latest" and _step(manager, "latest") == 3
+        assert manager.find_latest() == OLDEST
+        manager.begin(OLDEST)
+        save(manager, 3, best=False)
+    assert "is skipped" in caplog.text
+    assert manager.find_latest() == "latest" and load(manager, "latest") == 3
 
 
-def test_every_bit_matters(tmp_path: Path) -> None:
-    manager = _manager(tmp_path)
+def test_every_bit_matters_unless_less_is_verified(tmp_path: Path) -> None:
+    manager = make_manager("file", tmp_path)
     manager.save_checkpoint({"format_version": 1, "model": {"w": torch.ones(2)}}, epoch=0, global_step=1)
-    path, content = manager.store.path("latest"), manager.store.path("latest").read_bytes()
+    path, content = tmp_path / "latest.pth", (tmp_path / "latest.pth").read_bytes()
     for offset in range(0, len(content), 41):
         changed = bytearray(content)
         changed[offset] ^= 1 << (offset % 8)
         path.write_bytes(changed)
         with pytest.raises(CheckpointDamaged, match="latest.pth has another SHA-256"):
             manager.load_checkpoint("latest")
-
-
-def test_levels_of_verification(tmp_path: Path) -> None:
-    manager = _manager(tmp_path)
-    _save(manager, 1)
-    content = bytearray(manager.store.path("latest").read_bytes())
-    content[len(content) // 2] ^= 4
-    manager.store.path("latest").write_bytes(content)
-    assert _step(_manager(tmp_path, verify="size"), "latest") == 1
+    path.write_bytes(content.replace(torch.ones(2).numpy().tobytes(), torch.zeros(2).numpy().tobytes()))
+    assert make_manager("file", tmp_path, verify="size").load_checkpoint("latest")["model"]["w"].tolist() == [0, 0]
     (tmp_path / "latest.pth.sha256").unlink()
     with pytest.raises(CheckpointDamaged, match="sha256 is missing"):
         manager.load_checkpoint("latest")
 
 
+def test_every_changed_byte_of_a_manifest_is_noticed() -> None:
+    files = {"a.bin": (3, "0" * 64), "b.bin": (3, "1" * 64)}
+    manifest = Manifest(Record("latest", 7, 2, ((0, 3), (1, 5)), "a-b: c", 70, 1), files)
+    text = manifest.text()
+    assert Manifest.parse(text) == manifest
+    changed = [text[:index] + chr(ord(text[index]) ^ 1) + text[index + 1 :] for index in range(len(text))]
+    for other in [*changed, *(text[:length] for length in range(len(text)))]:
+        with pytest.raises(CheckpointDamaged):
+            Manifest.parse(other)
+
+
 # Foreign readers
 
 
-def test_foreign_readers(tmp_path: Path) -> None:
-    manager = _manager(tmp_path, async_mode="async")
-    _save(manager, 3, history=True, best=True)
+@of_both_kinds
+def test_foreign_readers(kind: str, tmp_path: Path) -> None:
+    manager = make_manager(kind, tmp_path, mode="async")
+    save(manager, 4)
     manager.close()
-    for path in tmp_path.glob("*.pth"):
-        assert torch.load(path, weights_only=True)["state"] == {"step": 3}
-        with zipfile.ZipFile(path) as archive:
-            assert archive.testzip() is None
-    sums = [path.name for path in tmp_path.glob("*.sha256")]
-    done = subprocess.run(["sha256sum", "--strict", "-c", *sums], cwd=tmp_path, capture_output=True, text=True)
+    directory = tmp_path if kind == "file" else next((tmp_path / "targets").iterdir())
+    sums = [path.name for path in directory.glob("*.sha256")]
+    done = subprocess.run(["sha256sum", "--strict", "-c", *sums], cwd=directory, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count(": OK") == 3, done.stdout + done.stderr
+    out = tmp_path / "latest.pth"
+    if kind == "dcp":
+        out, convert = tmp_path / "out.pth", "torch.distributed.checkpoint.format_utils"
+        subprocess.run([interpreter(), "-m", convert, "dcp_to_torch", directory, out], check=True, capture_output=True)
+    assert differences(torch.load(out, weights_only=True), payload(4)) == []
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None
 
 
 # The background
 
 
-class _Slow:
+class Slow:
     """Holds every write until it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,21 +337,16 @@ def test_the_values_of_the_call_are_saved(tmp_path: Path, monkeypatch: pytest.Mo
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(8, 4)).sum().backward()
     optimizer.step()
-    slow = _Slow(monkeypatch)
-    manager = _manager(tmp_path, async_mode="async")
-    payload = {
-        "format_version": 1,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "state": {"losses": [1.0]},
-    }
+    slow, losses = Slow(monkeypatch), [1.0]
+    manager = make_manager("file", tmp_path, mode="async")
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": {"losses": losses}}
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     moment = optimizer.state_dict()["state"][0]["exp_avg"].clone()
-    manager.save_checkpoint(payload, epoch=0, global_step=1)
+    manager.save_checkpoint({"format_version": 1, **state}, epoch=0, global_step=1)
     for _ in range(3):
         model(torch.randn(8, 4)).square().sum().backward()
         optimizer.step()
-    payload["state"]["losses"].append(2.0)
+    losses.append(2.0)
     slow.go.set()
     loaded = manager.load_checkpoint("latest")
     assert all(torch.equal(loaded["model"][name], value) for name, value in expected.items())
@@ -312,21 +356,26 @@ def test_the_values_of_the_call_are_saved(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_history_and_best_are_all_written_and_others_coalesce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = _Slow(monkeypatch)
-    manager = _manager(tmp_path, async_mode="async")
-    _save(manager, 1, history=True)
+    slow = Slow(monkeypatch)
+    manager = make_manager("file", tmp_path, mode="async", keep=0)
+
+    def begin(step: int, **names: bool) -> None:
+        manager.save_checkpoint(payload(step), epoch=0, global_step=step, **names)
+
+    begin(1, history=True)
     slow.begun.wait(20)
     for step in (2, 3, 4):
-        _save(manager, step)
-    _save(manager, 5, best=True)
+        begin(step)
+    begin(5, best=True)
     threading.Timer(0.2, slow.go.set).start()
-    _save(manager, 6, history=True)
-    _save(manager, 7)
+    begin(6, history=True)
+    begin(7)
     manager.close()
-    assert _names(tmp_path) == ["best", "ckpt-s000000000001", "ckpt-s000000000006", "latest"]
-    again = _manager(tmp_path)
-    assert [_step(again, name) for name in _names(tmp_path)] == [5, 1, 6, 7]
+    assert names_in(tmp_path) == ["best", OLDEST, "ckpt-s000000000006", "latest"]
+    assert [load(make_manager("file", tmp_path), name) for name in names_in(tmp_path)] == [5, 1, 6, 7]
     assert slow.writes <= 5
+    with pytest.raises(RuntimeError, match="cannot save after close"):
+        begin(8)
 
 
 def _fail(*_: Any) -> None:
@@ -334,35 +383,33 @@ def _fail(*_: Any) -> None:
 
 
 def test_an_error_of_the_background_surfaces_at_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = _manager(tmp_path, async_mode="async")
-    _save(manager, 1)
-    manager.wait()
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "write_file", _fail)
-        _save(manager, 2)
-        manager._executor.wait()
-    with pytest.raises(CheckpointError, match=r"No space left on device.*Still good in .*: latest \(step 1\)"):
-        _save(manager, 3)
-    _save(manager, 4)
-    assert _step(manager, "latest") == 4
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "write_file", _fail)
-        _save(manager, 5)
-        manager._executor.wait()
+    manager = make_manager("file", tmp_path, mode="async")
+
+    def save_and_fail(step: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "write_file", _fail)
+            manager.save_checkpoint(payload(step), epoch=0, global_step=step)
+            manager._executor.wait()
+
+    save(manager, 1)
+    save_and_fail(2)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*Still good in .*latest \(step 1\)"):
+        save(manager, 3)
+    save(manager, 4)
+    save_and_fail(5)
     with pytest.raises(CheckpointError, match="No space left"):
         manager.close()
     manager.close()
-    assert _step(_manager(tmp_path), "latest") == 4
+    assert load(make_manager("file", tmp_path), "latest") == 4
 
 
 def test_close_gives_up_in_time_and_leaves_things_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = _manager(tmp_path, async_mode="async")
-    _save(manager, 1)
-    manager.wait()
-    slow = _Slow(monkeypatch)
-    _save(manager, 2)
+    manager = make_manager("file", tmp_path, mode="async")
+    save(manager, 1)
+    slow = Slow(monkeypatch)
+    manager.save_checkpoint(payload(2), epoch=0, global_step=2)
     manager.close(0.1)
-    assert _step(_manager(tmp_path), "latest") == 1
+    assert load(make_manager("file", tmp_path), "latest") == 1
     slow.go.set()
     manager._executor.wait()
 
@@ -370,34 +417,38 @@ def test_close_gives_up_in_time_and_leaves_things_intact(tmp_path: Path, monkeyp
 # Several ranks
 
 
-def _save_and_fail_on_two_ranks(directory: Path) -> list[str]:
-    domain = Domain()
-    seen = []
-    for mode in ("disabled", "async"):
-        manager = _manager(directory / mode, domain=domain, async_mode=mode)
-        _save(manager, 1, history=True)
-        manager.wait()
-        seen.append(f"{manager.find_latest()} {_step(manager, 'latest')}")
-        if domain.rank == 0:
-            storage.write_file = _fail  # type: ignore[assignment]
-        try:
-            _save(manager, 2)
-            manager.wait()
-        except CheckpointError as error:
-            seen.append("No space left" in str(error) and type(error).__name__)
-        manager.close()
-        if domain.rank == 0:
-            storage.write_file = _ORIGINAL
-        try:
-            manager.load_checkpoint("ckpt-none")
-        except CheckpointNotFound:
-            seen.append("not found")
-    return seen
-
-
 _ORIGINAL = storage.write_file
+
+
+def _of_two_ranks(kind: str, directory: Path) -> Any:
+    made = FileCheckpointManager if kind == "file" else TorchDistributedCheckpointManager
+    settings = CheckpointSettings(async_mode="async", keep_latest_k=0)
+    return made(directory, domain=Domain(), run_id="run", settings=settings, step_mode=True)
+
+
+def _save_and_fail_on_two_ranks(directory: Path) -> list[object]:
+    manager, seen = _of_two_ranks("file", directory), []
+    save(manager, 1)
+    seen.append(load(manager, manager.find_latest() or ""))
+    if manager.domain.rank == 0:
+        storage.write_file = _fail  # type: ignore[assignment]
+    try:
+        save(manager, 2)
+    except CheckpointError as error:
+        seen.append("No space left" in str(error) and type(error).__name__)
+    storage.write_file = _ORIGINAL
+    try:
+        manager.load_checkpoint("ckpt-none")
+    except CheckpointNotFound:
+        seen.append("not found")
+    try:
+        manager.on_all(lambda: 1 // manager.domain.rank)
+    except CheckpointError as error:
+        seen.append("ZeroDivisionError" in str(error))
+    manager.close()
+    return seen
 
 
 def test_all_ranks_see_the_same(tmp_path: Path) -> None:
     seen = run_processes(_save_and_fail_on_two_ranks, tmp_path, world_size=2, init_process_group=True)
-    assert seen == [["latest 1", "CheckpointDiskError", "not found"] * 2] * 2
+    assert seen == [[1, "CheckpointDiskError", "not found", True]] * 2

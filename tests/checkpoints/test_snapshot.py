@@ -7,23 +7,9 @@ import enum
 import numpy
 import pytest
 import torch
-from torch import nn
 
 from danling.checkpoints import CheckpointError
-from danling.checkpoints.snapshot import SnapshotBuffers, count_bytes, to_host
-
-
-def test_later_changes_do_not_reach_it() -> None:
-    layer = nn.BatchNorm1d(3)
-    state = {"model": layer.state_dict(), "list": [torch.ones(2)], "pair": (1, torch.zeros(1)), "none": None}
-    copied, _ = SnapshotBuffers().copy(state)
-    with torch.no_grad():
-        for tensor in layer.state_dict().values():
-            tensor.fill_(9)
-    state["list"].append(3)
-    assert copied["model"]["weight"].tolist() == [1, 1, 1] and int(copied["model"]["num_batches_tracked"]) == 0
-    assert len(copied["list"]) == 1 and copied["pair"][0] == 1 and copied["none"] is None
-    assert type(copied["model"]) is dict and type(copied["model"]["weight"]) is torch.Tensor
+from danling.checkpoints.snapshot import SnapshotBuffers, to_host
 
 
 def test_tied_tensors_stay_tied_and_slices_stay_small() -> None:
@@ -58,7 +44,3 @@ def test_other_types_are_made_plain_or_refused_by_name() -> None:
     assert type(copied["a"]) is float and type(copied["b"][0]) is int and copied["c"] is torch.bfloat16
     with pytest.raises(CheckpointError, match=r"state\.pool\.1.*\(object\)"):
         to_host({"state": {"pool": [1, object()]}})
-
-
-def test_count_bytes() -> None:
-    assert count_bytes({"a": torch.zeros(3), "b": [torch.zeros(2, dtype=torch.float64), 4]}) == 28

@@ -25,9 +25,8 @@ from support.toys import TracingRunner, differences, whole_state
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from danling.checkpoints.manifest import Manifest
+from danling.checkpoints.manifest import Manifest, is_name
 from danling.cli.verify import verify
-from danling.remote.stored_run import listed
 from danling.runners.parallel_runner import ParallelRunner
 from danling.utils.tensors import whole
 
@@ -213,15 +212,14 @@ class LostMachines:
     def remote_litter(self) -> list[str]:
         """Return objects that nothing leads to, and locks and probes of those who are gone."""
         keys = list(self.server.objects(self.bucket))
-        found = listed(key.partition("/checkpoints/")[2] for key in keys if "/checkpoints/" in key)
         prefix = next(key.partition("/checkpoints/")[0] for key in keys if "/checkpoints/" in key)
-        manifests = [self._manifest(f"{prefix}/checkpoints/{name}.pth.sha256") for name in found.manifests]
-        digests = {digest for manifest in manifests for _, digest in manifest.files.values()}
-        targets = {
-            self.server.read(self.bucket, f"{prefix}/checkpoints/{name}").decode().strip() for name in found.pointers
-        }
-        left = [f"objects/{digest}" for digest in found.objects ^ digests]
-        left += [f"targets/{target}" for target in (found.parts.keys() | found.complete) ^ targets]
+        below = [key.partition("/checkpoints/")[2] for key in keys if "/checkpoints/" in key]
+        manifests = [self._manifest(f"{prefix}/checkpoints/{key}") for key in below if key.endswith(".pth.sha256")]
+        expected = {f"objects/{digest}" for manifest in manifests for _, digest in manifest.files.values()}
+        for name in filter(is_name, below):
+            target = self.server.read(self.bucket, f"{prefix}/checkpoints/{name}").decode().strip()
+            expected.add(f"targets/{target}")
+        left = [*expected ^ {"/".join(key.split("/")[:2]) for key in below if "/" in key}]
         return left + [key for key in keys if key.startswith(f"{prefix}/lock")]
 
 

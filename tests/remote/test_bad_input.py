@@ -57,33 +57,25 @@ def test_a_directory_without_its_root(
     assert main(["runs", "file://runs/here"]) == 1 and mend in capsys.readouterr().err
 
 
-def test_no_bucket(bucket: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("status", "code", "operation", "words"),
+    [
+        (403, "AccessDenied", "list", ("to list", "AccessDenied", "remote_credentials()")),
+        (403, "AccessDenied", "put", ("to put", "AccessDenied", "remote_credentials()")),
+        (400, "ExpiredToken", "", ("ExpiredToken", "remote_credentials()")),
+        (403, "RequestTimeTooSkewed", "", ("The clock of this machine is off: set it",)),
+    ],
+)
+def test_a_store_that_refuses(
+    status: int, code: str, operation: str, words: tuple[str, ...], bucket: str, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    is_refused = {"list": lambda request: request.is_listing, "put": lambda request: request.is_upload}
+    proxy.answer(status, code, when=is_refused.get(operation, lambda request: True))
+    said = refusal(settings(tmp_path, f"s3://{bucket}"), RemoteDenied)
+    assert all(word in said for word in words)
+    proxy.heal()
     said = refusal(settings(tmp_path, "s3://there-is-no-such-bucket"), RemoteMissing)
     assert "NoSuchBucket" in said and "Make the bucket" in said
-
-
-def test_no_right_to_list(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
-    proxy.answer(403, "AccessDenied", when=lambda request: request.is_listing)
-    said = refusal(settings(tmp_path, f"s3://{bucket}"), RemoteDenied)
-    assert "to list" in said and "AccessDenied" in said and "remote_credentials()" in said
-
-
-def test_no_right_to_write(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
-    proxy.answer(403, "AccessDenied", when=lambda request: request.is_upload)
-    said = refusal(settings(tmp_path, f"s3://{bucket}"), RemoteDenied)
-    assert "to put" in said and "AccessDenied" in said and "remote_credentials()" in said
-
-
-def test_expired_credentials(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
-    proxy.answer(400, "ExpiredToken")
-    said = refusal(settings(tmp_path, f"s3://{bucket}"), RemoteDenied)
-    assert "ExpiredToken" in said and "remote_credentials()" in said
-
-
-def test_a_clock_that_is_off(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
-    proxy.answer(403, "RequestTimeTooSkewed")
-    said = refusal(settings(tmp_path, f"s3://{bucket}"), RemoteDenied)
-    assert "The clock of this machine is off: set it" in said
 
 
 def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, moto: ObjectServer, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from support.remote_runs import copied
 from support.toys import TracingRunner
 
 from danling.cli.main import main
-from danling.remote import RemoteConflict, RemoteMissing, open_store
+from danling.remote import RemoteConflict, open_store
 from danling.remote.lease import Lease, Writer
 
 KEY = "line/run/lock"
@@ -90,11 +90,3 @@ def test_the_examination_finds_no_fault(cloud: Cloud, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "If-None-Match, If-Match: one process writes a run" in said
     assert not cloud.objects
-
-
-def test_a_bucket_that_is_not_there_is_told(cloud: Cloud) -> None:
-    url = cloud.url.replace("//bucket", "//nobody-has-this")
-    with pytest.raises(RemoteMissing, match="Make the bucket"):
-        open_store(url).put("a", b"content")
-    with pytest.raises(RemoteMissing, match="Make the bucket"):
-        list(open_store(url).list())

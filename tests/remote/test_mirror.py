@@ -18,7 +18,7 @@ from support.object_servers import ObjectServer
 from danling.checkpoints import CheckpointError, CheckpointSettings, FileCheckpointManager, storage
 from danling.checkpoints.manifest import Manifest
 from danling.distributed import LocalDomain
-from danling.remote import RemoteDenied, RemoteError, RemoteSettings, RunLayout, open_store
+from danling.remote import RemoteError, RemoteSettings, RunLayout, open_store
 from danling.remote.attach import RunMirror
 from danling.remote.mirror import CheckpointMirror, MirrorSettings
 
@@ -134,21 +134,6 @@ def test_until_the_manifest_is_put_the_save_before_counts(place: Place) -> None:
     fault.release()
     manager.close()
     assert place.step("latest") == 2 and len(place.objects()) == 1, "what no name leads to any more is removed"
-
-
-def test_equal_contents_go_up_once(place: Place) -> None:
-    manager = place.manager()
-    save(manager, 1, history=True)
-    manager.wait_for_mirror()
-    place.proxy.forget()
-    payload = {"format_version": 1, "model": {"weight": torch.full((64, 64), 1.0)}, "state": {"step": 1}}
-    manager.save_checkpoint(payload, epoch=0, global_step=1, best=True)
-    manager.close()
-    assert not [r for r in place.proxy.requests if is_object(r)] and place.names() == [
-        "best",
-        "ckpt-s000000000001",
-        "latest",
-    ]
 
 
 def test_one_goes_up_and_of_those_that_may_give_way_one_waits(place: Place) -> None:
@@ -300,17 +285,6 @@ def test_a_lost_answer_leaves_nothing_behind(place: Place) -> None:
     assert place.step("latest") == 3 and len(place.objects()) == 1
 
 
-def test_what_is_required_ends_the_training_at_the_next_save(place: Place) -> None:
-    manager = place.manager(required=True)
-    place.proxy.answer(403, "AccessDenied")
-    save(manager, 1)
-    manager.wait_for_mirror()
-    with pytest.raises(RemoteDenied, match="AccessDenied"):
-        save(manager, 2)
-    with pytest.raises(RemoteError):
-        manager.close()
-
-
 def test_a_file_that_changed_on_the_disk_does_not_go_up(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     manager = place.manager()
     place.proxy.answer(503, "SlowDown", times=1)
@@ -381,7 +355,7 @@ def test_what_a_killed_upload_left_is_removed(place: Place) -> None:
     manager.close()
     checkpoints = place.directory / "checkpoints"
     os.link(checkpoints / "latest.pth", checkpoints / f"{storage.UPLOADING}0123")
-    place.server.write(place.bucket, f"pre/{LAYOUT.object('f' * 64)}", b"contents without a manifest")
+    place.server.write(place.bucket, f"pre/{LAYOUT.checkpoints}/objects/{'f' * 64}", b"contents without a manifest")
     manager = place.manager()
     manager.tidy()
     assert not list(checkpoints.glob(f"{storage.UPLOADING}*"))

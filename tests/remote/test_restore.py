@@ -126,21 +126,3 @@ def test_plain_weights_at_a_url_are_loaded(tmp_path: Path, url: str) -> None:
     open_store(url).put("weights.pt", tmp_path / "weights.pt")
     with TracingRunner(settings(tmp_path / "run", pretrained=f"{url}/weights.pt")) as runner:
         assert all(torch.equal(tensor, weights[name]) for name, tensor in runner.unwrapped_model.state_dict().items())
-
-
-def test_a_flipped_byte_in_the_store_is_passed_over_for_the_older_save(
-    tmp_path: Path, url: str, server: ObjectServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    lose_machine(tmp_path / "lost", url, stop_at=5, seed=3)
-    bucket = url.split("/")[2]
-    manifest = next(key for key in server.objects(bucket) if key.endswith("/latest.pth.sha256"))
-    digest = server.read(bucket, manifest).decode().split("  latest.pth")[0].splitlines()[-1]
-    server.flip(bucket, f"{manifest.rpartition('/')[0]}/objects/{digest}")
-    with TracingRunner(settings(tmp_path / "empty", url, seed=3)) as runner:
-        assert runner.state.train.global_step == 4
-    assert "latest.pth is skipped" in caplog.text
-
-
-def test_nothing_in_the_store_is_a_run_that_begins(tmp_path: Path, url: str) -> None:
-    with TracingRunner(settings(tmp_path, url, seed=3)) as runner:
-        assert runner.state.train.global_step == 0

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.remote import RemoteDenied, RemoteError, RemoteUnavailable
+from danling.remote import RemoteError
 
 
 class Toy(dl.TorchRunner):
@@ -96,17 +96,6 @@ def test_credentials_of_the_hook_are_used(url: str, tmp_path: Path) -> None:
     assert asked
 
 
-def test_a_store_that_may_not_be_written_is_told_before_training(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
-    proxy.answer(403, "AccessDenied")
-    with pytest.raises(RemoteDenied, match="AccessDenied"):
-        Toy(config(url, tmp_path))
-    proxy.heal()
-    with pytest.raises(RemoteError, match="Make the bucket"):
-        Toy(config("s3://nobody-has-this-bucket", tmp_path))
-    with pytest.raises(RemoteError, match="Expected the URL of an object store"):
-        Toy(config("ftp://host/runs", tmp_path))
-
-
 def test_a_store_that_is_busy_at_the_start_is_asked_again_with_one_line(
     proxy: FaultProxy, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,24 +111,6 @@ def test_a_store_that_is_busy_at_the_start_is_asked_again_with_one_line(
     healing.join()
     told = [record.message for record in caplog.records if "is asked again for up to 30 s" in record.message]
     assert busy.hit >= 2 and len(told) == 1 and "503" in told[0]
-
-
-def test_a_store_that_stays_busy_ends_the_start(
-    proxy: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("danling.remote.store.STARTING_SECONDS", 1.0)
-    proxy.answer(503, "SlowDown")
-    with pytest.raises(RemoteUnavailable, match="503"):
-        Toy(config(url, tmp_path))
-
-
-def test_denied_in_the_middle_training_goes_on_and_the_end_fails(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
-    runner = Toy(config(url, tmp_path))
-    proxy.answer(403, "ExpiredToken", when=lambda request: request.is_upload)
-    runner.train()
-    assert runner.state.train.global_step == 24
-    with pytest.raises(RemoteError, match="Expected the last save in"):
-        runner.close()
 
 
 def test_workers_are_forked_while_an_upload_runs(proxy: FaultProxy, url: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from danling.checkpoints.manager import Saved
 from danling.checkpoints.manifest import Manifest, Record
 from danling.remote import RemoteError, RemoteSettings, RunLayout, open_store
 from danling.remote.attach import RemoteStores
-from danling.remote.mirror import CheckpointMirror, MirrorSettings, Upload
+from danling.remote.mirror import CheckpointMirror, MirrorSettings
 from danling.remote.stored_run import RemoteRun
 
 LAYOUT = RunLayout("line", "run")
@@ -83,34 +83,6 @@ def test_the_manifest_goes_before_the_pointers_and_after_all_else(proxy: FaultPr
     puts = [request.path.partition("/checkpoints/")[2] for request in proxy.requests if request.method == "PUT"]
     puts = [path.partition("?")[0].rpartition("/")[2] for path in puts]
     assert puts[-3:] == ["manifest.sha256", "best", "latest"] and len(puts) == 3 + 4
-
-
-def test_what_no_name_leads_to_any_more_is_removed_and_what_is_coming_is_not(
-    moto: ObjectServer, url: str, tmp_path: Path
-) -> None:
-    first, second = two_mirrors(url, tmp_path)
-    bucket, prefix = url.split("/")[2], f"runs/{LAYOUT.checkpoints}/"
-    of_first, of_second = write_target(tmp_path, 1, ("latest",))
-    first.saved(of_first), second.saved(of_second)
-    first.wait(), second.wait()
-    later = write_target(tmp_path, 3, ("latest",))
-    second.saved(later[1])  # this rank is ahead
-    second.wait()
-    for mirror, saved in zip((first, second), write_target(tmp_path, 2, ("latest",))):
-        mirror.saved(saved)
-    second.wait(), first.wait()
-    first.run.forget()
-    first._retire(_upload_of(2))
-    keys = {key.removeprefix(prefix) for key in moto.objects(bucket, prefix)}
-    targets = {key.split("/")[1] for key in keys if "/" in key}
-    assert targets == {"00000002-00000002", str(later[1].target)}
-    first.saved(later[0])
-    first.close(), second.close()
-    assert moto.read(bucket, f"{prefix}latest").decode().strip() == later[0].target
-
-
-def _upload_of(sequence: int) -> Upload:
-    return Upload(Saved(sequence, sequence, ("latest",), "target"), {})
 
 
 def settings(root: str, url: str | None, **changes: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import pickle
 import secrets
 import sys
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -162,23 +161,6 @@ def test_a_url_of_no_store_is_refused(tmp_path: Path) -> None:
     open_store(f"file://{tmp_path}/a%23b").put("key", b"content")
     assert (tmp_path / "a#b" / "key").exists()
     assert is_url("s3://bucket/prefix") and not is_url("/a/path") and not is_url("latest") and not is_url(None)
-
-
-def test_credentials_come_from_the_callable_each_time_they_have_expired(
-    moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[str] = []
-
-    def credentials() -> dict[str, object]:
-        given.append(f"key{len(given)}")
-        expired = datetime.now(timezone.utc) - timedelta(seconds=1)
-        return {"access_key_id": given[-1], "secret_access_key": "secret", "token": "", "expires_at": expired}
-
-    store = open_store(use(moto, monkeypatch, proxy.endpoint), settings=QUICK, credentials=credentials)
-    store.put("a", b"1")
-    before = len(given)
-    store.put("b", b"2")
-    assert len(given) > before > 0
 
 
 def test_a_forked_process_is_told_instead_of_hanging(tmp_path: Path) -> None:

@@ -104,12 +104,6 @@ def test_metrics_with_figures_of_401_digits_keep_their_other_lines(tmp_path: Pat
     assert bounded("plot", run, "-o", tmp_path / "curve.png").returncode == 0
 
 
-def test_a_file_with_an_impossible_date_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_at(tmp_path / "run")
-    os.utime(run / "results.json", (0, 1 << 40))
-    assert main(["runs", str(tmp_path)]) == 0 and "run" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "content", ["[" * 100_000, DIGITS, "1e999", '{"a": [' + DIGITS + "]}", "," * 10_000_001]
 )  # fmt: skip
@@ -135,10 +129,6 @@ def test_yaml_beyond_the_bounds_is_a_value_error(tmp_path: Path, content: str, m
     (tmp_path / "settings.yaml").write_text(content)
     with pytest.raises(ValueError, match=message):
         read_settings(tmp_path / "settings.yaml")
-
-
-def test_yaml_within_the_bounds_keeps_its_aliases() -> None:
-    assert parse_yaml("a: &x {b: 1}\nc: *x\nd: &y [2]\ne: *y\n") == {"a": {"b": 1}, "c": {"b": 1}, "d": [2], "e": [2]}
 
 
 def test_a_text_is_read_up_to_its_limit(tmp_path: Path) -> None:

@@ -30,21 +30,19 @@ def copied(root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: An
 
 
 def upload_run(directory: Path, store: RemoteStore, layout: RunLayout, *, checkpoints: str = "checkpoints") -> None:
-    """Copy a run directory as it lies now: contents first, then manifests, then pointers, then the other files."""
-    place = directory / checkpoints
+    """Copy a run directory as it is now: contents first, then manifests, then pointers, then the other files."""
+    place, below = directory / checkpoints, layout.checkpoints
     for sums in sorted(place.glob(f"*{FILE_SUMS}")):
-        manifest = Manifest.parse(sums.read_text())
         name = sums.name.removesuffix(FILE_SUMS)
-        ((_, digest),) = manifest.files.values()
-        store.put(layout.object(digest), place / f"{name}{SUFFIX}")
-        store.put(layout.manifest(name), sums)
+        ((_, digest),) = Manifest.parse(sums.read_text()).files.values()
+        store.put(f"{below}/objects/{digest}", place / f"{name}{SUFFIX}")
+        store.put(f"{below}/{sums.name}", sums)
     for target in sorted((place / TARGETS).glob("*")):
-        files = sorted(target.iterdir(), key=lambda path: path.name == SUMS)
-        for file in files:
-            store.put(layout.target_file(target.name, file.name), file)
+        for file in sorted(target.iterdir(), key=lambda path: path.name == SUMS):
+            store.put(f"{below}/{TARGETS}/{target.name}/{file.name}", file)
     for pointer in sorted(place.iterdir()):
         if is_name(pointer.name) and pointer.is_file():
-            store.put(layout.pointer(pointer.name), pointer)
+            store.put(f"{below}/{pointer.name}", pointer)
     for file in sorted(directory.rglob("*")):
         if file.is_file() and place not in file.parents and not file.name.startswith("."):
             store.put(layout.file(str(file.relative_to(directory))), file)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from danling.workspace import CodeIdentity, make_timestamp, run_id
+from danling.workspace import CodeIdentity
 
 
 def git(where: Path, *arguments: str) -> str:
@@ -26,16 +26,6 @@ def repository(tmp_path: Path) -> Path:
     git(where, "add", ".")
     git(where, "commit", "-q", "-m", "first")
     return where
-
-
-def test_clean_tree_is_its_short_commit(repository: Path) -> None:
-    identity = CodeIdentity.of_directory(repository)
-    sha = git(repository, "rev-parse", "HEAD").strip()
-    assert identity.sha == sha
-    assert identity.code_id == sha[:7]
-    assert identity.branch == "main"
-    assert not identity.dirty
-    assert identity.diff == b""
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -94,31 +84,8 @@ def test_untracked_files_are_named_but_do_not_count(repository: Path) -> None:
     assert identity.untracked == ("experiments/", "notes.txt")
 
 
-def test_detached_head_has_no_branch(repository: Path) -> None:
-    git(repository, "checkout", "-q", "--detach")
-    identity = CodeIdentity.of_directory(repository)
-    assert identity.sha is not None
-    assert identity.branch is None
-
-
 def test_no_repository_and_no_commit_give_no_identity(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert CodeIdentity.of_directory(tmp_path).code_id is None
     git(tmp_path, "init", "-q")
     assert CodeIdentity.of_directory(tmp_path) == CodeIdentity()
     assert capfd.readouterr() == ("", "")
-
-
-def test_no_git_program_gives_no_identity(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert CodeIdentity.of_directory(repository).code_id is None
-
-
-def test_run_id() -> None:
-    assert run_id("abc1234", "00ff") == "abc1234-00ff"
-    assert run_id(None, "00ff") == "00ff"
-
-
-def test_timestamps_sort_by_time_and_suit_file_names() -> None:
-    first, second = make_timestamp(), make_timestamp()
-    assert first <= second
-    assert not set(first) & set('/\\:*?"<>| ')

@@ -17,10 +17,6 @@ from danling.workspace.run_directory import (
     RunDirectoryRequest,
     RunInUseError,
     choose_run_directory,
-    natural_key,
-    number_of,
-    numbers,
-    run_of,
 )
 
 
@@ -57,18 +53,6 @@ def test_the_replica_groups_of_one_job_share_a_directory_and_the_next_job_has_an
     assert entered(tmp_path, "ft-replica-0").dir == tmp_path / "lin" / "id-3"
 
 
-def test_auto_resume_takes_the_newest_that_holds_a_run(tmp_path: Path) -> None:
-    for _ in range(10):
-        taken = entered(tmp_path)
-        log(taken)
-        taken.release()
-    empty = entered(tmp_path)  # an attempt that never trained
-    empty.release()
-    (tmp_path / "lin" / "id-11").mkdir(exist_ok=True)
-    assert numbers(tmp_path / "lin", "id")[-1] == 11
-    assert entered(tmp_path, auto_resume=True).dir == tmp_path / "lin" / "id-10"
-
-
 def test_without_locks_each_start_makes_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -99,33 +83,6 @@ def test_a_directory_that_another_has_trained_in_before_it_was_locked_is_left_al
     assert entered(tmp_path).dir == tmp_path / "lin" / "id-2"
 
 
-def test_a_release_leaves_no_empty_directory(tmp_path: Path) -> None:
-    taken = entered(tmp_path / "deeper")
-    assert taken.dir.is_dir()
-    taken.release()
-    assert not (tmp_path / "deeper").exists()
-
-
-def test_names_of_a_series() -> None:
-    names = ["id-10", "id", "id-2", "ie"]
-    assert sorted(names, key=natural_key) == ["id", "id-2", "id-10", "ie"]
-    found = [number_of(name, "id") for name in ("id", "id-2", "id-1", "id-02", "id-x", "idx", "id-2-3")]
-    assert found == [1, 2, None, None, None, None, None]
-
-
-def test_the_run_directory_of_a_checkpoint(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "metadata").mkdir()
-    (run / "metadata" / "config.full.yaml").touch()
-    for name in ("checkpoints/latest.pth", "best.pth"):
-        (run / name).touch()
-    assert run_of(run / "checkpoints" / "latest.pth") == run_of(run / "checkpoints") == run_of(run) == run
-    assert run_of(run / "best.pth") is None  # beside the metadata, where no run puts one
-    assert run_of(run / "checkpoints" / "lost.pth") is None
-    assert run_of(tmp_path) is None
-
-
 def test_a_cell_that_is_run_again_takes_the_next_free_name_beside_a_named_directory(tmp_path: Path) -> None:
     wish = request(tmp_path, dir=str(tmp_path / "run"), reruns=True)
     first = choose_run_directory(wish)
@@ -142,14 +99,6 @@ def test_a_cell_that_is_run_again_takes_the_next_free_name_beside_a_named_direct
     third.enter()
     assert third.dir == fourth.dir == tmp_path / "run-3"
     assert choose_run_directory(wish).dir == tmp_path / "run-4"
-
-
-def test_a_cell_that_is_run_again_before_it_has_trained_is_told_that_the_directory_is_in_use(tmp_path: Path) -> None:
-    wish = request(tmp_path, dir=str(tmp_path / "run"), reruns=True)
-    first = choose_run_directory(wish)
-    first.enter()
-    notice = choose_run_directory(wish).notice or ""
-    assert notice == f"{tmp_path}/run is in use by another runner: this one, from scratch, is {tmp_path}/run-2."
 
 
 def test_a_cell_that_goes_on_takes_over_from_the_runner_of_the_cell_before(tmp_path: Path) -> None:

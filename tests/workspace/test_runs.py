@@ -13,7 +13,7 @@ from support.recorded import record_run
 from support.toys import TracingRunner
 
 from danling.cli.main import main
-from danling.workspace.runs import config_differences, find_runs, is_run
+from danling.workspace.runs import config_differences, find_runs
 
 
 @pytest.fixture(scope="module")
@@ -22,19 +22,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     record_run(place, lr=0.01)
     record_run(place, lr=0.03, log_interval=2)
     return place
-
-
-def test_every_run_below_a_directory_is_found(root: Path) -> None:
-    runs = find_runs(root)
-    assert len(runs) == 2
-    assert all(run.name == str(run.path.relative_to(root)) and is_run(run.path) for run in runs)
-    assert [found.path for found in find_runs(runs[0].path)] == [runs[0].path]
-
-
-def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        find_runs(tmp_path / "nowhere")
-    assert find_runs(tmp_path) == []
 
 
 def test_curves_are_what_was_logged(root: Path) -> None:
@@ -62,15 +49,6 @@ def test_differences_are_of_what_changes_the_result(root: Path) -> None:
     differing = config_differences(runs)
     assert list(differing) == ["optim.lr"] and sorted(differing["optim.lr"]) == [0.01, 0.03]
     assert set(config_differences(runs, everything=True)) == {"optim.lr", "log_interval"}
-
-
-def test_a_run_without_figures_is_empty_and_not_an_error(tmp_path: Path) -> None:
-    (tmp_path / "run" / "metadata").mkdir(parents=True)
-    (tmp_path / "run" / "metadata" / "config.full.yaml").write_text("seed: 1\n")
-    (run,) = find_runs(tmp_path)
-    row = run.summary()
-    assert row["step"] is row["best"] is row["score_name"] is row["latest"] is None
-    assert run.figures == [] and run.config == {"seed": 1}
 
 
 def test_a_line_that_a_kill_left_unfinished_is_left_out(tmp_path: Path) -> None:
@@ -165,15 +143,3 @@ def test_a_run_whose_best_checkpoint_is_in_another_directory_has_a_score(
     assert row["score_name"] == "val/acc" and row["best"] == one.summary()["best"] and row["best_index"] <= 12
     assert row["latest"] == two.results[14]["val"]["acc"]
     assert main(["runs", str(tmp_path)]) == 0 and capsys.readouterr().out.count("val/acc") == 2
-
-
-def test_a_runner_in_construction_has_a_repr(tmp_path: Path) -> None:
-    shown = []
-
-    class Printed(TracingRunner):
-        def init_distributed(self) -> None:
-            shown.append(repr(self))
-            super().init_distributed()
-
-    Printed({"steps": 1, "dir": str(tmp_path / "run"), "dataloader": {"batch_size": 4}}).close()
-    assert shown == ["<Printed in construction>"]

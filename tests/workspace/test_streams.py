@@ -52,12 +52,6 @@ def test_what_was_written_last_says_how_the_log_has_ended_and_complete_stays_so(
     assert ends == ["stopped", "open", "complete"]
 
 
-def test_of_several_trainers_the_last_counts_and_without_one_what_the_producer_knows(tmp_path: Path) -> None:
-    trainers = [side(tmp_path, "a", "trainer", 40, 40), side(tmp_path, "b", "trainer", 40, 12)]
-    assert streams_of(trainers)[0]["trained"] == 12
-    assert streams_of([side(tmp_path, "p", "producer", 40, 20)])[0]["waiting"] == 20
-
-
 @pytest.mark.parametrize("record", [{}, {**RECORD, "side": "both"}, {**RECORD, "trained": "many"}, 3, None])
 def test_a_record_that_is_none_is_named_and_hides_no_run(tmp_path: Path, record: object) -> None:
     (tmp_path / "streams.json").write_text(json.dumps({"train": record}))

@@ -28,20 +28,6 @@ def strict_json(path: Path) -> Any:
     return json.loads(path.read_text(), parse_constant=refuse)
 
 
-def test_layout(tmp_path: Path) -> None:
-    workspace = make(tmp_path)
-    assert workspace.dir == tmp_path / "lin-abc1234" / "abc1234-00ff"
-    assert workspace.checkpoints == workspace.dir / "checkpoints"
-    assert workspace.log_file == workspace.dir / "logs" / "t0.log"
-    assert workspace.tensorboard_dir == workspace.dir / "tensorboard" / "t0"
-    assert workspace.results_file == workspace.dir / "results.json"
-    assert not workspace.dir.exists()
-
-
-def test_without_git_the_lineage_stands_alone(tmp_path: Path) -> None:
-    assert make(tmp_path, code_id=None, id="00ff").dir == tmp_path / "lin" / "00ff"
-
-
 def test_overrides_replace_single_paths(tmp_path: Path) -> None:
     workspace = make(tmp_path, dir=tmp_path / "mine", checkpoint_dir=tmp_path / "big", log_file=tmp_path / "run.log")
     assert workspace.dir == tmp_path / "mine"
@@ -57,14 +43,6 @@ def test_paths_outlive_a_change_of_directory(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir("/")
     workspace.create()
     assert (tmp_path / "experiments" / "lin-abc1234" / "abc1234-00ff").is_dir()
-
-
-def test_only_the_main_process_writes(tmp_path: Path) -> None:
-    workspace = make(tmp_path, is_main=False)
-    workspace.create()
-    workspace.write_metadata({}, {}, {}, CodeIdentity("a" * 40))
-    workspace.write_results({}, {}, {})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
