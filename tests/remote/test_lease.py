@@ -168,14 +168,6 @@ def test_a_store_that_compares_tags_without_their_quotes_keeps_writers_apart(
     lease.release()
 
 
-def test_a_store_that_replaces_nothing_on_condition_is_found_out(store: RemoteStore, proxy: FaultProxy) -> None:
-    proxy.change_headers(lambda headers: headers.update({"if-match": '"another"'}) if "if-match" in headers else None)
-    lease = Lease(store, KEY)
-    lease.acquire()
-    assert not lease.is_exclusive and unkept(store, f"{KEY}-probe") == "If-Match"
-    lease.release()
-
-
 def test_who_cannot_renew_the_lease_writes_nothing_until_it_is_renewed(store: RemoteStore, proxy: FaultProxy) -> None:
     lease = Lease(store, KEY, seconds=0.4)
     lease.acquire()
