@@ -112,12 +112,17 @@ class EngineModelStates(ModelStates):
 
     def load_model(self, state: Any, *, partial: bool = False) -> None:
         """Load weights by canonical name, or the model of an engine's own checkpoint. Call on all ranks."""
-        if isinstance(state, EngineTag) and self._fits(state):
-            self._load_tag(state)
-            return
-        if isinstance(state, EngineTag):
-            state = self._whole_model(state)
         engine = self.runner.engine
+        if isinstance(state, EngineTag):
+            # The engine reads its own tag; one of another stage or number of ranks is put together and divided anew.
+            same_ranks = state.world_size == self.runner.world_size or state.stage == 0
+            if state.stage == self.runner.preparation.stage and same_ranks:
+                whole = not self.runner.run_state.excluded.mentions("optimizer")
+                with engines.single_writer(engine, HashingFiles(trust=self._trust)):
+                    engine.load_checkpoint(str(state.path.parent), tag=state.path.name, load_optimizer_states=whole)
+                self._tag_read = state
+                return
+            state = self._whole_model(state)
         with engines.gathered(engine, modify=True):
             super().load_model(state, partial=partial)
         if engine is not None and engines.is_divided(engine):
@@ -146,18 +151,6 @@ class EngineModelStates(ModelStates):
             stored = state["param_groups"][names.index(set(own))]
             group.update({key: value for key, value in stored.items() if key != "params"})
         engines.load_full_states(engine, [(p, state["state"].get(name, {})) for name, p in self._trained().items()])
-
-    def _fits(self, tag: EngineTag) -> bool:
-        """Whether the engine reads the tag itself; one of another stage or number of ranks is put together and divided anew."""
-        return tag.stage == self.runner.preparation.stage and (
-            tag.world_size == self.runner.world_size or tag.stage == 0
-        )
-
-    def _load_tag(self, tag: EngineTag) -> None:
-        engine, whole = self.runner.engine, not self.runner.run_state.excluded.mentions("optimizer")
-        with engines.single_writer(engine, HashingFiles(trust=self._trust)):
-            engine.load_checkpoint(str(tag.path.parent), tag=tag.path.name, load_optimizer_states=whole)
-        self._tag_read = tag
 
 
 class EngineFiles:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,14 +82,13 @@ class EnginePreparation(ModelPreparation):
         named = {canonical_name(name): parameter for name, parameter in self.engine.module.named_parameters()}
         return [parameter for name, parameter in named.items() if name in updated]
 
-    def whole_weights(self, model: nn.Module, *, modify: bool) -> AbstractContextManager[None]:
-        """Return a context in which ZeRO's weights are gathered."""
-        return self._written_weights(model) if modify else engines.gathered(self.engine)
-
     @contextmanager
-    def _written_weights(self, model: nn.Module) -> Iterator[None]:
-        with engines.gathered(self.engine, modify=True):
+    def whole_weights(self, model: nn.Module, *, modify: bool) -> Iterator[None]:
+        """Return a context in which ZeRO's weights are gathered."""
+        with engines.gathered(self.engine, modify=modify):
             yield
+        if not modify:
+            return
         if self.world.size > 1 and not self.divides_weights:
             for parameter in model.parameters():
                 self.world.broadcast(parameter.data)

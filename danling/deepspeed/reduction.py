@@ -18,11 +18,7 @@ from . import engine as engines
 
 
 class GradientWatch:
-    """Notes which parameters get a gradient, for stacks that remove gradients before they can be examined.
-
-    Args:
-        named: The parameters. Each is watched until it gets its first gradient, or the watch is closed.
-    """
+    """Notes which parameters get a gradient, for stacks that remove gradients before they can be examined."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._missing: dict[int, str] = {}

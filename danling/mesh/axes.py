@@ -180,11 +180,7 @@ class Axes:
         return prod(self.degrees[_check_name(axis)] for axis in axes)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of a global rank on each axis.
-
-        Raises:
-            ValueError: If the rank lies outside the world.
-        """
+        """Return the coordinate of a global rank on each axis."""
         if not 0 <= rank < self.world_size:
             raise ValueError(
                 f"Expected 0 <= rank < {self.world_size}. Received: rank={rank!r}. {_received(self.degrees)}."
@@ -221,9 +217,6 @@ def check_divisible(axes: Axes, value: int, *names: str, what: str, mend: str) -
         names: The axes that it is divided over.
         what: Its name in the error.
         mend: What to change, a sentence.
-
-    Raises:
-        ValueError: If it does not divide; all axes are listed.
     """
     degree = axes.degree(*names)
     if value < 1 or value % degree:
@@ -241,9 +234,6 @@ def check_heads(axes: Axes, heads: int, *, split_by_context: bool = False) -> in
         axes: The degrees.
         heads: Heads of a layer; with grouped queries check those of keys and values too.
         split_by_context: Whether context parallelism exchanges heads (Ulysses) rather than keys and values.
-
-    Raises:
-        ValueError: If they do not divide.
     """
     names = ("tensor", "context") if split_by_context else ("tensor",)
     return check_divisible(
@@ -252,11 +242,7 @@ def check_heads(axes: Axes, heads: int, *, split_by_context: bool = False) -> in
 
 
 def check_sequence(axes: Axes, length: int, *, split_by_tensor: bool = False) -> int:
-    """Return the positions of one rank, divided over `context`, and over `tensor` with sequence parallelism.
-
-    Raises:
-        ValueError: If they do not divide.
-    """
+    """Return the positions of one rank, divided over `context`, and over `tensor` with sequence parallelism."""
     names = ("context", "tensor") if split_by_tensor else ("context",)
     return check_divisible(
         axes, length, *names, what="the sequence length", mend="Pad the sequence or change the degree."
@@ -264,22 +250,14 @@ def check_sequence(axes: Axes, length: int, *, split_by_tensor: bool = False) ->
 
 
 def check_experts(axes: Axes, experts: int) -> int:
-    """Return the experts of one rank, divided over `expert`.
-
-    Raises:
-        ValueError: If they do not divide.
-    """
+    """Return the experts of one rank, divided over `expert`."""
     return check_divisible(
         axes, experts, "expert", what="the number of experts", mend="Change the model or the degree."
     )
 
 
 def check_expert_width(axes: Axes, width: int) -> int:
-    """Return the hidden width of an expert on one rank, divided over `expert_tensor`.
-
-    Raises:
-        ValueError: If it does not divide.
-    """
+    """Return the hidden width of an expert on one rank, divided over `expert_tensor`."""
     return check_divisible(
         axes, width, "expert_tensor", what="the hidden width of an expert", mend="Change the model or the degree."
     )
@@ -293,9 +271,6 @@ def check_micro_batches(axes: Axes, batch_size: int, *, micro_batch_size: int = 
         batch_size: Samples of a batch of one data coordinate.
         micro_batch_size: Samples of a micro-batch; not read when `number` is given.
         number: Number of micro-batches.
-
-    Raises:
-        ValueError: If the batch does not divide.
     """
     parts = number if number is not None else micro_batch_size
     if parts < 1 or batch_size < 1 or batch_size % parts:

@@ -158,21 +158,6 @@ class Cut:
     number: int
 
 
-def cut_batch(samples: int, *, size: int, number: int | None, schedule: Any, ranks: int, stages: int) -> Cut:
-    """Return how a batch is cut; one that does not divide gets smaller micro-batches, or some that weigh nothing."""
-    if number is not None:
-        size = max(samples // number, 1)
-    size = math.gcd(samples, size)
-    real = samples // size
-    if schedule in _ANY_NUMBER:
-        return Cut(size, real, real)
-    least = max(real, stages)
-    # Interleaved schedules run in rounds of as many micro-batches as there are ranks.
-    if issubclass(schedule, PipelineScheduleMulti) and schedule not in V_SCHEDULES:
-        least = -(-least // ranks) * ranks
-    return Cut(size, real, least)
-
-
 class _Stage(PipelineStage):
     real = 0
     """Micro-batches with samples; those behind leave no trace in buffers."""
@@ -250,15 +235,19 @@ class Pipeline:
     # One batch
 
     def cut_of(self, samples: int) -> Cut:
-        """Return how a batch of so many samples is cut."""
-        return cut_batch(
-            samples,
-            size=self.microbatch_size,
-            number=self.n_microbatches,
-            schedule=self.schedule,
-            ranks=self.domain.size,
-            stages=self.num_stages,
-        )
+        """Return how a batch is cut; one that does not divide gets smaller micro-batches, or some that weigh nothing."""
+        size = self.microbatch_size
+        if self.n_microbatches is not None:
+            size = max(samples // self.n_microbatches, 1)
+        size = math.gcd(samples, size)
+        real = samples // size
+        if self.schedule in _ANY_NUMBER:
+            return Cut(size, real, real)
+        least = max(real, self.num_stages)
+        # Interleaved schedules run in rounds of as many micro-batches as there are ranks.
+        if issubclass(self.schedule, PipelineScheduleMulti) and self.schedule not in V_SCHEDULES:
+            least = -(-least // self.domain.size) * self.domain.size
+        return Cut(size, real, least)
 
     def open(self, inputs: object) -> Cut:
         """Agree on the shape of the next batch and how it is cut. Call on all ranks of the pipeline."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,12 +66,9 @@ class MeshPreparation(ModelPreparation):
         mine = {name: parameter.requires_grad for name, parameter in named}
         return {name: value for part in self.pipeline.gather_objects(mine) for name, value in part.items()}
 
-    def whole_weights(self, model: nn.Module, *, modify: bool) -> AbstractContextManager[None]:
-        """Return a context in which the parameters of this rank's part of the model are plain tensors of full shape."""
-        return self._whole_weights(model, modify)
-
     @contextmanager
-    def _whole_weights(self, model: nn.Module, modify: bool) -> Iterator[None]:
+    def whole_weights(self, model: nn.Module, *, modify: bool) -> Iterator[None]:
+        """Return a context in which the parameters of this rank's part of the model are plain tensors of full shape."""
         reshard(model)
         with wholly(model) as pairs, torch.no_grad():
             yield

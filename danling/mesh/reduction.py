@@ -60,14 +60,11 @@ class ParameterCopies:
     def __init__(self, topology: Topology, parameters: Iterable[nn.Parameter]) -> None:
         self.topology = topology
         self.parameters = list(parameters)
-        self._copies = [self._copies_of(parameter) for parameter in self.parameters]
+        degrees, cut = topology.axes, axes_with(cuts_modules=True)
+        self._copies = [degrees.world_size // degrees.degree(*cut, *divided_axes(p)) for p in self.parameters]
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         axes = self._axes_to_sum
         self._buckets = bucketed((parameter for parameter in trained if axes(parameter)), axes)
-
-    def _copies_of(self, parameter: Tensor) -> int:
-        axes = self.topology.axes
-        return axes.world_size // axes.degree(*axes_with(cuts_modules=True), *divided_axes(parameter))
 
     def _axes_to_sum(self, parameter: Tensor) -> tuple[str, ...]:
         # FSDP sums over its own mesh, which is the one with `shard`.
@@ -89,13 +86,14 @@ class ParameterCopies:
         # Tensor parallelism may leave sums that are still to be made, such as those of norms between stretches of a sequence. They are
         # made together; a gradient that lies otherwise than its parameter for another reason is moved by itself.
         waiting: dict[Any, list[Any]] = {}
-        for parameter in self.parameters:
-            grad: Any = parameter.grad
-            if grad is None or not is_sharded(grad) or not is_sharded(parameter) or not _differs(grad, parameter):
+        sharded: list[Any] = [p for p in self.parameters if p.grad is not None and is_sharded(p.grad) and is_sharded(p)]
+        for parameter in sharded:
+            grad = parameter.grad
+            if grad.placements == parameter.placements:
                 continue
             dim = _open_sum(grad, parameter)
             if dim is None:
-                parameter.grad = grad.redistribute(placements=_placements(parameter))
+                parameter.grad = grad.redistribute(placements=parameter.placements)
             else:
                 waiting.setdefault((grad.device_mesh, dim, grad.dtype), []).append(parameter)
         for (mesh, dim, _), parameters in waiting.items():
@@ -139,14 +137,6 @@ class ParameterCopies:
             shares = torch.tensor([1.0 / copies for _, copies in grads], dtype=torch.float64, device=total.device)
             total = (squares * shares).sum()
         return domain.all_reduce(total).sqrt()
-
-
-def _placements(tensor: Any) -> object:
-    return tensor.placements
-
-
-def _differs(grad: Any, parameter: Any) -> bool:
-    return bool(grad.placements != parameter.placements)
 
 
 def _open_sum(grad: Any, parameter: Any) -> int | None:

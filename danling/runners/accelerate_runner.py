@@ -50,10 +50,6 @@ class AccelerateRunner(TorchRunner):
 
         Args:
             config: What the user passed.
-
-        Raises:
-            ImportError: If Accelerate is not installed.
-            ValueError: If a setting of Accelerate's is the library's to decide, or contradicts one of its keys.
         """
         own = super().adopt_config(config)
         import_accelerate()

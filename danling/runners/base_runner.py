@@ -258,10 +258,6 @@ class BaseRunner(metaclass=MetaRunner):
 
         Args:
             config: What the user passed.
-
-        Raises:
-            ValueError: If a setting is out of bounds, contradicts another one, or names another stack; if `ft.enabled` with a stack other
-                than `ddp` and `parallel`, or with an axis other than `replicate` and `shard`, or the place among the groups is wrong.
         """
         own = deepcopy(config) if isinstance(config, RunnerConfig) else self.config_class(config)
         impose(own)
@@ -703,10 +699,6 @@ class BaseRunner(metaclass=MetaRunner):
         Args:
             tracker: An object with `log(values, step)`, `flush()` and `close()`, and if it likes `set_status(status)`, or a callable that
                 returns one, such as its class. Used and called on the main process only.
-
-        Raises:
-            TypeError: If it is neither.
-            ValueError: If it was added before.
         """
         self._reporter.trackers.add(tracker)
 
@@ -941,12 +933,7 @@ class BaseRunner(metaclass=MetaRunner):
     # Loading
 
     def restore(self) -> None:
-        """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`.
-
-        Raises:
-            CheckpointNotFound: If `resume` or `pretrained` names a checkpoint that does not exist.
-            CheckpointMismatch: If the checkpoint is of another run or another model.
-        """
+        """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`."""
         self._restorer().restore(self.workspace.checkpoints)
 
     def _restorer(self) -> RunRestorer:

@@ -47,9 +47,6 @@ class GraphRunner(TorchRunner):
 
         Args:
             config: What the user passed.
-
-        Raises:
-            ValueError: If a setting is out of bounds, contradicts another one, or asks for what another stack does.
         """
         own = super().adopt_config(config)
         own.compile.enable = True

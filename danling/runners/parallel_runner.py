@@ -237,9 +237,6 @@ class ParallelRunner(TorchRunner):
 
         Args:
             model: The model, or a part of it.
-
-        Raises:
-            ValueError: If the model has no such method.
         """
         transform = getattr(model, "parallelize", None)
         if not callable(transform):

@@ -372,10 +372,6 @@ class TorchRunner(BaseRunner):
             directory: Directory for the files.
             averaged: Write the EMA weights instead of the trained ones.
             options: Further arguments of the model's own `save_pretrained`, such as `max_shard_size`.
-
-        Raises:
-            TypeError: If the model has no `save_pretrained`.
-            ValueError: If `averaged` is set and there is no EMA.
         """
         model = check_pretrained(self.unwrapped_model)
         if averaged and self.ema is None:
@@ -548,9 +544,6 @@ class TorchRunner(BaseRunner):
             name: Its name, another one than `loss`.
             value: A mean over the micro-batch, 0-dim.
             weight: What it is a mean over; `None` is the weight of the micro-batch's loss, see `batch_weight`.
-
-        Raises:
-            ValueError: If the value is not a single number, or the name is reserved.
         """
         if weight is None:
             weight = self.window.current if self.mode == "train" else self._parts.evaluator.batch_weight
@@ -638,9 +631,6 @@ class TorchRunner(BaseRunner):
 
         Args:
             loss: 0-dim, as the criterion reduced it.
-
-        Raises:
-            ValueError: If no micro-batch is open, so that the weight of the loss is not known.
         """
         if self.window.count == 0 and not self._session.running:
             self.window.check_open()
@@ -678,9 +668,6 @@ class TorchRunner(BaseRunner):
 
         Returns:
             A context, whose value is whether the update is due in this pass.
-
-        Raises:
-            ValueError: If there is no optimizer of this name, or the block ends without a call of `self.backward`.
         """
         if self._phases is None:
             raise ValueError(
@@ -705,10 +692,6 @@ class TorchRunner(BaseRunner):
 
         Returns:
             Whether the update was made, else the reason; its weight, loss, samples and gradient norm. The same on all ranks.
-
-        Raises:
-            ValueError: If `train_step` left out `self.backward(loss)`.
-            NonFiniteError: If loss or gradient is not finite and the update must not be skipped.
         """
         if self.reduction.optimizer is not self.optimizer:
             self._bind_reduction()
@@ -863,9 +846,6 @@ class TorchRunner(BaseRunner):
 
         Returns:
             The loss as the criterion reduces it: 0-dim.
-
-        Raises:
-            ValueError: If there is neither a criterion nor a `loss`.
         """
         if self.criterion is not None:
             given = pred if isinstance(pred, Tensor) else prediction_of(pred)
@@ -894,9 +874,6 @@ class TorchRunner(BaseRunner):
 
         Returns:
             Metrics by split, the same on all ranks.
-
-        Raises:
-            ValueError: If a split is unknown, or there is none.
         """
         names = self._data.splits.choose(splits, self.evaluate_splits, "evaluate")
         return {split: self.evaluate_epoch(split) for split in names}

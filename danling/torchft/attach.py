@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_config(config: RunnerConfig, stack: str) -> None:
-    """Refuse a configuration with replica groups whose layout they do not support.
-
-    Raises:
-        ValueError: If `ft.enabled` with a stack other than `ddp` and `parallel`, with an axis along which ranks read the same samples,
-            or with an `ft.replica_id` that is not less than `ft.group_size`.
-    """
+    """Refuse a configuration with replica groups whose layout they do not support."""
     ft = config.ft
     if not ft.enabled:
         return

@@ -142,7 +142,9 @@ class ReplicaGroups:
         self._healed = False
         self._healing = False
         self._device = group.device if settings.process_group == "nccl" else torch.device("cpu")
-        self._membership: Membership | None = None
+        self._manager: Any = None
+        self._process_group: Any = None
+        self._store: TCPStore | None = None
         self._counts = {"step": 0, "batches_committed": 0}
 
     def _unreached(self, error: Exception) -> QuorumError:
@@ -151,28 +153,37 @@ class ReplicaGroups:
             f"`torchft_lighthouse --min_replicas 1`, and set {LIGHTHOUSE} to its address."
         )
 
-    @property
-    def _manager(self) -> Any:
-        assert self._membership is not None, "open() comes first"
-        return self._membership.manager
-
     def _join(self) -> None:
         # Not before the first update: the lighthouse waits for a group that is there and does not ask, and so do the others.
-        if self._membership is not None:
+        if self._manager is not None:
             return
-        settings = self.settings
+        settings, group = self.settings, self._group
+        timeout, patience = timedelta(seconds=settings.timeout), timedelta(seconds=settings.quorum_timeout)
         try:
-            self._membership = Membership(
-                self._lighthouse,
-                self._group,
-                backend=settings.process_group,
-                timeout=settings.timeout,
-                quorum_timeout=settings.quorum_timeout,
-                replica_id=f"replica-{settings.replica_id:06d}",
-                min_replica_size=settings.min_replica_size,
-                state_dict=self._state_dict,
+            host = address_towards(self._lighthouse)
+            # A store of its own for every attempt: that of the launcher may still hold the addresses of an earlier one.
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if group.rank == 0 else None
+            address, port = group.broadcast_object((host, self._store.port if self._store is not None else 0))
+            self._process_group = _process_group(settings.process_group, timeout)
+            self._manager = _manager_class()(
+                lambda waits: _agree_to_wait(group, waits, waits and self._asked_to_stop()),
+                pg=self._process_group,
                 load_state_dict=self._heal,
-                asked_to_stop=self._asked_to_stop,
+                state_dict=self._state_dict,
+                min_replica_size=settings.min_replica_size,
+                # Before the forward: a healed group then takes part at once, and a state that is sent is not being changed.
+                use_async_quorum=False,
+                timeout=timeout,
+                quorum_timeout=patience,
+                connect_timeout=timeout,
+                rank=group.rank,
+                world_size=group.size,
+                store_addr=address,
+                store_port=port,
+                lighthouse_addr=self._lighthouse,
+                replica_id=sized_replica_id(f"replica-{settings.replica_id:06d}", group.size),
+                hostname=host,
+                checkpoint_transport=_transport(host, patience),
             )
         except Exception as error:
             raise self._unreached(error) from error
@@ -185,11 +196,6 @@ class ReplicaGroups:
 
         Returns:
             Whether this rank was given the state of another group.
-
-        Raises:
-            QuorumError: If there is no agreement in time, as when the lighthouse is gone.
-            ReplicaSizeError: If this group has another number of ranks than the others, which go on without it.
-            WaitAbandonedError: On all ranks, when one of them is asked to stop while they wait; this group has left the others.
         """
         self._healed = False
         end = time.monotonic() + self.settings.quorum_timeout
@@ -288,11 +294,7 @@ class ReplicaGroups:
         return {name: (total, weight) for name, (total, weight) in zip(names, figures.tolist())}
 
     def commit(self) -> bool:
-        """Whether the update may be made: no rank of this group met an error, and enough groups took part.
-
-        Raises:
-            QuorumError: If it has failed too often in a row.
-        """
+        """Whether the update may be made: no rank of this group met an error, and enough groups took part."""
         if self._manager.should_commit():
             self.failures = 0
             return True
@@ -316,79 +318,28 @@ class ReplicaGroups:
     @property
     def num_participants(self) -> int:
         """Groups that take part in the open update, or took part in the last one; 0 before the first."""
-        return int(self._manager.num_participants()) if self._membership is not None else 0
+        return int(self._manager.num_participants()) if self._manager is not None else 0
 
     def state_dict(self) -> dict[str, int]:
         """Return how many updates were committed, and how many by one group each: `{"step": ..., "batches_committed": ...}`."""
-        if self._membership is not None:
+        if self._manager is not None:
             self._counts = {name: int(value) for name, value in self._manager.state_dict().items()}
         return dict(self._counts)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from a checkpoint. Groups at different steps heal from one that is ahead."""
         self._counts = dict(state)
-        if self._membership is not None:
+        if self._manager is not None:
             self._manager.load_state_dict(dict(state))
 
     def leave(self) -> None:
         """Leave the other groups, which go on without this one; the next `open` joins them again."""
         self.state_dict()
-        membership, self._membership = self._membership, None
-        if membership is not None:
-            membership.close()
-
-
-# The lighthouse, and the manager of one rank
-
-
-class Membership:
-    """The manager of TorchFT of one rank, its process group and its store. Construct on all ranks of the group."""
-
-    def __init__(
-        self,
-        lighthouse: str,
-        group: Domain,
-        *,
-        backend: str,
-        timeout: float,
-        quorum_timeout: float,
-        replica_id: str,
-        min_replica_size: int,
-        state_dict: Callable[[], object],
-        load_state_dict: Callable[[Any], None],
-        asked_to_stop: Callable[[], bool],
-    ) -> None:
-        host = address_towards(lighthouse)
-        # A store of its own for every attempt: that of the launcher may still hold the addresses of an earlier one.
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if group.rank == 0 else None
-        address, port = group.broadcast_object((host, self._store.port if self._store is not None else 0))
-        self._process_group = _process_group(backend, timeout)
-        self.manager: Any = _manager_class()(
-            lambda waits: _agree_to_wait(group, waits, waits and asked_to_stop()),
-            pg=self._process_group,
-            load_state_dict=load_state_dict,
-            state_dict=state_dict,
-            min_replica_size=min_replica_size,
-            # Before the forward: a healed group then takes part at once, and a state that is sent is not being changed.
-            use_async_quorum=False,
-            timeout=timedelta(seconds=timeout),
-            quorum_timeout=timedelta(seconds=quorum_timeout),
-            connect_timeout=timedelta(seconds=timeout),
-            rank=group.rank,
-            world_size=group.size,
-            store_addr=address,
-            store_port=port,
-            lighthouse_addr=lighthouse,
-            replica_id=sized_replica_id(replica_id, group.size),
-            hostname=host,
-            checkpoint_transport=_transport(host, quorum_timeout),
-        )
-
-    def close(self) -> None:
-        """Leave; the other groups go on without this one."""
-        self.manager.shutdown(wait=False)
-        self._process_group.shutdown()
-        self._store = None
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.shutdown(wait=False)
+            self._process_group.shutdown()
+            self._process_group = self._store = None
 
 
 class WaitAbandonedError(TrainingAbandoned):
@@ -558,16 +509,16 @@ def _host_and_port(url: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
-def _process_group(backend: str, timeout: float) -> Any:
+def _process_group(backend: str, timeout: timedelta) -> Any:
     import torchft
 
     # Said at every quorum by every build of torch without NCCL.
     logging.getLogger("torchft.manager").addFilter(lambda record: "NCCL flight recorder" not in record.getMessage())
     kinds = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}
-    return kinds[backend](timeout=timedelta(seconds=timeout))
+    return kinds[backend](timeout=timeout)
 
 
-def _transport(host: str, timeout: float) -> Any:
+def _transport(host: str, timeout: timedelta) -> Any:
     from torchft.checkpointing import HTTPTransport
 
     class Transport(HTTPTransport):  # type: ignore[misc, type-arg, unused-ignore]
@@ -576,7 +527,7 @@ def _transport(host: str, timeout: float) -> Any:
         def address(self) -> str:
             return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
 
-    transport = Transport(timeout=timedelta(seconds=timeout), num_chunks=0)
+    transport = Transport(timeout=timeout, num_chunks=0)
     # The server of the standard library prints a line for each request.
     transport._server.RequestHandlerClass.log_message = lambda *_: None
     return transport

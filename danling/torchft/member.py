@@ -68,9 +68,6 @@ class ReplicaMember:
 
         Returns:
             Whether the state of this run was replaced by that of another group: batches read before do not count.
-
-        Raises:
-            QuorumError: If there is no agreement.
         """
         if self._is_open:
             return False
@@ -112,14 +109,7 @@ class ReplicaMember:
         return cast(GradientReduction, ReplicatedReduction(reduction, self))
 
     def commit_update(self, step: int) -> bool:
-        """Return whether the open update may be made; if not, everything is as it was before it.
-
-        Args:
-            step: Number of the update, for the log.
-
-        Raises:
-            QuorumError: If too many in a row may not.
-        """
+        """Return whether the open update may be made; if not, everything is as it was before it."""
         self._is_open, committed = False, False
         try:
             committed = self.groups.commit()
@@ -195,16 +185,8 @@ class ReplicatedReduction:
     def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:
         """Add totals and gradients of the groups that take part, and ask whether the update may be made.
 
-        Args:
-            totals: Those of this group. Requests stay within it.
-            window: The open window, by whose reference this group has scaled its losses.
-            step: Number of the update.
-
         Returns:
             The totals over all groups; `None` where the update is not made and was taken back.
-
-        Raises:
-            QuorumError: If too many updates in a row were not made.
         """
         self._divides = not window.sum_reduced
         groups, parameters = self.member.groups, self.inner.parameters

@@ -27,10 +27,6 @@ class OwnPositions:
     """The loader states of one replica group, as file checkpoints by global step that are kept as long as full ones.
 
     They are in `{checkpoints}/{checkpoint.ft_dataloader_checkpoint_prefix}-{replica}/`. Call every method on all ranks of the group.
-
-    Args:
-        runner: The runner.
-        replica: Name of the group.
     """
 
     def __init__(self, runner: BaseRunner, replica: str) -> None:
@@ -46,11 +42,7 @@ class OwnPositions:
         )
 
     def save(self) -> None:
-        """Save the loader states that belong to the state that is saved next.
-
-        Raises:
-            CheckpointError: If they could not be written.
-        """
+        """Save the loader states that belong to the state that is saved next."""
         runner, train = self._runner, self._runner.state.train
         sources = runner.sources.among(runner.train_splits)
         ranks = runner.world.gather_objects((runner.data_domain.rank, own_states(sources, read_only=False)))
@@ -66,9 +58,6 @@ class OwnPositions:
 
         A position that belongs to an earlier step than the weights is taken only for loaders that keep a state of their own on each
         rank: groups whose common position differed would end their passes at different updates.
-
-        Raises:
-            CheckpointDamaged: If a file is not what was written.
         """
         runner, step = self._runner, self._runner.state.train.global_step
         name = self.manager.on_main(lambda: self._newest(step))

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
 from danling.mesh.axes import Axes
-from danling.mesh.pipeline import StagePlan, check_resharding
+from danling.mesh.pipeline import StagePlan, check_resharding, check_schedule
 
 
 def axes(**degrees: int) -> Axes:
@@ -51,3 +53,6 @@ def test_what_fits_no_pipeline_is_refused() -> None:
     check_resharding(axes(pipeline=2, shard=2), False)
     check_resharding(axes(shard=2), True)
     check_resharding(axes(pipeline=2), True)
+    with pytest.raises(ValueError, match="torch 2.12 or newer to run ScheduleZBVZeroBubble over gloo"):
+        check_schedule(ScheduleZBVZeroBubble, torch.device("cpu"), "2.11.0+cpu")
+    check_schedule(ScheduleZBVZeroBubble, torch.device("cuda"), "2.11.0+cpu")
