@@ -73,7 +73,7 @@ def test_the_table_names_what_is_there():
         "ddp",
         "parallel",
     }
-    modules = [extension.module for extension in EXTENSIONS.values()] + [module for module, _ in STACKS.values()]
+    modules = [module for module, _ in EXTENSIONS.values()] + [module for module, _ in STACKS.values()]
     assert all((ROOT.parent / f"{module.replace('.', '/')}.py").exists() for module in modules)
 
 

@@ -17,7 +17,7 @@ from danling.utils.protocols import SteppedOptimizer
 from danling.utils.tensors import canonical_name
 
 from . import engine as engines
-from .engine_config import uses_bf16_weights, zero_stage
+from .engine_config import zero_stage
 
 _LOOKS_AT_SHAPES = ("Adafactor", "Muon")
 
@@ -159,25 +159,6 @@ def check_dtype(model: nn.Module) -> None:
             f"{listed(wide)}. Call self.model.float() in __init__ where that is precise enough, or set stack='ddp', "
             "which trains in float64."
         )
-
-
-def check_replayable(settings: Mapping[str, Any]) -> None:
-    """Refuse to make updates again where an engine takes gradients apart while it computes them."""
-    zero, stage = settings.get("zero_optimization") or {}, zero_stage(settings)
-    offloads = [name for name in ("offload_optimizer", "offload_param", "cpu_offload") if zero.get(name)]
-    if stage < 2 and not offloads and not uses_bf16_weights(settings):
-        return
-    received = (
-        f"deepspeed.zero_optimization.stage={stage}, which hands each gradient to another rank as it comes and keeps none of them"
-        if stage >= 2
-        else f"deepspeed.zero_optimization.{offloads[0]}, which keeps gradients in host memory"
-        if offloads
-        else "deepspeed.bf16.enabled=True, which adds gradients to flat ones in float32"
-    )
-    raise ValueError(
-        f"Expected gradients that can be put back with audit.replay_interval, to make an update again. Received: {received}. Train with "
-        "ZeRO 0 or 1, or on 'parallel' with parallel.axes.shard, or leave the key out."
-    )
 
 
 def check_optimizer(optimizer: object, settings: Mapping[str, object]) -> None:

@@ -27,7 +27,6 @@ class Topology:
         mesh: The mesh of the axes above 1, slowest first; `None` when there is none.
         data: Domain of `replicate` x `shard`: its ranks read different samples, and metrics are reduced over it.
         optimizer: Domain of all axes, where an update is decided.
-        checkpoint: Domain of all ranks that take part in a checkpoint: all axes.
 
     Args:
         degrees: Degree by axis, at most one of them -1; an axis that is left out has degree 1.
@@ -55,7 +54,6 @@ class Topology:
         self._flat: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.data = self.domain(*axes_with(reads_data=True))
         self.optimizer = self.domain(*AXES)
-        self.checkpoint = self.optimizer
 
     def active(self, *axes: str) -> tuple[str, ...]:
         """Return those of the axes that are above 1, slowest first."""

@@ -25,7 +25,6 @@ from danling.deepspeed.preparation import (
     check_criterion,
     check_dtype,
     check_optimizer,
-    check_replayable,
     trained_names,
 )
 from danling.deepspeed.reduction import EngineReduction
@@ -95,8 +94,6 @@ class DeepSpeedRunner(TorchRunner):
         if self.optimizer is None and "optimizer" not in settings:
             return
         check_keys(self.given_settings, settings)
-        if self.config.audit.replay_interval is not None:
-            check_replayable(settings)
         check_criterion(self.criterion)
         if self.data_domain.size > 1:
             for tensor in self._criterion_tensors("parameters"):

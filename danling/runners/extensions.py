@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,31 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from danling.config import RunnerConfig
 
-
-@dataclass(frozen=True)
-class Extension:
-    """A package that a run loads only when its configuration asks for it.
-
-    Attributes:
-        module: The module that attaches it to a runner.
-        settings: Keys of the configuration; setting one of them loads the extension.
-    """
-
-    module: str
-    settings: tuple[str, ...]
-
-
-EXTENSIONS: Mapping[str, Extension] = {
+EXTENSIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     # Also loaded by `runner.audit()` and `runner.check_layout()`.
-    "audit": Extension(
+    "audit": (
         "danling.audit.attach",
         ("audit.digest_interval", "audit.replay_interval", "audit.gradients.dir", "audit.until"),
     ),
     # Also loaded by the URL of a checkpoint.
-    "remote": Extension("danling.remote.attach", ("checkpoint.remote.url",)),
-    "torchft": Extension("danling.torchft.attach", ("ft.enabled", "checkpoint.enable_ft_dataloader_checkpoints")),
+    "remote": ("danling.remote.attach", ("checkpoint.remote.url",)),
+    "torchft": ("danling.torchft.attach", ("ft.enabled", "checkpoint.enable_ft_dataloader_checkpoints")),
 }
-"""Extensions by name. `stream` is loaded by the program that imports it, `cli` by the command `danling`."""
+"""By name: the module that attaches an extension to a runner, and the settings that load it. `stream` is loaded by the program that
+imports it, `cli` by the command `danling`."""
 
 STACKS: Mapping[str, tuple[str, str]] = {
     "ddp": ("danling.runners.torch_runner", "TorchRunner"),
@@ -49,10 +35,10 @@ STACKS: Mapping[str, tuple[str, str]] = {
 
 def is_asked(name: str, config: RunnerConfig) -> bool:
     """Whether a configuration asks for an extension."""
-    values: list[object] = [reduce(getattr, key.split("."), config) for key in EXTENSIONS[name].settings]
+    values: list[object] = [reduce(getattr, key.split("."), config) for key in EXTENSIONS[name][1]]
     return any(value is not None and value is not False for value in values)
 
 
 def load(name: str) -> Any:
     """Return the module that attaches an extension."""
-    return import_module(EXTENSIONS[name].module)
+    return import_module(EXTENSIONS[name][0])

@@ -39,7 +39,7 @@ def counted_groups() -> Iterator[list[int]]:
 def test_one_process_needs_no_group() -> None:
     topology = Topology({})
     assert topology.mesh is None and topology.view("shard") is None and topology.group(*AXES) is None
-    for domain in (topology.data, topology.optimizer, topology.checkpoint):
+    for domain in (topology.data, topology.optimizer):
         assert isinstance(domain, LocalDomain) and (domain.rank, domain.size) == (0, 1)
     context = ParallelContext(topology)
     assert (context.degree("tensor"), context.rank("tensor"), context.ranks("tensor")) == (1, 0, [0])
