@@ -76,11 +76,7 @@ class Job:
         self._places.give_back()
 
     def wait(self, timeout: float = 120.0) -> Finished:
-        """Wait for the end.
-
-        Raises:
-            AssertionError: If it does not end in time; it is killed, and the message ends with its output.
-        """
+        """Wait for the end."""
         try:
             ended = Finished(self._process.wait(patience(timeout)), self.output)
         except subprocess.TimeoutExpired:
@@ -90,11 +86,7 @@ class Job:
         return ended
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
-        """Wait until a condition of the test holds while the program runs.
-
-        Raises:
-            AssertionError: If the program ends first or the time is over, with its output.
-        """
+        """Wait until a condition of the test holds while the program runs."""
         end = time.monotonic() + patience(timeout)
         while not condition():
             assert self.running or condition(), f"{self.command} ended too early:\n{self.output}"

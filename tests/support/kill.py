@@ -37,14 +37,7 @@ def run_python(
 
 
 def kill_when(job: Job, condition: Callable[[], bool], *, then: float = 0.0, timeout: float = 60.0) -> Finished:
-    """Send SIGKILL to a job and its children `then` seconds after `condition` holds.
-
-    Returns:
-        Exit code (-9 when the signal met a living process) and output.
-
-    Raises:
-        AssertionError: If the job ends before the condition holds, or it does not hold in `timeout` seconds.
-    """
+    """Send SIGKILL to a job and its children `then` seconds after `condition` holds."""
     job.wait_until(condition, timeout)
     time.sleep(then)
     job.kill()

@@ -11,11 +11,7 @@ _BIND, _PRIVATE_BELOW = 0x1000, 0x4000 | 0x40000
 
 
 def move_to_machine(place: Path, disk: Path) -> None:
-    """Let this process see a disk at a place, which other processes see as it was, and be the first one of its machine.
-
-    Raises:
-        PermissionError: If the system does not let processes have mounts of their own.
-    """
+    """Let this process see a disk at a place, which other processes see as it was, and be the first one of its machine."""
     libc = ctypes.CDLL(None, use_errno=True)
     owner = os.getuid(), os.getgid()
     if libc.unshare(_NEW_MOUNTS):

@@ -31,11 +31,7 @@ _held = 0
 
 
 def share_places(directory: Path | None) -> Path | None:
-    """Share the places with every process that names the same directory; without one this process has no limit.
-
-    Returns:
-        The directory so far.
-    """
+    """Share the places with every process that names the same directory; without one this process has no limit."""
     global _directory
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)

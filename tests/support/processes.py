@@ -88,15 +88,7 @@ def run_processes(
     environment: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `function(*args, **kwargs)` in `world_size` processes at once and return its values by rank.
-
-    Returns:
-        The values, by rank.
-
-    Raises:
-        Exception: The error of the rank that failed first, with the rank's traceback as its cause.
-        ProcessFailure: If that error cannot be pickled, or a process died or hung.
-    """
+    """Run `function(*args, **kwargs)` in `world_size` processes at once and return its values by rank."""
     outcomes = run_outcomes(
         function,
         *args,

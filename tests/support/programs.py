@@ -31,14 +31,7 @@ def run_program(
     timeout: float = 100.0,
     environment: Mapping[str, str] | None = None,
 ) -> Finished:
-    """Run a script to its end, in the working directory of the test.
-
-    Returns:
-        The highest exit code, and what all processes printed together.
-
-    Raises:
-        ProcessFailure: If a process dies of a signal or does not end in time.
-    """
+    """Run a script to its end, in the working directory of the test."""
     with tempfile.NamedTemporaryFile() as output:
         codes = run_processes(
             _run,

@@ -115,11 +115,7 @@ class ReplicaGroup:
             self._thread = None
 
     def values(self) -> list[Any]:
-        """Wait for the end and return what its ranks returned, by rank.
-
-        Raises:
-            AssertionError: If a rank did not return.
-        """
+        """Wait for the end and return what its ranks returned, by rank."""
         self.join()
         by_rank = sorted(self.outcomes, key=lambda outcome: outcome.rank)
         failed = [outcome for outcome in by_rank if outcome.error is not None]
@@ -127,11 +123,7 @@ class ReplicaGroup:
         return [outcome.value for outcome in by_rank]
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
-        """Wait until a condition of the test holds while the group runs.
-
-        Raises:
-            AssertionError: If the group ends first, with what its ranks raised, or the time is over.
-        """
+        """Wait until a condition of the test holds while the group runs."""
         end = time.monotonic() + patience(timeout)
         while not condition():
             if self._thread is None or not self._thread.is_alive():

@@ -71,11 +71,7 @@ def load(manager: CheckpointManager, source: str | Path) -> int:
 def go_on(
     kind: str, directory: Path, step: int, *, mode: str = "disabled", keep: int = 2
 ) -> tuple[int | None, CheckpointManager]:
-    """Do what a restart does: load the newest checkpoint that verifies, and save a step.
-
-    Returns:
-        The step that was loaded, `None` when there was none; and the manager.
-    """
+    """Do what a restart does: load the newest checkpoint that verifies, and save a step."""
     manager = make_manager(kind, directory, mode=mode, keep=keep)
     source = manager.find_latest()
     found = None
@@ -98,11 +94,7 @@ def record_saves(kind: str, directory: Path, steps: Iterable[int] = (1, 2, 3), *
 
 
 def train_on(kind: str, directory: Path, until: int, *, mode: str = "disabled") -> int:
-    """Go on from the newest checkpoint that verifies, as a run does: an update and a save for each step, each in history.
-
-    Returns:
-        The step from which it went on.
-    """
+    """Go on from the newest checkpoint that verifies, as a run does: an update and a save for each step, each in history."""
     manager = make_manager(kind, directory, mode=mode)
     source = manager.find_latest()
     begun, found = 0, torch.ones(300, dtype=torch.float64)

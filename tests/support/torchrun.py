@@ -48,13 +48,6 @@ def run_torchrun(
     environment: Mapping[str, str] | None = None,
     warm: bool = True,
 ) -> Finished:
-    """Run a script under torchrun to its end.
-
-    Returns:
-        Exit code and output.
-
-    Raises:
-        AssertionError: If it does not end in `timeout` seconds; agent and workers are killed.
-    """
+    """Run a script under torchrun to its end."""
     with torchrun(script, *args, nproc_per_node=nproc_per_node, flags=flags, environment=environment, warm=warm) as job:
         return job.wait(timeout)
