@@ -46,11 +46,6 @@ class AccelerateRunner(TorchRunner):
     """The accelerator of this process; forgotten by Accelerate in `close`."""
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
-        """Return a validated copy of `config`, into which the precision that Accelerate was told is written.
-
-        Args:
-            config: What the user passed.
-        """
         own = super().adopt_config(config)
         import_accelerate()
         section = own.plain()["accelerate"] or {}
@@ -80,7 +75,6 @@ class AccelerateRunner(TorchRunner):
         return {}
 
     def build_preparation(self) -> AcceleratePreparation:
-        """Return how Accelerate prepares the model, which it takes together with the optimizer in `bind_optimizer`."""
         if self.accelerator is None:
             raise ValueError(
                 "Expected `init_distributed` to open the accelerator. Received: none. Call super().init_distributed() in it."
@@ -88,12 +82,10 @@ class AccelerateRunner(TorchRunner):
         return AcceleratePreparation(self.world, accelerator=self.accelerator)
 
     def bind_optimizer(self) -> None:
-        """Let Accelerate prepare model and optimizer together."""
         self.preparation.bind(self.optimizer)
         self._wrap()
 
     def build_reduction(self) -> GradientReduction:
-        """Return what runs the backward and the step through the accelerator."""
         wrapped = isinstance(self.model, DistributedDataParallel)
         return AccelerateReduction(
             self.optimizer,

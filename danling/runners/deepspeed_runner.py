@@ -74,7 +74,6 @@ class DeepSpeedRunner(TorchRunner):
         return engines.import_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def build_preparation(self) -> EnginePreparation:
-        """Return how the engine holds the model, which it takes together with the optimizer in `bind_optimizer`."""
         if self.deepspeed is None:
             raise ValueError(
                 "Expected `init_distributed` to load DeepSpeed and to join its process group. Received: neither. Call "
@@ -89,7 +88,6 @@ class DeepSpeedRunner(TorchRunner):
         return self.preparation.engine if "preparation" in vars(self) else None
 
     def bind_optimizer(self) -> None:
-        """Build the engine around model and optimizer."""
         settings = self.engine_settings()
         if self.optimizer is None and "optimizer" not in settings:
             return
@@ -161,11 +159,9 @@ class DeepSpeedRunner(TorchRunner):
         return partial(DeepSpeedCheckpointManager, engine=EngineFiles(self.engine, self.preparation.stage))
 
     def build_model_states(self) -> EngineModelStates:
-        """Return how the states of a model in an engine are read and put back."""
         return EngineModelStates(self)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return what is saved with the engine's files."""
         with self.run_state.saved_elsewhere("model", "optimizer"):
             state = super().checkpoint_state()
         states = self.model_states
@@ -175,7 +171,6 @@ class DeepSpeedRunner(TorchRunner):
     # Update
 
     def build_reduction(self) -> GradientReduction:
-        """Return what asks the engine for the gradient, and lets it update."""
         return EngineReduction(
             self.optimizer,
             self.named_parameters,

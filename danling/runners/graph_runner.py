@@ -43,11 +43,6 @@ class GraphRunner(TorchRunner):
     preparation: GraphPreparation
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
-        """Return a validated copy of `config`, in which compilation is switched on.
-
-        Args:
-            config: What the user passed.
-        """
         own = super().adopt_config(config)
         own.compile.enable = True
         if own.fsdp.enabled:
@@ -59,13 +54,11 @@ class GraphRunner(TorchRunner):
         return own
 
     def prepare_components(self) -> None:
-        """Refuse what cannot become a graph, then prepare as every stack does."""
         check_compiler(self.config.compile.backend, self.device.type)
         super().prepare_components()
         self.preparation.function(self.model)
 
     def build_preparation(self) -> GraphPreparation:
-        """Return what makes one function of the model and its loss."""
         return GraphPreparation(self.world, whole_loss=self._whole_loss)
 
     def _whole_loss(self, model: nn.Module) -> WholeLoss:

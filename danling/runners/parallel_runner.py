@@ -98,7 +98,6 @@ class ParallelRunner(TorchRunner):
             )
 
     def build_placement(self) -> Placement:
-        """Return the place of this rank on the mesh."""
         if not isinstance(getattr(self, "topology", None), Topology):
             hook = "build_topology" if self._overrides("build_topology") else "init_distributed"
             raise ValueError(
@@ -127,7 +126,6 @@ class ParallelRunner(TorchRunner):
         return self.topology.axes.degree(*axes)
 
     def build_preparation(self) -> MeshPreparation:
-        """Return how the ranks of the mesh hold the model."""
         return MeshPreparation(self.topology, world=self.world, config=self.config)
 
     # Model
@@ -373,7 +371,6 @@ class ParallelRunner(TorchRunner):
         return FileCheckpointManager
 
     def build_model_states(self) -> ModelStates:
-        """Return how the states of shards, and of parts of a pipeline, are read and put back."""
         return ShardedModelStates(self)
 
     # Data
@@ -403,7 +400,6 @@ class ParallelRunner(TorchRunner):
         return torch.utils._pytree.tree_map(stretch, plain)
 
     def build_agreement(self) -> PassAgreement:
-        """Return what keeps the ranks of the mesh together in their passes."""
         return PassAgreement(
             self.placement.optimizer,
             self.data_domain,
@@ -414,7 +410,6 @@ class ParallelRunner(TorchRunner):
     # One update
 
     def build_reduction(self) -> GradientReduction:
-        """Return what sums the gradient over the mesh, and measures it as one vector."""
         common: dict[str, Any] = {
             "topology": self.topology,
             "model": self.model,
@@ -534,7 +529,6 @@ class ParallelRunner(TorchRunner):
     # Evaluation and inference
 
     def build_forward(self) -> MeshForward:
-        """Return how a batch is evaluated and predicted: in a pipeline through its stages."""
         return MeshForward(self)
 
     # Ending

@@ -332,11 +332,6 @@ class TorchRunner(BaseRunner):
         return {"device_ids": [self.device] if self.device.type == "cuda" else None}
 
     def unwrap(self, model: Any) -> Any:
-        """Return the user's module out of DistributedDataParallel. No communication: may be called on one rank.
-
-        Args:
-            model: The model, wrapped or not.
-        """
         # The user's `__init__` may ask before anything is prepared.
         return self.preparation.unwrap(model) if "preparation" in vars(self) else model
 
@@ -698,7 +693,6 @@ class TorchRunner(BaseRunner):
         return self._parts.update.make()
 
     def init_fault_tolerance(self) -> None:
-        """Join the replica groups when `config.ft.enabled`. Called on all ranks of the group."""
         if not self.config.ft.enabled:
             return
         member: ReplicaMember = load("torchft").ReplicaMember(self)
@@ -982,14 +976,9 @@ class TorchRunner(BaseRunner):
         return component_parts(self)
 
     def progress_parts(self) -> list[StatePart]:
-        """Return the parts of the entry `state` of a checkpoint, in the order in which they are restored."""
         return [*super().progress_parts(), *progress_parts(self)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the full state: tensors, not copied, and plain values.
-
-        Loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
-        """
         self.broadcast_buffers()
         payload = super().state_dict()
         totals = self.meters.totals(self.placement.metrics)
@@ -1008,14 +997,6 @@ class TorchRunner(BaseRunner):
         return self.model_states.optimizer_state()
 
     def read_checkpoint(self, checkpoint: str | Path) -> dict[str, Any]:
-        """Return the verified payload of a checkpoint; where the model is divided, this rank's part of it.
-
-        Args:
-            checkpoint: A name in the run's own checkpoint directory, or a path.
-
-        Returns:
-            Tensors and plain values by component: `model`, `optimizer`, `state`, ...
-        """
         template = self.model_states.template()
         if template is None:
             return super().read_checkpoint(checkpoint)
@@ -1024,11 +1005,6 @@ class TorchRunner(BaseRunner):
         return payload
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore a payload: components, loaders and counters.
-
-        Args:
-            state: What `state_dict` returned, or the payload of a checkpoint.
-        """
         with self._loading(state):
             super().load_state_dict(self.model_states.opened(state, self.run_state.excluded))
 
