@@ -47,16 +47,6 @@ class Request:
         """Whether it asks which objects there are."""
         return "list-type" in self.query
 
-    @property
-    def begins_parts(self) -> bool:
-        """Whether it begins an upload in parts."""
-        return self.method == "POST" and "uploads" in self.query
-
-    @property
-    def completes_parts(self) -> bool:
-        """Whether it makes an object of the parts that were sent."""
-        return self.method == "POST" and "uploadId" in self.query
-
 
 When = Callable[[Request], bool]
 
