@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.distributed import Domain
-from danling.training.component_checks import listed
+from danling.training.checks import listed
 from danling.training.ema import EMA
 from danling.training.preparation import ModelPreparation
 from danling.utils.protocols import SteppedOptimizer

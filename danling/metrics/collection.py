@@ -50,17 +50,7 @@ class MetricSet:
         device: torch.device | None = None,
         exact: bool = False,
     ) -> MetricSet:
-        """Return a `MetricSet` of whatever the user gave: `None`, one metric, or a mapping of metrics by name.
-
-        Args:
-            metrics: The user's.
-            domain: Ranks that metrics will be computed over, where they are known already.
-            device: Where predictions will be; objects that can be moved go there.
-            exact: Whether means of callables have the same bits at any number of ranks.
-
-        Raises:
-            ValueError: If it is none of the accepted kinds, or cannot be computed over the domain.
-        """
+        """Return a `MetricSet` of whatever the user gave: `None`, one metric, or a mapping of metrics by name."""
         if isinstance(metrics, MetricSet):
             wrapped = metrics
         elif metrics is None:
@@ -102,17 +92,7 @@ class MetricSet:
             metric.reset()
 
     def update(self, pred: object, target: object, samples: float) -> None:
-        """Take in one batch.
-
-        Args:
-            pred: Prediction of the batch.
-            target: Its target.
-            samples: Its number of real samples, which a mean over the batch is weighted by; a batch of none is left out.
-
-        Raises:
-            ValueError: If a callable returns something else than `MetricSet` says, or a metric cannot do without the target that
-                the batch lacks.
-        """
+        """Take in one batch."""
         if not samples:
             return
         self._has_seen = True
@@ -131,9 +111,6 @@ class MetricSet:
         """Return the metrics over the domain, by name, the same on all its members. Call on all of them.
 
         A metric that no member has data for is left out. Several values of one metric are called `name.key` or `name.0`.
-
-        Raises:
-            ValueError: If a metric cannot be computed over the domain, or is no number.
         """
         self.check(domain)
         return self._meters.averages(domain) | self._compute_objects(domain)

@@ -95,18 +95,7 @@ class ScoreBoard:
         return self.scores[next(reversed(self.scores))] if self.scores else None
 
     def record(self, index: int, result: Mapping[str, Mapping[str, float]]) -> bool:
-        """Take in an evaluation.
-
-        Args:
-            index: Completed epoch or global step. One that was recorded before is replaced, and counts once.
-            result: Metrics by split.
-
-        Returns:
-            Whether it is the best one.
-
-        Raises:
-            ValueError: If the metric is not there; the message names those that are.
-        """
+        """Take in an evaluation."""
         self.check(result)
         figures = result[self.split]
         if not self.scores:
@@ -123,14 +112,7 @@ class ScoreBoard:
         return True
 
     def check(self, result: Mapping[str, Mapping[str, float]]) -> None:
-        """Refuse an evaluation without the figure.
-
-        Args:
-            result: Metrics by split.
-
-        Raises:
-            ValueError: If the metric is not there; the message names those that are.
-        """
+        """Refuse an evaluation without the figure."""
         if not self.finds(result):
             present = [f"{split}.{name}" for split, values in result.items() for name in values]
             source = (

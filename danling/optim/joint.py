@@ -58,11 +58,7 @@ class JointOptimizer(Optimizer):
             self.state.update(member.state)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step every member in order.
-
-        Raises:
-            ValueError: If a closure is given, which would be evaluated once for each member.
-        """
+        """Step every member in order."""
         if closure is not None:
             raise ValueError(
                 "Expected no closure: every member would evaluate it anew. Received: closure. Compute the losses before."
@@ -88,11 +84,7 @@ class JointOptimizer(Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: If a member finds other groups or parameters than its own.
-        """
+        """Restore what `state_dict` returned."""
         groups = iter(state_dict["param_groups"])
         for member in self.optimizers:
             stored: list[dict[str, Any]] = [next(groups, {"params": []}) for _ in member.param_groups]
@@ -156,11 +148,7 @@ class JointScheduler:
         return {name: schedule.state_dict() for name, schedule in self.schedules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: If it has other names.
-        """
+        """Restore what `state_dict` returned."""
         if state.keys() != self.schedules.keys():
             raise ValueError(
                 f"Expected the state of the schedules {', '.join(self.schedules)}. Received: that of {', '.join(state)}. Give the "

@@ -92,14 +92,7 @@ class WarmupScheduler(LRScheduler):
         return [base * factor for base in self.base_lrs]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up a saved position. Restore the optimizer first.
-
-        Args:
-            state_dict: What `state_dict` of a schedule of this kind returned.
-
-        Raises:
-            ValueError: If it was saved with another number of parameter groups, or by a scheduler without base rates.
-        """
+        """Take up a saved position. Restore the optimizer first."""
         stored = state_dict.get("base_lrs")
         if stored is None or len(stored) != len(self.base_lrs):
             raise ValueError(

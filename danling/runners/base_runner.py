@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
@@ -43,21 +43,22 @@ from danling.metrics.scores import BestScore
 from danling.reporting import Reporter, Tracker
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
 from danling.supervision.closing import Closers
-from danling.training import TrainingSession, loader_states
+from danling.training import TrainingSession
 from danling.training.attributes import KeptAttributes
 from danling.training.keys import RandomKeys
-from danling.training.restoring import RunRestorer
 from danling.training.run_state import (
     RunState,
     StatePart,
-    changed_sections,
     check_complete,
     check_given,
     check_payload,
+    check_same_run,
     in_order,
-    say_left_out,
+    loader_states,
+    log_exclusions,
+    restore_positions,
 )
-from danling.training.saving import RunSaver
+from danling.training.saving import RunSaver, restore_run, warn_if_best_is_elsewhere
 from danling.utils.process import arithmetic
 from danling.workspace import Workspace
 from danling.workspace.workspace import RunPlace, without_places
@@ -187,17 +188,8 @@ class BaseRunner(metaclass=MetaRunner):
         self._keys = RandomKeys(self)
         self._seed_is_drawn = False
         self._attributes = KeptAttributes(self)
-        self.run_state = RunState(
-            self.component_parts(),
-            self.progress_parts(),
-            excluded=lambda: self.config.checkpoint.exclude_from_loading,
-        )
+        self.run_state = RunState(self)
         self.saver = RunSaver(self)
-        self.saver.around = self._session.saving
-        if self._parts is not None:
-            # Before anything else: weights must not be saved while the check of the last update is pending.
-            self.saver.before.append(self._parts.check_last_update)
-            self.saver.is_scored = self._parts.is_scored
         # Overrides of `init_distributed` and the log read both before the process group is there.
         self.launch = LaunchEnvironment.read()
         self.device = select_device(self.launch.local_rank)
@@ -859,8 +851,16 @@ class BaseRunner(metaclass=MetaRunner):
             StatePart("elastic", attempts, lambda stored, _: self._load_attempts(stored), default=dict),
             # Only saved: a run goes on with the seed of its configuration.
             StatePart("rng", lambda: asdict(self.state.rng), lambda stored, _: None),
-            StatePart.by_index(self, "results"),
+            StatePart(
+                "results",
+                lambda: {str(index): result for index, result in self.results.items()},
+                lambda stored, _: self._load_results(stored),
+                default=dict,
+            ),
         ]
+
+    def _load_results(self, stored: Mapping[str, Any]) -> None:
+        self.results = {int(index): result for index, result in stored.items()}
 
     def _load_attempts(self, stored: Mapping[str, Any]) -> None:
         self.state.load_elastic(stored)
@@ -881,7 +881,6 @@ class BaseRunner(metaclass=MetaRunner):
         Loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
         """
         sources = self.sources.among(self.train_splits)
-        ranks = self.world.gather_objects((self.data_domain.rank, loader_states.own_states(sources)))
         return in_order(
             {
                 "format_version": FORMAT_VERSION,
@@ -889,7 +888,7 @@ class BaseRunner(metaclass=MetaRunner):
                 "state": {**self.state.state_dict(), **self.run_state.progress()},
                 **self.run_state.completed(self.component_states()),
                 **self._attributes.state(),
-                "dataloaders": loader_states.states_of_all(sources, ranks),
+                "dataloaders": loader_states(self, sources),
             }
         )
 
@@ -917,10 +916,11 @@ class BaseRunner(metaclass=MetaRunner):
             NonFiniteError: If the last update was not finite, which on an accelerator is found only now.
         """
         if self.config.checkpoint.load_only:
-            self.saver.leave_out()
-        else:
-            is_best = save_best and self.saver.is_scored() and self.is_best and self.standing.latest_index == self.index
-            self.saver.save(history=history, best=is_best)
+            with self._session.saving():
+                return
+        scored = self._parts is None or self._parts.results.scored_at == self.state.train.global_step
+        is_best = save_best and scored and self.is_best and self.standing.latest_index == self.index
+        self.saver.save(history=history, best=is_best)
 
     def _unsaved_updates(self) -> int | None:
         """Return how many updates are made at most until the first of them is on the disk; `None` where no save is due within a pass."""
@@ -934,10 +934,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     def restore(self) -> None:
         """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`."""
-        self._restorer().restore(self.workspace.checkpoints)
-
-    def _restorer(self) -> RunRestorer:
-        return RunRestorer(self)
+        restore_run(self)
 
     def read_checkpoint(self, checkpoint: str | Path) -> dict[str, Any]:
         """Return the verified payload of a checkpoint.
@@ -972,9 +969,9 @@ class BaseRunner(metaclass=MetaRunner):
         stored = payload.get("runner", {})
         if self._seed_is_drawn and stored.get("seed") is not None:
             self.config.seed = self.seed = self.state.rng.seed = int(stored["seed"])
-        with self._loading(payload) as loaded_since:
-            say_left_out(self.run_state.excluded, loaded_since, was_named=bool(self.config.resume))
-            self._restorer().check(payload)
+        with self.run_state.loading(payload) as loaded_since:
+            log_exclusions(self.run_state.excluded, loaded_since, was_named=bool(self.config.resume))
+            check_same_run(self, payload)
             self.load_state_dict(payload)
             if source is not None:
                 # A payload is not a checkpoint on disk that later saves could continue.
@@ -983,21 +980,8 @@ class BaseRunner(metaclass=MetaRunner):
             logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
             if source is not None:
                 # The store is asked by one rank, and fails all of them where it fails that one.
-                self.saver.best_elsewhere = self.world.on_first(
-                    lambda: self._restorer().warn_if_best_is_elsewhere(self.workspace.checkpoints, source)
-                )
+                self.saver.best_elsewhere = self.world.on_first(lambda: warn_if_best_is_elsewhere(self, source))
                 self.saver.note_loaded()
-
-    def _loading(self, payload: Mapping[str, Any]) -> AbstractContextManager[Collection[str]]:
-        return self.run_state.loading(
-            payload,
-            lambda: changed_sections(
-                self.config_differences(payload),
-                payload.get("runner", {}),
-                self.config.plain(),
-                self.config.completed({}).keys(),
-            ),
-        )
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore a payload: components, loaders, attributes of the user's and counters.
@@ -1005,7 +989,7 @@ class BaseRunner(metaclass=MetaRunner):
         Args:
             state: What `state_dict` returned, or the payload of a checkpoint.
         """
-        with self._loading(state):
+        with self.run_state.loading(state):
             payload, excluded = self.run_state.excluded.apply(state)
             needed = self.run_state.names() or list(self.component_states())
             check_complete(payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])])
@@ -1036,7 +1020,7 @@ class BaseRunner(metaclass=MetaRunner):
         Args:
             states: State by split; `None` for a split that starts from the beginning.
         """
-        loader_states.restore_positions(self, states)
+        restore_positions(self, states)
 
     # Sources
 

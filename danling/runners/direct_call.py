@@ -60,7 +60,7 @@ def _call(runner: TorchRunner, verb: str, call: Callable[..., Any], *args: Any, 
 
 def _train_step(runner: TorchRunner, call: Callable[[Any], Any], data: object) -> Any:
     parts = runner._parts
-    parts.readiness.check_optimizer_given()
+    parts.checks.check_optimizer_given()
     if not runner._session.running:
         if runner.fault_tolerance is not None:
             raise ValueError(

@@ -54,19 +54,23 @@ from danling.training import (
 )
 from danling.training.artifacts import artifacts_of
 from danling.training.canonical import CanonicalReduction, CanonicalSum
-from danling.training.component_checks import check_metrics, misnamed_overrides, warn_of
-from danling.training.component_parts import carry_of_all, component_parts, progress_parts
-from danling.training.component_watch import ComponentWatch, FirstGradients, untied
+from danling.training.checks import (
+    ComponentChecks,
+    FirstGradients,
+    check_components,
+    check_metrics,
+    misnamed_overrides,
+    untied,
+)
 from danling.training.evaluation import EvaluationForward, Evaluator
 from danling.training.frozen import FrozenWeights
 from danling.training.loop import TrainingLoop
 from danling.training.model_states import ModelStates
 from danling.training.phases import PhasedModel, Phases, phases_of
 from danling.training.preparation import ModelPreparation
-from danling.training.readiness import Readiness, check_components
 from danling.training.recompute import MemoryRetry, Recompute, RunWindow
 from danling.training.results import RunResults
-from danling.training.run_state import StatePart
+from danling.training.run_state import StatePart, carry_of_all, component_parts, progress_parts
 from danling.training.update import UpdateStep
 from danling.training.weighing import BatchLoss, returned_loss
 from danling.utils.protocols import SteppedOptimizer
@@ -136,7 +140,7 @@ class TorchRunner(BaseRunner):
             self.optimizer = JointOptimizer(**self.optimizer)
         if isinstance(self.scheduler, Mapping):
             self.scheduler = JointScheduler(**self.scheduler)
-        check_components(self, vars(self), reserved=RESERVED_FIGURES)
+        check_components(self, reserved=RESERVED_FIGURES)
         recorder = None if self._parts.audits is None else self._parts.audits.recorder
         if recorder is not None:
             recorder.prepare(self.model, self.criterion)
@@ -166,7 +170,7 @@ class TorchRunner(BaseRunner):
         )
         if self.config.train_metrics:
             self._parts.train_metrics = TrainMetrics(self._parts.metrics, self.config.train_metrics, self.meters)
-        self._session.observers.extend([ComponentWatch(self), FirstGradients(self), RunRecorder(self)])
+        self._session.observers.extend([self._parts.checks, FirstGradients(self), RunRecorder(self)])
         if self._parts.audits is not None:
             self._parts.audits.observe()
 
@@ -176,9 +180,10 @@ class TorchRunner(BaseRunner):
         self.preparation.note_constructed(self.model)
         if self.is_main_process:
             write_description(describe_model(self.unwrapped_model), self.workspace.metadata_dir / DESCRIPTION)
-        self._parts.readiness.check_schedule(evaluates=bool(self.evaluate_splits))
+        self._parts.checks.check_schedule(evaluates=bool(self.evaluate_splits))
         if self.is_main_process:
-            warn_of(self.idle_settings)
+            for message in self.idle_settings():
+                logger.warning("%s", message)
 
     def build_preparation(self) -> ModelPreparation:
         """Return the component that wraps and unwraps the model and gathers its weights for this stack."""
@@ -201,7 +206,7 @@ class TorchRunner(BaseRunner):
             *splits.idle_settings(),
             *self.preparation.unused_settings(),
             *([] if self.is_step_mode else endless_streams(trained, splits.lengths or {})),
-            *misnamed_overrides(type(self), vars(self), self._parts.readiness.unset()),
+            *misnamed_overrides(type(self), vars(self), self._parts.checks.unset()),
         ]
 
     def _build_if_absent(self) -> None:
@@ -701,9 +706,6 @@ class TorchRunner(BaseRunner):
         # Every forward waits for the other groups.
         self.preparation.communication = "ft.enabled=True"
         self.run_state.add_progress(member.progress_part())
-        self.saver.writes = member.writes
-        # A save broadcasts buffers; groups that do not write must do the same, so that all groups continue with equal buffers.
-        self.saver.instead.append(lambda: self.broadcast_buffers())
 
     @cached_property
     def reduction(self) -> GradientReduction:
@@ -722,7 +724,7 @@ class TorchRunner(BaseRunner):
             self._phases.bind()
 
     def _chosen_reduction(self) -> GradientReduction:
-        self._parts.readiness.check_optimizer_given()
+        self._parts.checks.check_optimizer_given()
         reduction = self.build_reduction()
         return reduction if self.fault_tolerance is None else self.fault_tolerance.around(reduction)
 
@@ -1005,7 +1007,7 @@ class TorchRunner(BaseRunner):
         return payload
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        with self._loading(state):
+        with self.run_state.loading(state):
             super().load_state_dict(self.model_states.opened(state, self.run_state.excluded))
 
     def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
@@ -1099,25 +1101,15 @@ class TorchParts:
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner
 
-    def check_last_update(self) -> None:
-        """Raise the error of an update that an accelerator has not reported yet."""
-        self.update.raise_pending_error()
-
-    def is_scored(self) -> bool:
-        """Whether the present state was evaluated."""
-        return self.results.scored_at == self.runner.state.train.global_step
-
     @cached_property
-    def readiness(self) -> Readiness:
-        """Checks the run before it trains."""
-        return Readiness(self.runner)
+    def checks(self) -> ComponentChecks:
+        """Checks the run before and while it trains."""
+        return ComponentChecks(self.runner)
 
     @cached_property
     def frozen(self) -> FrozenWeights:
         """Tells the frozen weights of the model from the trained ones."""
-        return FrozenWeights(
-            lambda: ((canonical_name(name), p) for name, p in self.runner.unwrapped_model.named_parameters())
-        )
+        return FrozenWeights(self.runner)
 
     @cached_property
     def audits(self) -> Audits | None:

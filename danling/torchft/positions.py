@@ -9,7 +9,7 @@ from danling.checkpoints import CheckpointSettings, FileCheckpointManager
 from danling.checkpoints.manifest import is_history
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
-from danling.training.loader_states import own_states, share_of_rank, states_of_all
+from danling.training.run_state import loader_states, share_of_rank
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -45,10 +45,9 @@ class OwnPositions:
         """Save the loader states that belong to the state that is saved next."""
         runner, train = self._runner, self._runner.state.train
         sources = runner.sources.among(runner.train_splits)
-        ranks = runner.world.gather_objects((runner.data_domain.rank, own_states(sources, read_only=False)))
         payload = {
             "format_version": FORMAT_VERSION,
-            "dataloaders": states_of_all(sources, ranks),
+            "dataloaders": loader_states(runner, sources, read_only=False),
             "global_step": train.global_step,
         }
         self.manager.save_checkpoint(payload, epoch=train.epoch, global_step=train.global_step, history=True)

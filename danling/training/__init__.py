@@ -15,7 +15,6 @@ from .batches import (
     unpack_batch,
 )
 from .compilation import Compilation
-from .component_checks import Coverage
 from .ema import EMA
 from .evaluation import checked_figures
 from .passes import PassAgreement
@@ -44,7 +43,6 @@ __all__ = [
     "UNCOMMITTED",
     "BatchLoss",
     "Compilation",
-    "Coverage",
     "DDPReduction",
     "EvaluationStopped",
     "GradientReduction",

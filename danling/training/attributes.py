@@ -25,19 +25,12 @@ REMEMBERED_BYTES = 2**26
 """What is put back in sum where an update is computed again."""
 COMPARED_BYTES = 2**30
 """What is compared in sum; attributes beyond are named, unless `saved` or `not_saved` of the class says what becomes of them."""
-SECTIONS = ("requires_grad", "buffers", "attributes")
-_WRAPPED = ("optimizers", "schedulers", "_schedulers", "optimizer", "scheduler", "inner", "base_optimizer")
-
-_EXAMPLE = ", such as not_saved = ('t0',)"
-_DECLARE = (
-    "Name it in `saved` on the class where training changes it, such as saved = ('teacher',), else in `not_saved`"
-)
 
 Key = tuple[str, str]
 """A section of a checkpoint, and a name in it."""
 
 
-class Seen:
+class _Seen:
     """What is there at one moment, by section and name: encoded, with digests, with what is left out and what a restore needs."""
 
     def __init__(self, encoder: Encoder) -> None:
@@ -46,17 +39,15 @@ class Seen:
         self.digests: dict[Key, bytes] = {}
         self.left: dict[Key, dict[str, object]] = {}
         self.needs: dict[Key, dict[str, str]] = {}
-        self.too_large: list[str] = []
         self._compared = 0
 
     def add(self, key: Key, value: object, encoder: Encoder, *, declared: bool = False) -> None:
-        """Look at one value, unless there is too much to be compared."""
         encoder.begin(declared=declared)
         mark, name = encoder.mark(), key[1]
         node = encoder.encode(value, name, name=name)
         if self._compared + encoder.size > COMPARED_BYTES and not declared:
             encoder.forget(mark)
-            self.too_large.append(name)
+            encoder.unseen[name] = f"is not compared beyond {COMPARED_BYTES >> 30} GiB in sum"
             return
         self._compared += encoder.size
         self.nodes[key], self.digests[key] = node, encoder.digest(node)
@@ -72,16 +63,26 @@ class KeptAttributes:
 
     def __init__(self, runner: BaseRunner) -> None:
         self._runner = runner
-        self._begun: Seen | None = None
+        self._begun: _Seen | None = None
         self._kept: set[Key] = set()
-        self._restored: dict[Key, bytes] = {}
         self._named: set[str] = set()
-
-    # What there is
 
     def begin(self) -> None:
         """Note what the program has set. Called before anything is restored."""
         self._begun = self._look()
+
+    def _look(self) -> _Seen:
+        seen, of_model = _Seen(self._encoder()), Encoder()
+        for name, parameter in self._parameters().items():
+            seen.add(("requires_grad", name), parameter.requires_grad, of_model)
+        for name, (part, key) in self._buffers().items():
+            seen.add(("buffers", name), part._buffers[key], of_model)
+        declared = _declared(type(self._runner), "saved")
+        for name, value in self._own().items():
+            seen.add(("attributes", name), value, seen.encoder, declared=name in declared)
+        return seen
+
+    # What there is
 
     def _own(self) -> dict[str, object]:
         """Return the attributes of the user's, those of the class among them."""
@@ -136,26 +137,14 @@ class KeptAttributes:
 
     def _encoder(self) -> Encoder:
         runner = self._runner
-        reachable: list[set[int]] = []
 
-        def keyed(generator: object) -> bool:
-            if not reachable:
-                places = Generators({"datasets": runner.datasets, "dataloaders": runner.dataloaders}).places
-                reachable.append({id(place.current()) for place in places})
-            return id(generator) in reachable[0]
+        def keyed() -> set[int]:
+            places = Generators({"datasets": runner.datasets, "dataloaders": runner.dataloaders}).places
+            return {id(place.current()) for place in places}
 
         return Encoder(self._components, keyed=keyed, secret_keys=runner.config.secret_keys or ())
 
-    def _look(self) -> Seen:
-        seen, of_model = Seen(self._encoder()), Encoder()
-        for name, parameter in self._parameters().items():
-            seen.add(("requires_grad", name), parameter.requires_grad, of_model)
-        for name, (part, key) in self._buffers().items():
-            seen.add(("buffers", name), part._buffers[key], of_model)
-        declared = _declared(type(self._runner), "saved")
-        for name, value in self._own().items():
-            seen.add(("attributes", name), value, seen.encoder, declared=name in declared)
-        return seen
+    # An update that is computed again
 
     def remember(self) -> Callable[[], None]:
         """Copy what is there, up to `REMEMBERED_BYTES`, and return what puts it back in place. May be called on one rank."""
@@ -166,10 +155,10 @@ class KeptAttributes:
             node = encoder.encode(value, name, name=name)
             if size + encoder.size <= REMEMBERED_BYTES:
                 size += encoder.size
-                kept[name] = _copied(node), value
+                kept[name] = _changed_tensors(node, Tensor.clone), value
 
         def put_back() -> None:
-            decoder = Decoder(encoder.objects, encoder.components)
+            decoder = Decoder(encoder)
             for name, (node, value) in kept.items():
                 before = decoder.decode(node, value, name)
                 if before is not MISSING and getattr(runner, name, MISSING) is not before:
@@ -182,90 +171,73 @@ class KeptAttributes:
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the entries of a checkpoint, those alone that are not empty. Called on all ranks."""
         world, now = self._runner.world, self._look()
-        mine = self._changed(now)
-        self._name_unsaved(now, mine)
-        names = sorted(set().union(*world.gather_objects({key for key in mine if self._is_savable(key, now)})))
-        if not names:
+        begun = self._begun.digests if self._begun is not None else {}
+        declared = {("attributes", name) for name in _declared(type(self._runner), "saved")}
+        changed = {
+            key for key, digest in now.digests.items() if digest != begun.get(key) or key in self._kept | declared
+        }
+        self._name_unsavable(now, changed)
+        mine = {key for key in changed if self._is_savable(key, now)}
+        keys = sorted(set().union(*world.gather_objects(mine)))
+        if not keys:
             return {}
-        digests = world.gather_objects([now.digests.get(key) for key in names])
-        entries, apart = {}, []
-        for number, key in enumerate(names):
-            of_ranks = [each[number] for each in digests]
-            if of_ranks.count(of_ranks[0]) == len(of_ranks):
-                entries[key] = {"value": now.nodes[key]}
-            else:
-                # Parts of a pipeline have tensors of other names: what those have that have it is equal.
-                is_equal = key[0] != "attributes" and len({*of_ranks} - {None}) == 1
-                apart.append((key, is_equal))
-        nodes = world.gather_objects({key: _on_host(now.nodes.get(key, _ABSENT)) for key, _ in apart}) if apart else []
-        for key, is_equal in apart:
-            held = {str(rank): each[key] for rank, each in enumerate(nodes) if not isinstance(each[key], _Absent)}
+        ranks = world.gather_objects([now.digests.get(key) for key in keys])
+        digests = dict(zip(keys, map(set, zip(*ranks))))
+        entries = {key: {"value": now.nodes[key]} for key in keys if len(digests[key]) == 1}
+        differing = [key for key in keys if key not in entries]
+        nodes = []
+        if differing:
+            mine_of_these = {key: now.nodes[key] for key in differing if key in now.nodes}
+            nodes = world.gather_objects(_changed_tensors(mine_of_these, Tensor.cpu))
+        for key in differing:
+            held = {str(rank): each[key] for rank, each in enumerate(nodes) if key in each}
+            # Parts of a pipeline have tensors of other names: what those have that have it is equal.
+            is_equal = key[0] != "attributes" and len(digests[key] - {None}) == 1
             entries[key] = {"value": next(iter(held.values()))} if is_equal else {"of": world.size, "ranks": held}
         found: dict[str, dict[str, Any]] = {}
-        for section, name in names:
+        for section, name in keys:
             found.setdefault(section, {})[name] = entries[section, name]
         return found
 
-    def _changed(self, now: Seen) -> set[Key]:
-        begun = self._begun.digests if self._begun is not None else {}
-        declared = {("attributes", name) for name in _declared(type(self._runner), "saved")}
-        return {
-            key
-            for key, digest in now.digests.items()
-            if digest != begun.get(key) or key in self._kept or key in declared
-        }
-
-    def _is_savable(self, key: Key, now: Seen) -> bool:
+    def _is_savable(self, key: Key, now: _Seen) -> bool:
+        # What was made after `__init__` cannot be restored into.
         there = self._begun.needs.get(key, {}) if self._begun is not None else {}
         return not _is_left(now.nodes[key]) and now.needs[key].items() <= there.items()
 
-    def _name_unsaved(self, now: Seen, changed: set[Key]) -> None:
-        """Name once what has changed and cannot be saved."""
+    def _name_unsavable(self, now: _Seen, changed: set[Key]) -> None:
         found = []
         for key, seen in now.left.items():
             begun = self._begun.left.get(key, {}) if self._begun is not None else {}
             found += [path for path, value in seen.items() if value is not None and value != begun.get(path, value)]
             if key in changed and not _is_left(now.nodes[key]) and not self._is_savable(key, now):
                 found.append(key[1])
-        self._say(
+        self._name(
             found,
-            "changed since the program set it, and a checkpoint cannot hold it: a run that is resumed goes on with another one. Make "
-            "the object in __init__ and give it `state_dict` and `load_state_dict`",
+            "changed since the program set it, and a checkpoint cannot hold it: a resumed run goes on with another one. Make the object in "
+            "__init__ and give it `state_dict` and `load_state_dict`, or name the attribute in `not_saved` on the class",
         )
 
     def before_training(self) -> None:
-        """Name what no checkpoint will have, and what the program has set anew after it was restored. May be called on one rank."""
-        now = self._look()
-        self._say(
-            now.encoder.lazy,
-            "an iterator or a loader, whose position is not saved. Give it `state_dict` and `load_state_dict`",
-        )
-        self._say(now.encoder.frozen, "a module without trainable parameters, which is not compared. " + _DECLARE)
-        self._say(now.too_large, f"above {COMPARED_BYTES >> 30} GiB in sum, which is not compared. " + _DECLARE)
-        replaced = [
-            name for (_, name), digest in self._restored.items() if now.digests.get(("attributes", name)) != digest
-        ]
-        self._restored = {}
-        if replaced and self._runner.is_main_process:
-            listed = ", ".join(f"self.{name}" for name in replaced)
-            logger.warning(
-                "%s: set anew after the checkpoint was restored; the run goes on with the new value.", listed
+        """Name what no checkpoint will have. May be called on one rank."""
+        for path, reason in self._look().encoder.unseen.items():
+            self._name(
+                [path],
+                f"{reason}. Name the attribute in `saved` on the class where training changes it, such as saved = ('teacher',), else in "
+                "`not_saved`",
             )
 
-    def _say(self, paths: Iterable[str], what: str) -> None:
+    def _name(self, paths: Iterable[str], what: str) -> None:
         names = [path for path in paths if path not in self._named]
         self._named.update(names)
         if names and self._runner.is_main_process:
-            listed = ", ".join(f"self.{path}" for path in names)
-            ending = "" if what.endswith(_DECLARE) else f", or name the attribute in `not_saved` on the class{_EXAMPLE}"
-            logger.warning("Not saved: %s: %s%s.", listed, what, ending)
+            logger.warning("Not saved: %s: %s.", ", ".join(f"self.{path}" for path in names), what)
 
     # Loading
 
     def load(self, section: str, payload: Mapping[str, Any]) -> None:
-        """Restore one of `SECTIONS` in place. Called on all ranks."""
+        """Restore the section `requires_grad`, `buffers` or `attributes` in place. Called on all ranks."""
         stored = {name: self._mine(section, name, entry) for name, entry in (payload.get(section) or {}).items()}
-        stored = {name: node for name, node in stored.items() if not isinstance(node, _Absent)}
+        stored = {name: node for name, node in stored.items() if node is not MISSING}
         self._kept |= {(section, name) for name in stored}
         if section == "requires_grad":
             parameters = self._parameters()
@@ -275,33 +247,28 @@ class KeptAttributes:
             buffers = self._buffers()
             for name in stored.keys() & buffers.keys():
                 part, key = buffers[name]
-                part._buffers[key] = Decoder({}, ()).decode(stored[name], part._buffers[key], name)
+                part._buffers[key] = Decoder(Encoder()).decode(stored[name], part._buffers[key], name)
         else:
             self._load_attributes(stored)
 
     def _load_attributes(self, stored: Mapping[str, Any]) -> None:
-        before, own = self._look(), self._own()
-        left = [name for _, name in self._changed(before) if _ == "attributes" and name not in stored and name in own]
-        if left and self._runner.is_main_process:
-            listed = ", ".join(f"self.{name}" for name in sorted(left))
-            logger.warning(
-                "%s: changed since the program set it; the checkpoint is of before that and has no value.", listed
-            )
-        decoder = Decoder(before.encoder.objects, before.encoder.components)
+        if not stored:
+            return
+        runner, own, decoder = self._runner, self._own(), Decoder(self._look().encoder)
+        left_out = {*runner.library_names, *_declared(type(runner), "not_saved")}
         for name, node in stored.items():
-            if name not in self._runner.library_names and name not in _declared(type(self._runner), "not_saved"):
-                current = own.get(name, MISSING)
-                try:
-                    value = decoder.decode(node, current, name)
-                except CannotRestore as error:
-                    raise CheckpointMismatch(
-                        f"Expected self.{name} to be {error} when the checkpoint is restored. Received: {type(current).__name__}. Make it "
-                        f"in __init__, or add 'attributes.{name}' to checkpoint.exclude_from_loading."
-                    ) from None
-                if value is not MISSING and value is not current:
-                    setattr(self._runner, name, value)
-        digests = self._look().digests if stored else {}
-        self._restored = {key: digests[key] for name in stored if (key := ("attributes", name)) in digests}
+            if name in left_out:
+                continue
+            current = own.get(name, MISSING)
+            try:
+                value = decoder.decode(node, current, name)
+            except CannotRestore as error:
+                raise CheckpointMismatch(
+                    f"Expected self.{name} to be {error} when the checkpoint is restored. Received: {type(current).__name__}. Make it "
+                    f"in __init__, or add 'attributes.{name}' to checkpoint.exclude_from_loading."
+                ) from None
+            if value is not MISSING and value is not current:
+                setattr(runner, name, value)
 
     def _mine(self, section: str, name: str, entry: Mapping[str, Any]) -> Any:
         if "value" in entry:
@@ -312,14 +279,7 @@ class KeptAttributes:
                 f"Expected {entry['of']} processes: the checkpoint has a value of self.{name} for each of them. Received: {world.size}. "
                 f"Resume on as many, or add '{section}.{name}' to checkpoint.exclude_from_loading, which keeps the value of the program."
             )
-        return entry["ranks"].get(str(world.rank), _ABSENT)
-
-
-class _Absent:
-    """In the place of a value that a rank has not; it is sent to others."""
-
-
-_ABSENT = _Absent()
+        return entry["ranks"].get(str(world.rank), MISSING)
 
 
 def _declared(kind: type, what: str) -> set[str]:
@@ -331,25 +291,20 @@ def _is_left(node: object) -> bool:
     return isinstance(node, dict) and node.get("kind") == "left"
 
 
-def _copied(node: Any) -> Any:
+def _changed_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(node, dict):
-        return {key: _copied(item) for key, item in node.items()}
-    return node.clone() if isinstance(node, Tensor) else list(node) if isinstance(node, list) else node
-
-
-def _on_host(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _on_host(item) for key, item in node.items()}
-    return node.cpu() if isinstance(node, Tensor) else node
+        return {key: _changed_tensors(item, change) for key, item in node.items()}
+    return change(node) if isinstance(node, Tensor) else list(node) if isinstance(node, list) else node
 
 
 def _parts_of(value: object) -> Iterator[tuple[str, object]]:
     """Yield what a component is made of: the entries of a mapping, the optimizers of several, the schedules of a sequence."""
     if isinstance(value, Mapping):
         yield from ((str(name), each) for name, each in value.items())
-    for name in _WRAPPED if isinstance(value, (Optimizer, LRScheduler)) or hasattr(value, "param_groups") else ():
-        within = getattr(value, name, None)
-        for number, each in enumerate(within if isinstance(within, (list, tuple)) else [within]):
-            if isinstance(each, (Optimizer, LRScheduler)):
-                yield f"{name}[{number}]", each
-                yield from _parts_of(each)
+    if isinstance(value, (Optimizer, LRScheduler)) or hasattr(value, "param_groups"):
+        for name in ("optimizers", "schedulers", "_schedulers", "optimizer", "scheduler", "inner", "base_optimizer"):
+            within = getattr(value, name, None)
+            for number, each in enumerate(within if isinstance(within, (list, tuple)) else [within]):
+                if isinstance(each, (Optimizer, LRScheduler)):
+                    yield f"{name}[{number}]", each
+                    yield from _parts_of(each)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -96,11 +95,6 @@ def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: R
 
     Each square becomes a multiple of a unit that follows from the largest element and the size of its tensor; multiples are added as
     integers, which have no order. The result is as accurate as a norm in float32. A gradient that is not finite gives infinity.
-
-    Args:
-        gradients: What this rank has of each gradient. In the same order on all ranks; any order gives the same result.
-        sizes: Elements of each whole gradient.
-        domain: Ranks over which the elements are divided; `None` where each has all. Called on all of them.
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
@@ -189,7 +183,7 @@ class CanonicalSum:
         number = division.number(division.samples)
         first, count = part(number, self.domain.size, self.domain.rank)
         size = sum(local_part(p).nbytes for _, p in self._runner.named_parameters() if p.requires_grad)
-        most, device = max(blocks_of(first, count)[1], 1), self._runner.device
+        most = max(blocks_of(first, count)[1], 1)
         logger.info(
             "gradient_sum: canonical adds %d micro-batches an update in one order; this rank keeps at most %d gradients, %.1f MB. The bits "
             "are those of %d thread%s a process.",
@@ -199,19 +193,6 @@ class CanonicalSum:
             torch.get_num_threads(),
             "" if torch.get_num_threads() == 1 else "s",
         )
-        memory = 0
-        if device.type == "cuda":
-            memory = torch.cuda.mem_get_info(device)[1]
-        elif device.type == "cpu":
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if memory and most * size > memory / 10:
-            logger.warning(
-                "The partial sums of gradient_sum='canonical' take %.1f GB of %.1f GB on rank %d. Raise dataloader.micro_batch_size or the "
-                "number of processes, or train on parallel.axes.shard, which divides them.",
-                most * size / 1e9,
-                memory / 1e9,
-                self.domain.rank,
-            )
 
     # An update
 
@@ -278,8 +259,8 @@ class CanonicalSum:
         """Return losses and weights by micro-batch, and which parameters have a gradient, for the one collective of an update."""
         if self.domain.size == 1:
             return None
-        device = self._runner.device if self._runner.device.type != "cpu" else torch.device("cpu")
-        values = torch.zeros(2 * self.number + len(self._parameters), dtype=torch.float64, device=device)
+        size = 2 * self.number + len(self._parameters)
+        values = torch.zeros(size, dtype=torch.float64, device=self._runner.device)
         for leaf, (loss, weight) in self._losses.items():
             values[leaf], values[self.number + leaf] = loss, weight
         for gradients in self._tree.blocks.values():

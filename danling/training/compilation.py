@@ -67,23 +67,13 @@ class Compilation:
         distributed: bool,
         artifacts: ArtifactDirectory | None = None,
     ) -> Compilation:
-        """Return what the section `compile` of a configuration asks for.
-
-        Args:
-            settings: That section.
-            distributed: Whether there are several processes, so that DistributedDataParallel may wrap what is compiled.
-            artifacts: Where compiled code is kept.
-        """
+        """Return what the section `compile` of a configuration asks for."""
         given = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
         options = {name: value for name, value in given.items() if value is not None}
         return cls(options, optimize_ddp=settings["optimize_ddp"] if distributed else None, artifacts=artifacts)
 
     def compile(self, module: nn.Module) -> None:
-        """Compile the forward of a module in place; graphs are made at its first call.
-
-        Args:
-            module: The module. What is called instead of it, such as a wrapper, calls the compiled forward.
-        """
+        """Compile the forward of a module in place; graphs are made at its first call."""
         compiled = self._compiled(self._function_for(type(module)))
         original = module.forward
         call_impl: Any = module._call_impl
@@ -108,11 +98,7 @@ class Compilation:
         self._modules.append(module)
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function compiled; graphs are made at its first call, and none is shared with another compilation of it.
-
-        Args:
-            function: A function of a module, without defaults and without variables of another function.
-        """
+        """Return a function compiled; graphs are made at its first call, and none is shared with another compilation of it."""
         assert isinstance(function, FunctionType)
         code = function.__code__.replace(co_name=f"{function.__name__}_{self._number}")
         compiled = self._compiled(FunctionType(code, function.__globals__, function.__name__))
@@ -155,11 +141,7 @@ class Compilation:
             self._artifacts.open()
 
     def after_first_update(self, *, speaks: bool) -> None:
-        """Look at what the first update of this process has compiled, and list it while no process compiles. Call on all ranks.
-
-        Args:
-            speaks: Whether this process warns.
-        """
+        """Look at what the first update of this process has compiled, and list it while no process compiles. Call on all ranks."""
         if speaks:
             self.warn_without_graph()
         if self._artifacts is not None:

@@ -94,11 +94,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            KeyError: If the names are not those of the model.
-        """
+        """Restore what `state_dict` returned."""
         weights = state["weights"]
         if weights.keys() != self.weights.keys():
             missing = sorted(self.weights.keys() - weights.keys())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import random
 import re
 import sys
 import types
@@ -30,9 +29,8 @@ _CONSTANTS = (
     *(torch.dtype, torch.device, logging.Logger, re.Pattern, range, slice, property),
 )
 """What a program makes anew and no training changes: left to the program, also within objects."""
-_LISTS: tuple[type[Any], ...] = (list, tuple, deque, set, frozenset, torch.Size)
+_LISTS: tuple[type[Any], ...] = (list, tuple, deque, set, frozenset)
 _DICTS: tuple[type[Any], ...] = (dict, OrderedDict, defaultdict, Counter)
-_FACTORIES: tuple[type[Any], ...] = (int, float, str, bool, list, dict, set, tuple, deque)
 _PLACE = re.compile(r"(^|_)(dir|directory|folder|path|file|filename|root|url|uri)$")
 _LOOKED_AT = 3
 """Objects within objects that are compared. Of the first alone what it holds is saved."""
@@ -45,57 +43,65 @@ class CannotRestore(Exception):
     """What was saved needs an object that the program has not made."""
 
 
-def is_stateful(value: object) -> bool:
-    """Whether a value saves and restores itself."""
-    kind = type(value)
-    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
-
-
-def is_iterator(value: object) -> bool:
-    """Whether a value is an iterator or a loader, whose position a checkpoint cannot hold."""
-    is_lazy = hasattr(type(value), "__next__") and not is_stateful(value)
-    return (is_lazy or isinstance(value, DataLoader)) and not isinstance(value, io.IOBase)
-
-
-def is_frozen(value: object) -> bool:
-    """Whether a value is a module with parameters of which none is trained."""
-    return isinstance(value, nn.Module) and {p.requires_grad for p in value.parameters()} == {False}
-
-
 class Encoder:
-    """Encodes values one after the other. What was met before is encoded once, and then named by its path."""
+    """Encodes values one after the other. What was met before is encoded once, and then named by its path.
+
+    Attributes:
+        objects: What was met, by path.
+        needs: Classes of the objects that a restore needs, by path, of the value that is encoded.
+        left: What is left out of it, by path: something that tells whether it has changed, or `None`.
+        unseen: What is neither compared nor saved, by path, and why.
+        size: Bytes of it.
+
+    Args:
+        components: Returns what is saved elsewhere, by path.
+        keyed: Returns the ids of generators that are seeded by keys.
+        secret_keys: Keys of the configuration that name secrets.
+    """
 
     def __init__(
         self,
         components: Callable[[], Mapping[str, object]] = dict,
         *,
-        keyed: Callable[[object], bool] = lambda _: False,
+        keyed: Callable[[], Collection[int]] = set,
         secret_keys: Collection[str] = (),
     ) -> None:
         self._components = components
         self._keyed = keyed
         self._secret_keys = secret_keys
         self._paths: dict[object, str] | None = None
-        self._held: Mapping[str, object] = {}
         self._floor = 0
         self._nodes: dict[str, Any] = {}
+        self._declared = False
         self.objects: dict[str, object] = {}
         self.needs: dict[str, str] = {}
         self.left: dict[str, object] = {}
-        self.lazy: list[str] = []
-        self.frozen: list[str] = []
+        self.unseen: dict[str, str] = {}
         self.size = 0
-        self._declared = False
 
     def begin(self, *, declared: bool) -> None:
         """Begin with another attribute."""
         self._declared, self.size, self.left, self.needs = declared, 0, {}, {}
 
-    @property
-    def components(self) -> list[str]:
-        """Paths of what is saved elsewhere."""
-        self._known(None)
-        return list(self._held)
+    def paths(self) -> dict[object, str]:
+        """Return the paths of what was met or is saved elsewhere, by what tells one object from another."""
+        if self._paths is None:
+            held = self._components()
+            self._paths = {key: path for path, each in held.items() if (key := key_of(each)) is not None}
+            self.objects.update(held)
+            self._floor = len(self._paths)
+        return self._paths
+
+    def mark(self) -> tuple[int, int]:
+        """Return what `forget` takes."""
+        return len(self._paths or ()), len(self.needs)
+
+    def forget(self, mark: tuple[int, int]) -> None:
+        """Forget what was met since a mark, to which nothing that is saved may refer."""
+        tables: tuple[dict[Any, str], ...] = (self._paths or {}, self.needs)
+        for table, length in zip(tables, mark, strict=True):
+            for key in list(table)[max(length, self._floor if table is self._paths else 0) :]:
+                del table[key]
 
     def encode(self, value: Any, path: str, *, name: str = "", depth: int = 0, hidden: bool = False) -> Any:
         """Return a value as tensors, plain values, and mappings of them with an entry `kind`."""
@@ -105,23 +111,15 @@ class Encoder:
             return self._leave(path, None) if hidden or _PLACE.search(name) else value
         if type(value) in _SCALARS:
             return value
-        key = _key(value)
+        key = key_of(value)
         if key is not None:
-            known = self._known(key)
-            if known is not None:
-                return {"kind": "same", "path": known}
-            self._paths[key], self.objects[path] = path, value  # type: ignore[index]
+            paths = self.paths()
+            if key in paths:
+                return {"kind": "same", "path": paths[key]}
+            paths[key], self.objects[path] = path, value
         node = self._encode(value, path, depth, hidden)
         self._nodes[path] = node
         return node
-
-    def _known(self, key: object) -> str | None:
-        if self._paths is None:
-            self._held = self._components()
-            self._paths = {own: path for path, each in self._held.items() if (own := _key(each)) is not None}
-            self.objects.update(self._held)
-            self._floor = len(self._paths)
-        return self._paths.get(key)
 
     def _encode(self, value: Any, path: str, depth: int, hidden: bool) -> Any:
         if isinstance(value, Tensor):
@@ -137,24 +135,29 @@ class Encoder:
             return self._list(value, path, depth, hidden)
         if type(value) in _DICTS:
             return self._dict(value, path, depth, hidden)
+        own: Any = type(value)
+        kind = own.__name__
         if is_generator(value):
-            if self._keyed(value):
+            if id(value) in self._keyed():
                 return self._leave(path, None)
+            self.needs[path] = kind
             return {
                 "kind": "generator",
-                "class": type(value).__name__,
+                "class": kind,
                 "state": self.encode(generator_state(value), f"{path}.state"),
             }
         if isinstance(value, _CONSTANTS):
-            return self._leave(path, None if depth else _name(value))
-        if is_iterator(value):
-            self.lazy.append(path)
-            if not (self._declared and is_stateful(value)):
-                return self._leave(path, type(value).__name__)
-        if is_frozen(value) and not self._declared:
-            self.frozen.append(path)
-            return self._leave(path, None)
-        if is_stateful(value):
+            return self._leave(path, None if depth else _name_of(value))
+        is_stateful = callable(getattr(own, "state_dict", None)) and callable(getattr(own, "load_state_dict", None))
+        if not (self._declared and is_stateful):
+            is_lazy = hasattr(type(value), "__next__") and not (is_stateful or isinstance(value, io.IOBase))
+            if is_lazy or isinstance(value, DataLoader):
+                self.unseen[path] = "is an iterator or a loader, whose position is not saved without `state_dict`"
+                return self._leave(path, kind)
+            if isinstance(value, nn.Module) and {p.requires_grad for p in value.parameters()} == {False}:
+                self.unseen[path] = "is a module without trainable parameters, which is not compared"
+                return self._leave(path, None)
+        if is_stateful:
             return self._stateful(value, path)
         if isinstance(value, (*_LISTS, *_DICTS)):
             mark = self.mark()
@@ -162,17 +165,6 @@ class Encoder:
             plain = self.encode(dict(items) if isinstance(value, dict) else list(items), path, depth=depth)
             return self._leave(path, self.digest(plain), mark)
         return self._object(value, path, depth, hidden)
-
-    def mark(self) -> tuple[int, int]:
-        """Return what `forget` takes."""
-        return len(self._paths or ()), len(self.needs)
-
-    def forget(self, mark: tuple[int, int]) -> None:
-        """Forget what was met since a mark, to which nothing that is saved may refer."""
-        tables: tuple[dict[Any, str], ...] = (self._paths or {}, self.needs)
-        for table, length in zip(tables, mark, strict=True):
-            for key in list(table)[max(length, self._floor if table is self._paths else 0) :]:
-                del table[key]
 
     def _leave(self, path: str, seen: object, mark: tuple[int, int] | None = None) -> dict[str, str]:
         if mark is not None:
@@ -215,12 +207,16 @@ class Encoder:
         return {**node, "items": self._sequence(list(value), path, range(len(value)), depth, hidden)}
 
     def _dict(self, value: Any, path: str, depth: int, hidden: bool) -> Any:
-        if not all(type(key) in _SCALARS or (type(key) is tuple and _is_flat(key)) for key in value):
+        if not all(
+            type(key) in _SCALARS or (type(key) is tuple and all(type(part) in _SCALARS for part in key))
+            for key in value
+        ):
             return self._leave(path, f"dict of {len(value)}")
-        node: dict[str, Any] = {"kind": type(value).__name__, "keys": _keys(value)}
+        kind = type(value).__name__
         if isinstance(value, defaultdict):
-            node["factory"] = getattr(value.default_factory, "__name__", None)
-        return {**node, "items": self._sequence(list(value.values()), path, list(value), depth, hidden)}
+            self.needs[path] = kind
+        items = self._sequence(list(value.values()), path, list(value), depth, hidden)
+        return {"kind": kind, "keys": _keys(value), "items": items}
 
     def _sequence(
         self, values: list[Any], path: str, keys: Any, depth: int, hidden: bool, form: str = "{}[{!r}]"
@@ -247,7 +243,6 @@ class Encoder:
         if len(self.left) > before:
             return self._leave(path, self.digest(node), mark)
         if isinstance(value, nn.Module):
-            # Buffers that are not persistent, and plain attributes, in which metrics of torchmetrics keep their sums.
             more = {name: getattr(holder, key) for name, (holder, key) in _beside_state(value, state).items()}
             node["more"] = self.encode(more, f"{path}.more", depth=_LOOKED_AT)
         self.needs[path] = kind
@@ -267,8 +262,6 @@ class Encoder:
 
     def _changeable(self) -> int:
         return sum(seen is not None for seen in self.left.values())
-
-    # Digests
 
     def digest(self, node: Any) -> bytes:
         """Return the digest of what `encode` returned, in which what is tied to it counts."""
@@ -295,13 +288,17 @@ class Encoder:
 
 
 class Decoder:
-    """Puts encoded values back, into the objects that are there where they fit."""
+    """Puts encoded values back, into the objects that are there where they fit.
 
-    def __init__(self, live: Mapping[str, object], components: Collection[str]) -> None:
-        self._live = live
-        self._restored: dict[str, object] = {}
+    Args:
+        encoder: What has encoded the values that are there.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
         # An object takes one value: where two values were apart when they were saved, the second one gets an object of its own.
-        self._taken = {_key(live[path]) for path in components}
+        self._taken = set(list(encoder.paths())[: encoder._floor])
+        self._live = encoder.objects
+        self._restored: dict[str, object] = {}
 
     def decode(self, node: Any, current: Any, path: str) -> Any:
         """Return the value of a node, which is `current` where that could take it; `MISSING` where it is left to the program."""
@@ -314,18 +311,16 @@ class Decoder:
             return current
         if kind == "same":
             live = self._live.get(node["path"], MISSING)
-            return current if _key(live) == _key(current) else self._restored.get(node["path"], live)
-        key = _key(current)
+            return current if key_of(live) == key_of(current) else self._restored.get(node["path"], live)
+        key = key_of(current)
         if key is not None and key in self._taken:
             current = MISSING
         value = self._decoded(kind, node, current, path)
-        self._taken.add(_key(value))
+        self._taken.add(key_of(value))
         self._restored[path] = value
         return value
 
     def _decoded(self, kind: str, node: Any, current: Any, path: str) -> Any:
-        if kind in ("stateful", "object", "namedtuple", "shard"):
-            return self._into(kind, node, current, path)
         if kind == "tensor":
             return _put(current, node["value"], node["device"])
         if kind in ("bytes", "bytearray"):
@@ -334,25 +329,35 @@ class Decoder:
             return complex(*node["value"])
         if kind in ("array", "scalar"):
             return _array_of(node, current)
-        if kind == "generator":
-            return _generator_of(node["class"], self.decode(node["state"], MISSING, f"{path}.state"), current)
-        if "keys" in node:
-            return self._dict(kind, node, current, path)
-        return self._list(kind, node, current, path)
+        if kind == "shard":
+            if not (isinstance(current, Tensor) and is_sharded(current)):
+                raise CannotRestore("a tensor divided over the ranks")
+            _put(local_part(current), node["value"], "cpu")
+            return current
+        if "class" in node:
+            if type(current).__name__ != node["class"]:
+                raise CannotRestore(f"an object of the class {node['class']}")
+            self._fill(kind, node, current, path)
+            return current
+        return self._dict(kind, node, current, path) if "keys" in node else self._list(kind, node, current, path)
 
     def _list(self, kind: str, node: Any, current: Any, path: str) -> Any:
+        if kind == "namedtuple" and not hasattr(type(current), "_fields"):
+            raise CannotRestore("a named tuple")
         there = list(current) if isinstance(current, (list, tuple, deque)) else []
         found = [
             self.decode(item, there[n] if n < len(there) else MISSING, f"{path}[{n}]")
             for n, item in enumerate(_items(node))
         ]
         items = [item for item in found if item is not MISSING]
+        if kind == "namedtuple":
+            return type(current)(*items)
         if kind == "deque":
-            if type(current) is deque and current.maxlen == node["maxlen"]:
-                current.clear()
-                current.extend(items)
-                return current
-            return deque(items, node["maxlen"])
+            if type(current) is not deque or current.maxlen != node["maxlen"]:
+                return deque(items, node["maxlen"])
+            current.clear()
+            current.extend(items)
+            return current
         if kind == "list" and type(current) is list:
             current[:] = items
             return current
@@ -368,30 +373,25 @@ class Decoder:
         found = {
             key: self.decode(item, there.get(key, MISSING), f"{path}[{key!r}]") for key, item in zip(keys, _items(node))
         }
-        items = {key: item for key, item in found.items() if item is not MISSING}
         if type(current).__name__ != kind:
-            current = next(each for each in _DICTS if each.__name__ == kind)()
             if kind == "defaultdict":
-                current.default_factory = {each.__name__: each for each in _FACTORIES}.get(node["factory"])
+                raise CannotRestore("a defaultdict")
+            current = next(each for each in _DICTS if each.__name__ == kind)()
         current.clear()
-        current.update(items)
+        current.update((key, item) for key, item in found.items() if item is not MISSING)
         return current
 
-    def _into(self, kind: str, node: Any, current: Any, path: str) -> Any:
+    def _fill(self, kind: str, node: Any, current: Any, path: str) -> None:
         """Put a state into an object that the program has made."""
-        expected = node.get("class", "one")
-        if kind == "shard":
-            if not (isinstance(current, Tensor) and is_sharded(current)):
-                raise CannotRestore("a tensor divided over the ranks")
-            _put(local_part(current), node["value"], "cpu")
-        elif kind == "namedtuple":
-            if not hasattr(type(current), "_fields"):
-                raise CannotRestore("a named tuple")
-            there = list(current)
-            return type(current)(*(self.decode(item, there[n], f"{path}[{n}]") for n, item in enumerate(_items(node))))
-        elif type(current).__name__ != expected:
-            raise CannotRestore(f"an object of the class {expected}")
-        elif kind == "stateful":
+        if kind == "generator":
+            set_generator_state(current, self.decode(node["state"], MISSING, f"{path}.state"))
+        elif kind == "object":
+            held = vars(current)
+            for name, item in zip(node["keys"], _items(node)):
+                value = self.decode(item, held.get(name, MISSING), f"{path}.{name}")
+                if value is not MISSING:
+                    held[name] = value
+        else:
             # Of what was decoded nothing is the object's own, to which another attribute may be tied.
             before = dict(self._restored)
             current.load_state_dict(self.decode(node["state"], MISSING, f"{path}.state_dict()"))
@@ -405,13 +405,6 @@ class Decoder:
                     value = self.decode(more[name], there, f"{path}.more[{name!r}]")
                     if value is not there and value is not MISSING:
                         setattr(holder, key, value)
-        else:
-            held = vars(current)
-            for name, item in zip(node["keys"], _items(node)):
-                value = self.decode(item, held.get(name, MISSING), f"{path}.{name}")
-                if value is not MISSING:
-                    held[name] = value
-        return current
 
 
 def _items(node: Mapping[str, Any]) -> list[Any]:
@@ -419,15 +412,11 @@ def _items(node: Mapping[str, Any]) -> list[Any]:
     return items if isinstance(items, list) else [items[str(number)] for number in range(len(items))]
 
 
-def _is_flat(values: Collection[object]) -> bool:
-    return all(type(value) in _SCALARS for value in values)
-
-
 def _keys(held: Mapping[Any, object]) -> list[Any]:
     return [{"kind": "tuple", "items": list(key)} if type(key) is tuple else key for key in held]
 
 
-def _name(value: object) -> str:
+def _name_of(value: object) -> str:
     """What tells one function, class, place or constant from another."""
     if isinstance(value, types.FunctionType):
         return f"{value.__module__}.{value.__qualname__} {id(value.__code__)}"
@@ -439,13 +428,9 @@ def _is_array(value: object) -> bool:
     return numpy is not None and type(value).__module__ == "numpy" and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
-def _key(value: object) -> object:
+def key_of(value: object) -> object:
     """What two names of one value have in common; `None` for values that cannot be changed in place."""
-    if (
-        value is None
-        or value is MISSING
-        or isinstance(value, (*_SCALARS, tuple, frozenset, bytes, complex, *_CONSTANTS))
-    ):
+    if value is MISSING or isinstance(value, (*_SCALARS, tuple, frozenset, bytes, complex, *_CONSTANTS)):
         return None
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and not value.is_quantized:
         local = local_part(value)
@@ -455,7 +440,7 @@ def _key(value: object) -> object:
 
 
 def _beside_state(module: nn.Module, state: Mapping[str, object]) -> dict[str, tuple[nn.Module, str]]:
-    """Return buffers that are not in the state of a module, and attributes of it and its parts: where each of them is, by name."""
+    """Return buffers that are not in the state of a module, and plain attributes, in which metrics of torchmetrics keep their sums."""
     found = {}
     for prefix, part in module.named_modules():
         own = [key for key in vars(part) if key not in _OF_MODULE]
@@ -486,19 +471,3 @@ def _array_of(node: Mapping[str, Any], current: object) -> Any:
         current[...] = array
         return current
     return array.copy()
-
-
-def _generator_of(kind: str, state: Any, current: Any) -> Any:
-    """Put a generator into a state, or make another one where there is none."""
-    if type(current).__name__ != kind:
-        made: dict[str, Callable[[], Any]] = {"Generator": torch.Generator, "Random": random.Random}
-        if isinstance(state, Mapping) and "bit_generator" in state:
-            import numpy
-
-            bits = getattr(numpy.random, state["bit_generator"])
-            made = {"Generator": lambda: numpy.random.Generator(bits()), "RandomState": numpy.random.RandomState}
-        if kind not in made:
-            raise CannotRestore(f"a generator of the class {kind}")
-        current = made[kind]()
-    set_generator_state(current, state)
-    return current

@@ -354,12 +354,6 @@ def even_out(
     """Yield batches until no rank has one, equally many on all: a rank that ran out repeats its last one, which weighs nothing.
 
     Where a forward is a collective of the ranks that share parameters, all of them must make the same number.
-
-    Args:
-        batches: What this rank evaluates.
-        ranks: The ranks that have to stay together.
-        readers: The ranks that read different data; a rank that never had a batch is given one of theirs.
-        reads: Whether this rank reads data; others go on with placeholders.
     """
     spare = None if reads else Batch(PLACEHOLDER, 0, 0)
     while True:
@@ -388,11 +382,6 @@ def split_by_sample(pred: object, samples: int, parts: Sequence[int] | None = No
     many items as the batch has samples. Anything else is one item for the whole batch. Where each sample has several parts, as a graph
     has nodes, a tensor with a row for each part is taken apart into a tensor for each sample, and one with as many rows as neither, such as
     one for each edge, is left whole.
-
-    Args:
-        pred: What the step returned.
-        samples: Samples of the batch; padding behind them is left out, and a batch without any has no predictions.
-        parts: How many parts each sample has, `None` where samples have none.
     """
     if not samples:
         return []
@@ -424,10 +413,6 @@ def gather_predictions(batches: Sequence[Sequence[object]], domain: ReductionDom
     """Return the predictions of all ranks in the order of the dataset, the same on all of them.
 
     Ranks take the batches of a split in turn, so the first batches of all ranks come before the second ones.
-
-    Args:
-        batches: The predictions of this rank, a sequence for each of its batches.
-        domain: The ranks that read different data.
     """
     ranks: list[Sequence[Sequence[Any]]] = domain.gather_objects(batches)
     rounds = max(map(len, ranks), default=0)
@@ -442,16 +427,7 @@ def _has_rows(value: Any, samples: int, parts: Sequence[int] | None) -> bool:
 
 
 def checked_figures(hook: str, split: str, figures: object) -> dict[str, float]:
-    """Return what a hook gave for a split as floats: it goes into checkpoints and files, which hold nothing else.
-
-    Args:
-        hook: Name of the hook, for the message.
-        split: The split.
-        figures: What it returned.
-
-    Raises:
-        ValueError: If these are no metrics by name.
-    """
+    """Return what a hook gave for a split as floats: it goes into checkpoints and files, which hold nothing else."""
     if not isinstance(figures, Mapping):
         raise ValueError(
             f"Expected `{hook}` to return metrics by name. Received: {figures!r} ({type(figures).__name__}) for split {split!r}. Return "

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.utils.tensors import local_part, whole
+from danling.utils.tensors import canonical_name, local_part, whole
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 2**26
@@ -27,37 +30,43 @@ class FrozenWeights:
     A parameter that required a gradient at construction or at any save of the run counts as trained, also where it was frozen afterwards;
     so do buffers. What is frozen must stay as it is: every save compares a sum over the bits and their places, for which the weights are
     read once.
+
+    A checkpoint says whether it has all weights or the trained ones, and `checkpoint.trainable_only` which of them will be saved.
     """
 
-    def __init__(self, named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
-        self._named_parameters = named_parameters
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
         self._trained: set[str] = set()
         self._sums: dict[str, int] = {}
         self._digest: tuple[frozenset[str], str] | None = None
+        self._stored_without = False
+        """Whether the checkpoint that is being loaded has only trained weights."""
+
+    def leaves_out(self) -> bool:
+        """Whether frozen weights are left out of what is saved now."""
+        return bool(self._runner.config.checkpoint.trainable_only)
 
     def note_trained(self) -> None:
         """Count what requires a gradient now as trained. May be called on one rank."""
-        self._trained |= {name for name, parameter in self._named_parameters() if parameter.requires_grad}
+        named = self._runner.unwrapped_model.named_parameters()
+        self._trained |= {canonical_name(name) for name, parameter in named if parameter.requires_grad}
 
-    def without(self, state: Mapping[str, object]) -> dict[str, object]:
-        """Return the entries of a state that are not frozen."""
+    # Saving
+
+    def saved(self, weights: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the weights that are saved."""
+        return self._only_trained(weights) if self.leaves_out() else weights
+
+    def _only_trained(self, state: Mapping[str, object]) -> dict[str, object]:
         frozen = self._frozen()
         # Another name of a frozen weight, as that of a tied one, is as frozen.
         tied = {local_part(value).data_ptr() for value in frozen.values() if local_part(value).numel()}
-        return {name: value for name, value in state.items() if name not in frozen and not _is_one_of(value, tied)}
-
-    def completed(self, state: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
-        """Return what `without` returned, with what is frozen as it is here."""
-        kept = self.without(here)
-        return {**{name: value for name, value in here.items() if name not in kept}, **state}
-
-    def note_moved(self, state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-        """Count as trained what a whole state has other values of than the model was made with. Called on all ranks.
-
-        Such weights were frozen after they had been trained, or were changed by hand: a model that is made from the base has them not.
-        """
-        names = [name for name in self._frozen() if name in state and name in here]
-        self._trained |= {name for name in names if digest_of({"": state[name]}) != digest_of({"": here[name]})}
+        return {
+            name: value
+            for name, value in state.items()
+            if name not in frozen
+            and not (isinstance(value, Tensor) and local_part(value).numel() and local_part(value).data_ptr() in tied)
+        }
 
     def identity(self) -> dict[str, object]:
         """Return what the frozen weights are known by, and the names of what is trained. Called on all ranks."""
@@ -76,12 +85,19 @@ class FrozenWeights:
             self._digest = names, digest_of(frozen)
         return {"sha256": self._digest[1], "trained": sorted(self._trained)}
 
-    def check(self, stored: Mapping[str, Any], load_base: Callable[[], bool] = lambda: False) -> None:
+    # Loading, in this order
+
+    def check(self, stored: Mapping[str, Any], excluded: Collection[str]) -> None:
         """Refuse a checkpoint that was made on other frozen weights. Called on all ranks."""
-        trained = set(stored["trained"])
+        self._stored_without = bool(stored) or "frozen" in excluded
+        if not stored:
+            return
+        trained, base = set(stored["trained"]), self._runner.config.pretrained
         frozen = self._without(trained)
         found = digest_of(frozen)
-        if found != stored["sha256"] and load_base():
+        if found != stored["sha256"] and base:
+            # The run may have begun from these.
+            self._runner.load_pretrained(base)
             frozen = self._without(trained)
             found = digest_of(frozen)
         if found != stored["sha256"]:
@@ -94,19 +110,29 @@ class FrozenWeights:
         self._sums = {name: bit_sum(tensor) for name, tensor in frozen.items()}
         self._digest = frozenset(frozen), found
 
-    def _parameters(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self._named_parameters()}
+    def loadable(self, state: Mapping[str, Any], present: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the weights to load: what a checkpoint lacks is as `present` returns it. Called on all ranks."""
+        if self.leaves_out() and not self._stored_without:
+            # Frozen after they were trained, or changed by hand: a model that is made from the base lacks such values.
+            here = present()
+            names = [name for name in self._frozen() if name in state and name in here]
+            self._trained |= {name for name in names if digest_of({"": state[name]}) != digest_of({"": here[name]})}
+        return self.completed(state, present()) if self._stored_without else state
+
+    def completed(self, state: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state with what is frozen as it is here, if the checkpoint has only trained weights."""
+        if not self._stored_without:
+            return state
+        kept = self._only_trained(here)
+        return {**{name: value for name, value in here.items() if name not in kept}, **state}
 
     def _without(self, trained: Collection[str]) -> dict[str, Tensor]:
-        return {name: value for name, value in self._parameters().items() if name not in trained}
+        named = ((canonical_name(name), p) for name, p in self._runner.unwrapped_model.named_parameters())
+        return {name: parameter.detach() for name, parameter in named if name not in trained}
 
     def _frozen(self) -> dict[str, Tensor]:
         self.note_trained()
         return self._without(self._trained)
-
-
-def _is_one_of(value: object, places: set[int]) -> bool:
-    return isinstance(value, Tensor) and bool(local_part(value).numel()) and local_part(value).data_ptr() in places
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:

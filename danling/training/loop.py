@@ -59,7 +59,7 @@ class TrainingLoop:
             )
         to_train = runner._data.splits.choose(train_splits, runner.train_splits, "train on")
         if not (runner.evaluate_splits if evaluate_splits is None else evaluate_splits):
-            runner._parts.readiness.check_schedule(evaluates=False)
+            runner._parts.checks.check_schedule(evaluates=False)
             return to_train, []
         return to_train, runner._data.splits.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
 
@@ -74,7 +74,7 @@ class TrainingLoop:
                 "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it anew; "
                 "auto_resume goes on from its last checkpoint."
             )
-        runner._parts.readiness.check_optimizer()
+        runner._parts.checks.check_optimizer()
         if isinstance(runner.checkpoint_manager, CheckpointManager):
             runner.checkpoint_manager.check_weights(runner.named_parameters())
 
@@ -105,14 +105,7 @@ class TrainingLoop:
 
     @contextmanager
     def training(self, *, whole: bool = True) -> Iterator[None]:
-        """Train inside: what is logged meanwhile is of this run, signals are watched, and the end is saved.
-
-        Args:
-            whole: Whether the run ends here; otherwise it is finished only where it was asked to stop.
-
-        Raises:
-            SystemExit: On exit, after a signal: 143, or 130 after SIGINT.
-        """
+        """Train inside: what is logged meanwhile is of this run, signals are watched, and the end is saved."""
         runner, session = self._runner, self._session
         session.begin(max_seconds=runner.config.max_time_seconds())
         session.running = True

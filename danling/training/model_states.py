@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -174,18 +174,6 @@ def load_criterion(criterion: Any, state: Mapping[str, object]) -> None:
         criterion.load_state_dict(dict(state))
     except RuntimeError as error:
         raise CheckpointMismatch(f"Expected the state of this criterion. Received: {error}") from error
-
-
-def remainder_of_optimizer(
-    stored: Mapping[str, object], excluded: Collection[str], present: Callable[[], Mapping[str, object]]
-) -> Mapping[str, object]:
-    """Return what is loaded of an optimizer of which parts were left out."""
-    if "optimizer.state" in excluded:
-        # It begins anew with the options that were stored.
-        stored = {"state": {}, **stored}
-    if "optimizer.param_groups" in excluded:
-        stored = {**stored, "param_groups": present()["param_groups"]}
-    return stored
 
 
 def cast_floating(weights: Mapping[str, Tensor], name: str | None) -> dict[str, Tensor]:

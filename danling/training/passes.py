@@ -32,20 +32,11 @@ class PassAgreement:
         self._compared: set[str] = set()
 
     def ends_alike(self, source: BatchSource) -> bool:
-        """Whether every rank is known to see the end of a pass at the same batch; the same answer on all ranks.
-
-        Args:
-            source: The batches of the split.
-        """
+        """Whether every rank is known to see the end of a pass at the same batch; the same answer on all ranks."""
         return self.domain.size == 1 or (source.even and (source.foreseen or not self.blind))
 
     def all_have(self, source: BatchSource, batch: Batch | None) -> bool:
-        """Return whether every rank has a batch. A small collective, where the end cannot be known otherwise.
-
-        Args:
-            source: The batches of the split.
-            batch: That of this rank, `None` at its end.
-        """
+        """Return whether every rank has a batch. A small collective, where the end cannot be known otherwise."""
         if self.ends_alike(source):
             return batch is not None
         # A rank that ran out would leave the others waiting in the gradient reduction, so the pass ends for all of them.
@@ -59,33 +50,19 @@ class PassAgreement:
         return not ended
 
     def is_over(self, source: BatchSource) -> bool:
-        """Return whether a pass is known to have no batch left, without reading on. The same answer on all ranks, which all call it.
-
-        Args:
-            source: The batches of the split.
-        """
+        """Return whether a pass is known to have no batch left, without reading on. The same answer on all ranks, which all call it."""
         over = source.remaining_batches() == 0
         return over if self.ends_alike(source) else bool(agree(self.domain, ("exhausted",) if over else ()))
 
     def next_of_window(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
-        """Return the next micro-batch of an open window, `None` where the pass ends.
-
-        Args:
-            source: The batches of the split.
-            batches: What is left of them on this rank.
-        """
+        """Return the next micro-batch of an open window, `None` where the pass ends."""
         batch = next(batches, None)
         if not self.collective_forward or self.all_have(source, batch):
             return batch
         return None
 
     def compare(self, source: BatchSource, batch: Batch) -> None:
-        """Say once a split where ranks that should read different data read the same.
-
-        Args:
-            source: The batches of the split.
-            batch: The first one of this rank.
-        """
+        """Say once a split where ranks that should read different data read the same."""
         if source.split in self._compared:
             return
         self._compared.add(source.split)

@@ -242,11 +242,7 @@ class Phases:
 
 
 def phases_of(runner: TorchRunner) -> Phases | None:
-    """Return the phases of a runner whose optimizers have names, `None` for any other.
-
-    Raises:
-        ValueError: If the stack, or a setting, cannot make the updates of phases.
-    """
+    """Return the phases of a runner whose optimizers have names, `None` for any other."""
     optimizer = runner.optimizer
     if not isinstance(optimizer, JointOptimizer) or not optimizer.named:
         return None

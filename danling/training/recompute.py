@@ -5,15 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from danling.data import Batch, BatchSource, DataLoader
 from danling.supervision.failures import is_out_of_memory
-
-from .carry import map_carry
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -36,11 +34,7 @@ class Recompute:
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}
 
     def remember(self, *, window: bool = True) -> Callable[[], None]:
-        """Remember where an update begins, and return what takes its micro-batches back. No communication.
-
-        Args:
-            window: Whether the window and its gradient are dropped too.
-        """
+        """Remember where an update begins, and return what takes its micro-batches back. No communication."""
         runner = self._runner
         self._versions = {}
         buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
@@ -128,15 +122,7 @@ class MemoryRetry:
         return False
 
     def attempt(self, make: Callable[[], object], take_back: Callable[[], None]) -> bool:
-        """Return whether all ranks succeeded; if memory ran out on one, undo the changes on all. Call on all ranks.
-
-        Args:
-            make: Makes all micro-batches of this rank, without communication.
-            take_back: Undoes the changes of `make`, even if it stopped half-way.
-
-        Raises:
-            Exception: What `make` raises, unless memory ran out.
-        """
+        """Return whether all ranks succeeded; if memory ran out on one, undo the changes on all. Call on all ranks."""
         failed = False
         try:
             make()
@@ -154,6 +140,22 @@ class MemoryRetry:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         return not failed
+
+
+def map_carry(carry: Any, change: Callable[[Tensor], Tensor], path: str = "self.carry") -> Any:
+    """Return a carry with each tensor changed; lists, tuples and mappings are made anew, mappings as `dict`."""
+    if isinstance(carry, Tensor):
+        return change(carry)
+    if carry is None or isinstance(carry, (bool, int, float, str)):
+        return carry
+    if isinstance(carry, Mapping):
+        return {key: map_carry(value, change, f"{path}[{key!r}]") for key, value in carry.items()}
+    if type(carry) in (list, tuple):
+        return type(carry)(map_carry(value, change, f"{path}[{index}]") for index, value in enumerate(carry))
+    raise TypeError(
+        f"Expected self.carry to be of tensors, numbers and None, and of lists, tuples and mappings of them. Received: {path} of type "
+        f"{type(carry).__name__}. Put its tensors into a tuple."
+    )
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

@@ -1,13 +1,16 @@
-"""Saves a run: what is checked before a save, who writes, at which update the last save was made, and what an evaluation cannot lose."""
+"""Saves a run and begins one: who writes, at which update the last save was made, which checkpoint a run begins from, and what is saved
+where an evaluation fails."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from danling.checkpoints import CheckpointDamaged, CheckpointDiskError, CheckpointNotFound
 from danling.distributed import all_arrive
+from danling.reporting import format_number
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -17,17 +20,14 @@ logger = logging.getLogger("danling")
 
 _PATIENCE_SECONDS = 5.0
 """How long a rank whose evaluation failed waits to hear whether those of all ranks did."""
+_ATTEMPTS_TO_READ = 3
 
 
 class RunSaver:
     """Saves the full state of a run, and remembers at which position it was saved.
 
     Attributes:
-        around: Returns the context of a save.
         before: Called before a save; what they raise refuses it.
-        writes: Whether this replica group writes; another one may.
-        instead: Called where it does not.
-        is_scored: Whether the present state was evaluated.
         saved: Called after a save.
         loaded: Called after the run was restored from a checkpoint on disk.
         saved_at: Updates and epochs at the last save.
@@ -36,11 +36,7 @@ class RunSaver:
 
     def __init__(self, runner: BaseRunner) -> None:
         self._runner = runner
-        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before: list[Callable[[], None]] = []
-        self.writes: Callable[[], bool] = _yes
-        self.is_scored: Callable[[], bool] = _yes
-        self.instead: list[Callable[[], None]] = []
         self.saved: list[Callable[[], None]] = []
         self.loaded: list[Callable[[], None]] = []
         self.saved_at: tuple[int, int] | None = None
@@ -59,46 +55,102 @@ class RunSaver:
 
     def save(self, *, history: bool = False, best: bool = False) -> None:
         """Save the full state. Called on all ranks."""
-        runner = self._runner
-        with self.around():
+        runner: Any = self._runner
+        with runner._session.saving():
+            if runner._parts is not None:
+                # Weights must not be saved while the check of the last update is pending.
+                runner._parts.update.raise_pending_error()
             for check in self.before:
                 check()
             step, epoch = self.at
-            if self.writes():
+            if self._writes():
                 runner.checkpoint_manager.save_checkpoint(
                     runner.checkpoint_state(), epoch=epoch, global_step=step, history=history, best=best
                 )
             else:
-                for action in self.instead:
-                    action()
-            self.note_saved()
+                # As a save does, so that all replica groups continue with equal buffers.
+                runner.broadcast_buffers()
+            self.saved_at = self.at
             for action in self.saved:
                 action()
 
-    def leave_out(self) -> None:
-        """Skip the write of a save, but do everything else that belongs to it, such as flushing the trackers. Called on all ranks."""
-        with self.around():
-            pass
+    def _writes(self) -> bool:
+        """Whether this replica group writes; another one may."""
+        member: Any = getattr(self._runner, "fault_tolerance", None)
+        return member is None or bool(member.writes())
 
     def export(self, weights: Callable[[], Mapping[str, object]]) -> None:
         """Write weights only. Called on all ranks."""
-        if self.writes():
+        if self._writes():
             step, epoch = self.at
             self._runner.checkpoint_manager.export_model(weights(), epoch=epoch, global_step=step)
 
-    def note_saved(self) -> None:
-        """Remember that the checkpoint on disk has the present state of the run."""
-        self.saved_at = self.at
-
     def note_loaded(self) -> None:
         """Note that the run was restored from a checkpoint on disk. Called on all ranks."""
-        self.note_saved()
+        self.saved_at = self.at
         for action in self.loaded:
             action()
 
 
-def _yes() -> bool:
-    return True
+# The beginning of a run
+
+
+def restore_run(runner: BaseRunner) -> None:
+    """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`. Called on all ranks."""
+    config, manager = runner.config, runner.checkpoint_manager
+    if not config.checkpoint.load_only:
+        # Check now rather than at the first save. Replica groups share the directory, where another group may be writing: no tidying.
+        if not config.ft.enabled:
+            manager.tidy()
+        manager.check_directory()
+    for _ in range(_ATTEMPTS_TO_READ - 1 if config.ft.enabled and config.auto_resume else 0):
+        with suppress(CheckpointDamaged, CheckpointNotFound):
+            # Another replica group may replace a checkpoint between finding and reading it; then there is a newer one.
+            return _load_first(runner)
+    _load_first(runner)
+
+
+def _load_first(runner: BaseRunner) -> None:
+    config, manager = runner.config, runner.checkpoint_manager
+    source = config.resume or (manager.find_latest() if config.auto_resume else None)
+    while source:
+        try:
+            runner.load_checkpoint(source)
+            return
+        except (CheckpointDamaged, CheckpointDiskError) as error:
+            if config.resume:
+                raise
+            # It is the newest whose files are as they were written, and still cannot be read.
+            manager.skip(source, error)
+        source = manager.find_latest()
+    if config.auto_resume:
+        manager.refuse_lost()
+        directory = runner.workspace.checkpoints
+        logger.info("auto_resume: no checkpoint of this run in %s yet; starting from scratch.", directory)
+    if config.pretrained:
+        runner.load_pretrained(config.pretrained)
+
+
+def warn_if_best_is_elsewhere(runner: BaseRunner, source: object) -> int | None:
+    """Return the index of the best score if its checkpoint is next to the one that was loaded, not among the run's own, and log it.
+
+    May be called on one rank, which asks the object store.
+    """
+    index = runner.best_index
+    here = any((runner.workspace.checkpoints / name).exists() for name in ("best", "best.pth"))
+    if index is None or here or (runner._has_remote() and runner._remote.has("best")):
+        return None
+    if runner.is_main_process:
+        logger.info(
+            "The best score so far, %s at %d, was kept next to %s; here a best is kept from the next better one on.",
+            format_number(runner.best_score or 0.0),
+            index,
+            source,
+        )
+    return index
+
+
+# An evaluation that fails
 
 
 class TrainedKeeper:
@@ -147,14 +199,7 @@ class TrainedKeeper:
 def keeping_trained(
     save: Callable[[], bool], *, step: int, passing: tuple[type[BaseException], ...] = ()
 ) -> Iterator[None]:
-    """Save what was trained when something inside fails, then let the failure go on its way.
-
-    Args:
-        save: Saves the state as it was on entry, and returns whether it could. Called on each rank that fails, while the others may
-            be anywhere. What it raises is logged, so that the failure is what is seen.
-        step: Committed updates, for the log.
-        passing: Exceptions that are no failures.
-    """
+    """Save what was trained when something inside fails, then let the failure go on its way."""
     try:
         yield
     except passing:

@@ -96,24 +96,16 @@ class TrainingSession:
         self._requested: set[str] = set()
         self._clock = clock
         self._deadline = math.inf
-        self._training = 0
+        self.training = 0
+        """Number of the training in this process, the same on all ranks; the store of a job outlives the runners in it."""
         self._leaving: tuple[str, JointLeave] | None = None
         self._looks_again = -math.inf
         self._is_observed = self._evaluates = self._updated = False
 
-    @property
-    def training(self) -> int:
-        """Number of the training in this process, the same on all ranks; the store of a job outlives the runners in it."""
-        return self._training
-
     # Requests
 
     def request(self, *names: str) -> None:
-        """Ask all ranks for something at the next boundary. May be called on one rank.
-
-        Args:
-            *names: Such as `"stop"` or `"save"`.
-        """
+        """Ask all ranks for something at the next boundary. May be called on one rank."""
         self._requested.update(names)
 
     def poll_signals(self) -> None:
@@ -136,15 +128,7 @@ class TrainingSession:
         return taken
 
     def leave_wait(self, place: int, domain: Domain) -> None:
-        """Leave a wait for batches that a rank was asked to stop in, where all ranks wait for the same ones. May be called on one rank.
-
-        Args:
-            place: What is waited for, a number of the pass.
-            domain: Ranks that train together.
-
-        Raises:
-            PassLeft: On all ranks, when all of them wait here and one was asked to.
-        """
+        """Leave a wait for batches that a rank was asked to stop in, where all ranks wait for the same ones. May be called on one rank."""
         if not self.running:
             return
         if domain.size == 1:
@@ -160,10 +144,6 @@ class TrainingSession:
 
         For ranks that come to one place by themselves, where they agree on it: one that waits for something on its way must not keep the
         others waiting there.
-
-        Args:
-            place: What is done meanwhile, a number of the training.
-            domain: Ranks that stop together.
         """
         if domain.size == 1:
             return self.asked_to_stop()
@@ -183,20 +163,13 @@ class TrainingSession:
         return leave.is_asked_for()
 
     def end_wait(self, domain: Domain) -> None:
-        """Go on after a wait, unless all ranks have agreed to leave it meanwhile. May be called on one rank.
-
-        Args:
-            domain: Ranks that train together.
-
-        Raises:
-            PassLeft: If they have.
-        """
+        """Go on after a wait, unless all ranks have agreed to leave it meanwhile. May be called on one rank."""
         leave, self._leaving = self._leaving, None
         if leave is not None and leave[1].joined and not leave[1].go_on():
             self._leave(domain)
 
     def _leave_of(self, place: int, domain: Domain) -> JointLeave:
-        name = f"{self._training}/{place}"
+        name = f"{self.training}/{place}"
         if self._leaving is None or self._leaving[0] != name:
             self._leaving = name, JointLeave(default_store(), name, rank=domain.rank, size=domain.size)
         return self._leaving[1]
@@ -207,30 +180,18 @@ class TrainingSession:
         raise PassLeft
 
     def leave_pass(self) -> None:
-        """End the training between two updates, where every rank knows by itself that there is nothing left to train on.
-
-        Raises:
-            DataEnded: In a training.
-        """
+        """End the training between two updates, where every rank knows by itself that there is nothing left to train on."""
         if self.running:
             raise DataEnded
 
     def apply_requests(self, agreed: frozenset[str]) -> None:
-        """Do at the next boundary what any rank asked for.
-
-        Args:
-            agreed: What the ranks agreed on, the same on all of them.
-        """
+        """Do at the next boundary what any rank asked for."""
         if agreed:
             self.stop_reason = _first_stop(agreed)
             self.save_requested = "save" in agreed
 
     def agree_to_stop(self, domain: Domain) -> bool:
-        """Return whether any rank was asked to stop: the boundary of a loop by hand. One small collective.
-
-        Args:
-            domain: All ranks.
-        """
+        """Return whether any rank was asked to stop: the boundary of a loop by hand. One small collective."""
         self.poll_signals()
         asked = self._requested.intersection(STOPS)
         self._requested -= asked
@@ -278,14 +239,7 @@ class TrainingSession:
             yield batch
 
     def update(self, step: Callable[[], UpdateOutcome]) -> UpdateOutcome:
-        """Make one update, and tell the observers of it.
-
-        Args:
-            step: The hook `step` of a runner, which may be the user's.
-
-        Raises:
-            ValueError: If it returns something else than an outcome.
-        """
+        """Make one update, and tell the observers of it."""
         self.in_update = True
         try:
             outcome = step()
@@ -335,15 +289,6 @@ class TrainingSession:
         """Yield the batches of an evaluation; all ranks agree before each one whether to go on.
 
         A rank whose batches have come to their end goes on voting until those of all ranks have.
-
-        Args:
-            batches: What this rank evaluates.
-            domain: Ranks that evaluate together.
-            pending: Requests of the last update that have not been applied yet.
-            seen: Is told the number of each batch, from 0.
-
-        Raises:
-            EvaluationStopped: On all ranks, when one was asked to stop.
         """
         self._requested |= pending & {"save"}
         done = 0
@@ -367,14 +312,10 @@ class TrainingSession:
     # One training
 
     def begin(self, *, max_seconds: float | None = None) -> None:
-        """Begin a training: forget how an earlier one ended.
-
-        Args:
-            max_seconds: Seconds after which the run is to stop; `None` for no limit.
-        """
+        """Begin a training: forget how an earlier one ended."""
         self.stop_reason = None
         self.save_requested = False
-        self._training = next(_TRAININGS)
+        self.training = next(_TRAININGS)
         self._deadline = self._clock() + max_seconds if max_seconds is not None else math.inf
 
     def note_stop(self, requests: frozenset[str]) -> None:
@@ -386,39 +327,20 @@ class TrainingSession:
         self.running, self._deadline = False, math.inf
 
     def hear_late_signals(self, domain: Domain) -> str:
-        """Apply a signal that came after the last boundary, as in the last save: there is no other one to apply it at.
-
-        Args:
-            domain: Ranks that train together.
-
-        Returns:
-            What is to be said of the ending.
-        """
+        """Apply a signal that came after the last boundary, as in the last save: there is no other one to apply it at."""
         received = self.signals.request if self.signals is not None else None
         late = agree(domain, () if received is None else (received,))
         self.stop_reason = next((name for name in BY_SIGNAL if name in {*late, self.stop_reason}), self.stop_reason)
         return ENDINGS.get(str(self.stop_reason), "Finished")
 
     def exit_if_signalled(self, step: int) -> None:
-        """End the process after a signal, with its exit code.
-
-        Args:
-            step: Updates committed and saved.
-
-        Raises:
-            SystemExit: If a signal ended the training.
-        """
+        """End the process after a signal, with its exit code."""
         if self.stop_reason in EXIT_CODES:
             logger.info("Stopped by a signal at step %d; the full state is saved.", step)
             raise SystemExit(EXIT_CODES[self.stop_reason])
 
     def uninstall_signals(self, *, keep: bool = False) -> None:
-        """Put the program's own handlers back.
-
-        Args:
-            keep: Leave those of the session after a signal: where torchrun ends the ranks that are left when the first one has gone,
-                they end by the code of the signal too.
-        """
+        """Put the program's own handlers back."""
         if self.signals is not None and not (keep and self.stop_reason in BY_SIGNAL):
             self.signals.uninstall()
 

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from danling.optim import JointScheduler
 from danling.utils.protocols import ReductionDomain
 
 from .batches import not_one_loss, note_batch, peek_target, prediction_of
-from .carry import map_carry
-from .recompute import Recompute
+from .recompute import Recompute, map_carry
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -109,12 +108,7 @@ class Window:
         """Micro-batches of non-zero weight for which `backward` was not called, not counting the open one."""
 
     def begin_microbatch(self, weight: float | Tensor, samples: float) -> None:
-        """Begin a micro-batch. The first one of a run is a collective of the domain.
-
-        Args:
-            weight: What its loss is averaged over; a 0-dim tensor stays on its device.
-            samples: Its number of samples.
-        """
+        """Begin a micro-batch. The first one of a run is a collective of the domain."""
         if isinstance(weight, Tensor) and self.on_host:
             weight = weight.item()
         if self.count == 0:
@@ -149,11 +143,7 @@ class Window:
         self._scaled = True
 
     def check_open(self) -> None:
-        """Refuse a loss, or an update, without a micro-batch.
-
-        Raises:
-            ValueError: If none was begun since the last update.
-        """
+        """Refuse a loss, or an update, without a micro-batch."""
         if self.count == 0:
             raise ValueError(
                 "step() and backward(loss) need at least one train_step(batch) since the last update: the gradient is divided by its "
@@ -161,11 +151,7 @@ class Window:
             )
 
     def check_scaled(self) -> None:
-        """Refuse an update if `backward` was not called for one of its micro-batches.
-
-        Raises:
-            ValueError: If there is such a micro-batch.
-        """
+        """Refuse an update if `backward` was not called for one of its micro-batches."""
         if self.unscaled:
             raise ValueError(
                 f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {self.unscaled} of {self.count} "
@@ -173,14 +159,7 @@ class Window:
             )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return `loss` scaled by the weight of the open micro-batch, and record it.
-
-        Args:
-            loss: 0-dim loss of the micro-batch, as its criterion reduced it.
-
-        Raises:
-            ValueError: If it is no tensor of one value.
-        """
+        """Return `loss` scaled by the weight of the open micro-batch, and record it."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise not_one_loss(loss)
         self._scaled = True
@@ -208,27 +187,12 @@ class Window:
         self.nonfinite = torch.maximum(bad, torch.as_tensor(self.nonfinite, dtype=torch.float64, device=summed.device))
 
     def gradient_factor(self, total_weight: float | Tensor, averaged_over: int) -> float | Tensor:
-        """Return what the accumulated gradient is to be multiplied with.
-
-        Args:
-            total_weight: Global weight of the window.
-            averaged_over: Number of ranks over which the gradient reduction took a mean; 1 where it took a sum.
-        """
+        """Return what the accumulated gradient is to be multiplied with."""
         if self.sum_reduced:
             return float(averaged_over)
         if isinstance(total_weight, Tensor):
             return self._reference * averaged_over / total_weight.clamp_min(1e-12)
         return self._reference * averaged_over / total_weight if total_weight else 0.0
-
-
-class BatchRecorder(Protocol):
-    """What records the first updates; see `danling.audit.layout_record`."""
-
-    def took(self, data: object, moved: object, *, counts: bool) -> object:
-        """Return the data of a micro-batch as it is trained on."""
-
-    def ran(self) -> None:
-        """Look at what forward and backward have left."""
 
 
 class UpdateStep:
@@ -257,7 +221,8 @@ class UpdateStep:
             self.sync.riders.append(self.canonical)
         self.recompute: Recompute | None = None
         """What refuses a batch that was changed in place, where micro-batches may be run again."""
-        self.recorder: BatchRecorder | None = None
+        self.recorder: Any = None
+        """What records the first updates; see `danling.audit.layout_record`."""
         self.metrics: TrainMetrics | None = runner._parts.train_metrics
         self.losses = runner._parts.losses
         self.split, self.reduces_later = "", False
@@ -275,16 +240,7 @@ class UpdateStep:
         self.split, self.reduces_later = split, self._runner._data.splits.finds_micro_batch_size
 
     def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
-        """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run.
-
-        Args:
-            source: The batches of the split.
-            batches: What is left of them on this rank.
-            consumed: Is filled with the batches that were run.
-
-        Returns:
-            `True`; what wraps this method returns `False` where memory ran out and the batches are to be read again.
-        """
+        """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run."""
         runner, window = self._runner, self._runner.window
         size, agreement = runner._data.splits.undivided(), runner._parts.agreement
         run = self.run if self.canonical is None else self.canonical.run
@@ -299,12 +255,7 @@ class UpdateStep:
         return True
 
     def run(self, batch: Batch, step: Callable[[Any], object]) -> object:
-        """Run forward and backward of a micro-batch of the open window, and return what its step returned.
-
-        Args:
-            batch: The batch as its source gave it.
-            step: `train_step`.
-        """
+        """Run forward and backward of a micro-batch of the open window, and return what its step returned."""
         runner, window, session = self._runner, self._runner.window, self._session
         if window.count == 0:
             runner.reduction.begin(first=window.is_first)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from danling.data import PLACEHOLDER, Batch
-from danling.data.collation import collate
 
 from .batches import TARGET_NAMES, count_samples, model_loss, peek_target
-from .keys import preserved_streams
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -26,6 +23,7 @@ logger = logging.getLogger("danling")
 
 _ALIGNED = "shift_labels"
 """Labels that a model of transformers is handed shifted already."""
+_LABELS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 IGNORED_LABEL = -100
 """The label that a model leaves out of a loss of its own: the default of `torch.nn.functional.cross_entropy`."""
@@ -71,7 +69,11 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
         ignore_index, class_weight = getattr(criterion, "ignore_index", None), getattr(criterion, "weight", None)
     else:
         ignore_index, class_weight = (criterion_setting(criterion, name) for name in ("ignore_index", "weight"))
-    if isinstance(class_weight, Tensor) and _weighs_classes(criterion):
+    is_other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(
+        criterion, (nn.CrossEntropyLoss, nn.NLLLoss)
+    )
+    weighs_classes = not is_other and _function(criterion) is not F.multi_margin_loss
+    if isinstance(class_weight, Tensor) and weighs_classes:
         return _class_weight(target, class_weight, ignore_index)
     if ignore_index is None and _is_of_user(criterion):
         ignore_index = IGNORED_LABEL
@@ -101,8 +103,9 @@ def model_weight(model: object, target: object, data: object, *, shifts: bool | 
         return float(count_samples(data))
     if target.is_floating_point():
         return float(target.numel())
-    shifted = counted_labels(target, shifts=bool(shifts_labels(model) if shifts is None else shifts))
-    return _count(shifted, IGNORED_LABEL)
+    shifts = bool(shifts_labels(model) if shifts is None else shifts)
+    # The first label of each sequence has no position before it.
+    return _count(target[:, 1:] if target.ndim > 1 and shifts else target, IGNORED_LABEL)
 
 
 def aligned_labels(data: object) -> Tensor | None:
@@ -182,12 +185,6 @@ def _defaults(function: Any) -> dict[str, object]:
     return {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
 
 
-def _weighs_classes(criterion: object) -> bool:
-    kinds = (nn.CrossEntropyLoss, nn.NLLLoss)
-    other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(criterion, kinds)
-    return not other and _function(criterion) is not F.multi_margin_loss
-
-
 def shifts_labels(model: object) -> bool | None:
     """Return whether a model shifts the labels of the loss that it returns, `None` where neither attribute nor class tells.
 
@@ -235,11 +232,6 @@ def _kind(model_class: type) -> str | None:
         if name.endswith(_SHIFTING_DECODERS):
             return "decoder"
     return None
-
-
-def counted_labels(target: Tensor, *, shifts: bool) -> Tensor:
-    """Return the labels that the loss of a model can count: all of them, or all but the first of each sequence."""
-    return target[:, 1:] if target.ndim > 1 and shifts else target
 
 
 def unweighed(data: object) -> str:
@@ -297,7 +289,7 @@ class BatchLoss:
         """Return what the loss that the model computes is averaged over."""
         runner = self._runner
         shifts = shifts_labels(runner.unwrapped_model) if runner.shifts_labels is None else runner.shifts_labels
-        of_positions = isinstance(target, Tensor) and target.ndim == 2 and _is_integer(target)
+        of_positions = isinstance(target, Tensor) and target.ndim == 2 and target.dtype in _LABELS
         if shifts is None and not self.own_loss and of_positions and aligned_labels(data) is None:
             ranks = max(runner.placement.data_replicas, runner.placement.metrics.size)
             # Only where the weight of a micro-batch changes the gradient.
@@ -319,28 +311,12 @@ class BatchLoss:
         criterion = self._runner.criterion
         has_loss = self.own_loss or criterion is not None
         if target is None:
-            if self.targetless is None:
-                self._look_at_first()
-            has_loss = self.own_loss if self.targetless is None else self.targetless and has_loss
+            # Before a batch was trained on, the criterion says itself whether it can do without a target.
+            targetless = self.own_loss or self._learns if self.targetless is None else self.targetless
+            has_loss = targetless and has_loss
         if has_loss:
             return self._runner.compute_loss(pred, target)
         return model_loss(pred) if criterion is None else None
-
-    def _look_at_first(self) -> None:
-        """Look for a target in the first sample to train on, where its samples are those of its batches; the streams stay as they are."""
-        runner = self._runner
-        split = next((name for name in runner.train_splits if name in runner.datasets and name in runner.sources), None)
-        if split is None or not self._learns:
-            return
-        options = runner._data.splits.settings(split)
-        # Files that workers are to open stay closed here, and a dataset may have other keys than positions.
-        if runner.sources[split].kind != "position" or options.get("num_workers") or options.get("collate_fn"):
-            return
-        with preserved_streams(runner.device), suppress(Exception):
-            sample = runner.datasets[split][0]
-            # A sample of another library's class is made into a batch by that library, and only the batch has a target.
-            known = isinstance(sample, (Tensor, Mapping, list, tuple))
-            self.targetless = peek_target(sample if known else collate([sample])) is None
 
 
 def returned_loss(pred: object) -> Tensor:
@@ -356,7 +332,3 @@ def returned_loss(pred: object) -> Tensor:
             f"{type(pred).__name__}. Assign `self.criterion`, or override `compute_loss`."
         )
     return found
-
-
-def _is_integer(target: Tensor) -> bool:
-    return not (target.is_floating_point() or target.dtype == torch.bool)

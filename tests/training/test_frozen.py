@@ -1,46 +1,76 @@
-"""Frozen weights are known again by their bits and the places of these, without a runner."""
+"""Frozen weights are left out of checkpoints, and known again by their bits and the places of these."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import danling as dl
+from danling.checkpoints import CheckpointMismatch
 from danling.training.frozen import FrozenWeights, bit_sum
 
 
-def frozen_line() -> tuple[nn.Parameter, FrozenWeights]:
-    weight = nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), requires_grad=False)
-    return weight, FrozenWeights(lambda: [("weight", weight)])
+class Headed(dl.Runner):
+    """Trains the second of two layers, with averages of both."""
+
+    def __init__(self, config: dict[str, Any], base: float = 1.0) -> None:
+        super().__init__(config)
+        self.model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        nn.init.constant_(self.model[0].requires_grad_(False).weight, base)
+        nn.init.zeros_(self.model[0].bias)
+        self.criterion = nn.MSELoss()
+        self.datasets = {"train": TensorDataset(torch.randn(8, 2), torch.randn(8, 2))}
+
+
+def settings(root: Path, *, alone: bool, **more: Any) -> dict[str, Any]:
+    common = {"seed": 0, "dir": str(root), "log": False, "optim": {"type": "sgd", "lr": 0.1}, "ema.enabled": True}
+    return {**common, "checkpoint": {"trainable_only": alone, "async_enabled": False}, "auto_resume": True, **more}
+
+
+def test_a_run_goes_over_to_saving_what_is_trained_alone_and_back(tmp_path: Path) -> None:
+    whole = ["0.bias", "0.weight", "1.bias", "1.weight"]
+    for steps, alone in enumerate((False, True, True, False), 2):
+        with Headed(settings(tmp_path, alone=alone, steps=steps)) as runner:
+            runner.train()
+            stored = runner.read_checkpoint("latest")
+            assert sorted(stored["model"]) == sorted(stored["ema"]["weights"]) == (whole[2:] if alone else whole)
+            assert ("frozen" in stored) == alone and runner.unwrapped_model[0].weight.unique().tolist() == [1.0]
+    with Headed(settings(tmp_path, alone=True, steps=6)) as runner:
+        runner.train()
+    with pytest.raises(CheckpointMismatch, match="frozen weights that the checkpoint was made on"):
+        Headed(settings(tmp_path, alone=True, steps=7), base=1.5)
+
+
+def test_a_frozen_weight_that_a_whole_checkpoint_has_other_values_of_is_saved_on(tmp_path: Path) -> None:
+    with Headed(settings(tmp_path, alone=False, steps=1), base=1.5) as runner:
+        runner.train()
+    with Headed(settings(tmp_path, alone=True, steps=2)) as runner:
+        runner.train()
+        assert sorted(runner.read_checkpoint("latest")["model"]) == ["0.weight", "1.bias", "1.weight"]
 
 
 @pytest.mark.parametrize("permutation", ["two rows", "two values", "two pairs of values"])
 def test_values_that_change_places_within_a_frozen_weight_are_named(permutation: str) -> None:
-    weight, frozen = frozen_line()
-    frozen.identity()
-    if permutation == "two rows":
-        weight.data = weight.data[[1, 0, *range(2, 8)]]
+    weight = nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), requires_grad=False)
+    model: Any = SimpleNamespace(named_parameters=lambda: [("weight", weight)])
+    frozen = FrozenWeights(SimpleNamespace(unwrapped_model=model))  # type: ignore[arg-type]
+    flat = weight.data.view(-1)
+    flat[:4] = torch.tensor([1.0, 2.0, 2.0, 1.0])
+    assert frozen.identity() == frozen.identity()
+    # The second pair moves the other way round: factors on a line would not see it.
+    places = {"two values": [1, 0, 2, 3], "two pairs of values": [1, 0, 3, 2]}
+    if permutation in places:
+        flat[:4] = flat[:4][places[permutation]]
     else:
-        flat = weight.data.view(-1)
-        if permutation == "two pairs of values":
-            flat[:4] = torch.tensor([1.0, 2.0, 2.0, 1.0])
-            frozen = FrozenWeights(lambda: [("weight", weight)])
-            frozen.identity()
-        # The second pair moves the other way round: factors on a line would not see it.
-        places = [1, 0, 3, 2] if permutation == "two pairs of values" else [1, 0, 2, 3]
-        flat[:4] = flat[:4][places]
+        weight.data = weight.data[[1, 0, *range(2, 8)]]
     with pytest.raises(ValueError, match="Received: other values of weight"):
         frozen.identity()
-
-
-def test_a_frozen_weight_that_stays_is_no_error_and_keeps_its_digest() -> None:
-    _, frozen = frozen_line()
-    assert frozen.identity() == frozen.identity()
-
-
-def reference(values: list[int], factors: list[int]) -> int:
-    total = sum(value * factor for value, factor in zip(values, factors, strict=True)) % 2**64
-    return total - 2**64 if total >= 2**63 else total
 
 
 @pytest.mark.parametrize(
@@ -56,23 +86,16 @@ def test_the_sum_is_that_of_the_bits_times_an_odd_number_of_their_place(
     dtype: torch.dtype, integers: torch.dtype
 ) -> None:
     tensor = (torch.randn(40, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
-    factors = [bit_sum(one_at(place)) for place in range(40)]
+    ones = torch.eye(40, dtype=torch.int64)
+    factors = [bit_sum(one) for one in ones]
     assert len(set(factors)) == 40 and all(factor % 2 for factor in factors)
-    assert bit_sum(tensor) == reference(tensor.view(integers).tolist(), factors)
-
-
-def one_at(place: int) -> Tensor:
-    return torch.zeros(40, dtype=torch.int64).index_fill_(0, torch.tensor(place), 1)
+    total = sum(value * factor for value, factor in zip(tensor.view(integers).tolist(), factors, strict=True))
+    assert (bit_sum(tensor) - total) % 2**64 == 0
+    assert bit_sum(torch.empty(0)) == 0
 
 
 def test_pieces_of_a_large_weight_that_change_places_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("danling.training.frozen._PIECE", 4)
     first, second, rest = torch.arange(4.0), torch.arange(4.0, 8), torch.ones(3)
-    sums = {
-        bit_sum(torch.cat(parts)) for parts in ([first, second, rest], [second, first, rest], [first, rest, second])
-    }
-    assert len(sums) == 3
-
-
-def test_a_weight_of_no_values_has_a_sum() -> None:
-    assert bit_sum(torch.empty(0)) == 0
+    orders = ([first, second, rest], [second, first, rest], [first, rest, second])
+    assert len({bit_sum(torch.cat(parts)) for parts in orders}) == 3

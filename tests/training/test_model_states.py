@@ -20,7 +20,6 @@ from danling.training.model_states import (
     cast_floating,
     criterion_state,
     load_criterion,
-    remainder_of_optimizer,
     weights_to_export,
 )
 
@@ -157,16 +156,6 @@ def test_stages_of_a_pipeline_have_the_states_of_the_whole() -> None:
     regrouped = {**payload["optimizer"], "param_groups": payload["optimizer"]["param_groups"][:1]}
     with pytest.raises(CheckpointMismatch, match="grouped as here"):
         states[1].load_optimizer(regrouped)
-
-
-def test_what_is_left_of_an_optimizer() -> None:
-    stored = {"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
-    now = {"state": {}, "param_groups": [{"lr": 0.3, "params": ["w"]}]}
-    assert remainder_of_optimizer(stored, set(), lambda: now) == stored
-    without_state = remainder_of_optimizer({"param_groups": stored["param_groups"]}, {"optimizer.state"}, lambda: now)
-    assert without_state == {"state": {}, "param_groups": stored["param_groups"]}
-    without_groups = remainder_of_optimizer({"state": stored["state"]}, {"optimizer.param_groups"}, lambda: now)
-    assert without_groups == {"state": stored["state"], "param_groups": now["param_groups"]}
 
 
 def test_the_state_of_a_criterion() -> None:

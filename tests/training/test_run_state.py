@@ -1,15 +1,21 @@
-"""The table of what a run saves, made of parts that stand for nothing."""
+"""The table of what a run saves, and what is left out of a load, without a runner."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, TensorDataset
 
 from danling.checkpoints import CheckpointMismatch
 from danling.checkpoints.exclusion import ExcludedFromLoading
+from danling.config import RunnerConfig
+from danling.data import build_dataloader, open_source
+from danling.distributed import LocalDomain
 from danling.metrics import Meters
 from danling.training.run_state import (
     RunState,
@@ -19,103 +25,65 @@ from danling.training.run_state import (
     check_payload,
     check_same_run,
     in_order,
+    loader_states,
+    restore_positions,
+    share_of_rank,
 )
 
 
-class Box:
+class Run:
     """Holds values, and notes what is restored into it."""
 
-    def __init__(self) -> None:
+    def __init__(self, components: Collection[str] = (), progress: Collection[str] = ()) -> None:
         self.values: dict[str, Any] = {"model": 1, "optimizer": 2}
         self.restored: list[tuple[str, Any, set[str]]] = []
-        self.losses: list[float] = [1.0]
-        self.known: bool | None = True
+        self.config = RunnerConfig()
+        self.placement: Any = SimpleNamespace(optimizer=LocalDomain())
+        self.world = self.data_domain = LocalDomain()
+        self.dataloaders: dict[str, Any] = {}
+        self.train_splits = ["train"]
+        self.differences: list[str] = []
+        self.component_parts = lambda: [self.part(name) for name in components]
+        self.progress_parts = lambda: [self.part(name) for name in progress]
+        self.run_state = RunState(self)  # type: ignore[arg-type]
 
-    def part(self, name: str, **how: Any) -> StatePart:
-        """Return a part that is one of the values."""
-
+    def part(self, name: str) -> StatePart:
         def restore(value: Any, excluded: Collection[str]) -> None:
             self.values[name] = value
             self.restored.append((name, value, set(excluded)))
 
-        return StatePart(name, lambda: self.values[name], restore, **how)
+        return StatePart(name, lambda: self.values[name], restore, exists=lambda: name in self.values)
+
+    def config_differences(self, payload: Any) -> list[str]:
+        return self.differences
 
 
 def test_components_are_saved_and_restored_in_the_order_of_the_table() -> None:
-    box = Box()
-    state = RunState([box.part("model"), box.part("ema", exists=lambda: False), box.part("optimizer")])
+    run = Run(components=["model", "ema", "optimizer"])
+    state = run.run_state
     assert list(state.components().items()) == [("model", 1), ("optimizer", 2)]
     assert state.names() == ["model", "optimizer"]
     state.load_components({"optimizer": 20, "ema": 5, "model": 10, "a user's": 3}, {"model.head"})
-    assert box.restored == [("model", 10, {"model.head"}), ("optimizer", 20, {"model.head"})]
-
-
-def test_what_is_saved_elsewhere_is_not_read() -> None:
-    box = Box()
-    del box.values["model"]  # reading it would fail
-    state = RunState([box.part("model"), box.part("optimizer")])
+    assert run.restored == [("model", 10, {"model.head"}), ("optimizer", 20, {"model.head"})]
     with state.saved_elsewhere("model"):
-        assert state.components() == {"optimizer": 2}
-    with pytest.raises(KeyError):
-        state.components()
-    assert state.names() == ["model", "optimizer"]
-
-
-def test_a_later_part_of_one_name_takes_the_place_of_an_earlier_one() -> None:
-    box = Box()
-    state = RunState(
-        progress=[box.part("model"), box.part("optimizer"), StatePart("model", lambda: 7, lambda *_: None)]
-    )
-    assert list(state.progress().items()) == [("model", 7), ("optimizer", 2)]
-
-
-def test_parts_that_a_checkpoint_lacks_are_restored_from_their_default() -> None:
-    box, meters = Box(), Meters()
-    meters.update({"loss": 2.0})
-    state = RunState(
-        progress=[
-            box.part("model"),
-            StatePart.attribute(box, "losses", convert=list),
-            StatePart.attribute(box, "known", key="bare"),
-            StatePart.stateful("meters", lambda: meters, resets=True),
-            StatePart.stateful("scaler", lambda: None),
-        ]
-    )
-    saved = state.progress()
-    assert saved["losses"] == [1.0] and saved["bare"] is True and saved["scaler"] == {}
-    assert saved["meters"] == meters.state_dict() != {}
-    box.losses.append(2.0)
-    assert saved["losses"] == [1.0]
-    state.load_progress({})
-    assert box.restored == [] and box.losses == [] and box.known is None
-    assert meters.state_dict() == Meters().state_dict()
-    state.load_progress(saved)
-    assert box.restored == [("model", 1, set())] and box.losses == [1.0] and box.known is True
-    assert meters.state_dict() == saved["meters"]
-
-
-def test_an_empty_state_leaves_what_does_not_reset() -> None:
-    class Scaler:
-        scale = 2.0
-
-        def state_dict(self) -> dict[str, float]:
-            return {"scale": self.scale}
-
-        def load_state_dict(self, state: dict[str, float]) -> None:
-            self.scale = state["scale"]
-
-    scaler = Scaler()
-    state = RunState(progress=[StatePart.stateful("scaler", lambda: scaler)])
-    state.load_progress({"scaler": {}})
-    assert scaler.scale == 2.0
-    state.load_progress({"scaler": {"scale": 4.0}})
-    assert state.progress() == {"scaler": {"scale": 4.0}}
-
-
-def test_a_payload_lies_in_one_order_and_ends_with_what_is_a_users() -> None:
+        assert state.components() == {"optimizer": 20}
     payload = {"mine": 1, "scheduler": 2, "dataloaders": 3, "model": 4, "format_version": 5}
     assert list(in_order(payload)) == ["format_version", "model", "dataloaders", "scheduler", "mine"]
-    assert in_order(payload) == payload
+
+
+def test_a_later_part_takes_the_place_of_an_earlier_one_and_what_is_lacking_has_a_default() -> None:
+    run, meters = Run(progress=["model", "optimizer"]), Meters()
+    meters.update({"loss": 2.0})
+    state = run.run_state
+    state.add_progress(StatePart("model", lambda: 7, lambda *_: None))
+    state.add_progress(StatePart.stateful("meters", lambda: meters, resets=True))
+    state.add_progress(StatePart.stateful("scaler", lambda: None))
+    saved = state.progress()
+    assert saved == {"model": 7, "optimizer": 2, "meters": {"loss": [2.0, 1.0]}, "scaler": {}}
+    state.load_progress({})
+    assert run.restored == [] and len(meters) == 0
+    state.load_progress(saved)
+    assert run.restored == [("optimizer", 2, set())] and meters.state_dict() == saved["meters"]
 
 
 def test_what_is_refused() -> None:
@@ -130,14 +98,80 @@ def test_what_is_refused() -> None:
 
 
 def test_settings_that_are_meant_to_differ_may() -> None:
-    lines = ["optim.lr: 0.1, now 0.2", "accum_steps: 2, now 1"]
+    run: Any = Run()
+    check_same_run(run, {})
+    run.differences = ["optim.lr: 0.1, now 0.2", "accum_steps: 2, now 1"]
     with pytest.raises(CheckpointMismatch, match=r"optim\.lr: 0\.1, now 0\.2\n  accum_steps"):
-        check_same_run(lines, ExcludedFromLoading(None))
+        check_same_run(run, {})
+    run.config.checkpoint.exclude_from_loading = ["runner.optim"]
     with pytest.raises(CheckpointMismatch) as refused:
-        check_same_run(lines, ExcludedFromLoading(["runner.optim"]))
+        check_same_run(run, {})
     assert "optim.lr:" not in str(refused.value)
     # The size of an update follows from several keys, and to name one of them is enough.
-    check_same_run(lines, ExcludedFromLoading(["runner.optim.lr", "runner.dataloader.batch_size"]))
+    run.config.checkpoint.exclude_from_loading = ["runner.optim.lr", "runner.dataloader.batch_size"]
+    check_same_run(run, {})
+
+
+def test_passes_that_end_elsewhere_are_named() -> None:
+    built = {"split": "train", "train": True, "seed": 1, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
+    run: Any = Run()
+    run.dataloaders["train"] = build_dataloader(
+        TensorDataset(torch.arange(10)), {"batch_size": 4, "drop_last": True}, **built
+    )
+    with pytest.raises(CheckpointMismatch, match=r"passes of 9 out of 10 samples .* now of 8"):
+        check_same_run(run, {"dataloaders": {"train": {"end": 9, "length": 10}}})
+    # Another dataset is refused by the loader itself.
+    for state in ({"end": 8, "length": 10}, {"end": 9, "length": 12}, None):
+        check_same_run(run, {"dataloaders": {"train": state}})
+
+
+class Numbers(IterableDataset[int]):
+    """Counts from a position that it saves."""
+
+    at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < 6:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_states_of_each_replica_are_handed_back_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    source = open_source(TorchDataLoader(Numbers(), batch_size=2), split="train", rank=0, world_size=2, seed=1)
+    run: Any = Run()
+    # Ranks 0 and 1 read the same data.
+    others: list[Any] = [(0, {"train": {"other": 1}}), (1, {"train": {"second": 2}})]
+    run.world = SimpleNamespace(gather_objects=lambda mine: [mine, *others])
+    state = loader_states(run, {"train": source})["train"]
+    assert state == {"ranks": {"0": source.state_dict(), "1": {"second": 2}}}
+    run.data_domain = SimpleNamespace(rank=1, size=2)
+    assert share_of_rank(run, "train", state) == {"second": 2}
+    run.data_domain = SimpleNamespace(rank=0, size=3)
+    with pytest.raises(CheckpointMismatch, match="Expected 2 data replicas"):
+        share_of_rank(run, "train", state)
+    run.config.parallel.allow_degree_change = True
+    with caplog.at_level("WARNING", logger="danling"):
+        assert share_of_rank(run, "train", state) is None
+    assert "there are 3 now: it starts anew" in caplog.text
+
+
+def test_positions_of_the_splits_to_train_on_are_put_back() -> None:
+    sources = {name: open_source([1, 2, 3], split=name) for name in ("train", "more")}
+    before = open_source([1, 2, 3], split="train")
+    before.commit([next(iter(before.batches()))])
+    run: Any = Run()
+    run.source, run.train_splits = sources.__getitem__, ["train", "more"]
+    restore_positions(run, {"train": before.state_dict(), "more": None})
+    assert (sources["train"].consumed, sources["more"].consumed) == (1, 0)
+    run.train_splits = ["val"]
+    with pytest.raises(CheckpointMismatch, match=r"state of split 'val'.*\['more', 'train'\]"):
+        restore_positions(run, {"train": None, "more": None})
 
 
 def test_the_one_reader_of_what_a_load_leaves_out() -> None:

@@ -67,7 +67,7 @@ def test_one_process_saves_after_the_failure() -> None:
 
 def test_what_is_saved_or_may_not_be_written_is_left_alone() -> None:
     kept = Kept("alone")
-    kept.saver.note_saved()
+    kept.saver.saved_at = kept.saver.at
     assert kept.keeper.make_ready()() is True and kept.calls == []
     looking = Kept("alone", writes=False)
     assert looking.keeper.make_ready()() is False and looking.calls == []

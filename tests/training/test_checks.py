@@ -1,17 +1,16 @@
-"""What a program changes under training without meaning to is named once: modes, parameters, schedules and ties."""
+"""Wrong components are refused; what a program changes under training without meaning to is named once."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LinearLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 import danling as dl
@@ -143,32 +142,50 @@ def test_an_evaluation_leaves_each_part_in_its_mode(tmp_path: Path) -> None:
         assert runner.modes == [False] * 4
 
 
-SCHEDULES: dict[str, tuple[Callable[[Any], Any], dict[str, Any], bool]] = {
-    "epochs-meant": (lambda optimizer: StepLR(optimizer, 1), {}, True),
-    "epochs-meant-logged-rarely": (lambda optimizer: StepLR(optimizer, 1), {"epochs": 30, "log_interval": 25}, True),
-    "by-epoch": (lambda optimizer: StepLR(optimizer, 1), {"scheduler": {"interval": "epoch"}}, False),
-    "warm-up": (lambda optimizer: LinearLR(optimizer, 1e-7, 1.0, 30), {"epochs": 10}, False),
-    "to-zero-at-the-end": (lambda optimizer: LinearLR(optimizer, 1.0, 0.0, 40), {"epochs": 10}, False),
-    "restarts": (lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 4), {"epochs": 10}, False),
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_schedule_that_advances_by_updates_is_logged(
+    asked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made(runner: Small) -> None:
+        runner.scheduler = torch.optim.lr_scheduler.StepLR(runner.optimizer, 1)
+
+    settings = {"epochs": 1, **({"scheduler": {"interval": "step"}} if asked else {})}
+    caplog.set_level(logging.INFO, "danling")
+    warnings_of(tmp_path, caplog, made=made, settings=settings)
+    lines = [text for text in caplog.messages if " advances after every update" in text]
+    assert len(lines) == (not asked)
+    assert all("4 times an epoch" in line and "scheduler.interval=epoch" in line for line in lines)
+
+
+def plateau(runner: Small) -> None:
+    runner.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(runner.optimizer)
+    runner.datasets = {"train": runner.datasets["train"]}
+
+
+def lbfgs(runner: Small) -> None:
+    runner.optimizer = torch.optim.LBFGS(runner.model.parameters())
+
+
+SLIPS: dict[str, tuple[Any, str]] = {
+    "model": (nn.Linear, "Make an instance of it"),
+    "criterion": (nn.CrossEntropyLoss, r"Write CrossEntropyLoss\(\)"),
+    "optimizer": ("adam", "`self.optimizer` to be a torch.optim.Optimizer"),
+    "scheduler": ("cosine", "`self.scheduler` to be a scheduler"),
+    "metrics": ({"loss": max}, "a metric called 'loss'"),
+    "datasets": ([1, 2], "`self.datasets` to be a mapping by split"),
+    "dataloaders": ({"train": iter([1])}, "iterated again in each of 3 epochs"),
+    "a metric of an evaluation": (plateau, "an evaluation split for ReduceLROnPlateau"),
+    "a closure": (lbfgs, "LBFGS, whose step calls a closure"),
+    "none": (lambda runner: setattr(runner, "optimizer", None), "Received: optimizer=None"),
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_rate_that_collapses_is_named_and_no_other(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    build, settings, warns = SCHEDULES[name]
-    caplog.set_level(logging.INFO, "danling")
-
-    def made(runner: Small) -> None:
-        runner.scheduler = build(runner.optimizer)
-
-    found = warnings_of(tmp_path, caplog, made=made, settings={"epochs": 8, "log_interval": 1, **settings})
-    assert len(found) == warns and all(text.startswith("The learning rate has fallen to ") for text in found), found
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    lines = [line for line in said if " advances after every update" in line]
-    assert len(lines) == ("scheduler" not in settings)
-    assert all("4 times an epoch" in line and "scheduler.interval=epoch" in line for line in lines)
+@pytest.mark.parametrize("name", SLIPS)
+def test_a_slip_among_the_components_is_refused(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    value, expected = SLIPS[name]
+    made = value if " " in name or name == "none" else lambda runner: setattr(runner, name, value)
+    with pytest.raises(ValueError, match=expected):
+        warnings_of(tmp_path, caplog, made=made)
 
 
 class Tied(nn.Module):
@@ -218,13 +235,3 @@ def test_weights_that_come_untied(
     settings = {"epochs": 1, "pretrained": str(tmp_path / "weights.pt")}
     found = warnings_of(tmp_path / "run", caplog, model=Tied(tied), settings=settings)
     assert [expected in text for text in found] == [True] * bool(expected), found
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_of_a_checkpoint_of_the_library_that_come_untied(
-    tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    warnings_of(tmp_path / "first", caplog, model=Tied(True), settings={"epochs": 1})
-    settings = {"epochs": 1, "pretrained": str(tmp_path / "first")}
-    found = warnings_of(tmp_path / "second", caplog, model=Tied(tied), settings=settings)
-    assert ["are one weight in what was loaded" in text for text in found] == [True] * (not tied), found

@@ -1,0 +1,401 @@
+"""Checks of what users put on a runner: wrong kinds, misnamed parts, what is not trained, and what changes while a run trains."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
+
+from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, slip_of
+from danling.optim import JointScheduler
+from danling.optim.building import check_metric_of_schedule
+from danling.optim.registry import OneCycleSchedule
+from danling.optim.warmup import WarmupScheduler
+from danling.utils.observers import Observer
+from danling.utils.tensors import canonical_name
+
+if TYPE_CHECKING:
+    from danling.distributed import StepTotals
+    from danling.runners.torch_runner import TorchRunner
+
+logger = logging.getLogger("danling")
+
+_ASSIGNED = ("model", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics")
+
+
+# Components, before anything is made of them
+
+
+def check_components(given: TorchRunner, *, reserved: Iterable[str]) -> None:
+    """Refuse components of the wrong kind."""
+    _check_model(given.model, vars(given))
+    criterion, scheduler = given.criterion, given.scheduler
+    if isinstance(criterion, type):
+        name = criterion.__name__
+        raise ValueError(f"Expected `self.criterion` to be a loss. Received: the class {name}. Write {name}().")
+    if criterion is not None and not callable(criterion):
+        raise ValueError(
+            f"Expected `self.criterion` to be a callable (pred, target) -> loss. Received: criterion={criterion!r}. Assign a loss "
+            "module or a function."
+        )
+    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
+        raise ValueError(
+            f"Expected `self.scheduler` to be a scheduler with a method step(). Received: scheduler={scheduler!r}. Make one over "
+            "self.optimizer, or name it in `scheduler.type` and let the runner build it."
+        )
+    check_metrics(given.metrics, reserved)
+    _check_data(given)
+    if given.optimizer is not None:
+        _check_kind_of_optimizer(given.optimizer, given.named_parameters())
+
+
+def _check_model(model: object, present: Iterable[str]) -> None:
+    if not isinstance(model, nn.Module):
+        made = " Make an instance of it." if isinstance(model, type) else ""
+        raise ValueError(
+            f"Expected `self.model` to be a torch.nn.Module when __init__ ends. Received: model={model!r} ({type(model).__name__})."
+            f"{made or ' Assign it after super().__init__(config).'}{_did_you_mean('model', present)}"
+        )
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise ValueError(
+            f"Expected a model whose weights are made. Received: {lazy!r} of a lazy layer, which is made by the first batch. Call the "
+            "model once in __init__, such as self.model(torch.zeros(1, 3, 32, 32)), or give the layer its sizes."
+        )
+
+
+def _check_data(given: TorchRunner) -> None:
+    for name in ("datasets", "dataloaders"):
+        value = getattr(given, name)
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"Expected `self.{name}` to be a mapping by split. Received: {name} of type {type(value).__name__}. Write "
+                f"self.{name} = {{'train': ..., 'val': ...}}."
+            )
+        for split, data in value.items():
+            if data is None or isinstance(data, (str, bytes, PathLike, type)):
+                raise ValueError(
+                    f"Expected `self.{name}[{split!r}]` to hold samples. Received: {data!r}. Make a dataset of it, or leave the split out."
+                )
+            if isinstance(data, Iterator) and given.epochs is not None and given.epochs > 1:
+                raise ValueError(
+                    f"Expected a loader of split {split!r} that can be iterated again in each of {given.epochs} epochs. Received: a "
+                    f"{type(data).__name__}, which ends for good. Pass an iterable with __iter__, such as a DataLoader."
+                )
+
+
+def _check_kind_of_optimizer(optimizer: Any, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    if isinstance(optimizer, (list, tuple, Mapping)):
+        raise ValueError(
+            f"Expected `self.optimizer` to be one optimizer. Received: a {type(optimizer).__name__} of {len(optimizer)}. Hold them "
+            'together, danling.optim.JointOptimizer(first, second), or by name, {"first": first, "second": second}.'
+        )
+    if isinstance(optimizer, (str, type)) or not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"Expected `self.optimizer` to be a torch.optim.Optimizer. Received: optimizer={optimizer!r}. Make one over "
+            "self.model.parameters(), or name it in `optim.type` and let the runner build it."
+        )
+    trainable = {id(parameter) for _, parameter in named_parameters if parameter.requires_grad}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if trainable and not trainable & held:
+        raise ValueError(
+            f"Expected an optimizer over parameters of the model. Received: a {type(optimizer).__name__} over {len(held)} others, which "
+            "would train nothing of it. Make it over self.model.parameters(), after the model is complete."
+        )
+
+
+def check_metrics(metrics: object, reserved: Iterable[str]) -> None:
+    """Refuse a metric whose name the library uses."""
+    taken = [name for name in reserved if isinstance(metrics, Mapping) and name in metrics]
+    if taken:
+        raise ValueError(
+            f"Expected metrics by names of their own. Received: a metric called {taken[0]!r}, which is what the criterion returns. Call it "
+            f"'{taken[0]}_of_...', or override `compute_loss`."
+        )
+
+
+def misnamed_overrides(runner_class: type, assigned: Iterable[str], unset: Iterable[str]) -> list[str]:
+    """Return a sentence for every method and attribute of the user's that looks like one of the library's and is not."""
+    own, known = _methods(runner_class, of_library=False), _methods(runner_class, of_library=True)
+    sentences = []
+    for name in sorted(own - known):
+        meant = METHODS_ELSEWHERE.get(name) or slip_of(name, sorted(known))
+        made_anyway = meant in ("build_optimizer", "build_scheduler") and meant.removeprefix("build_") not in unset
+        if meant is not None and meant not in own and not made_anyway:
+            sentences.append(f"The library does not call the method {name!r}: did you mean `{meant}`?")
+    for component in unset:
+        hint = _did_you_mean(component, assigned)
+        sentences += [f"`self.{component}` is not set.{hint}"] if hint else []
+    return sentences
+
+
+def _methods(runner_class: type, *, of_library: bool) -> set[str]:
+    classes = [kind for kind in runner_class.__mro__ if kind.__module__.startswith("danling.") == of_library]
+    return {
+        name
+        for kind in classes
+        for name, value in vars(kind).items()
+        if callable(value) and not name.startswith("_") and not isinstance(value, type)
+    }
+
+
+def _did_you_mean(component: str, present: Iterable[str]) -> str:
+    for name in present:
+        if name in _ASSIGNED or name == "mode" or name.startswith("_"):
+            continue
+        if ATTRIBUTES_ELSEWHERE.get(name) == component or slip_of(name, [component]) == component:
+            return f" You have set `self.{name}`: did you mean `self.{component}`?"
+    return ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first five names as text, with the total number if there are more."""
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown}, ... ({len(names)} in all)"
+
+
+# A run
+
+
+class ComponentChecks(Observer):
+    """Checks a run before it trains, and names once what its program changes while it trains without meaning to.
+
+    It looks where passes, evaluations and saves are, never in an update but the first one.
+    """
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self._warned: set[str] = set()
+        self._parameters: dict[str, nn.Parameter] = {}
+
+    def check_optimizer_given(self) -> None:
+        """Refuse to train without an optimizer. May be called on one rank."""
+        if self._runner.optimizer is None:
+            built = "`build_optimizer` returned none. " if self._runner._overrides("build_optimizer") else ""
+            raise ValueError(
+                f"Expected an optimizer. Received: optimizer=None. {built}Assign `self.optimizer` in __init__, several as one "
+                "dl.optim.JointOptimizer, or set `optim.type`."
+            )
+
+    def check_optimizer(self) -> None:
+        """Refuse an optimizer that does not take the gradient as it is, or trains nothing of the model. Called on all ranks."""
+        self.check_optimizer_given()
+        run = self._runner
+        kind = type(run.optimizer).__name__
+        if takes_closure(run.optimizer) and not (run._overrides("step") and run._overrides("optimizer_step")):
+            raise ValueError(
+                f"Expected an optimizer whose step takes the gradient as it is. Received: {kind}, whose step calls a closure again and "
+                "again. Override both `step` and `optimizer_step` for it, or choose another."
+            )
+        optimized = {id(parameter): parameter for parameter in run.preparation.optimized_parameters(run.optimizer)}
+        named = dict(run.named_parameters())
+        left_out = [name for name, p in named.items() if p.requires_grad and id(p) not in optimized]
+        known = {id(parameter) for parameter in named.values()}
+        foreign = [tuple(parameter.shape) for key, parameter in optimized.items() if key not in known]
+        trains = any(p.requires_grad and id(p) in optimized for p in named.values())
+        # Each rank may have a part of the model.
+        ranks = run.world.gather_objects((trains, left_out, foreign))
+        left_out = list(dict.fromkeys(name for _, names, _ in ranks for name in names))
+        foreign = max((shapes for _, _, shapes in ranks), key=len)
+        if left_out and not any(trains for trains, _, _ in ranks):
+            raise ValueError(
+                f"Expected an optimizer over parameters of the model. Received: a {kind} over {len(foreign)} others, which would "
+                f"train nothing of it ({listed(left_out)}). A model that is put on the runner after construction is not the one "
+                "that the optimizer was made for: assign `self.model` in __init__, and make the optimizer after the model is complete."
+            )
+        if run.distributed or run.stack != "ddp" or run.ema is not None:
+            run.preparation.check_constructed(run.model)
+        if left_out:
+            self._warn(
+                "left out",
+                f"Expected every parameter that requires a gradient in the optimizer. Received: a {kind} without "
+                f"{listed(left_out)}, which stay as they are. Make the optimizer after the model is complete, or freeze them with "
+                "requires_grad_(False).",
+            )
+        if foreign:
+            self._warn(
+                "foreign",
+                f"Expected an optimizer over parameters of the model and the criterion. Received: a {kind} with {len(foreign)} others "
+                f"of the shapes {foreign[:5]}, which are not saved by name, nor reduced over ranks. Make them part of the model, or "
+                "make the optimizer after the model is complete.",
+            )
+
+    def check_schedule(self, *, evaluates: bool) -> None:
+        """Refuse a schedule that goes by a metric, if no evaluation computes one. May be called on one rank."""
+        runner = self._runner
+        interval, monitors = runner._parts.scheduler_interval(), "monitor" in runner.config.get("scheduler", {})
+        check_metric_of_schedule(runner.scheduler, interval=interval, evaluates=evaluates, monitors=monitors)
+
+    def unset(self) -> list[str]:
+        """Return the components that neither the user nor the configuration has given."""
+        run = self._runner
+        own_loss = run._overrides("compute_loss") or run._overrides("train_step")
+        has_data = bool(run.datasets or run.dataloaders)
+        given = {
+            "criterion": run.criterion is not None or own_loss,
+            "optimizer": run.optimizer is not None,
+            "scheduler": run.scheduler is not None,
+            "datasets": has_data,
+            "dataloaders": has_data,
+        }
+        return [name for name, is_there in given.items() if not is_there]
+
+    # Events
+
+    def training_started(self) -> None:
+        """Look at the modes and the schedule that a training begins with."""
+        runner, scheduler = self._runner, self._runner.scheduler
+        self._parameters = dict(runner.named_parameters())
+        frozen = [name for name, part in _in_evaluation(runner.unwrapped_model) if name and not _is_trained(part)]
+        if frozen:
+            self._warn(
+                "frozen",
+                f"Frozen parts of the model were in evaluation mode when training began: {listed(frozen)}. They are in training mode "
+                "now, as the whole model is: dropout draws, batch statistics move. To keep them as they were, override its `train`.",
+            )
+        is_of_run = isinstance(scheduler, (WarmupScheduler, OneCycleSchedule)) or not isinstance(scheduler, LRScheduler)
+        is_asked = "interval" in (runner.config.get("scheduler", None) or {})
+        advances = not (runner.is_step_mode or is_asked or is_of_run) and runner._parts.scheduler_interval() == "step"
+        if advances and runner.is_main_process:
+            updates = runner._data.splits.updates_of_epoch
+            logger.info(
+                "%s advances after every update%s. Where it counts epochs, set scheduler.interval=epoch; scheduler.interval=step keeps it, "
+                "and leaves this line out.",
+                type(scheduler).__name__,
+                f", {updates} times an epoch" if updates else "",
+            )
+
+    def pass_started(self, split: str) -> None:
+        """Look at modes, parameters and the schedule's optimizer."""
+        self.results_needed()
+
+    def results_needed(self) -> None:
+        """Look at modes, parameters and the schedule's optimizer, within a training."""
+        runner, scheduler = self._runner, self._runner.scheduler
+        if not runner._session.running:
+            return
+        left = [name or "the whole model" for name, part in _in_evaluation(runner.unwrapped_model) if _is_trained(part)]
+        if left:
+            self._warn(
+                "mode",
+                f"In evaluation mode while it trains: {listed(left)}. Dropout is off, batch statistics stay as they are. Call `.train()` "
+                "where your code has called `.eval()`; where that is meant, override `train` of the module.",
+            )
+        schedules = list(scheduler) if isinstance(scheduler, JointScheduler) else [scheduler]
+        groups = {id(group) for group in runner.optimizer.param_groups}
+        moved = [each.optimizer.param_groups for each in schedules if hasattr(each, "optimizer")]
+        if any(groups.isdisjoint(map(id, of_schedule)) for of_schedule in moved):
+            self._warn(
+                "schedule",
+                f"self.scheduler, a {type(scheduler).__name__}, moves the learning rates of another optimizer than self.optimizer, "
+                "whose rates stay as they are. Make the schedule over self.optimizer, after that is made.",
+            )
+        optimized = {id(parameter) for parameter in runner.preparation.optimized_parameters(runner.optimizer)}
+        replaced = [
+            name
+            for name, parameter in runner.named_parameters()
+            if parameter.requires_grad
+            and id(parameter) not in optimized
+            and self._parameters.get(name, parameter) is not parameter
+        ]
+        if replaced:
+            self._warn(
+                "parameters",
+                f"Parameters of the model were replaced while it trains: {listed(replaced)}. The optimizer goes on with the former ones, "
+                "and these are not trained. Write values in place, with torch.no_grad(): parameter.copy_(values).",
+            )
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned and self._runner.is_main_process:
+            logger.warning("%s", message)
+        self._warned.add(kind)
+
+
+class FirstGradients(Observer):
+    """Names what is trained and got no gradient in the first update, then removes itself. Not for several optimizers, stepped by phases."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+
+    def gradients_ready(self, totals: StepTotals, norm: Tensor) -> None:
+        """Look at the gradients. Called on all ranks."""
+        runner = self._runner
+        if not float(totals.weight):
+            return
+        runner.observers.remove(self)
+        if runner._phases is not None:
+            return
+        optimized = runner.preparation.optimized_parameters(runner.optimizer)
+        mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
+        missing = dict.fromkeys(name for names in runner.world.gather_objects(mine) for name in names)
+        if not missing:
+            return
+        # Another rank may have its gradient.
+        trained = {name for name, parameter in runner.named_parameters() if parameter.requires_grad}
+        found = set().union(*runner.world.gather_objects((trained - set(mine)) & missing.keys()))
+        names = [name for name in missing if name not in found]
+        if names and runner.is_main_process:
+            logger.warning(
+                "Expected a gradient for every parameter that is trained. Received: none in the first update for %s. The loss does not "
+                "depend on them: use them in `forward`, or freeze them with requires_grad_(False).",
+                listed(names),
+            )
+
+
+def takes_closure(optimizer: object) -> bool:
+    """Whether `optimizer.step` cannot be called without a closure, as that of LBFGS."""
+    step = getattr(type(optimizer), "step", None)
+    parameter = inspect.signature(step).parameters.get("closure") if step is not None else None
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _in_evaluation(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules in evaluation mode, but for those that decide their mode in a `train` of their own."""
+    if type(model).train is not nn.Module.train:
+        return
+    if not model.training:
+        yield canonical_name(name), model
+        return
+    for child, module in model.named_children():
+        yield from _in_evaluation(module, f"{name}.{child}" if name else child)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    # A module without parameters, such as dropout, counts as trained.
+    parameters = list(module.parameters())
+    return not parameters or any(parameter.requires_grad for parameter in parameters)
+
+
+# Weights that are loaded
+
+
+def untied(model: nn.Module, weights: Mapping[str, object]) -> list[str]:
+    """Return a sentence for each weight that is tied in the model and not in what is loaded into it, or the other way round."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(canonical_name(name))
+    loaded = {name: value for name, value in weights.items() if isinstance(value, Tensor) and type(value) is Tensor}
+    found = []
+    for tied in names.values():
+        given = [name for name in tied if name in loaded]
+        if any(not loaded[given[0]].equal(loaded[name]) for name in given[1:]):
+            found.append(
+                f"{listed(given)} are one weight of the model, and have different values in what was loaded: those of {given[-1]!r} count."
+            )
+    shared: dict[tuple[int, object], list[str]] = {}
+    for name, value in loaded.items():
+        shared.setdefault((value.data_ptr(), value.shape), []).append(name)
+    first = {name: tied[0] for tied in names.values() for name in tied}
+    for tied in shared.values():
+        if loaded[tied[0]].numel() and len({first[name] for name in tied if name in first}) > 1:
+            found.append(
+                f"{listed(tied)} are one weight in what was loaded, and several in the model, which training makes "
+                "different. Tie them in __init__."
+            )
+    return found
