@@ -49,40 +49,19 @@ def test_steps_as_its_members_apart() -> None:
     assert same(apart, together)
 
 
-def test_goes_on_bitwise_from_its_state() -> None:
-    model = Pair()
-    optimizer = JointOptimizer(*members(model))
-    train(model, [optimizer], 3)
-    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    train(model, [optimizer], 3)
-
-    resumed = Pair()
-    resumed.load_state_dict(weights)
-    again = JointOptimizer(*members(resumed))
-    again.load_state_dict(saved)
-    for step in range(3):
-        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
-        resumed(inputs).square().mean().backward()
-        again.step()
-        again.zero_grad()
-    assert same(model, resumed)
-
-
-def test_is_saved_by_parameter_name() -> None:
+def test_goes_on_bitwise_from_its_state_by_parameter_name() -> None:
     model = Pair()
     optimizer = JointOptimizer(*members(model))
     train(model, [optimizer], 2)
-    state = named_state_dict(optimizer, model.named_parameters())
+    state = copy.deepcopy(named_state_dict(optimizer, model.named_parameters()))
     assert set(state["state"]) == {name for name, _ in model.named_parameters()}
-    again = JointOptimizer(*members(model))
-    load_named_state_dict(again, state, model.named_parameters())
-    assert torch.equal(
-        again.optimizers[0].state[model.first.weight]["exp_avg"], state["state"]["first.weight"]["exp_avg"]
-    )
-    assert torch.equal(
-        again.optimizers[1].state[model.second.bias]["momentum_buffer"],
-        state["state"]["second.bias"]["momentum_buffer"],
-    )
+    resumed = Pair()
+    resumed.load_state_dict(model.state_dict())
+    again = JointOptimizer(*members(resumed))
+    load_named_state_dict(again, state, resumed.named_parameters())
+    train(model, [optimizer], 3)
+    train(resumed, [again], 3)
+    assert same(model, resumed)
 
 
 def test_a_schedule_sets_the_rates_of_all_members_also_after_a_restore() -> None:

@@ -57,18 +57,11 @@ def test_the_loaded_state_is_a_copy() -> None:
     assert all(torch.equal(state["state"][name]["exp_avg"], value) for name, value in stored.items())
 
 
-def test_another_models_state_names_what_differs() -> None:
+def test_the_state_of_another_model_and_other_groups_are_refused() -> None:
     model = _model()
     state = named_state_dict(_optimizer(model), model.named_parameters())
     other = nn.Sequential(*_model(), nn.Linear(2, 2))
-    optimizer = OPTIMIZERS.build(params=other.parameters(), type="adamw")
-    with pytest.raises(ValueError, match=r"without \['3.bias', '3.weight'\]"):
-        load_named_state_dict(optimizer, state, other.named_parameters())
-
-
-def test_other_groups_are_refused() -> None:
-    model = _model()
-    state = named_state_dict(_optimizer(model), model.named_parameters())
-    optimizer = OPTIMIZERS.build(params=model.parameters(), type="adamw")
-    with pytest.raises(ValueError, match="1 groups here, 2 stored"):
-        load_named_state_dict(optimizer, state, model.named_parameters())
+    for net, message in ((other, r"without \['3.bias', '3.weight'\]"), (model, "1 groups here, 2 stored")):
+        optimizer = OPTIMIZERS.build(params=net.parameters(), type="adamw")
+        with pytest.raises(ValueError, match=message):
+            load_named_state_dict(optimizer, state, net.named_parameters())

@@ -1,3 +1,5 @@
+"""Optimizers by name, and parameter groups by regular expression."""
+
 from __future__ import annotations
 
 import inspect
@@ -7,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from danling.optim import OPTIMIZERS
+from danling.optim import OPTIMIZERS, build_param_groups
+from danling.optim.building import build_optimizer
 
 _CLASSES = {
     name: cls
@@ -58,21 +61,6 @@ def test_the_users_choice_of_implementation_stands(options: dict[str, Any]) -> N
     assert not grouped.defaults["fused"]
 
 
-def test_complex_parameters_are_not_fused() -> None:
-    optimizer = OPTIMIZERS.build(params=[nn.Parameter(torch.ones(2, dtype=torch.complex64))], type="adam")
-    assert not optimizer.defaults["fused"]
-
-
-@pytest.mark.parametrize("name", ["sgd", "adagrad"])
-def test_sparse_gradients_still_work(name: str) -> None:
-    embedding = nn.Embedding(4, 2, sparse=True)
-    before = embedding.weight.detach().clone()
-    _descend(OPTIMIZERS.build(params=embedding.parameters(), type=name, lr=0.1), embedding.weight, embedding)
-    after = embedding.weight.detach()
-    assert after[:2].square().sum() < before[:2].square().sum()
-    assert torch.equal(after[2:], before[2:]), "rows without a gradient stay"
-
-
 def test_lists_from_a_file_become_tuples() -> None:
     parameter = nn.Parameter(torch.ones(2, 2))
     assert OPTIMIZERS.build(params=[parameter], type="adamw", betas=[0.8, 0.9]).defaults["betas"] == (0.8, 0.9)
@@ -93,27 +81,25 @@ def test_generators_and_named_parameters_are_taken() -> None:
     assert len(OPTIMIZERS.build(params=[{"params": model.weight}], type="adam").param_groups[0]["params"]) == 1
 
 
-def test_nothing_to_train_is_an_error() -> None:
-    for params in ([], [{"params": []}]):
-        with pytest.raises(ValueError, match="at least one parameter .* Received: none"):
-            OPTIMIZERS.build(params=params, type="sgd")
-
-
-def test_a_set_has_no_order() -> None:
-    with pytest.raises(ValueError, match="Received: a set"):
-        OPTIMIZERS.build(params={nn.Parameter(torch.ones(1))}, type="sgd")
-
-
-def test_unknown_names_are_errors() -> None:
-    parameters = [nn.Parameter(torch.ones(1))]
-    with pytest.raises(ValueError, match="adadelta, .*sparseadam. Received: type='adamm'. Did you mean 'adam"):
-        OPTIMIZERS.build(params=parameters, type="adamm")
-    with pytest.raises(ValueError, match="Received: 'momentun'. Did you mean 'momentum'"):
-        OPTIMIZERS.build(params=parameters, type="sgd", momentun=0.9)
-    with pytest.raises(
-        ValueError, match="parameter group of optimizer 'sgd'.* Received: 'momentun'. Did you mean 'momentum'"
-    ):
-        OPTIMIZERS.build(params=[{"params": parameters, "momentun": 0.9}], type="sgd")
+@pytest.mark.parametrize(
+    ("type", "given", "message"),
+    [
+        ("sgd", {"params": []}, "at least one parameter .* Received: none"),
+        ("sgd", {"params": [{"params": []}]}, "at least one parameter .* Received: none"),
+        ("sgd", {"params": {nn.Parameter(torch.ones(1))}}, "Received: a set"),
+        ("adamm", {}, "adadelta, .*sparseadam. Received: type='adamm'. Did you mean 'adam"),
+        (None, {}, "sparseadam. Received: type=None"),
+        ("sgd", {"momentun": 0.9}, "Received: 'momentun'. Did you mean 'momentum'"),
+        (
+            "sgd",
+            {"params": [{"params": [nn.Parameter(torch.ones(1))], "momentun": 0.9}]},
+            "parameter group of optimizer 'sgd'.* Received: 'momentun'. Did you mean 'momentum'",
+        ),
+    ],
+)
+def test_bad_input_names_the_mend(type: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OPTIMIZERS.build(**{"params": [nn.Parameter(torch.ones(1))], **given}, type=type)
 
 
 def test_a_users_optimizer_is_built_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,5 +110,86 @@ def test_a_users_optimizer_is_built_by_its_name(monkeypatch: pytest.MonkeyPatch)
     class Sign(torch.optim.SGD):
         pass
 
-    optimizer = OPTIMIZERS.build(params=[nn.Parameter(torch.ones(1))], type="Sign", lr=0.1)
-    assert type(optimizer) is Sign
+    for name in ("Sign", "sign", "si-gn"):
+        assert type(OPTIMIZERS.build(params=[nn.Parameter(torch.ones(1))], type=name, lr=0.1)) is Sign
+
+
+# Groups
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.ModuleDict({"body": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)})
+
+
+def _groups(model: nn.Module, groups: list[dict[str, Any]], **bases: Any) -> list[dict[str, Any]]:
+    return build_param_groups(model.named_parameters(), groups=groups, **{"lr": 0.1, "weight_decay": 0.01, **bases})
+
+
+def _names(model: nn.Module, group: dict[str, Any]) -> list[str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names[parameter] for parameter in group["params"]]
+
+
+def test_the_first_match_wins_and_the_rest_comes_first(model: nn.Module) -> None:
+    groups = _groups(
+        model, [{"pattern": r"^head\.", "lr_multiplier": 10}, {"pattern": "bias|norm", "weight_decay_multiplier": 0}]
+    )
+    assert [_names(model, group) for group in groups] == [
+        ["body.weight"],
+        ["head.weight", "head.bias"],
+        ["body.bias", "norm.weight", "norm.bias"],
+    ]
+    assert groups[1]["lr"] == 1.0 and "weight_decay" not in groups[1]
+    assert groups[2]["weight_decay"] == 0.0 and "lr" not in groups[2]
+    optimizer = OPTIMIZERS.build(params=groups, type="adamw", lr=0.1, weight_decay=0.01)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0, 0.1]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.01, 0.0]
+
+
+def test_one_beta_leaves_the_other(model: nn.Module) -> None:
+    groups = _groups(model, [{"pattern": "head", "beta2": 0.95}, {"pattern": "norm", "beta1": 0.0}], betas=[0.8, 0.9])
+    assert groups[1]["betas"] == (0.8, 0.95)
+    assert groups[2]["betas"] == (0.0, 0.9)
+
+
+def test_options_are_passed_on_and_multiplied(model: nn.Module) -> None:
+    groups = _groups(model, [{"pattern": "head", "options": {"lr": 0.5, "eps": 1e-6}, "lr_multiplier": 2}])
+    assert groups[1]["lr"] == 1.0 and groups[1]["eps"] == 1e-6
+
+
+def test_frozen_parameters_are_left_out_but_match(model: nn.Module) -> None:
+    model["head"].requires_grad_(False)  # type: ignore[index]
+    model["norm"].bias.requires_grad_(False)  # type: ignore[index]
+    groups = _groups(model, [{"pattern": "head"}, {"pattern": "norm"}])
+    assert [_names(model, group) for group in groups] == [["body.weight", "body.bias"], ["norm.weight"]]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([{"pattern": "bias"}, {"pattern": "haed"}], "pattern='haed'; the parameters begin with .'body.weight'"),
+        ([{"pattern": "."}, {"pattern": "bias"}], "no earlier entry takes. Received: pattern='bias'"),
+        ([{"lr_multiplier": 2}], "a `pattern`"),
+        ([{"pattern": "head", "lr_multiplyer": 2}], "lr_multiplyer"),
+        ([{"pattern": "("}], "regular expression"),
+        ([{"pattern": "head", "weight_decay_multiplier": 0}], "optim.weight_decay to be set"),
+    ],
+)
+def test_a_bad_entry_is_an_error(model: nn.Module, entries: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _groups(model, entries, weight_decay=None)
+
+
+def test_groups_of_the_configuration_and_a_rank_that_holds_nothing_trained(model: nn.Module) -> None:
+    settings = {"type": "adamw", "lr": 0.1, "weight_decay": 0.5}
+    groups = [{"pattern": r"bias$", "weight_decay_multiplier": 0.0}]
+    built = build_optimizer({**settings, "param_groups": groups}, model.named_parameters, device=torch.device("cpu"))
+    assert {group["weight_decay"]: len(group["params"]) for group in built.param_groups} == {0.0: 3, 0.5: 3}
+    model.requires_grad_(False)
+    whole = {"0.weight": True, "1.weight": False}
+    built = build_optimizer(settings, model.named_parameters, device=torch.device("cpu"), whole=whole)
+    assert [group["params"] for group in built.param_groups] == [[]] and built.param_groups[0]["lr"] == 0.1
+    built.step()
+    with pytest.raises(ValueError, match="Unfreeze a layer"):
+        build_optimizer(settings, model.named_parameters, device=torch.device("cpu"))

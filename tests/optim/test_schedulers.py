@@ -1,8 +1,12 @@
+"""Schedules by name: of torch and with a warm-up, the same after a resume at every step."""
+
 from __future__ import annotations
 
 import copy
 import inspect
 import io
+import logging
+import math
 import warnings
 from typing import Any
 
@@ -12,23 +16,13 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from danling.optim import SCHEDULERS, needs_metric
+from danling.optim.building import build_scheduler, check_metric_of_schedule, scheduler_interval
 
 _STEPS = 24
 
 
 def _half_every_five(step: int) -> float:
     return 0.5 ** (step // 5)
-
-
-class _Decay:
-    """A callable with a state of its own, which torch saves."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, step: int) -> float:
-        self.calls += 1
-        return 1.0 / (1 + self.calls)
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -151,17 +145,6 @@ def test_momentum_cycles_of_adam_resume(name: str) -> None:
     assert betas(*resumed, 13) == whole[7:]
 
 
-def test_a_callable_object_of_lambda_lr_keeps_its_state() -> None:
-    whole = _run(*_build("lambdalr", {"lr_lambda": _Decay()}), 0, 10)
-    optimizer, scheduler = _build("lambdalr", {"lr_lambda": _Decay()})
-    _run(optimizer, scheduler, 0, 4)
-    state = _through_a_file([optimizer.state_dict(), scheduler.state_dict()])
-    resumed, schedule = _build("lambdalr", {"lr_lambda": _Decay()})
-    resumed.load_state_dict(state[0])
-    schedule.load_state_dict(state[1])
-    assert _run(resumed, schedule, 4, 10)[::2] == whole[8::2]
-
-
 @pytest.mark.parametrize("name", _OPTIONS)
 def test_states_hold_plain_values(name: str) -> None:
     def check(value: Any) -> None:
@@ -179,18 +162,6 @@ def test_states_hold_plain_values(name: str) -> None:
 
 def test_only_metric_schedulers_need_a_metric() -> None:
     assert [name for name in _OPTIONS if needs_metric(_build(name)[1])] == ["reducelronplateau"]
-
-    class Own:
-        def step(self, metric: float) -> None: ...
-
-    assert needs_metric(Own())
-
-
-def test_plateau_lowers_the_rate_when_the_metric_stays() -> None:
-    optimizer, scheduler = _build("reducelronplateau", {"patience": 1, "factor": 0.5, "mode": "max"})
-    for value in (0.1, 0.2, 0.2, 0.2):
-        scheduler.step(value)
-    assert optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_schedulers_that_exist_may_be_parts() -> None:
@@ -228,3 +199,156 @@ def test_a_users_scheduler_is_built_by_its_name(monkeypatch: pytest.MonkeyPatch)
 
     optimizer, _ = _build("constant")
     assert SCHEDULERS.build(optimizer, type="inverse-sqrt", scale=2.0).get_last_lr() == [0.2, 0.1]
+
+
+def test_a_section_without_a_type_is_refused_and_the_length_of_the_run_is_filled_in() -> None:
+    optimizer, _ = _build("constant")
+    assert build_scheduler({}, optimizer, steps=1, epochs=None) is None
+    with pytest.raises(ValueError, match=r"scheduler.type.*scheduler.final_lr=0"):
+        build_scheduler({"interval": "step", "final_lr": 0}, optimizer, steps=1, epochs=None)
+    for more, length in (({}, 10), ({"interval": "epoch"}, 4), ({"total_steps": 7}, 7)):
+        built: Any = build_scheduler({"type": "linear", **more}, optimizer, steps=10, epochs=4)
+        assert built.total_steps == length
+
+
+def test_a_schedule_by_a_metric_needs_one() -> None:
+    optimizer = _build("constant")[0]
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    assert scheduler_interval({}, plateau) == "epoch" == scheduler_interval({}, name="ReduceLROnPlateau")
+    assert scheduler_interval({}, cosine) == "step" == scheduler_interval({}, name="cosine")
+    assert scheduler_interval({"interval": "validation"}, cosine) == "validation"
+    with pytest.raises(ValueError, match="scheduler.interval='step'"):
+        check_metric_of_schedule(plateau, interval="step", evaluates=True, monitors=True)
+    with pytest.raises(ValueError, match="an evaluation split"):
+        check_metric_of_schedule(plateau, interval="epoch", evaluates=False, monitors=False)
+    for scheduler in (None, cosine):
+        check_metric_of_schedule(scheduler, interval="step", evaluates=False, monitors=False)
+    check_metric_of_schedule(plateau, interval="epoch", evaluates=False, monitors=True)
+
+
+def test_a_schedule_by_a_metric_that_is_told_its_epoch_alone_is_refused() -> None:
+    class PlateauLRScheduler:
+        """Has the methods of the one of timm."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+        def step(self, epoch: int, metric: float | None = None) -> None:
+            """Advance by the metric, if there is one."""
+
+        def step_update(self, num_updates: int, metric: float | None = None) -> None:
+            """Do nothing."""
+
+    scheduler = PlateauLRScheduler(_build("constant")[0])
+    with pytest.raises(ValueError, match="a PlateauLRScheduler, which leaves the learning rate as it is"):
+        check_metric_of_schedule(scheduler, interval="epoch", evaluates=True, monitors=False)
+
+
+# Warm-up
+
+
+def _optimizer(*rates: float) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates or (1.0,)])
+
+
+def _trace(steps: int, **options: Any) -> list[float]:
+    """Return the rates of updates 0, 1, ... and the one after the last."""
+    optimizer = _optimizer()
+    scheduler = SCHEDULERS.build(optimizer, **options)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant", "wsd"])
+def test_the_warmup_begins_with_a_whole_step_and_ends_at_the_base(name: str) -> None:
+    rates = _trace(10, type=name, total_steps=20, warmup_steps=4)
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert _trace(3, type=name, total_steps=20)[0] == 1.0
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("warmup", [0, 1, 5, 19, 20])
+def test_the_end_is_exact_and_lasts(name: str, final: float, warmup: int) -> None:
+    rates = _trace(25, type=name, total_steps=20, warmup_steps=warmup, final_lr_ratio=final)
+    assert rates[20:] == [final] * 6
+    assert all(later <= earlier for earlier, later in zip(rates[max(warmup, 1) :], rates[max(warmup, 1) + 1 :]))
+    # No update is wasted at zero.
+    assert min(rates[:20]) > 0
+
+
+def test_shapes() -> None:
+    assert _trace(20, type="linear", total_steps=20, warmup_steps=10)[15] == 0.5
+    cosine = _trace(20, type="cosine", total_steps=20, warmup_steps=10, final_lr_ratio=0.2)
+    assert cosine[13] == pytest.approx(0.2 + 0.8 * (1 + math.cos(0.3 * math.pi)) / 2)
+    wsd = _trace(20, type="wsd", total_steps=20, warmup_steps=5, decay_steps=4)
+    assert wsd[5:17] == [1.0] * 12
+    assert wsd[17:] == [0.75, 0.5, 0.25, 0.0]
+    assert _trace(5, type="constant", warmup_steps=2) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_shares_of_the_run() -> None:
+    assert _trace(100, type="linear", total_steps=100, warmup_steps=0.29) == _trace(
+        100, type="linear", total_steps=100, warmup_steps=29
+    )
+    assert _trace(10, type="wsd", total_steps=10, decay_steps=0.5)[5:7] == [1.0, 0.8]
+    assert _trace(3, type="constant", total_steps=20, warmup_steps=0.1) == [0.5, 1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="total_steps"):
+        _trace(3, type="constant", warmup_steps=0.1)
+
+
+def test_a_decay_that_is_too_long_begins_after_the_warmup() -> None:
+    assert _trace(4, type="wsd", total_steps=4, warmup_steps=2, decay_steps=100) == [0.5, 1.0, 1.0, 0.5, 0.0]
+    assert _trace(4, type="wsd", total_steps=4, decay_steps=0) == [1.0, 1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"total_steps": 0}, {"total_steps": 5, "warmup_steps": -1}, {"total_steps": 5, "final_lr_ratio": -0.1}],
+)
+def test_bad_figures_are_errors(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"Expected scheduler\."):
+        SCHEDULERS.build(_optimizer(), type="cosine", **options)
+
+
+def test_a_warmup_longer_than_the_run_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="danling"):
+        assert _trace(2, type="cosine", total_steps=2, warmup_steps=4) == [0.25, 0.5, 0.75]
+    assert "never reaches its base" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd", "onecyclelr"])
+def test_a_resumed_run_that_became_longer_follows_the_longer_curve(name: str) -> None:
+    def build(total: int) -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.9)
+        more = {"max_lr": 1.0} if name == "onecyclelr" else {"warmup_steps": 3}
+        return optimizer, SCHEDULERS.build(optimizer, type=name, total_steps=total, **more)
+
+    def run(optimizer: Any, scheduler: Any, steps: int) -> list[tuple[float, float]]:
+        trace = []
+        for _ in range(steps):
+            trace.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+            optimizer.step()
+            scheduler.step()
+        return trace
+
+    optimizer, scheduler = build(10)
+    run(optimizer, scheduler, 10)
+    longer, resumed = build(30)
+    longer.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(scheduler.state_dict())
+    assert resumed.get_last_lr() == [longer.param_groups[0]["lr"]]
+    assert run(longer, resumed, 20) == run(*build(30), 30)[10:]
+
+
+def test_a_state_of_other_groups_is_refused() -> None:
+    state = SCHEDULERS.build(_optimizer(1.0, 2.0), type="cosine", total_steps=5).state_dict()
+    with pytest.raises(ValueError, match="over 1 parameter groups"):
+        SCHEDULERS.build(_optimizer(), type="cosine", total_steps=5).load_state_dict(state)
+    with pytest.raises(ValueError, match="base_lrs=None"):
+        SCHEDULERS.build(_optimizer(), type="cosine", total_steps=5).load_state_dict({"best": 1.0})

@@ -184,7 +184,6 @@ CASES: dict[str, tuple[Make, Change]] = {
     "numpy_generator": (lambda r: numpy.random.default_rng(3), _call("random")),
     "numpy_state": (lambda r: numpy.random.RandomState(3), _call("normal")),
     "python_generator": (lambda r: random.Random(3), _call("gauss", 0.0, 1.0)),
-    "late_generator": (lambda r: None, lambda r, v, n: (v or numpy.random.default_rng(4)).random() and (v or _drawn())),
     "curriculum": (lambda r: Curriculum(), _curriculum),
     "window_sums": (lambda r: Window(), lambda r, v, n: v.sums.append(n / 2) or v),
     "meter": (lambda r: Meter(), _call("add", lambda n: n / 3)),
@@ -197,12 +196,6 @@ CASES: dict[str, tuple[Make, Change]] = {
     "by_rank": (lambda r: [r.rank], _call("append", lambda n: n)),
 }
 """By name: what `__init__` sets, and what an update makes of it."""
-
-
-def _drawn() -> numpy.random.Generator:
-    generator = numpy.random.default_rng(4)
-    generator.random()
-    return generator
 
 
 class Keeping(dl.Runner):
