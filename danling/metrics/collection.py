@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +68,11 @@ class MetricSet:
     def check(self, domain: ReductionDomain | None) -> None:
         """Raise a `ValueError` when a metric cannot be computed over the domain."""
         for name, metric in self._objects.items():
-            if domain is not None and domain.size > 1 and not can_merge(metric):
+            if (
+                domain is not None
+                and domain.size > 1
+                and not (holders(metric) or callable(getattr(metric, "merge_state", None)))
+            ):
                 raise ValueError(
                     f"Expected metric {name or 'metrics'!r} to hold torchmetrics states or to have merge_state(other), so that it can "
                     f"be computed over {domain.size} ranks. Received: {metric!r} ({type(metric).__name__}). Derive it from "
@@ -97,8 +99,10 @@ class MetricSet:
             return
         self._has_seen = True
         for name, function in self._functions.items():
-            alone = partial(_value_of, function)
-            value = function(pred, target) if target is not None else _without_target(name, alone, pred)
+            value = function(pred, target) if target is not None else _without_target(name, function, pred)
+            if target is None and (isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"):
+                # `prediction == None` is False, and an array of it in NumPy.
+                raise _needs_target(name, f"which it compared, and returned {value!r}")
             total, weight = _as_totals(name, value, samples)
             self._meters.add_totals(name, total, weight)
         for name, metric in self._objects.items():
@@ -120,7 +124,7 @@ class MetricSet:
         for name, metric in self._objects.items():
             value = compute_metric(metric, domain, seen=self._has_seen)
             if value is not None:
-                result.update(_figures(name, value))
+                result.update({".".join(part for part in path if part): v for path, v in _flat((name,), value)})
         return result
 
 
@@ -203,24 +207,15 @@ def _without_target(name: str, metric: Callable[[object, object], object], pred:
     try:
         return metric(pred, None)
     except Exception as error:
-        raise ValueError(
-            f"Expected a target for metric {name!r}: the second part of a batch (input, target), or the key 'target' of a batch that "
-            f"is a mapping. Received: a batch without one, so that the metric was called with None ({type(error).__name__}: {error}). "
-            "Return the target from the dataset or the collate function, beside the input."
-        ) from error
+        raise _needs_target(name, f"{type(error).__name__}: {error}") from error
 
 
-def _value_of(function: Callable[[object, object], object], pred: object, target: None) -> object:
-    """Return what a function makes of a prediction alone, which must not be the outcome of a comparison with `None`."""
-    value = function(pred, target)
-    if _is_truth(value):
-        raise TypeError(f"the metric compared with None and returned {value!r}")
-    return value
-
-
-def _is_truth(value: object) -> bool:
-    # `prediction == None` is False, and an array of it in NumPy.
-    return isinstance(value, bool) or (not isinstance(value, Tensor) and str(getattr(value, "dtype", "")) == "bool")
+def _needs_target(name: str, why: str) -> ValueError:
+    return ValueError(
+        f"Expected a target for metric {name!r}: the second part of a batch (input, target), or the key 'target' of a batch that "
+        f"is a mapping. Received: a batch without one, so that the metric was called with None ({why}). "
+        "Return the target from the dataset or the collate function, next to the input."
+    )
 
 
 def _name_of(metric: Any) -> str:
@@ -253,10 +248,6 @@ def _as_totals(name: str, value: object, samples: float) -> tuple[Any, Any]:
     )
 
 
-def _figures(name: str, value: object) -> dict[str, float]:
-    return {".".join(part for part in path if part): figure for path, figure in _flat((name,), value)}
-
-
 def _flat(path: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], float]]:
     if hasattr(value, "__array__") and not isinstance(value, Tensor):
         value = torch.as_tensor(value)
@@ -279,12 +270,7 @@ def _flat(path: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...
 # rank, and hangs or fails where a rank has seen nothing. Every state of every rank is gathered in one collective instead.
 
 
-def can_merge(metric: object) -> bool:
-    """Whether a metric object can be computed over several ranks."""
-    return bool(holders(metric)) or callable(getattr(metric, "merge_state", None))
-
-
-def holders(metric: object) -> dict[str, object]:
+def holders(metric: object) -> dict[str, Any]:
     """Return the parts of a metric object that hold states, by name: itself, members of a collection, what a wrapper wraps."""
     if not isinstance(metric, nn.Module):
         return {}
@@ -292,48 +278,65 @@ def holders(metric: object) -> dict[str, object]:
 
 
 def compute_metric(metric: Any, domain: ReductionDomain | None, *, seen: bool) -> object:
-    """Compute a metric object over a domain, and leave its own states as they are. Call on all members."""
-    parts = holders(metric)
-    if parts:
-        return _compute_states(metric, parts, domain)
-    if domain is None or domain.size == 1:
-        return metric.compute() if seen else None
-    return _compute_merged(metric, domain, seen)
-
-
-def _compute_states(metric: Any, parts: Mapping[str, Any], domain: ReductionDomain | None) -> object:
-    _link_compute_groups(metric)
-    owners = _owners(parts)
-    if domain is None or domain.size == 1:
-        if not any(part._update_count for part in owners.values()):
-            return None
-        with _unsynchronised(parts.values()):
-            return metric.compute()
-    gathered: list[dict[str, _State]] = domain.gather_objects({name: _read(part) for name, part in owners.items()})
-    members = {name: [states[name] for states in gathered if states[name][0]] for name in owners}
-    if not any(members.values()):
+    """Compute a metric object over a domain, and leave its own states as they are; `None` where nothing was seen. Call on all members."""
+    parts, several = holders(metric), domain if domain is not None and domain.size > 1 else None
+    if not parts:
+        return _compute_merged(metric, several, seen) if several is not None else metric.compute() if seen else None
+    owners = _owners(metric)
+    if several is None:
+        has_seen = any(part._update_count for part in owners.values())
+        members: dict[str, list[_State]] = {name: [] for name in owners}
+    else:
+        members = _states_of_all(owners, several)
+        has_seen = any(members.values())
+    if not has_seen:
         return None
-    with _unsynchronised(parts.values()), _replaced(owners, members):
+    synced = [(part, part._to_sync, part._computed) for part in parts.values()]
+    own = {
+        name: (part._update_count, {key: getattr(part, key) for key in part._reductions})
+        for name, part in owners.items()
+    }
+    try:
+        for part in parts.values():
+            part._to_sync, part._computed = False, None
+        for name, states in members.items():
+            if states:
+                _put(owners[name], *_merged(owners[name], states))
         return metric.compute()
+    finally:
+        for name, part in owners.items():
+            _put(part, *own[name])
+        for part, to_sync, computed in synced:
+            part._to_sync, part._computed = to_sync, computed
+
+
+def _compute_merged(metric: Any, domain: ReductionDomain, seen: bool) -> object:
+    mine = metric
+    if seen and hasattr(metric, "to"):
+        # A tensor that was pickled on one accelerator would come back there on every rank.
+        mine = copy.deepcopy(metric).to("cpu")
+    members = [member for member in domain.gather_objects((mine,) if seen else None) if member is not None]
+    if not members:
+        return None
+    (first,), *others = members
+    for (other,) in others:
+        first.merge_state(other)
+    return first.compute()
 
 
 def merged_state(metric: Any, domain: ReductionDomain | None) -> dict[str, list[Any]]:
     """Return what all members have seen: by part, the number of updates and the states on the CPU. Call on all members."""
-    _link_compute_groups(metric)
-    owners = _owners(holders(metric))
-    mine = {name: _read(part) for name, part in owners.items()}
-    gathered = [mine] if domain is None else domain.gather_objects(mine)
-    members = {name: [states[name] for states in gathered if states[name][0]] for name in owners}
-    return {
-        name: [sum(count for count, _ in seen), _moved(_merged(owners[name], [states for _, states in seen]), _CPU)]
-        for name, seen in members.items()
-        if seen
-    }
+    owners, found = _owners(metric), {}
+    for name, seen in _states_of_all(owners, domain).items():
+        if seen:
+            count, states = _merged(owners[name], seen)
+            found[name] = [count, _moved(states, _CPU)]
+    return found
 
 
 def load_state(metric: Any, state: Mapping[str, Sequence[Any]]) -> None:
     """Restore what `merged_state` returned; a part that it lacks is left as it is."""
-    for name, part in _owners(holders(metric)).items():
+    for name, part in _owners(metric).items():
         if name in state:
             count, states = state[name]
             # What several ranks have listed was merged into one tensor; more is appended to a list.
@@ -341,20 +344,25 @@ def load_state(metric: Any, state: Mapping[str, Sequence[Any]]) -> None:
             states = {
                 key: [value] if key in lists and isinstance(value, Tensor) else value for key, value in states.items()
             }
-            _put(part, count, _merged(part, [states]))
+            _put(part, *_merged(part, [(count, states)]))
 
 
-def _owners(parts: Mapping[str, Any]) -> dict[str, Any]:
+def _owners(metric: nn.Module) -> dict[str, Any]:
+    collections: list[Any] = [part for part in metric.modules() if hasattr(part, "compute_groups")]
+    for part in collections:
+        # A collection updates one metric of each group and hands its states to the others when they are asked for.
+        part.items(keep_base=True, copy_state=False)
+    parts = holders(metric)
     # A wrapper may show the states of what it wraps as its own, with a count of updates that is not theirs; the inner one comes later.
     owners = {id(part._reductions): name for name, part in parts.items() if part._reductions}
     return {name: parts[name] for name in owners.values()}
 
 
-def _link_compute_groups(metric: nn.Module) -> None:
-    # A collection updates one metric of each group and hands its states to the others when they are asked for.
-    collections: list[Any] = [part for part in metric.modules() if hasattr(part, "compute_groups")]
-    for part in collections:
-        part.items(keep_base=True, copy_state=False)
+def _states_of_all(owners: Mapping[str, Any], domain: ReductionDomain | None) -> dict[str, list[_State]]:
+    """Return the states of the members that have seen something, by part. Call on all members."""
+    mine = {name: _read(part) for name, part in owners.items()}
+    gathered = [mine] if domain is None else domain.gather_objects(mine)
+    return {name: [states[name] for states in gathered if states[name][0]] for name in owners}
 
 
 def _read(part: Any) -> _State:
@@ -372,53 +380,21 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-@contextmanager
-def _unsynchronised(parts: Any) -> Iterator[None]:
-    before = [(part, part._to_sync, part._computed) for part in parts]
-    try:
-        for part, _, _ in before:
-            part._to_sync, part._computed = False, None
-        yield
-    finally:
-        for part, to_sync, computed in before:
-            part._to_sync, part._computed = to_sync, computed
-
-
-@contextmanager
-def _replaced(parts: Mapping[str, Any], members: Mapping[str, Sequence[_State]]) -> Iterator[None]:
-    """Put the merged states into the parts for a while."""
-    before = {
-        name: (part._update_count, {key: getattr(part, key) for key in part._reductions})
-        for name, part in parts.items()
-    }
-    try:
-        for name, part in parts.items():
-            if members[name]:
-                _put(
-                    part,
-                    sum(count for count, _ in members[name]),
-                    _merged(part, [states for _, states in members[name]]),
-                )
-        yield
-    finally:
-        for name, part in parts.items():
-            _put(part, *before[name])
-
-
 def _put(part: Any, count: int, states: Mapping[str, object]) -> None:
     part._update_count = count
     for name, value in states.items():
         setattr(part, name, value)
 
 
-def _merged(part: Any, ranks: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the states of several ranks, each of which has seen data, as one."""
-    device = torch.device(getattr(part, "device", "cpu"))
-    merged = (
-        ranks[0] if len(ranks) == 1 else {k: _reduced(fn, [r[k] for r in ranks]) for k, fn in part._reductions.items()}
-    )
-    result: dict[str, object] = _moved(merged, device)
-    return result
+def _merged(part: Any, ranks: Sequence[_State]) -> tuple[int, dict[str, Any]]:
+    """Return the states of several ranks, each of which has seen data, as one, with their number of updates."""
+    device, states = torch.device(getattr(part, "device", "cpu")), [states for _, states in ranks]
+    merged = states[0]
+    if len(states) > 1:
+        merged = {
+            key: _reduced(reduction, [each[key] for each in states]) for key, reduction in part._reductions.items()
+        }
+    return sum(count for count, _ in ranks), _moved(merged, device)
 
 
 def _reduced(reduction: Any, values: Sequence[Any]) -> object:
@@ -433,17 +409,3 @@ def _reduced(reduction: Any, values: Sequence[Any]) -> object:
         if not joined:
             return joined
     return joined if reduction is None else reduction(joined)
-
-
-def _compute_merged(metric: Any, domain: ReductionDomain, seen: bool) -> object:
-    mine = metric
-    if seen and hasattr(metric, "to"):
-        # A tensor that was pickled on one accelerator would come back there on every rank.
-        mine = copy.deepcopy(metric).to("cpu")
-    members = [member for member in domain.gather_objects((mine,) if seen else None) if member is not None]
-    if not members:
-        return None
-    (first,), *others = members
-    for (other,) in others:
-        first.merge_state(other)
-    return first.compute()

@@ -14,48 +14,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("danling")
 
 # The first kind may end a longer word, as in "crossentropyloss"; the second would be found in "answer" and "cancer".
-_FALLING_ENDINGS = (
-    "loss",
-    "losses",
-    "error",
-    "errors",
-    "perplexity",
-    "perplexities",
-    "entropy",
-    "distance",
-    "divergence",
+_FALLING = re.compile(
+    r".*(loss|losses|errors?|perplexity|perplexities|entropy|distance|divergence)"
+    r"|ppl|mse|mae|rmse|rmsle|mape|smape|nll|bpb|bpc|bits|wer|cer|ter|eer|fid|kl|brier|ece|lpips"
 )
-_FALLING_WORDS = frozenset(
-    {
-        "ppl",
-        "mse",
-        "mae",
-        "rmse",
-        "rmsle",
-        "mape",
-        "smape",
-        "nll",
-        "bpb",
-        "bpc",
-        "bits",
-        "wer",
-        "cer",
-        "ter",
-        "eer",
-        "fid",
-        "kl",
-    }
-    | {"brier", "ece", "lpips"}
-)
-_RISING_ENDINGS = ("accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "bleu", "iou")
+_RISING = re.compile(r".*(accuracy|acc|precision|recall|f1|auc|auroc|bleu|iou)")
 
 
 def infer_mode(name: str) -> str:
     """Return `"min"` for losses, errors and perplexities, `"max"` for anything else."""
     words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-    if words[-1].endswith(_RISING_ENDINGS):
+    if _RISING.fullmatch(words[-1]):
         return "max"
-    return "min" if any(word in _FALLING_WORDS or word.endswith(_FALLING_ENDINGS) for word in words) else "max"
+    return "min" if any(map(_FALLING.fullmatch, words)) else "max"
 
 
 class ScoreBoard:
@@ -71,7 +42,6 @@ class ScoreBoard:
         scores: Scores by index, in the order of the evaluations.
         best_index: Index of the best score, `None` before there is one.
         best_score: The best score, `None` before there is one. NaN is never the best.
-        bad_evaluations: Evaluations since the best one, for who reads a checkpoint; a run counts the scores that it says it has.
 
     Raises:
         ValueError: If the mode is unknown.
@@ -87,12 +57,6 @@ class ScoreBoard:
         self.scores: dict[int, float] = {}
         self.best_index: int | None = None
         self.best_score: float | None = None
-        self.bad_evaluations = 0
-
-    @property
-    def latest_score(self) -> float | None:
-        """The score recorded last."""
-        return self.scores[next(reversed(self.scores))] if self.scores else None
 
     def record(self, index: int, result: Mapping[str, Mapping[str, float]]) -> bool:
         """Take in an evaluation."""
@@ -103,13 +67,11 @@ class ScoreBoard:
                 "Best means the %s of %s.%s.", "lowest" if self.mode == "min" else "highest", self.split, self.name
             )
         score = float(figures[self.name])
-        again = self.scores.pop(index, None) is not None
+        self.scores.pop(index, None)
         self.scores[index] = score
-        if not self._is_better(score, self.best_score):
-            self.bad_evaluations += not again
-            return index == self.best_index and score == self.best_score
-        self.best_index, self.best_score, self.bad_evaluations = index, score, 0
-        return True
+        if self._is_better(score, self.best_score):
+            self.best_index, self.best_score = index, score
+        return index == self.best_index and score == self.best_score
 
     def check(self, result: Mapping[str, Mapping[str, float]]) -> None:
         """Refuse an evaluation without the figure."""
@@ -152,7 +114,6 @@ class ScoreBoard:
             "scores": {str(index): score for index, score in self.scores.items()},
             "best_index": self.best_index,
             "best_score": self.best_score,
-            "bad_evaluations": self.bad_evaluations,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -160,7 +121,6 @@ class ScoreBoard:
         self.scores = {int(index): score for index, score in state["scores"].items()}
         self.best_index = state["best_index"]
         self.best_score = state["best_score"]
-        self.bad_evaluations = state["bad_evaluations"]
 
 
 class BestScore:

@@ -43,10 +43,9 @@ class _Seen:
 
     def add(self, key: Key, value: object, encoder: Encoder, *, declared: bool = False) -> None:
         encoder.begin(declared=declared)
-        mark, name = encoder.mark(), key[1]
-        node = encoder.encode(value, name, name=name)
+        name = key[1]
+        node = encoder.encode(value, name, name)
         if self._compared + encoder.size > COMPARED_BYTES and not declared:
-            encoder.forget(mark)
             encoder.unseen[name] = f"is not compared beyond {COMPARED_BYTES >> 30} GiB in sum"
             return
         self._compared += encoder.size
@@ -152,7 +151,7 @@ class KeptAttributes:
         kept: dict[str, tuple[Any, object]] = {}
         for name, value in self._own().items():
             encoder.begin(declared=False)
-            node = encoder.encode(value, name, name=name)
+            node = encoder.encode(value, name, name)
             if size + encoder.size <= REMEMBERED_BYTES:
                 size += encoder.size
                 kept[name] = _changed_tensors(node, Tensor.clone), value

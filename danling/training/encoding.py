@@ -33,7 +33,7 @@ _LISTS: tuple[type[Any], ...] = (list, tuple, deque, set, frozenset)
 _DICTS: tuple[type[Any], ...] = (dict, OrderedDict, defaultdict, Counter)
 _PLACE = re.compile(r"(^|_)(dir|directory|folder|path|file|filename|root|url|uri)$")
 _LOOKED_AT = 3
-"""Objects within objects that are compared. Of the first alone what it holds is saved."""
+"""How deep objects within objects are followed."""
 _OF_MODULE = frozenset(vars(nn.Module()))
 
 MISSING = object()
@@ -70,9 +70,9 @@ class Encoder:
         self._keyed = keyed
         self._secret_keys = secret_keys
         self._paths: dict[object, str] | None = None
-        self._floor = 0
         self._nodes: dict[str, Any] = {}
-        self._declared = False
+        self._depth = 0
+        self._hides = self._declared = False
         self.objects: dict[str, object] = {}
         self.needs: dict[str, str] = {}
         self.left: dict[str, object] = {}
@@ -86,42 +86,31 @@ class Encoder:
     def paths(self) -> dict[object, str]:
         """Return the paths of what was met or is saved elsewhere, by what tells one object from another."""
         if self._paths is None:
-            held = self._components()
-            self._paths = {key: path for path, each in held.items() if (key := key_of(each)) is not None}
-            self.objects.update(held)
-            self._floor = len(self._paths)
+            self.objects.update(self._components())
+            self._paths = {key: path for path, each in self.objects.items() if (key := key_of(each)) is not None}
         return self._paths
 
-    def mark(self) -> tuple[int, int]:
-        """Return what `forget` takes."""
-        return len(self._paths or ()), len(self.needs)
-
-    def forget(self, mark: tuple[int, int]) -> None:
-        """Forget what was met since a mark, to which nothing that is saved may refer."""
-        tables: tuple[dict[Any, str], ...] = (self._paths or {}, self.needs)
-        for table, length in zip(tables, mark, strict=True):
-            for key in list(table)[max(length, self._floor if table is self._paths else 0) :]:
-                del table[key]
-
-    def encode(self, value: Any, path: str, *, name: str = "", depth: int = 0, hidden: bool = False) -> Any:
+    def encode(self, value: Any, path: str, name: str = "") -> Any:
         """Return a value as tensors, plain values, and mappings of them with an entry `kind`."""
-        hidden = hidden or names_secret(name, self._secret_keys)
-        if type(value) is str:
-            self.size += len(value)
-            return self._leave(path, None) if hidden or _PLACE.search(name) else value
-        if type(value) in _SCALARS:
-            return value
-        key = key_of(value)
-        if key is not None:
-            paths = self.paths()
-            if key in paths:
-                return {"kind": "same", "path": paths[key]}
-            paths[key], self.objects[path] = path, value
-        node = self._encode(value, path, depth, hidden)
-        self._nodes[path] = node
-        return node
+        outer, self._hides = self._hides, self._hides or names_secret(name, self._secret_keys)
+        try:
+            if type(value) is str:
+                self.size += len(value)
+                return self._leave(path, None) if self._hides or _PLACE.search(name) else value
+            if type(value) in _SCALARS:
+                return value
+            key = key_of(value)
+            if key is not None:
+                paths = self.paths()
+                if key in paths:
+                    return {"kind": "same", "path": paths[key]}
+                paths[key], self.objects[path] = path, value
+            self._nodes[path] = self._encode(value, path)
+            return self._nodes[path]
+        finally:
+            self._hides = outer
 
-    def _encode(self, value: Any, path: str, depth: int, hidden: bool) -> Any:
+    def _encode(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if type(value) in (bytes, bytearray):
@@ -132,25 +121,21 @@ class Encoder:
         if _is_array(value):
             return self._array(value, path)
         if type(value) in _LISTS or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            return self._list(value, path, depth, hidden)
+            return self._list(value, path)
         if type(value) in _DICTS:
-            return self._dict(value, path, depth, hidden)
+            return self._dict(value, path)
         own: Any = type(value)
         kind = own.__name__
         if is_generator(value):
             if id(value) in self._keyed():
                 return self._leave(path, None)
             self.needs[path] = kind
-            return {
-                "kind": "generator",
-                "class": kind,
-                "state": self.encode(generator_state(value), f"{path}.state"),
-            }
+            return {"kind": "generator", "class": kind, "state": self.encode(generator_state(value), f"{path}.state")}
         if isinstance(value, _CONSTANTS):
-            return self._leave(path, None if depth else _name_of(value))
+            return self._leave(path, None if self._depth else _name_of(value))
         is_stateful = callable(getattr(own, "state_dict", None)) and callable(getattr(own, "load_state_dict", None))
         if not (self._declared and is_stateful):
-            is_lazy = hasattr(type(value), "__next__") and not (is_stateful or isinstance(value, io.IOBase))
+            is_lazy = hasattr(own, "__next__") and not (is_stateful or isinstance(value, io.IOBase))
             if is_lazy or isinstance(value, DataLoader):
                 self.unseen[path] = "is an iterator or a loader, whose position is not saved without `state_dict`"
                 return self._leave(path, kind)
@@ -160,17 +145,22 @@ class Encoder:
         if is_stateful:
             return self._stateful(value, path)
         if isinstance(value, (*_LISTS, *_DICTS)):
-            mark = self.mark()
+            # Of a class of the user's, which may hold more.
             items: Any = value
-            plain = self.encode(dict(items) if isinstance(value, dict) else list(items), path, depth=depth)
-            return self._leave(path, self.digest(plain), mark)
-        return self._object(value, path, depth, hidden)
+            node, _ = self._apart(dict(items) if isinstance(value, dict) else list(items), path)
+            return self._leave(path, node)
+        return self._object(value, path)
 
-    def _leave(self, path: str, seen: object, mark: tuple[int, int] | None = None) -> dict[str, str]:
-        if mark is not None:
-            self.forget(mark)
+    def _leave(self, path: str, seen: object) -> dict[str, str]:
         self.left[path] = seen
         return {"kind": "left"}
+
+    def _apart(self, value: Any, path: str) -> tuple[bytes, Any]:
+        """Return the digest of a value to which nothing else is tied, and its node; `None` where something of it is left out."""
+        encoder = Encoder(secret_keys=self._secret_keys)
+        node = encoder.encode(value, path)
+        self.size += encoder.size
+        return encoder.digest(node), None if encoder.left else node
 
     def _tensor(self, value: Tensor, path: str) -> Any:
         if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
@@ -194,7 +184,7 @@ class Encoder:
         kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
         return {"kind": kind, "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
 
-    def _list(self, value: Any, path: str, depth: int, hidden: bool) -> Any:
+    def _list(self, value: Any, path: str) -> Any:
         node: dict[str, Any] = {"kind": type(value).__name__}
         if isinstance(value, (set, frozenset)):
             if not all(type(item) in _SCALARS for item in value):
@@ -204,30 +194,25 @@ class Encoder:
             node["maxlen"] = value.maxlen
         if hasattr(value, "_fields"):
             node["kind"], self.needs[path] = "namedtuple", type(value).__name__
-        return {**node, "items": self._sequence(list(value), path, range(len(value)), depth, hidden)}
+        return {**node, "items": self._items(dict(enumerate(value)), path)}
 
-    def _dict(self, value: Any, path: str, depth: int, hidden: bool) -> Any:
-        if not all(
-            type(key) in _SCALARS or (type(key) is tuple and all(type(part) in _SCALARS for part in key))
-            for key in value
-        ):
+    def _dict(self, value: Any, path: str) -> Any:
+        parts = [part for key in value for part in (key if type(key) is tuple else (key,))]
+        if not all(type(part) in _SCALARS for part in parts):
             return self._leave(path, f"dict of {len(value)}")
         kind = type(value).__name__
         if isinstance(value, defaultdict):
             self.needs[path] = kind
-        items = self._sequence(list(value.values()), path, list(value), depth, hidden)
-        return {"kind": kind, "keys": _keys(value), "items": items}
+        keys = [{"kind": "tuple", "items": list(key)} if type(key) is tuple else key for key in value]
+        return {"kind": kind, "keys": keys, "items": self._items(value, path)}
 
-    def _sequence(
-        self, values: list[Any], path: str, keys: Any, depth: int, hidden: bool, form: str = "{}[{!r}]"
-    ) -> Any:
+    def _items(self, values: Mapping[Any, Any], path: str, form: str = "{}[{!r}]") -> Any:
         """Return a list where all values are plain, else a mapping by number: a sharded checkpoint takes mappings apart, but no lists."""
         self.size += 8 * len(values)
-        if all(type(value) in _NUMBERS for value in values):
-            return values
+        if all(type(value) in _NUMBERS for value in values.values()):
+            return list(values.values())
         items = [
-            self.encode(value, form.format(path, key), name=key if type(key) is str else "", depth=depth, hidden=hidden)
-            for key, value in zip(keys, values, strict=True)
+            self.encode(value, form.format(path, key), key if type(key) is str else "") for key, value in values.items()
         ]
         is_flat = not any(isinstance(item, (dict, Tensor)) for item in items)
         return items if is_flat else {str(number): item for number, item in enumerate(items)}
@@ -238,30 +223,29 @@ class Encoder:
             state = value.state_dict()
         except Exception as error:
             return self._leave(path, f"{kind}.state_dict() raises {type(error).__name__}")
-        before, mark = len(self.left), self.mark()
-        node = {"kind": "stateful", "class": kind, "state": self.encode(state, f"{path}.state_dict()")}
-        if len(self.left) > before:
-            return self._leave(path, self.digest(node), mark)
+        digest, node = self._apart(state, path)
+        if node is None:
+            return self._leave(path, digest)
+        self.needs[path] = kind
+        found = {"kind": "stateful", "class": kind, "state": node}
         if isinstance(value, nn.Module):
             more = {name: getattr(holder, key) for name, (holder, key) in _beside_state(value, state).items()}
-            node["more"] = self.encode(more, f"{path}.more", depth=_LOOKED_AT)
-        self.needs[path] = kind
-        return node
+            # Objects among them are not followed: their modules make them.
+            outer, self._depth = self._depth, _LOOKED_AT
+            left = dict(self.left)
+            found["more"] = self.encode(more, f"{path}.more")
+            self._depth, self.left = outer, left
+        return found
 
-    def _object(self, value: Any, path: str, depth: int, hidden: bool) -> Any:
+    def _object(self, value: Any, path: str) -> Any:
         held = getattr(value, "__dict__", None)
-        if not isinstance(held, dict) or depth >= _LOOKED_AT or isinstance(value, io.IOBase):
+        if not isinstance(held, dict) or self._depth >= _LOOKED_AT or isinstance(value, io.IOBase):
             return self._leave(path, f"{type(value).__name__} {id(value)}")
-        before, mark = self._changeable(), self.mark()
-        items = self._sequence(list(held.values()), path, list(held), depth + 1, hidden, form="{}.{}")
-        node = {"kind": "object", "class": type(value).__name__, "keys": _keys(held), "items": items}
-        if depth or before != self._changeable():
-            return self._leave(path, self.digest(node), mark)
         self.needs[path] = type(value).__name__
-        return node
-
-    def _changeable(self) -> int:
-        return sum(seen is not None for seen in self.left.values())
+        self._depth += 1
+        items = self._items(held, path, form="{}.{}")
+        self._depth -= 1
+        return {"kind": "object", "class": type(value).__name__, "keys": list(held), "items": items}
 
     def digest(self, node: Any) -> bytes:
         """Return the digest of what `encode` returned, in which what is tied to it counts."""
@@ -296,7 +280,7 @@ class Decoder:
 
     def __init__(self, encoder: Encoder) -> None:
         # An object takes one value: where two values were apart when they were saved, the second one gets an object of its own.
-        self._taken = set(list(encoder.paths())[: encoder._floor])
+        self._taken = {key for key, path in encoder.paths().items() if path.startswith("/")}
         self._live = encoder.objects
         self._restored: dict[str, object] = {}
 
@@ -378,7 +362,7 @@ class Decoder:
                 raise CannotRestore("a defaultdict")
             current = next(each for each in _DICTS if each.__name__ == kind)()
         current.clear()
-        current.update((key, item) for key, item in found.items() if item is not MISSING)
+        current.update({key: item for key, item in found.items() if item is not MISSING})
         return current
 
     def _fill(self, kind: str, node: Any, current: Any, path: str) -> None:
@@ -392,10 +376,7 @@ class Decoder:
                 if value is not MISSING:
                     held[name] = value
         else:
-            # Of what was decoded nothing is the object's own, to which another attribute may be tied.
-            before = dict(self._restored)
-            current.load_state_dict(self.decode(node["state"], MISSING, f"{path}.state_dict()"))
-            self._restored = before
+            current.load_state_dict(Decoder(Encoder()).decode(node["state"], MISSING, path))
             if "more" in node:
                 beside = _beside_state(current, current.state_dict())
                 more = dict(zip(node["more"]["keys"], _items(node["more"])))
@@ -410,10 +391,6 @@ class Decoder:
 def _items(node: Mapping[str, Any]) -> list[Any]:
     items = node["items"]
     return items if isinstance(items, list) else [items[str(number)] for number in range(len(items))]
-
-
-def _keys(held: Mapping[Any, object]) -> list[Any]:
-    return [{"kind": "tuple", "items": list(key)} if type(key) is tuple else key for key in held]
 
 
 def _name_of(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -74,11 +75,9 @@ class EvaluationForward:
         return predictions
 
 
+@dataclass
 class EvaluationSums:
     """Sums of an evaluation on this rank.
-
-    Args:
-        exact: Whether the totals have the same bits at any number of ranks.
 
     Attributes:
         totals: Sums and weights by metric.
@@ -86,10 +85,9 @@ class EvaluationSums:
         samples: Samples of this rank for which the step gave a loss or a prediction.
     """
 
-    def __init__(self, *, exact: bool = False) -> None:
-        self.totals = Meters(exact=exact)
-        self.scored = False
-        self.samples = 0.0
+    totals: Meters
+    scored: bool = False
+    samples: float = 0.0
 
 
 class Evaluator:
@@ -149,7 +147,7 @@ class Evaluator:
 
     def _sums(self, split: str, limit: int | None, source: BatchSource) -> EvaluationSums:
         """Evaluate a pass, or its first batches. What a step adds to `meters` belongs to the evaluation, not to the open epoch."""
-        runner, sums = self.runner, EvaluationSums(exact=self.exact)
+        runner, sums = self.runner, EvaluationSums(Meters(exact=self.exact))
         runner._parts.metrics.reset()
         meters = runner.meters
         with meters.aside(exact=self.exact):
@@ -197,16 +195,11 @@ class Evaluator:
     def _agreed(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of an evaluation; in training, all ranks agree before each one whether to continue."""
         runner, session = self.runner, self.runner._session
-
-        def seen(number: int) -> None:
-            session.observers.notify("evaluation_batch_started", split, number)
-
         if session.running:
-            pending = runner._parts.update.sync.take_pending_requests()
-            yield from session.between_batches(batches, domain=runner.placement.optimizer, pending=pending, seen=seen)
+            yield from session.between_batches(runner, split, batches)
             return
         for number, batch in enumerate(batches):
-            seen(number)
+            session.observers.notify("evaluation_batch_started", split, number)
             yield batch
 
     @contextmanager
@@ -224,7 +217,12 @@ class Evaluator:
             was_training, modes = wrapped.training, [(module, module.training) for module in wrapped.modules()]
             runner.broadcast_buffers()
             if runner.ema is not None:
-                self._say_averaged()
+                decay = getattr(runner.ema, "decay", None)
+                if runner.is_main_process and not self._has_said_averaged:
+                    logger.info(
+                        "Evaluating the averaged weights%s.", f" (decay {decay:g})" if decay is not None else ""
+                    )
+                self._has_said_averaged = True
                 stack.enter_context(preparation.averaged(runner.ema))
                 # Averaged on each rank from buffers of its own, of which a checkpoint keeps rank 0's.
                 runner.broadcast_buffers()
@@ -238,12 +236,6 @@ class Evaluator:
                 for module, is_training in modes:
                     # Parts may have been in another mode than the whole.
                     module.training = is_training
-
-    def _say_averaged(self) -> None:
-        decay = getattr(self.runner.ema, "decay", None)
-        if self.runner.is_main_process and not self._has_said_averaged:
-            logger.info("Evaluating the averaged weights%s.", f" (decay {decay:g})" if decay is not None else "")
-        self._has_said_averaged = True
 
     # Before the first update
 

@@ -9,13 +9,16 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from danling.distributed import Domain, JointLeave, agree, default_store
 from danling.supervision.signals import EXIT_CODES, SignalWatcher
 from danling.utils.observers import Observers
 
 from .update import UNCOMMITTED, UpdateOutcome
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
 
@@ -283,31 +286,29 @@ class TrainingSession:
         finally:
             self.observers.notify("save_ended")
 
-    def between_batches(
-        self, batches: Iterator[_T], *, domain: Domain, pending: frozenset[str], seen: Callable[[int], None]
-    ) -> Iterator[_T]:
+    def between_batches(self, runner: TorchRunner, split: str, batches: Iterator[_T]) -> Iterator[_T]:
         """Yield the batches of an evaluation; all ranks agree before each one whether to go on.
 
-        A rank whose batches have come to their end goes on voting until those of all ranks have.
+        A rank whose batches have come to their end goes on voting until those of all ranks have. When one was asked to stop, all of them
+        raise `EvaluationStopped`.
         """
+        pending = runner._parts.update.sync.take_pending_requests()
         self._requested |= pending & {"save"}
-        done = 0
-        while self._goes_on(batch := next(batches, None), domain, pending):
-            seen(done)
-            done += 1
+        for number in itertools.count():
+            batch = next(batches, None)
+            self.poll_signals()
+            votes = self._requested.intersection(STOPS) | ({"continue"} if batch is not None else set())
+            agreed = agree(runner.placement.optimizer, votes)
+            stop = _first_stop({*agreed, *pending, self.stop_reason})
+            if stop is not None:
+                self.stop_reason = stop
+                self._requested.difference_update(STOPS)
+                raise EvaluationStopped
+            if "continue" not in agreed:
+                return
+            self.observers.notify("evaluation_batch_started", split, number)
             if batch is not None:
                 yield batch
-
-    def _goes_on(self, batch: object, domain: Domain, pending: frozenset[str]) -> bool:
-        self.poll_signals()
-        votes = self._requested.intersection(STOPS) | ({"continue"} if batch is not None else set())
-        agreed = agree(domain, votes)
-        stop = _first_stop({*agreed, *pending, self.stop_reason})
-        if stop is not None:
-            self.stop_reason = stop
-            self._requested.difference_update(STOPS)
-            raise EvaluationStopped
-        return "continue" in agreed
 
     # One training
 

@@ -162,11 +162,6 @@ def test_what_cannot_be_merged_is_refused_before_any_work() -> None:
         _updated({"max": Largest()})[0].compute(Ranks())
 
 
-def test_objects_move_to_the_device() -> None:
-    wrapped = MetricSet.wrap({"auc": BinaryAUROC(), "max": Largest()}, device=torch.device("meta"))
-    assert wrapped._objects["auc"].device == torch.device("meta")
-
-
 @pytest.mark.parametrize(
     "metric",
     [accuracy, lambda pred, target: pred.argmax(-1) == target, lambda pred, target: pred.numpy() == target, Largest()],

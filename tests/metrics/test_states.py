@@ -132,8 +132,7 @@ def _even(samples: int, world_size: int) -> list[tuple[int, int]]:
     return [(cuts[rank], cuts[rank + 1]) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("batch_size", [4, 100])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 100), (2, 4), (3, 4)])
 def test_figures_equal_the_whole_sets_in_every_layout(world_size: int, batch_size: int) -> None:
     results = run_processes(
         _evaluate, 47, batch_size, _even(47, world_size), world_size=world_size, init_process_group=world_size > 1
@@ -144,18 +143,11 @@ def test_figures_equal_the_whole_sets_in_every_layout(world_size: int, batch_siz
     assert math.exp(results[0]["loss"]) == pytest.approx(math.exp(_expected(47)["loss"]), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "shares", [[(0, 0), (0, 47)], [(0, 47), (47, 47)], [(0, 0), (0, 47), (47, 47)], [(0, 9), (9, 9), (9, 47)]]
-)
+@pytest.mark.parametrize("shares", [[(0, 0), (0, 47)], [(0, 9), (9, 9), (9, 47)]])
 def test_an_empty_shard_does_not_hang_and_weighs_nothing(shares: list[tuple[int, int]]) -> None:
     results = run_processes(_evaluate, 47, 8, shares, world_size=len(shares), init_process_group=True)
     assert results[0] == pytest.approx(_expected(47), abs=1e-6)
     assert all(result == results[0] for result in results)
-
-
-def test_nothing_anywhere_gives_no_figures() -> None:
-    results = run_processes(_evaluate, 47, 8, [(0, 0), (0, 0)], world_size=2, init_process_group=True)
-    assert results == [{}, {}]
 
 
 def _statistics(shares: list[tuple[int, int]]) -> dict[str, float]:

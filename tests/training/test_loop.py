@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,13 +141,6 @@ def test_a_checkpoint_that_was_asked_for_waits_for_an_evaluation_that_is_due(tmp
         assert run.events == [*first, "update 5", "evaluate val", "save"]
 
 
-def test_metrics_without_the_score_are_refused_before_anything_is_counted(tmp_path: Path) -> None:
-    with Told(tmp_path, epochs=1, score_name="accuracy") as run:
-        with pytest.raises(ValueError, match="accuracy"):
-            run.train()
-        assert not run.results and run.state.train.epoch == 0
-
-
 def test_a_budget_that_shrinks_ends_the_run_where_it_is(tmp_path: Path) -> None:
     def shrink() -> None:
         run.config.steps = 2
@@ -218,22 +210,6 @@ def test_a_failure_that_leaves_the_state_whole_is_saved_before_it_is_raised(
             run.train()
         assert ("That save failed" in caplog.text) is fails
         assert (run.saver.saved_at == (3, 0)) is not fails
-
-
-def test_a_failure_is_said_and_closes_what_the_training_has_opened(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        raise ArithmeticError("broken")
-
-    caplog.set_level(logging.INFO, "danling")
-    before = signal.getsignal(signal.SIGTERM)
-    with Told(tmp_path, at={"update 2": fail}, epochs=2) as run:
-        with pytest.raises(ArithmeticError, match="broken"):
-            run.train()
-        assert "Failed with ArithmeticError: " in caplog.text and run.events == updates(1, 2)
-        assert not run._session.running and run._reporter.bar is None
-        assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(("error", "reason"), [(EvaluationStopped(), None), (TrainingAbandoned(), "stop")])

@@ -91,23 +91,6 @@ def test_a_loop_by_hand_is_one_training(tmp_path: Path) -> None:
     assert [event for _, event in seen] == ["training_started", *update, 1, *update, 2, "training_ended"]
 
 
-class FailingProgram(Program):
-    def train_step(self, data: Any) -> Any:
-        if self.state.train.global_step == 1:
-            raise RuntimeError("no second update")
-        return super().train_step(data)
-
-
-def test_what_failed_is_told_and_what_began_is_ended(tmp_path: Path) -> None:
-    seen: list[Any] = []
-    with FailingProgram(tmp_path) as runner:
-        runner.observers.append(Recording("a", seen, runner))
-        with pytest.raises(RuntimeError, match="no second update"):
-            runner.train()
-    events = [event for _, event in seen]
-    assert events.count(1) == 1 and events[-3:] == ["micro_batch_ended", "training_failed", "training_ended"]
-
-
 class Failing(Observer):
     def update_ended(self, outcome: Any) -> None:
         raise OSError("no space left")

@@ -12,11 +12,10 @@ import pytest
 import torch
 from support.processes import run_processes
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from danling import TorchRunner
-from danling.data import BatchSource, build_dataloader, open_source
-from danling.distributed import Domain, LocalDomain
+from danling.data import BatchSource, open_source
+from danling.distributed import Domain
 from danling.training import UNCOMMITTED, PassAgreement, UpdateOutcome
 
 
@@ -182,15 +181,3 @@ def _compared() -> list[str]:
 def test_ranks_that_read_the_same_are_told_once() -> None:
     main, second = run_processes(_compared, init_process_group=True)
     assert len(main) == 1 and "All ranks read the same data in split 'train_same'" in main[0] and second == []
-
-
-def test_the_end_of_a_loader_of_the_library_is_known_without_asking() -> None:
-    data = TensorDataset(torch.arange(8))
-    loader = build_dataloader(data, {"batch_size": 2}, split="train", train=True, seed=1, rank=0, world_size=2)
-    own, users = open_source(loader, split="train", world_size=2), source(2, size=2)
-    world = Domain.__new__(Domain)
-    world.size, world.rank = 2, 0
-    agreement = PassAgreement(world, world)
-    assert agreement.ends_alike(own) and not agreement.ends_alike(users)
-    assert PassAgreement(world, world, blind=True).ends_alike(own)
-    assert PassAgreement(LocalDomain(), LocalDomain()).ends_alike(users)

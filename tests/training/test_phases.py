@@ -223,13 +223,6 @@ def test_a_phase_that_is_not_finite_is_skipped_alone_and_has_a_scale_of_its_own(
         assert runner._phases.state_dict() == saved
 
 
-def test_figures_are_those_of_each_phase_and_their_sum(tmp_path: Path) -> None:
-    with Run(tmp_path, steps=None, epochs=1) as runner:
-        runner.train()
-        found = runner.results[1]["train"]
-        assert found["loss"] == pytest.approx(found["discriminator_loss"] + found["generator_loss"])
-
-
 def step_of(*calls: str) -> Any:
     """Return a `train_step` that makes these calls, whose letters are a block each: with a loss, nested, or outside of blocks."""
 

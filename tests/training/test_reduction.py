@@ -99,15 +99,6 @@ def test_the_scale_of_float16_is_taken_out_and_an_overflow_leaves_the_weights() 
     assert reduction.unscale(0.0, 0.0) == []
 
 
-def test_parameters_without_a_gradient_are_named() -> None:
-    net = model()
-    reduction = reduction_of(net)
-    net[0](batch()).sum().backward()  # type: ignore[index]
-    everything = {id(parameter) for parameter in net.parameters()}
-    assert reduction.without_gradient(everything) == ["2.weight", "2.bias"]
-    assert reduction.without_gradient(everything - {id(net[2].bias)}) == ["2.weight"]  # type: ignore[index]
-
-
 # Several ranks
 
 

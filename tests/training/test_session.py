@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,18 +53,6 @@ def test_time_that_is_over_is_a_request_to_stop() -> None:
     assert not session.asked_to_stop()
 
 
-def _two_ranks_stop() -> list[Any]:
-    world, session = Domain(), TrainingSession()
-    seen = [session.agree_to_stop(world)]
-    if world.rank == 1:
-        session.request("stop")
-    return [*seen, session.agree_to_stop(world), session.stop_reason]
-
-
-def test_one_rank_is_enough_to_stop_a_loop_by_hand() -> None:
-    assert run_processes(_two_ranks_stop, init_process_group=True) == [[False, True, "stop"]] * 2
-
-
 def _waits_in_two_trainings() -> list[str]:
     world, ends = Domain(), list[str]()
     for asked in (True, False):
@@ -92,11 +81,20 @@ def test_a_wait_is_not_left_for_what_an_earlier_training_was_asked() -> None:
 
 def test_batches_pass_while_nobody_asks_and_a_stop_leaves_the_evaluation() -> None:
     session, numbers = TrainingSession(), list[int]()
-    domain = LocalDomain()
+
+    class Numbering(Observer):
+        """Notes the numbers of the batches."""
+
+        def evaluation_batch_started(self, split: str, number: int) -> None:
+            numbers.append(number)
+
+    session.observers.append(Numbering())
 
     def evaluate(pending: frozenset[str] = frozenset(), stop_after: int = 9) -> Iterator[int]:
-        batches = session.between_batches(iter([5, 6, 7]), domain=domain, pending=pending, seen=numbers.append)
-        for batch in batches:
+        update = SimpleNamespace(sync=SimpleNamespace(take_pending_requests=lambda: pending))
+        placement = SimpleNamespace(optimizer=LocalDomain())
+        runner: Any = SimpleNamespace(placement=placement, _parts=SimpleNamespace(update=update))
+        for batch in session.between_batches(runner, "val", iter([5, 6, 7])):
             yield batch
             if batch == stop_after:
                 session.request("stop")
@@ -113,26 +111,6 @@ def test_batches_pass_while_nobody_asks_and_a_stop_leaves_the_evaluation() -> No
     assert session.stop_reason == "terminate"
 
 
-def _uneven_evaluation() -> Any:
-    world, session, seen = Domain(), TrainingSession(), list[int]()
-    own = iter(range(3 if world.rank == 0 else 1))
-    batches = list(session.between_batches(own, domain=world, pending=frozenset(), seen=seen.append))
-    again = iter(range(5))
-    if world.rank == 0:
-        session.request("interrupt")
-    try:
-        list(session.between_batches(again, domain=world, pending=frozenset(), seen=seen.append))
-    except EvaluationStopped:
-        return batches, seen, session.stop_reason
-    return None
-
-
-def test_a_rank_out_of_batches_votes_on_and_all_stop_together() -> None:
-    long, short = run_processes(_uneven_evaluation, init_process_group=True)
-    assert long == ([0, 1, 2], [0, 1, 2], "interrupt")
-    assert short == ([0], [0, 1, 2], "interrupt")
-
-
 # How a training ends
 
 
@@ -147,13 +125,6 @@ def test_a_signal_ends_the_process_with_its_code_and_one_in_the_last_save_too() 
             with pytest.raises(SystemExit) as end:
                 session.exit_if_signalled(3)
         assert end.value.code == code
-
-
-def test_patience_is_an_ending_of_its_own() -> None:
-    session = TrainingSession()
-    session.stop_reason = "patience"
-    assert session.hear_late_signals(LocalDomain()) == "Stopped early"
-    session.exit_if_signalled(3)
 
 
 # Loops by hand

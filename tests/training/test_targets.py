@@ -41,15 +41,6 @@ def test_a_model_is_called_with_the_keywords_that_it_takes() -> None:
     assert count_tokens(batch) == batch["input_ids"].numel()
 
 
-def test_a_model_that_does_not_take_the_target_is_not_given_it() -> None:
-    class Scores(nn.Module):
-        def forward(self, x: Any, *, scale: Any = 1.0) -> Any:
-            return x * scale
-
-    inputs, target = unpack_batch({"x": 1, "y": 2}, Scores())
-    assert (inputs, target) == ({"x": 1}, 2)
-
-
 def test_keywords_that_a_model_does_not_take_are_named() -> None:
     class Scores(nn.Module):
         def forward(self, x: Any) -> Any:
@@ -198,13 +189,3 @@ def test_a_batch_of_graphs_is_handed_over_whole_or_by_its_tensors() -> None:
     assert unpack_batch(batch, OfGraphs()) == (batch, batch.y)
     inputs, target = unpack_batch(batch, OfTensors())
     assert inputs == {"x": batch.x, "ptr": batch.ptr} and target is batch.y
-
-
-def test_a_batch_of_a_class_that_knows_only_its_own_names_is_read() -> None:
-    class Box:
-        def __getattr__(self, name: str) -> object:
-            return {"x": 1}[name]
-
-    box = Box()
-    assert count_samples(box) == 1 and count_samples([box, torch.ones(3)]) == 3
-    assert peek_target(box) is None and unpack_batch(box) == (box, None)

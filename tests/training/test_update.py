@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import run_processes
 from torch import Tensor, nn
 
 import danling as dl
 from danling.data import Batch, open_source
-from danling.distributed import Domain, StepTotals
+from danling.distributed import StepTotals
 from danling.training import NonFiniteError, UpdateOutcome
-from danling.training.update import UpdateStep
 
 HOOKS = [
     "complete_gradients",
@@ -148,21 +146,6 @@ def test_an_accelerator_is_asked_one_update_later_and_its_samples_are_read_when_
         update.raise_pending_error()  # there is nothing left
 
 
-class Failing(Run):
-    def train_step(self, data: Any) -> Any:
-        if len(data) > 2:
-            raise ValueError("too large")
-        return super().train_step(data)
-
-
-def test_a_step_that_fails_says_what_it_was_given_and_is_not_counted(tmp_path: Path) -> None:
-    with Failing(tmp_path) as run:
-        with pytest.raises(ValueError, match="too large") as error:
-            run.train_step(torch.ones(3, 1))
-        assert error.value.__notes__ == ["train_step received float32 (3, 1) on cpu"]  # type: ignore[attr-defined]
-        assert not run._session.in_step and run.train_state.micro_step == 0
-
-
 @pytest.mark.parametrize(
     ("closes", "size", "expected"),
     [
@@ -185,18 +168,6 @@ def test_the_last_micro_batch_of_a_window_reduces(
             assert run._parts.update.run_window(source, batches, consumed) and len(consumed) == len(window)
             run.window.reset()
         assert found == expected
-
-
-def error_of_rank() -> str:
-    update: Any = UpdateStep.__new__(UpdateStep)
-    update.sync = SimpleNamespace(domain=Domain())
-    rank = update.sync.domain.rank
-    return str(update._nonfinite_error(3, float(rank == 1), ["a", f"own{rank}"]))
-
-
-def test_all_ranks_say_the_same_of_an_update_that_is_not_finite() -> None:
-    first, second = run_processes(error_of_rank, world_size=2, init_process_group=True)
-    assert first == second and "on ranks [1]" in first and "['a', 'own0', 'own1']" in first
 
 
 def test_learning_rates_are_kept_of_updates_that_are_logged(tmp_path: Path) -> None:

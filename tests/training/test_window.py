@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.processes import run_processes
-from torch import Tensor, nn
+from torch import Tensor
 
-from danling.distributed import Domain, LocalDomain, StepSync
+from danling.distributed import LocalDomain
 from danling.training import Window
 
 HOST = torch.device("cpu")
-
-
-def test_unequal_micro_batches_make_the_mean_over_all_targets() -> None:
-    window, net = Window(LocalDomain(), HOST), nn.Linear(3, 1)
-    inputs = torch.randn(10, 3)
-    for part in inputs.split([5, 1, 4]):
-        window.begin_microbatch(float(len(part)), len(part))
-        window.scale(net(part).square().mean()).backward()  # type: ignore[no-untyped-call]
-    found = [parameter.grad * window.gradient_factor(window.weight, 1) for parameter in net.parameters()]  # type: ignore[operator]
-    loss = net(inputs).square().mean()
-    expected = torch.autograd.grad(loss, list(net.parameters()))
-    assert all(torch.allclose(mine, whole) for mine, whole in zip(found, expected, strict=True))
-    assert window.loss / window.weight == pytest.approx(loss.item())
-    assert (window.count, window.weight, window.samples, window.unscaled) == (3, 10.0, 10.0, 0)
-    window.reset()
-    assert (window.count, window.weight, window.loss, window.samples) == (0, 0.0, 0.0, 0.0)
 
 
 def test_one_full_micro_batch_is_a_plain_backward() -> None:
@@ -71,35 +54,6 @@ def test_a_loss_of_several_values_is_refused(loss: Tensor) -> None:
     window.begin_microbatch(2.0, 2.0)
     with pytest.raises(ValueError, match="Expected a loss of one value"):
         window.scale(loss)
-
-
-def rank_of_window() -> tuple[float, float, float, frozenset[str]]:
-    """Weigh a micro-batch of 1 or 3 targets, and return its gradient as the mean over both ranks."""
-    domain = Domain()
-    window, sync = Window(domain, HOST), StepSync(domain, HOST, reports=(True, domain.rank == 0))
-    weight = torch.ones((), requires_grad=True)
-    size = 1.0 + 2.0 * domain.rank
-    window.begin_microbatch(size, size)
-    window.scale(weight * (domain.rank + 1.0)).backward()  # type: ignore[no-untyped-call]
-    assert weight.grad is not None
-    gradient = domain.all_reduce(weight.grad.clone())
-    totals = sync.reduce(
-        weight=window.weight,
-        loss=window.loss,
-        samples=window.samples,
-        nonfinite=0.0,
-        requests={"save"} if size > 1 else (),
-    )
-    mean = gradient * window.gradient_factor(totals.weight, 1)
-    return mean.item(), float(totals.weight), float(totals.samples), totals.requests
-
-
-def test_ranks_agree_on_weight_and_requests() -> None:
-    ranks = run_processes(rank_of_window, world_size=2, init_process_group=True)
-    mean, weight, samples, requests = ranks[0]
-    assert ranks[0] == ranks[1] and mean == pytest.approx((1 * 1.0 + 3 * 2.0) / 4)
-    # Of ranks that work on one batch together, one counts its samples.
-    assert (weight, samples, requests) == (4.0, 1.0, frozenset({"save"}))
 
 
 def test_an_update_of_no_micro_batch_or_of_unscaled_losses_is_refused() -> None:
