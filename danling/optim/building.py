@@ -48,26 +48,22 @@ def build_param_groups(
     members: list[list[nn.Parameter]] = [[] for _ in options]
     mine = list(named_parameters)
     required = dict(whole) if whole is not None else {name: parameter.requires_grad for name, parameter in mine}
-    place = {name: _place_of(name, entries) for name in required}
-    _check_all_matched([e["pattern"] for i, e in enumerate(entries, 1) if i not in place.values()], list(required))
+    # 0 is the group of what no entry matches.
+    place = {
+        name: next((i for i, entry in enumerate(entries, 1) if re.search(entry["pattern"], name)), 0)
+        for name in required
+    }
+    unmatched = [entry["pattern"] for i, entry in enumerate(entries, 1) if i not in place.values()]
+    if unmatched:
+        raise ValueError(
+            f"Expected the pattern of an optim.param_groups entry to match a parameter that no earlier entry takes. Received: "
+            f"pattern={unmatched[0]!r}; the parameters begin with {list(required)[:5]}."
+        )
     for name, parameter in mine:
         if parameter.requires_grad:
             members[place[name]].append(parameter)
     kept = {place[name] for name, trained in required.items() if trained}
     return [{"params": params, **options[i]} for i, params in enumerate(members) if i in kept]
-
-
-def _place_of(name: str, entries: Sequence[Mapping[str, Any]]) -> int:
-    """Return the group of a parameter: 0 for what no entry matches."""
-    return next((i for i, entry in enumerate(entries, 1) if re.search(entry["pattern"], name)), 0)
-
-
-def _check_all_matched(unmatched: Sequence[str], names: Sequence[str]) -> None:
-    if unmatched:
-        raise ValueError(
-            f"Expected the pattern of an optim.param_groups entry to match a parameter that no earlier entry takes. Received: "
-            f"pattern={unmatched[0]!r}; the parameters begin with {list(names[:5])}."
-        )
 
 
 def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,13 +122,10 @@ def build_optimizer(
     trains_here = any(not isinstance(entry, dict) or entry["params"] for entry in params)
     if whole is None or trains_here or not any(whole.values()):
         return OPTIMIZERS.build(params=params, **options)
-    return _without_parameters(params or [{"params": []}], options, device)
-
-
-def _without_parameters(groups: list[Any], options: dict[str, Any], device: torch.device) -> Optimizer:
-    """Return an optimizer with these groups, all of which are empty on this rank."""
+    # All groups are empty on this rank.
+    first, *others = params or [{"params": []}]
     stand_in = nn.Parameter(torch.zeros((), device=device))
-    optimizer = OPTIMIZERS.build(params=[{**groups[0], "params": [stand_in]}, *groups[1:]], **options)
+    optimizer = OPTIMIZERS.build(params=[{**first, "params": [stand_in]}, *others], **options)
     optimizer.param_groups[0]["params"] = []
     return optimizer
 

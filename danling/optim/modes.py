@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,19 +19,8 @@ def modal(optimizer: Any) -> list[Any]:
     inner = getattr(optimizer, "optimizer", None)
     if inner is not None and type(optimizer).__module__.startswith("accelerate."):
         return modal(inner)  # its wrapper has both methods whatever it wraps
-    has_both = all(_is_switch(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    has_both = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
     return [optimizer] if has_both else []
-
-
-def _is_switch(method: Any) -> bool:
-    """Whether it is called without an argument: one that takes data, say, has another purpose."""
-    if not callable(method):
-        return False
-    try:
-        inspect.signature(method).bind()
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def enter_training(optimizer: Any) -> None:

@@ -164,13 +164,12 @@ def _listed(params: Any) -> list[object]:
             "list(model.parameters())."
         )
     entries = [params] if isinstance(params, (Tensor, Mapping)) else list(params)
-    return [_listed_group(entry) if isinstance(entry, Mapping) else entry for entry in entries]
-
-
-def _listed_group(group: Mapping[str, object]) -> dict[str, object]:
-    if "params" not in group:
-        raise ValueError(f"Expected every parameter group to have `params`. Received: keys {sorted(group)}.")
-    return {**group, "params": _listed(group["params"])}
+    for number, entry in enumerate(entries):
+        if isinstance(entry, Mapping):
+            if "params" not in entry:
+                raise ValueError(f"Expected every parameter group to have `params`. Received: keys {sorted(entry)}.")
+            entries[number] = {**entry, "params": _listed(entry["params"])}
+    return entries
 
 
 def _tensors(entries: Sequence[object]) -> list[Any]:
@@ -198,16 +197,15 @@ def _can_fuse(builder: object, entries: Sequence[object], options: Mapping[str, 
     return len(devices) == 1 and {device.type for device in devices} <= {"cpu", "cuda"}
 
 
-def _torch_optimizers() -> dict[str, type[Optimizer]]:
-    classes = inspect.getmembers(torch.optim, inspect.isclass)
-    return {name.lower(): cls for name, cls in classes if issubclass(cls, Optimizer) and cls is not Optimizer}
-
-
-OPTIMIZERS = OptimizerRegistry("optimizer", _torch_optimizers())
+OPTIMIZERS = OptimizerRegistry(
+    "optimizer",
+    {
+        name.lower(): kind
+        for name, kind in inspect.getmembers(torch.optim, inspect.isclass)
+        if issubclass(kind, Optimizer) and kind is not Optimizer
+    },
+)
 """Optimizers by name: `OPTIMIZERS.build(params=model.parameters(), type="adamw", lr=1e-3)`."""
-
-
-_NO_SCHEDULES = ("LRScheduler", "_LRScheduler")
 
 
 class SchedulerRegistry(Registry):
@@ -274,15 +272,13 @@ def advance_by_epoch(scheduler: Any, epochs: int) -> None:
         scheduler.step()
 
 
-def _schedules() -> dict[str, Any]:
-    classes = inspect.getmembers(lr_scheduler, inspect.isclass)
-    known: dict[str, Any] = {
-        name.lower(): cls for name, cls in classes if issubclass(cls, LRScheduler) and name not in _NO_SCHEDULES
-    }
-    known.update(swalr=SWALR, onecyclelr=OneCycleSchedule)
-    known.update(linear=LinearSchedule, cosine=CosineSchedule, constant=ConstantSchedule, wsd=WSDSchedule)
-    return known
+_schedules: dict[str, Any] = {
+    name.lower(): kind
+    for name, kind in inspect.getmembers(lr_scheduler, inspect.isclass)
+    if issubclass(kind, LRScheduler) and name not in ("LRScheduler", "_LRScheduler")
+}
+_schedules.update(swalr=SWALR, onecyclelr=OneCycleSchedule)
+_schedules.update(linear=LinearSchedule, cosine=CosineSchedule, constant=ConstantSchedule, wsd=WSDSchedule)
 
-
-SCHEDULERS = SchedulerRegistry("scheduler", _schedules())
+SCHEDULERS = SchedulerRegistry("scheduler", _schedules)
 """Schedulers by name: `SCHEDULERS.build(optimizer, type="cosine", total_steps=1000, warmup_steps=100)`."""

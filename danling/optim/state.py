@@ -137,7 +137,10 @@ def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str,
         for index, name in zip(group["params"], labels)
     }
     return {
-        "state": {flat[index]: _in_parts(state) for index, state in plain["state"].items()},
+        "state": {
+            flat[index]: {key: to_parts(value) for key, value in state.items()}
+            for index, state in plain["state"].items()
+        },
         "param_groups": [{**group, "params": labels} for group, labels in zip(plain["param_groups"], names)],
     }
 
@@ -160,7 +163,11 @@ def load_named_state_dict(
         match = next(entry for entry in candidates if set(entry["params"]) == set(labels))
         groups.append({**match, "params": group["params"]})
     check_kind(optimizer, plain["param_groups"], groups)
-    values = {index_of[name]: _clone(entry) for name, entry in state["state"].items()}
+    # Copies: an optimizer keeps tensors of the right dtype and device as they are, and the caller's would change in training.
+    values = {
+        index_of[name]: {key: from_parts(value) for key, value in entry.items()}
+        for name, entry in state["state"].items()
+    }
     optimizer.load_state_dict({"state": values, "param_groups": groups})
 
 
@@ -179,15 +186,6 @@ def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:
             f"Expected the parameter groups of the checkpoint. Received: {len(names)} groups here, {len(stored)} stored, divided "
             "otherwise. Restore optim.param_groups, or add 'optimizer' to checkpoint.exclude_from_loading."
         )
-
-
-def _clone(entry: Mapping[str, object]) -> dict[str, object]:
-    # An optimizer keeps tensors of the right dtype and device as they are: without a copy the caller's would change in training.
-    return {key: from_parts(value) for key, value in entry.items()}
-
-
-def _in_parts(entry: Mapping[str, object]) -> dict[str, object]:
-    return {key: to_parts(value) for key, value in entry.items()}
 
 
 logger = logging.getLogger("danling")

@@ -38,7 +38,9 @@ class EMA:
         self.warmup = warmup
         self.interval = interval
         self.num_updates = 0
-        self._live = _tensors_of(model)
+        saved = model.state_dict(keep_vars=True)
+        named = [*model.named_parameters(), *(pair for pair in model.named_buffers() if pair[0] in saved)]
+        self._live = {canonical_name(name): tensor for name, tensor in named}
         self.weights = {name: tensor.detach().clone() for name, tensor in self._live.items()}
 
     @torch.no_grad()
@@ -105,10 +107,3 @@ class EMA:
         for name, tensor in weights.items():
             self.weights[name].copy_(tensor)
         self.num_updates = int(state.get("num_updates", 0))
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    tensors = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-    saved = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    return {**tensors, **{canonical_name(name): buffer for name, buffer in buffers.items()}}

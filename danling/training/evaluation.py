@@ -167,10 +167,17 @@ class Evaluator:
         weight, samples = runner._parts.loss.weigh(batch, data)
         self.batch_weight = weight
         try:
-            pred, loss = _as_pair(runner._run_evaluate_step(runner.evaluate_step, data))
+            returned = runner._run_evaluate_step(runner.evaluate_step, data)
+            if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+                received = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
+                raise ValueError(
+                    "Expected `evaluate_step` to return the prediction and the loss, each of which may be None. Received: "
+                    f"{received}. End it with `return pred, loss`."
+                )
         except Exception as error:
             note_batch(error, "evaluate_step", split, data)
             raise
+        pred, loss = returned
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise not_one_loss(loss)
         if loss is not None and (isinstance(weight, Tensor) or weight):
@@ -426,16 +433,6 @@ def checked_figures(hook: str, split: str, figures: object) -> dict[str, float]:
             f"those of super().{hook}(...), or a mapping such as {{'loss': 0.5}}."
         )
     return {str(name): as_number(f"{split}/{name}", value) for name, value in figures.items()}
-
-
-def _as_pair(returned: object) -> tuple[Any, Any]:
-    if isinstance(returned, (tuple, list)) and len(returned) == 2:
-        return returned[0], returned[1]
-    received = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else f"{type(returned).__name__}"
-    raise ValueError(
-        f"Expected `evaluate_step` to return the prediction and the loss, each of which may be None. Received: {received}. "
-        "End it with `return pred, loss`."
-    )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from .evaluation import checked_figures
 from .model_states import weights_to_export
 from .results import Boundary
 from .saving import TrainedKeeper, keeping_trained
-from .session import DataEnded, EvaluationStopped, IntactStateError, PassLeft, TrainingAbandoned
+from .session import DataEnded, EvaluationStopped, IntactStateError, PassLeft, TrainingAbandoned, first_stop
 from .update import UNCOMMITTED, UpdateOutcome
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class TrainingLoop:
             session.running = False
             runner._parts.update.raise_pending_error()
             # What was asked for in the last update, which an accelerator hands out with the next one.
-            session.note_stop(runner._parts.update.sync.take_pending_requests())
+            session.stop_reason = session.stop_reason or first_stop(runner._parts.update.sync.take_pending_requests())
             if session.stop_reason is not None or whole:
                 self._finish()
         except Exception as error:
@@ -496,6 +496,6 @@ class TrainingLoop:
         periodic = index % self._checkpoint_every == 0
         if final or periodic:
             runner.save_checkpoint(history=periodic)
-        elif requested or runner._parts.results.has_best_at(index):
+        elif requested or (index in runner.results and runner.is_best and runner.standing.latest_index == index):
             runner.save_checkpoint()
         self._session.save_requested = False

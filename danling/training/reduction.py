@@ -267,16 +267,13 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     found = []
     for parameter in parameters:
         gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            # Without an index twice, the norm of the values is that of the gradient.
+            parameter.grad = gradient.coalesce()
+            gradient = parameter.grad._values()
         if gradient is not None:
-            found.append(_dense(parameter) if gradient.is_sparse else gradient)
+            found.append(gradient)
     return found
-
-
-def _dense(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    # Without an index twice, the norm of the values is that of the gradient.
-    parameter.grad = parameter.grad.coalesce()
-    return parameter.grad._values()
 
 
 def average_gradients(parameters: Sequence[Tensor], domain: ReductionDomain) -> None:
@@ -297,16 +294,10 @@ def average_gradients(parameters: Sequence[Tensor], domain: ReductionDomain) -> 
         )
     present = domain.all_reduce(torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64))
     for bucket in bucketed([p for p, count in zip(parameters, present.tolist()) if count]):
-        _average_bucket(bucket, domain)
-
-
-def _average_bucket(parameters: Sequence[Tensor], domain: ReductionDomain) -> None:
-    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = domain.all_reduce(flattened(pieces)) / domain.size
-    start = 0
-    for parameter, piece in zip(parameters, pieces):
-        parameter.grad = flat[start : start + piece.numel()].view_as(piece).clone()
-        start += piece.numel()
+        pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = domain.all_reduce(flattened(pieces)) / domain.size
+        for parameter, piece, mean in zip(bucket, pieces, flat.split([piece.numel() for piece in pieces])):
+            parameter.grad = mean.view_as(piece).clone()
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: float | Tensor) -> None:

@@ -64,18 +64,29 @@ class RunResults:
         if board is not None and board.split and (board.finds(result) or not standing.own):
             self._compare_samples(board, index)
             board.record(index, result)
-            self._warn_of_score(board, index)
+            score = board.scores[index]
+            if not math.isfinite(score) and not self._has_warned and runner.is_main_process:
+                self._has_warned = True
+                logger.warning(
+                    "Expected the score %s.%s to be finite. Received: %s at %d.%s See to it that the metric is defined on the whole split, "
+                    "or set score_name to another metric.",
+                    board.split,
+                    board.name,
+                    score,
+                    index,
+                    " NaN is never the best, and counts against patience." if math.isnan(score) else "",
+                )
         self.advance_schedule(boundary, result)
         if board is not None and self.patience_exhausted():
-            self._stop_early()
+            runner._session.stop_reason, waited = "patience", standing.evaluations_since_best
+            if runner.best_score is None:
+                logger.info("Stopping early: no evaluation had a score that can be the best.")
+            else:
+                better = f"no better score than {runner.best_score:.4g}"
+                logger.info("Stopping early: %s in %d evaluation%s.", better, waited, "s" * (waited != 1))
         self.write()
         ended = runner.progress >= 1 or runner._parts.loop.data_ended or runner._session.stop_reason is not None
         runner._reporter.log_result(runner, result, last=ended)
-
-    def has_best_at(self, index: int) -> bool:
-        """Whether an epoch or update was recorded and has the best score so far."""
-        runner = self._runner
-        return index in runner.results and runner.is_best and runner.standing.latest_index == index
 
     def patience_exhausted(self) -> bool:
         """Whether the run is to stop, since its score has not become better for too long."""
@@ -125,23 +136,6 @@ class RunResults:
 
     # What follows from a score
 
-    def _warn_of_score(self, board: ScoreBoard, index: int) -> None:
-        """Warn once of a score that is not finite."""
-        score = board.scores[index]
-        if self._has_warned or math.isfinite(score):
-            return
-        self._has_warned = True
-        if self._runner.is_main_process:
-            logger.warning(
-                "Expected the score %s.%s to be finite. Received: %s at %d.%s See to it that the metric is defined on the whole split, or "
-                "set score_name to another metric.",
-                board.split,
-                board.name,
-                score,
-                index,
-                " NaN is never the best, and counts against patience." if math.isnan(score) else "",
-            )
-
     def _compare_samples(self, board: ScoreBoard, index: int) -> None:
         """Warn where a score is of another number of samples than the one before it, as after a resume with another batch size."""
         before = next(reversed([each for each in board.scores if each != index]), None)
@@ -157,17 +151,6 @@ class RunResults:
                 counts[1],
                 before,
                 counts[0],
-            )
-
-    def _stop_early(self) -> None:
-        runner, waited = self._runner, self._runner.standing.evaluations_since_best
-        runner._session.stop_reason = "patience"
-        if runner.best_score is None:
-            logger.info("Stopping early: no evaluation had a score that can be the best.")
-        else:
-            plural = "s" * (waited != 1)
-            logger.info(
-                "Stopping early: no better score than %.4g in %d evaluation%s.", runner.best_score, waited, plural
             )
 
     def write(self) -> None:

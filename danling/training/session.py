@@ -190,7 +190,7 @@ class TrainingSession:
     def apply_requests(self, agreed: frozenset[str]) -> None:
         """Do at the next boundary what any rank asked for."""
         if agreed:
-            self.stop_reason = _first_stop(agreed)
+            self.stop_reason = first_stop(agreed)
             self.save_requested = "save" in agreed
 
     def agree_to_stop(self, domain: Domain) -> bool:
@@ -198,7 +198,7 @@ class TrainingSession:
         self.poll_signals()
         asked = self._requested.intersection(STOPS)
         self._requested -= asked
-        self.stop_reason = _first_stop(agree(domain, asked)) or self.stop_reason
+        self.stop_reason = first_stop(agree(domain, asked)) or self.stop_reason
         return self.stop_reason is not None
 
     # Events
@@ -299,7 +299,7 @@ class TrainingSession:
             self.poll_signals()
             votes = self._requested.intersection(STOPS) | ({"continue"} if batch is not None else set())
             agreed = agree(runner.placement.optimizer, votes)
-            stop = _first_stop({*agreed, *pending, self.stop_reason})
+            stop = first_stop({*agreed, *pending, self.stop_reason})
             if stop is not None:
                 self.stop_reason = stop
                 self._requested.difference_update(STOPS)
@@ -318,10 +318,6 @@ class TrainingSession:
         self.save_requested = False
         self.training = next(_TRAININGS)
         self._deadline = self._clock() + max_seconds if max_seconds is not None else math.inf
-
-    def note_stop(self, requests: frozenset[str]) -> None:
-        """Stop for what the ranks have asked for in the last update, unless there is a reason already."""
-        self.stop_reason = self.stop_reason or _first_stop(requests)
 
     def leave(self) -> None:
         """End a training: requests by time or within waits do not apply any more."""
@@ -351,6 +347,7 @@ class TrainingSession:
             signal.raise_signal(self.signals.received)
 
 
-def _first_stop(requests: Iterable[str | None]) -> str | None:
+def first_stop(requests: Iterable[str | None]) -> str | None:
+    """Return the request to stop that counts among several."""
     asked = set(requests)
     return next((name for name in STOPS if name in asked), None)

@@ -115,7 +115,11 @@ class Window:
             if self.fixed_reference is not None:
                 self._reference = self.fixed_reference
             elif self.domain.size > 1:
-                self._reference = self._agree_reference(weight)
+                if self.agreed_reference is None:
+                    # A reference of its own on each rank would weigh the ranks against each other, so one is fixed for the whole run.
+                    largest = self.domain.all_reduce(torch.tensor(float(weight), dtype=torch.float64), "max").item()
+                    self.agreed_reference = largest or None
+                self._reference = self.agreed_reference or 1.0
             else:
                 self._reference = weight.clamp_min(1.0) if isinstance(weight, Tensor) else weight or 1.0
         self.end_microbatch()
@@ -124,13 +128,6 @@ class Window:
         self.current, self.current_samples = weight, samples
         self.weight = self.weight + weight
         self.samples += samples
-
-    def _agree_reference(self, weight: float | Tensor) -> float:
-        # A reference of its own on each rank would weigh the ranks against each other, so one is fixed for the whole run.
-        if self.agreed_reference is None:
-            largest = self.domain.all_reduce(torch.tensor(float(weight), dtype=torch.float64), "max").item()
-            self.agreed_reference = largest or None
-        return self.agreed_reference or 1.0
 
     def expect_no_loss(self) -> None:
         """Expect no loss of the open micro-batch on this rank."""
@@ -165,7 +162,11 @@ class Window:
         self._scaled = True
         weight = 1.0 if self.sum_reduced and (isinstance(self.current, Tensor) or self.current) else self.current
         if not self.on_host:
-            self._record_on_device(loss, weight)
+            summed = loss.detach().double()
+            weighs = torch.as_tensor(weight, device=summed.device) > 0
+            self.loss = self.loss + torch.where(weighs, summed * weight, 0.0)
+            bad, before = (weighs & ~torch.isfinite(summed)).double(), self.nonfinite
+            self.nonfinite = torch.maximum(bad, torch.as_tensor(before, dtype=torch.float64, device=summed.device))
         elif weight:  # a micro-batch without a single target has a loss of 0/0 and says nothing
             value = loss.item()
             self.loss += value * weight
@@ -178,13 +179,6 @@ class Window:
             return loss * (self.current / self._reference).to(loss.dtype)
         factor = self.current / self._reference
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
-
-    def _record_on_device(self, loss: Tensor, weight: float | Tensor) -> None:
-        summed = loss.detach().double()
-        weighs = torch.as_tensor(weight, device=summed.device) > 0
-        self.loss = self.loss + torch.where(weighs, summed * weight, 0.0)
-        bad = (weighs & ~torch.isfinite(summed)).double()
-        self.nonfinite = torch.maximum(bad, torch.as_tensor(self.nonfinite, dtype=torch.float64, device=summed.device))
 
     def gradient_factor(self, total_weight: float | Tensor, averaged_over: int) -> float | Tensor:
         """Return what the accumulated gradient is to be multiplied with."""

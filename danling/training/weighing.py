@@ -75,7 +75,9 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
     weighs_classes = not is_other and _function(criterion) is not F.multi_margin_loss
     if isinstance(class_weight, Tensor) and weighs_classes:
         return _class_weight(target, class_weight, ignore_index)
-    if ignore_index is None and _is_of_user(criterion):
+    kind = type(criterion) if isinstance(criterion, nn.Module) else _function(criterion)
+    if ignore_index is None and not getattr(kind, "__module__", "torch").startswith("torch."):
+        # Nothing but a convention says which targets a criterion of the user's leaves out.
         ignore_index = IGNORED_LABEL
     return _count(target, ignore_index)
 
@@ -117,12 +119,6 @@ def aligned_labels(data: object) -> Tensor | None:
                 return aligned
             data = data.get("input")
     return None
-
-
-def _is_of_user(criterion: object) -> bool:
-    """Whether a criterion is not torch's, so that nothing but a convention says which integer targets it leaves out."""
-    kind = type(criterion) if isinstance(criterion, nn.Module) else _function(criterion)
-    return not getattr(kind, "__module__", "torch").startswith("torch.")
 
 
 def _count(target: Tensor, ignore_index: int | None) -> float | Tensor:

@@ -75,13 +75,6 @@ class Seen:
         self.number = 0
 
 
-def test_what_an_update_returns_is_no_value_of_the_metric() -> None:
-    wrapped = MetricSet.wrap({"seen": Seen()})
-    wrapped.update(torch.ones(2), torch.ones(2), 2)
-    wrapped.update(torch.ones(3), None, 3)
-    assert wrapped.compute() == {"seen": 5.0}
-
-
 def test_names() -> None:
     assert list(_updated(_error)[0].compute()) == ["_error"]
     assert list(_updated(BinaryAUROC())[0].compute()) == ["binaryauroc"]

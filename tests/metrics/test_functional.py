@@ -20,15 +20,6 @@ def test_figures_equal_those_of_scikit_learn() -> None:
     assert _ratio(mean_absolute_error(pred, values)) == pytest.approx(reference.mean_absolute_error(values, pred))
 
 
-def test_ignored_targets_do_not_count() -> None:
-    pred = torch.eye(4)
-    target = torch.tensor([0, 1, 0, -100])
-    assert tuple(map(int, accuracy(pred, target))) == (2, 3)
-    assert tuple(map(int, accuracy(pred.argmax(-1), target))) == (2, 3)
-    assert tuple(map(int, top_k_accuracy(pred, target, 99))) == (3, 3)
-    assert tuple(map(int, accuracy(pred, torch.full((4,), -100)))) == (0, 0)
-
-
 def test_classes_may_come_second_or_last() -> None:
     target = torch.randint(0, 5, (2, 3, 4))
     scores = torch.nn.functional.one_hot(target, 5).float()

@@ -42,12 +42,6 @@ def test_the_mean_of_nothing_leaves_no_trace() -> None:
     assert meters
 
 
-def test_a_nan_that_counts_is_seen() -> None:
-    meters = Meters()
-    meters.update({"loss": math.nan})
-    assert math.isnan(meters.averages()["loss"])
-
-
 def test_a_vector_is_no_mean() -> None:
     with pytest.raises(ValueError, match=r"a tensor of shape \(2,\)"):
         Meters().update({"loss": torch.ones(2)})
@@ -118,14 +112,3 @@ def test_means_over_ranks_that_saw_different_names_or_nothing(world_size: int) -
     assert [averages for averages, _ in results] == [expected] * world_size
     # The local sums are untouched.
     assert [state for _, state in results] == [{n: [v * w, w] for n, v, w in mine} for mine in values]
-
-
-def test_what_is_put_aside_comes_back_also_after_an_error() -> None:
-    meters = Meters()
-    meters.update({"a": 2.0}, weight=3)
-    with pytest.raises(KeyError), meters.aside():
-        assert not len(meters)
-        meters.update({"a": 8.0, "b": 1.0})
-        assert meters.averages() == {"a": 8.0, "b": 1.0}
-        raise KeyError
-    assert meters.averages() == {"a": 2.0} and meters["a"].weight == 3

@@ -10,7 +10,6 @@ import torch
 import torchmetrics
 from support.processes import run_processes
 from torch import Tensor
-from torch import distributed as dist
 from torchmetrics import classification, regression, wrappers
 
 from danling.distributed import Domain
@@ -175,25 +174,3 @@ def test_metrics_with_reductions_of_their_own(shares: list[tuple[int, int]]) -> 
     assert run_processes(_statistics, shares, world_size=3, init_process_group=True)[0] == pytest.approx(
         alone, abs=1e-5
     )
-
-
-def _goes_on() -> tuple[list[float], bool]:
-    """Compute over the domain, take in more, compute again; and a metric that is a rank's own while a group exists."""
-    domain = Domain()
-    metric = classification.MulticlassAccuracy(2, average="micro")
-    metrics = MetricSet.wrap({"acc": metric}, domain=domain)
-    figures = []
-    for correct in (0, 1):
-        pred = torch.full((2 + domain.rank,), correct)
-        metrics.update(pred, torch.ones_like(pred), len(pred))
-        figures.append(metrics.compute(domain)["acc"])
-    # Not over the domain: other ranks do not take part, so nothing may be communicated.
-    if domain.rank == 0:
-        figures.append(metrics.compute()["acc"])
-    dist.barrier()
-    return figures, metric.sync_on_compute and metric._to_sync
-
-
-def test_a_metric_goes_on_after_it_was_computed() -> None:
-    results = run_processes(_goes_on, world_size=2, init_process_group=True)
-    assert results == [([0.0, 0.5, 0.5], True), ([0.0, 0.5], True)]

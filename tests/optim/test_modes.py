@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from danling.optim.modes import evaluation_weights, modal, training_weights
+from danling.optim.modes import evaluation_weights, training_weights
 
 
 class Doubled(torch.optim.SGD):
@@ -59,14 +57,3 @@ def test_weights_that_are_not_finite_are_told_from_others() -> None:
     with evaluation_weights(optimizer):
         assert values(weight)[1] == 2.0
     assert optimizer.trains and values(weight)[1] == 1.0
-
-
-def test_methods_that_take_something_are_none_of_these() -> None:
-    class Other(torch.optim.SGD):
-        def train(self, data: Any) -> None:
-            raise AssertionError
-
-        def eval(self, data: Any) -> None:
-            raise AssertionError
-
-    assert not modal(Other([nn.Parameter(torch.ones(1))], lr=0.1)) and modal(made()[0])

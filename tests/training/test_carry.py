@@ -42,7 +42,6 @@ class Network(nn.Module):
         )
 
     def forward(self, inputs: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """Return logits by class before position, and the state at the end."""
         hidden, state = self.cell(self.embedding(inputs), state)
         return self.head(hidden).transpose(1, 2), state
 
@@ -61,13 +60,11 @@ class Language(dl.Runner):
         self.datasets = {"train": columns(), "val": columns()}
 
     def on_pass_start(self, split: str) -> None:
-        """Begin a pass with a state that draws, so that a second call would show."""
         self.begun.append((split, self.state.train.global_step))
         state = torch.randn(1, len(self.datasets[split]) // CHUNKS // self.data_domain.size, 8)
         self.carry = {"state": (state, torch.zeros_like(state)), "chunks": 0}
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Train on a chunk, and hand the state on."""
         inputs, target = data
         if self.state.train.global_step + 1 == self.killed_in:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,7 +77,6 @@ class Language(dl.Runner):
         return pred, loss
 
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Evaluate from a state of its own."""
         pred, self.carry = self.model(data[0], self.carry)
         return pred, self.criterion(pred, data[1])
 
@@ -177,7 +173,6 @@ def test_another_number_of_ranks_is_refused_within_a_pass_and_taken_at_its_end(t
 def test_a_carry_of_something_else_is_refused(tmp_path: Path) -> None:
     class Wrong(Language):
         def train_step(self, data: Any) -> tuple[Any, Tensor]:
-            """Carry an object."""
             returned = super().train_step(data)
             self.carry["model"] = [self.model]
             return returned

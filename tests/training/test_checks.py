@@ -42,7 +42,6 @@ class Small(dl.Runner):
             made(self)
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Train, and do what was asked for."""
         if self.done is not None and self.state.train.global_step == 1:
             self.done(self)
         return super().train_step(data)
@@ -126,11 +125,9 @@ class Modes(Small):
         self.modes: list[bool] = []
 
     def on_pass_start(self, split: str) -> None:
-        """Freeze a part."""
         self.unwrapped_model[1].eval()  # type: ignore[index]
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Note its mode."""
         self.modes.append(self.unwrapped_model[1].training)  # type: ignore[index]
         return super().train_step(data)
 

@@ -21,7 +21,6 @@ class Backend:
         self.graphs = 0
 
     def __call__(self, graph: Any, examples: Any) -> Any:
-        """Return the graph as it is."""
         self.graphs += 1
         return graph
 
@@ -34,7 +33,6 @@ class Own(nn.Module):
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
 
     def forward(self, inputs: Tensor, *, scale: float = 1.0) -> Tensor:
-        """Return the inner module's output, scaled."""
         output: Tensor = self.inner(inputs)
         return output * scale
 
@@ -147,16 +145,6 @@ def test_no_graph_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "no graph" in record.getMessage() and "Own" in record.getMessage()
     module(torch.randn(2, 4))
     assert compilation.graphs == 1
-
-
-@pytest.mark.parametrize(("dynamic", "graphs"), [(False, 4), (None, 3), (True, 2)])
-def test_sizes_that_vary(dynamic: bool | None, graphs: int) -> None:
-    backend, module = Backend(), nn.Linear(4, 4)
-    options = {"backend": backend} if dynamic is None else {"backend": backend, "dynamic": dynamic}
-    Compilation(options).compile(module)
-    for size in (32, 17, 5, 1, 32, 5):
-        module(torch.randn(size, 4, requires_grad=True))
-    assert backend.graphs == graphs
 
 
 def test_a_function_is_compiled_for_each_compilation_anew() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,25 +116,6 @@ def test_a_window_that_does_not_fit_is_read_again(tmp_path: Path) -> None:
         run._parts.run_window = run_or_fail
         assert len(list(run.updates())) == 2 and run.seen() == [[0, 1], [2, 3]]
         assert run.read.count(2) == 2
-
-
-def test_a_state_that_was_taken_over_is_continued_or_ends_the_pass(tmp_path: Path) -> None:
-    for name, replaced, over, made in (
-        ("a", [True, False, True, False], False, [[0, 1], [2, 3]]),
-        ("b", [False, True], True, [[0, 1]]),
-    ):
-        with Passes(tmp_path / name, 4) as run:
-
-            def open_update(replaced: list[bool] = replaced, over: bool = over, run: Passes = run) -> bool:
-                taken = replaced.pop(0)
-                if taken and over:
-                    run.state.train.epoch = -1  # the state is of another pass than this one
-                return taken
-
-            run.fault_tolerance = SimpleNamespace(open_update=open_update, around=lambda given: given)  # type: ignore[assignment]
-            list(run.updates())
-            assert run.seen() == made and run._parts.loop.has_jumped is over
-            run.fault_tolerance = None
 
 
 def test_a_pass_without_a_batch_is_refused(tmp_path: Path) -> None:

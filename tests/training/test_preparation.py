@@ -11,33 +11,8 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from danling.distributed import Domain, LaunchEnvironment, LocalDomain, init_process_group
+from danling.distributed import Domain, LaunchEnvironment, init_process_group
 from danling.training.preparation import ModelPreparation
-
-
-def test_one_process_trains_the_model_as_it_is() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
-    preparation = ModelPreparation(LocalDomain())
-    assert preparation.wrap(model, {}) is model and preparation.unwrap(model) is model
-    assert preparation.forward_communicates(model) is None
-    assert ModelPreparation(LocalDomain(), communication="ft.enabled=True").forward_communicates(model) is not None
-    preparation.note_wrapped(model)
-    model.requires_grad_(False)
-    assert not preparation.trainables_changed(model)
-    preparation.check_reduced(model, trains=True, reduced_by_user=False)
-    with preparation.whole_weights(model, modify=True):
-        model[0].weight.data.fill_(2.0)
-    assert torch.all(model[0].weight == 2.0)
-
-
-def test_the_model_of_construction_is_known() -> None:
-    preparation = ModelPreparation(LocalDomain())
-    model = nn.Linear(1, 1)
-    preparation.check_constructed(model)
-    preparation.note_constructed(model)
-    preparation.check_constructed(model)
-    with pytest.raises(ValueError, match="another one, a Identity"):
-        preparation.check_constructed(nn.Identity())
 
 
 def check_two_ranks() -> int:

@@ -27,7 +27,6 @@ class Noisy(dl.TorchRunner):
         self.names = {"first": self.norms}
 
     def train_step(self, data: Any) -> Any:
-        """Note the norm, draw, and change attributes, in place and not."""
         self.count += 1
         self.norms.append(float(data[0].norm()))
         torch.maximum(self.largest, data[0].amax(0), out=self.largest)

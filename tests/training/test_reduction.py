@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import run_processes
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from danling.distributed import Domain
-from danling.training import DDPReduction, LocalReduction
+from danling.training import LocalReduction
 
 
 def model() -> nn.Module:
@@ -97,38 +93,3 @@ def test_the_scale_of_float16_is_taken_out_and_an_overflow_leaves_the_weights() 
     scaler.update()
     reduction.zero()
     assert reduction.unscale(0.0, 0.0) == []
-
-
-# Several ranks
-
-
-def ddp_gradient(whole: bool) -> list[Tensor]:
-    """Return the mean gradient of two micro-batches on each rank, of model and criterion."""
-    rank = dist.get_rank()
-    net = DistributedDataParallel(model())
-    scale = nn.Parameter(torch.ones(()))  # of a criterion, which is not wrapped
-    named = [*net.module.named_parameters(), ("criterion.scale", scale)]
-    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
-    domain = Domain()
-    unreduced: list[Tensor] = [parameter for _, parameter in named] if whole else [scale]
-    reduction = DDPReduction(optimizer, lambda: named, model=net, domain=domain, unreduced=lambda: unreduced)
-    for last in (False, not whole):
-        with reduction.context(last=last):
-            reduction.backward((net(batch(rank, 3 + rank)) * scale).square().sum(), last=last)
-        if not last:
-            gradients = [parameter.grad.clone() for _, parameter in named if parameter.grad is not None]
-            assert len({tuple(g.tolist()) for g in domain.gather_objects(gradients[1])}) == 2  # each rank its own
-    reduction.complete()
-    assert reduction.mean_over == 2
-    return reduction.unscale(reduction.mean_over / 7.0, 7.0)
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["in the backward", "after it"])
-def test_ranks_of_ddp_have_the_gradient_of_all_samples(whole: bool) -> None:
-    ranks = run_processes(ddp_gradient, whole, world_size=2, init_process_group=True)
-    net, scale = model(), nn.Parameter(torch.ones(()))
-    for rank in (0, 1):
-        (2 * (net(batch(rank, 3 + rank)) * scale).square().sum() / 7.0).backward()
-    expected = [parameter.grad for parameter in (*net.parameters(), scale)]
-    for gradients in ranks:
-        assert all(torch.allclose(mine, his, atol=1e-6) for mine, his in zip(gradients, expected, strict=True))

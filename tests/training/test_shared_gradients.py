@@ -28,7 +28,6 @@ class Points(dl.Runner):
         self.datasets = {"train": TensorDataset(inputs, (inputs.sum(1) > 0).long())}
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Train through the wrapper, or around it."""
         inputs, target = data
         if not self.around or self.state.train.global_step + 1 < int(self.config.get("from_step", 1)):
             return super().train_step(data)
@@ -107,7 +106,6 @@ class Holed(Points):
     """Every third update has no finite gradient on one rank, and another one has no targets."""
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Spoil some batches."""
         inputs, target = data
         attempt = self.state.train.micro_step
         if attempt % 3 == 1 and self.rank == 1:
@@ -115,7 +113,6 @@ class Holed(Points):
         return super().train_step((inputs, target))
 
     def batch_weight(self, data: Any, target: Any) -> float:
-        """Weigh nothing in some updates."""
         return 0.0 if self.state.train.micro_step % 3 == 2 else 2.0
 
 

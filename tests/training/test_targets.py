@@ -135,13 +135,6 @@ def test_the_weight_is_what_the_model_averages_over(kind: Any) -> None:
     assert total / float(model_weight(model, batch["labels"], batch)) == pytest.approx(float(loss), abs=1e-12)
 
 
-def test_other_labels_weigh_what_there_is_of_them() -> None:
-    model = TinyForCausalLM()
-    assert model_weight(model, torch.tensor([1, -100, 2]), {}) == 2.0  # one a sequence: nothing to shift
-    assert model_weight(model, torch.zeros(3, 4), {}) == 12.0
-    assert model_weight(model, None, {"input_ids": torch.zeros(5, 2)}) == 5.0
-
-
 def test_what_a_model_returns_is_read_as_a_mapping_and_as_an_object() -> None:
     loss, logits = torch.tensor(1.0), torch.zeros(2, 3)
     for output in (

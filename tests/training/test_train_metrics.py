@@ -37,7 +37,6 @@ class Metered(dl.Runner):
         }
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Log what is a mean over the batch, and what is a mean over something else."""
         pred, loss = super().train_step(data)
         self.seen.append((pred.detach(), data[1]))
         self.log_metric("confidence", pred.detach().softmax(1).amax(1).mean())
@@ -45,13 +44,11 @@ class Metered(dl.Runner):
         return pred, loss
 
     def evaluate_step(self, data: Any) -> tuple[Any, Any]:
-        """Log in evaluation too."""
         pred, loss = super().evaluate_step(data)
         self.log_metric("confidence", pred.softmax(1).amax(1).mean())
         return pred, loss
 
     def step(self) -> Any:
-        """Stop where it is told."""
         if self.stop_at is not None and self.state.train.global_step == self.stop_at - 1:
             self.stop()
         return super().step()

@@ -57,7 +57,6 @@ class Run(dl.TorchRunner):
         return float(self.model.weight.detach())
 
     def make(self, *values: float) -> UpdateOutcome:
-        """Make an update of micro-batches of two samples, whose gradients are the values."""
         for value in values:
             self.train_step(torch.full((2, 1), value))
         return self.step()
@@ -92,13 +91,6 @@ def test_an_update_that_is_left_out_advances_nothing_but_the_samples(
         assert caplog.messages.count("Update 1 was skipped (nonfinite).") == 2
         with pytest.raises(NonFiniteError, match=r"at most 1 skipped updates in a row. Received: 2 before step 1"):
             run.make(float("inf"))
-
-
-def test_an_update_that_is_not_finite_ends_a_run_that_may_not_skip(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
-        with pytest.raises(NonFiniteError, match=r"at step 1.*ranks \[0\].*'weight'"):
-            run.make(float("nan"))
-        assert run.train_state.global_step == 0 and run.weight == 1.0
 
 
 def test_an_update_without_a_micro_batch_a_backward_or_a_gradient_is_refused(tmp_path: Path) -> None:
@@ -168,10 +160,3 @@ def test_the_last_micro_batch_of_a_window_reduces(
             assert run._parts.update.run_window(source, batches, consumed) and len(consumed) == len(window)
             run.window.reset()
         assert found == expected
-
-
-def test_learning_rates_are_kept_of_updates_that_are_logged(tmp_path: Path) -> None:
-    with Run(tmp_path, log_interval=2) as run:
-        for rates in ([], [0.5]):
-            run.make(1.0)
-            assert run._parts.update.rates == rates
