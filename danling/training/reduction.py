@@ -296,7 +296,7 @@ def average_gradients(parameters: Sequence[Tensor], domain: ReductionDomain) -> 
     for bucket in bucketed([p for p, count in zip(parameters, present.tolist()) if count]):
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         flat = domain.all_reduce(flattened(pieces)) / domain.size
-        for parameter, piece, mean in zip(bucket, pieces, flat.split([piece.numel() for piece in pieces])):
+        for parameter, piece, mean in zip(bucket, pieces, torch.split(flat, [piece.numel() for piece in pieces])):
             parameter.grad = mean.view_as(piece).clone()
 
 
