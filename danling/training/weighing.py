@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from danling.data import PLACEHOLDER, Batch
+from danling.data.collation import collate
 
 from .batches import TARGET_NAMES, count_samples, model_loss, peek_target
+from .keys import preserved_streams
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -307,12 +310,28 @@ class BatchLoss:
         criterion = self._runner.criterion
         has_loss = self.own_loss or criterion is not None
         if target is None:
-            # Before a batch was trained on, the criterion says itself whether it can do without a target.
-            targetless = self.own_loss or self._learns if self.targetless is None else self.targetless
-            has_loss = targetless and has_loss
+            if self.targetless is None:
+                self._look_at_first()
+            has_loss = self.own_loss if self.targetless is None else self.targetless and has_loss
         if has_loss:
             return self._runner.compute_loss(pred, target)
         return model_loss(pred) if criterion is None else None
+
+    def _look_at_first(self) -> None:
+        """Look for a target in the first sample to train on, where its samples are those of its batches; the streams stay as they are."""
+        runner = self._runner
+        split = next((name for name in runner.train_splits if name in runner.datasets and name in runner.sources), None)
+        if split is None or not self._learns:
+            return
+        options = runner._data.splits.settings(split)
+        # Files that workers are to open stay closed here, and a dataset may have other keys than positions.
+        if runner.sources[split].kind != "position" or options.get("num_workers") or options.get("collate_fn"):
+            return
+        with preserved_streams(runner.device), suppress(Exception):
+            sample = runner.datasets[split][0]
+            # A sample of another library's class is made into a batch by that library, and only the batch has a target.
+            known = isinstance(sample, (Tensor, Mapping, list, tuple))
+            self.targetless = peek_target(sample if known else collate([sample])) is None
 
 
 def returned_loss(pred: object) -> Tensor:

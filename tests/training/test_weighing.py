@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,8 +66,7 @@ def test_a_model_that_returns_no_loss_needs_a_criterion() -> None:
         (nn.MSELoss(), False, (), 1, 7.0),
         (nn.MSELoss(), False, (), None, None),  # training compares with a target, which is missing
         (nn.MSELoss(), True, (), None, 7.0),  # an autoencoder
-        (nn.MSELoss(), None, (), None, 7.0),  # the criterion tells
-        (nn.MSELoss(), None, ("train_step",), None, None),  # nothing tells
+        (nn.MSELoss(), None, (), None, None),  # nothing tells
         (None, False, ("compute_loss",), None, 0.25),
         (None, None, ("compute_loss",), None, 7.0),
         (None, False, (), 1, 0.25),  # that of the model
@@ -78,3 +78,45 @@ def test_which_evaluated_batches_have_a_loss(
     loss = batch_loss(*overridden, targetless=targetless, criterion=criterion)
     found = loss.of_evaluated({"loss": torch.tensor(0.25)} if criterion is None else torch.ones(1), target)
     assert (None if found is None else float(found)) == expected
+
+
+POSITIONS, STREAM = SimpleNamespace(kind="position"), SimpleNamespace(kind="stream")
+
+
+class Drawing:
+    """A dataset that draws."""
+
+    def __init__(self, *samples: Any) -> None:
+        self.samples = samples
+
+    def __getitem__(self, index: int) -> Any:
+        torch.rand(1)
+        return self.samples[index]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "dataset", "expected"),
+    [
+        (POSITIONS, {}, Drawing(PAIR), False),
+        (POSITIONS, {}, Drawing(PAIR[0]), True),
+        (POSITIONS, {}, Drawing(), None),
+        (POSITIONS, {"num_workers": 2}, Drawing(PAIR), None),
+        (POSITIONS, {"collate_fn": list}, Drawing(PAIR), None),
+        (STREAM, {}, Drawing(PAIR), None),
+    ],
+)
+def test_the_first_sample_to_train_on_is_looked_at_without_moving_the_streams(
+    source: Any, options: dict[str, Any], dataset: Drawing, expected: bool | None
+) -> None:
+    weights = batch_loss(
+        criterion=nn.MSELoss(),
+        train_splits=["other", "train"],
+        sources={"train": source},
+        datasets={"train": dataset, "val": Drawing(PAIR)},
+        _data=SimpleNamespace(splits=SimpleNamespace(settings=lambda split: options)),
+    )
+    torch.manual_seed(3)
+    expected_draw = torch.rand(2)
+    torch.manual_seed(3)
+    weights.of_evaluated(torch.ones(1), None)
+    assert weights.targetless is expected and torch.equal(torch.rand(2), expected_draw)
