@@ -29,6 +29,7 @@ class Trained:
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         self.unwrapped_model: nn.Module = self.model
         self.ema: EMA | None = EMA(self.model, decay=0.5)
+        self.optimizer = None
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.model.named_parameters()
