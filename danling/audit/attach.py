@@ -22,7 +22,7 @@ from danling.training.update import UpdateStep
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name, default_dtype, dtype_of
 
-from .digests import OF_EACH_RANK, OWN, DigestFile, DigestLine, DigestTable, Drift, write_environment
+from .digests import OF_EACH_RANK, OWN, DigestFile, DigestLine, DigestTable, Drift
 from .hashing import Hasher, key_of
 from .layout_check import CheckOptions, check_this_program
 from .layout_record import LayoutRecorder, divided_batch
@@ -320,9 +320,7 @@ class UpdateAudit(Observer):
 
     def _write(self, line: DigestLine) -> None:
         if self._file is None:
-            workspace = self._runner.workspace
-            write_environment(workspace.metadata_dir)
-            self._file = DigestFile(workspace.digests_file, resume_step=self.began_at)
+            self._file = DigestFile(self._runner.workspace.digests_file, resume_step=self.began_at)
             self._runner._closers.callback(self._file.close)
         self._file.write(line)
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from danling.reporting.trackers import JsonLines, bounded_lines, read_jsonl
-from danling.utils.files import open_file, read_text, write_atomically
-from danling.utils.plain import flatten, json_text, parse_json
-from danling.utils.process import processor_name
+from danling.utils.files import open_file
 
 FILE = "digests.jsonl"
 """Its name in the run directory."""
@@ -181,60 +175,3 @@ def _drift(kind: str, column: str, holders: Sequence[int], values: Sequence[int]
     usual = value if 2 * number > len(values) else values[0]
     odd = tuple(rank for rank, found in zip(holders, values) if found != usual)
     return Drift(kind, column, odd, tuple(rank for rank in holders if rank not in odd))
-
-
-# The environment
-
-ENVIRONMENT = "environment.json"
-"""Name of the file with the environment among the metadata of a run."""
-_VARIABLES = re.compile(
-    r"((OMP|MKL|OPENBLAS|CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH)_[A-Z0-9_]+|WORLD_SIZE|PYTHONHASHSEED)"
-)
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
-# They are other ones at each start, and change nothing.
-_ADDRESSES = re.compile(r"TORCHELASTIC_.*|TORCH_FR_.*|.*_(PORT|ADDR|ID|FILE|DIR)")
-
-
-def environment_of_run() -> dict[str, Any]:
-    """Return the facts as plain values, nested."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    variables = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if _VARIABLES.fullmatch(name) and not _SECRET.search(name) and not _ADDRESSES.fullmatch(name)
-    }
-    versions = {
-        str(found.metadata["Name"]).lower(): found.version for found in distributions() if found.metadata["Name"]
-    }
-    return {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "processor": processor_name(),
-        "gpus": gpus,
-        "torch": {
-            "cuda": torch.version.cuda,
-            "threads": torch.get_num_threads(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "cudnn_benchmark": torch.backends.cudnn.benchmark,
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        },
-        "versions": dict(sorted(versions.items())),
-        "variables": variables,
-    }
-
-
-def write_environment(metadata: Path) -> None:
-    """Write the facts into the metadata directory of a run."""
-    metadata.mkdir(parents=True, exist_ok=True)
-    write_atomically(metadata / ENVIRONMENT, json_text(environment_of_run()))
-
-
-def read_environment(run: Path) -> dict[str, Any]:
-    """Return what a run was made with, by dotted key; empty where it was not noted."""
-    file = run / "metadata" / ENVIRONMENT
-    try:
-        found = parse_json(read_text(file))
-    except (OSError, ValueError):
-        return {}
-    return flatten(found, keeps_empty=True) if isinstance(found, Mapping) else {}

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from danling.utils.plain import flatten
 from danling.workspace.runs import Curve, Run, config_differences
 
-from .digests import DigestLine, read_digests, read_environment
+from .digests import DigestLine, read_digests
 
 _CODE = ("code_id", "sha", "branch", "dirty", "diff_sha")
 _ORDER = ("samples", "loss", "grad_norm", "optimizer", "weights", "buffers", "ema")
@@ -81,7 +82,10 @@ def compare_runs(first: Run, second: Run) -> Comparison:
     settings = {
         key: (values[0], values[1]) for key, values in config_differences([first, second], everything=True).items()
     }
-    environments = read_environment(first.path), read_environment(second.path)
+    environments = [flatten(run.record.get("environment", {}), keeps_empty=True) for run in (first, second)]
+    # Of packages, those that both have imported.
+    apart = {key for key in set(environments[0]) ^ set(environments[1]) if key.startswith("versions.")}
+    environments = [{key: value for key, value in each.items() if key not in apart} for each in environments]
     digests = read_digests(first.path, first.problems), read_digests(second.path, second.problems)
     shared = [
         *_shared(*_of_digests(*digests)),

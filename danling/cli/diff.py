@@ -102,7 +102,7 @@ def show_environment(found: Comparison, *, names: tuple[str, str]) -> None:
     """Print in what the environments differ, or that one was not noted."""
     _print_pairs("environment that differs", found.environment, names)
     if not found.has_environment:
-        print("environments are not compared: a run notes its own with audit.digest_interval\n")
+        print("environments are not compared: one of the runs has no metadata/run.json\n")
 
 
 def show_divergences(divergences: Sequence[Divergence], *, names: tuple[str, str]) -> None:

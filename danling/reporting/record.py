@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
+import sys
 from collections import Counter
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 import danling
 from danling.utils.observers import Observer
@@ -14,8 +19,38 @@ from danling.utils.process import arithmetic
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
+_VARIABLES = re.compile(
+    r"((OMP|MKL|OPENBLAS|CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH)_[A-Z0-9_]+|WORLD_SIZE|PYTHONHASHSEED)"
+)
+# Secrets, and what is another one at each start and changes nothing.
+_LEFT_OUT = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|^TORCHELASTIC_|^TORCH_FR_|_(PORT|ADDR|ID|FILE|DIR)$")
 _MOST_PARTS = 12
 """So many parts of a model are named, the largest first."""
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what this process is made of, which `danling diff` compares: versions, processor, switches of torch, variables."""
+    return {
+        "danling": danling.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        **arithmetic(device),
+        "cuda": torch.version.cuda,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "versions": {
+            name: version
+            for name, module in sorted(sys.modules.items())
+            if "." not in name and isinstance(version := getattr(module, "__dict__", {}).get("__version__"), str)
+        },
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if _VARIABLES.fullmatch(name) and not _LEFT_OUT.search(name)
+        },
+    }
 
 
 class RunRecorder(Observer):
@@ -49,12 +84,7 @@ class RunRecorder(Observer):
                     "data_replicas": runner.placement.data_replicas,
                     "device": runner.device.type,
                 },
-                "environment": {
-                    "danling": danling.__version__,
-                    "python": platform.python_version(),
-                    "system": platform.platform(),
-                    **arithmetic(runner.device),
-                },
+                "environment": environment(runner.device),
                 "checkpoints": {"manager": _kind(runner.checkpoint_manager), "interval": runner.checkpoint_interval},
                 "score": {"split": runner.score_split, "name": runner.config.score_name},
                 "seed": runner.seed,

@@ -112,7 +112,6 @@ class Restless(Checked):
     """A loss that follows a counter that is not put back."""
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        """Count the calls."""
         return super().compute_loss(pred, target) * (1 + next(COUNTER))
 
 
@@ -120,7 +119,6 @@ class Writing(Checked):
     """A step that writes to its batch."""
 
     def train_step(self, data: Any) -> tuple[Any, Any]:
-        """Scale the input in place."""
         data["input"].mul_(2)
         return super().train_step(data)
 

@@ -35,11 +35,9 @@ class Small(dl.Runner):
         self.datasets = {"train": NoisyPoints(64)}
 
     def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
-        """Leave the index out."""
         return super().train_step((data["input"], data["target"]))
 
     def optimizer_step(self) -> None:
-        """Step, and flip the bit."""
         super().optimizer_step()
         if self.flip is None or self.state.train.global_step + 1 != self.flip_at or self.rank != self.flip_rank:
             return

@@ -170,15 +170,3 @@ def test_of_several_runs_the_one_that_is_named_is_looked_at(tmp_path: Path) -> N
     check = ResumeCheck(command, tmp_path / "place", updates=4, timeout=90, lineage="tuned")
     assert [state for _, state, _ in check.examine()] == ["ok"] * 3
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_a_lineage_that_no_run_has_is_told_from_those_that_are(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SEVERAL.replace("2000), ", "6), "))
-    (tmp_path / "place").mkdir()
-    command = [interpreter(), str(tmp_path / "train.py"), str(tmp_path / "elsewhere")]
-    check = ResumeCheck(command, tmp_path / "place", updates=4, timeout=90, lineage="tune")
-    with pytest.raises(
-        ScriptFailed,
-        match=r"exit code 0 after 0 updates of a runner of lineage 'tune', beside runs of base\S*, last\S*, tuned",
-    ):
-        list(check.examine())

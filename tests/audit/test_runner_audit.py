@@ -19,7 +19,6 @@ class Disturbed(Checked):
     disturbs = False
 
     def clip_gradients(self, grad_norm: torch.Tensor) -> None:
-        """Disturb it."""
         super().clip_gradients(grad_norm)
         if type(self).disturbs and self.state.train.global_step == 4:
             next(self.model.parameters()).grad.mul_(1.01)

@@ -84,17 +84,6 @@ def test_a_stretch_that_is_trained_again_is_bitwise_the_stored_one(
     assert files(run.split(":")[0]) == before
 
 
-def test_a_stretch_is_the_same_over_another_number_of_workers_and_back(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORKERS", "2")
-    assert audit("run:4..8") == 0
-    subprocess.run([interpreter(), "train.py", "two"], cwd=place, check=True, capture_output=True)
-    monkeypatch.setenv("WORKERS", "0")
-    assert audit("two") == 0
-    assert '"differing": []' in capsys.readouterr().out
-
-
 def test_a_stretch_that_parts_says_at_which_update_and_what_parted_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,16 +193,6 @@ def test_each_of_the_runs_that_a_program_makes_can_be_audited(
     assert main(["audit", several["other"], "--", interpreter(), "train.py", "else"]) == 2
     assert "are not the one that is meant" in capsys.readouterr().err
     assert {name: read for name, read in files(".").items() if not name.startswith("kept")} == before
-
-
-def test_a_run_that_is_not_among_those_of_the_program_is_told_from_them(
-    several: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("less.py").write_text(SEVERAL.rpartition("with Program(settings")[0])
-    assert main(["audit", several["other"], "--", interpreter(), "less.py"]) == 2
-    said = capsys.readouterr().err
-    assert "no checkpoint there" in said and "are not the one that is meant: they have another lineage" in said
-    assert "Its runs base" in said and "tuned" in said
 
 
 def test_what_cannot_be_audited_is_refused_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:

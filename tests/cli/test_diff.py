@@ -108,24 +108,25 @@ def test_another_rate_is_a_setting_and_shows_in_the_optimizer(
     assert loss["step"] == 2 and loss["difference"] == loss["values"][1] - loss["values"][0] != 0
 
 
-def test_without_digests_metrics_are_compared_and_environments_are_not(
-    usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_digests_metrics_are_compared(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = train(tmp_path / "plain", "loss", **{"audit.digest_interval": None})
     assert main(["diff", str(usual), str(plain)]) == 1
-    text = capsys.readouterr().out
-    assert "first difference at step 5: loss" in text and "environments are not compared" in text
+    assert "first difference at step 5: loss" in capsys.readouterr().out
 
 
 def test_the_environment_is_noted_and_compared(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = train(tmp_path / "other")
-    file = other / "metadata" / "environment.json"
-    facts = json.loads(file.read_text())
-    assert facts["versions"]["torch"] == torch.__version__ and facts["torch"]["threads"] == torch.get_num_threads()
-    facts["versions"]["numpy"] = "0.1"
-    file.write_text(json.dumps(facts))
+    file = other / "metadata" / "run.json"
+    record = json.loads(file.read_text())
+    made = record["environment"]
+    assert made["versions"]["torch"] == torch.__version__ and made["threads"] == str(torch.get_num_threads())
+    made["versions"]["numpy"] = "0.1"
+    file.write_text(json.dumps(record))
     assert main(["diff", str(usual), str(other)]) == 0
     assert "versions.numpy" in capsys.readouterr().out
+    file.unlink()
+    assert main(["diff", str(usual), str(other)]) == 0
+    assert "environments are not compared" in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_refused(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,6 @@ class Page:
         self.output = printed.getvalue()
 
     def run_diff(self, block: Block) -> None:
-        """Run both programs of a diff, each in a namespace of its own."""
         said = []
         for other in "+-":
             code = "".join(line[1:] or "\n" for line in block.code.splitlines(True) if not line.startswith(other))

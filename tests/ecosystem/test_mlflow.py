@@ -82,13 +82,6 @@ def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
     assert "MLflow has not taken the metrics of step 1" in caplog.text
 
 
-def test_a_name_that_is_too_long_does_not_cost_the_others(store: str) -> None:
-    tracker = MlflowTracker(uri=store, experiment="e", run_id="a", config={"k" * 300: 1, "short": 2})
-    tracker.log({"m" * 300: 1.0, "loss": 2.0}, 1)
-    data = mlflow.MlflowClient(store).get_run(tracker.run_id).data
-    assert data.metrics == {"m" * 250: 1.0, "loss": 2.0} and data.params == {"k" * 250: "1", "short": "2"}
-
-
 class Toy(dl.Runner):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)

@@ -45,13 +45,11 @@ class Toy(TracingRunner, dl.Runner):
             self.criterion.scale = nn.Parameter(torch.ones(()))
 
     def train_epoch(self, split: str = "train") -> dict[str, float]:
-        """Freeze the first layer for the second epoch, which wraps the model anew."""
         if self.config.get("freezes", False) and self.train_state.epoch == 1:
             self.unwrapped_model[0].requires_grad_(False)
         return super().train_epoch(split)
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
-        """Scale the prediction by what the criterion has learned."""
         return super().compute_loss(pred * getattr(self.criterion, "scale", 1.0), target)
 
 

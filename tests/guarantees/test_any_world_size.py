@@ -61,7 +61,6 @@ class GPT(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits `(batch, 29, sequence)`."""
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length)
         states = self.embed(tokens) + self.place(torch.arange(length))
@@ -87,7 +86,6 @@ class AnySize(dl.Runner):
         self.losses: list[float] = []
 
     def step(self) -> Any:
-        """Die in the middle of an update where it is told, and note the loss and the norm of each."""
         last = self.rank == self.world_size - 1
         if self.kill_at is not None and self.state.train.global_step == self.kill_at and last:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -256,7 +254,6 @@ class Unfit(AnySize):
             self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
 
     def train_step(self, data: Any) -> Any:
-        """Carry something where that is asked for."""
         found = super().train_step(data)
         if self.config.unfit == "carry":
             self.carry = found[0]
@@ -292,7 +289,6 @@ class Partly(nn.Module):
         self.never = nn.Linear(10, 5)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return five logits."""
         return self.first(rows) + (self.second(rows) if rows[0, 0] > 0 else 0.0)
 
 

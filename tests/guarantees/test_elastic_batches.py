@@ -53,22 +53,18 @@ class Elastic(dl.TorchRunner):
         self.datasets = {"train": Numbered(SAMPLES), "val": Numbered(7)}
 
     def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
-        """Note the samples that count, then train as usual."""
         padding = isinstance(self.window.current, float) and self.window.current == 0.0
         self.note(self.state.train.global_step, [] if padding else data["index"].tolist())
         return super().train_step((data["input"], data["target"]))
 
     def note(self, step: int, ids: list[int]) -> None:
-        """Append a line to a file that a kill leaves behind."""
         with open(Path(self.config.workspace_root) / f"{self.world_size}-{self.rank}.ids", "a") as file:
             print(json.dumps([step, ids]), file=file)
 
     def evaluate_step(self, data: dict[str, Any]) -> tuple[Any, Tensor | None]:
-        """Evaluate as usual."""
         return super().evaluate_step((data["input"], data["target"]))
 
     def step(self) -> Any:
-        """Die in the middle of an update, on the last rank."""
         last = self.rank == self.world_size - 1
         if self.kill_at is not None and self.state.train.global_step == self.kill_at and last:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -93,14 +93,12 @@ class Gate:
         self.open_to(0)
 
     def open_to(self, updates: int) -> None:
-        """Let the workers go on to so many updates."""
         self.updates = updates
         written = self.path.with_suffix(".new")
         written.write_text(str(updates))
         os.replace(written, self.path)
 
     def open_until(self, job: Job, text: str, *, timeout: float) -> None:
-        """Let them make one update after the other, so that they meet what was asked of them, until a job prints `text`."""
 
         def seen() -> bool:
             nonlocal opened

@@ -44,7 +44,6 @@ class Ran:
         self._read: dict[str, Any] = {}
 
     def of(self, name: str) -> list[dict[str, Any]]:
-        """Return what a stack's program left."""
         self.death(name)
         found: list[dict[str, Any]] = self._once(
             f"{name}.ran", lambda: run_processes(exercise, name, str(self.root / name), timeout=300)
@@ -52,7 +51,6 @@ class Ran:
         return found
 
     def death(self, name: str) -> dict[int, tuple[int | None, str]]:
-        """Return exit code and error of each rank of the run in which one is killed."""
         killed = str(self.root / name / "killed")
         ended: dict[int, tuple[int | None, str]] = self._once(
             f"{name}.died",
@@ -64,7 +62,6 @@ class Ran:
         return ended
 
     def on_another(self, source: str, target: str) -> list[dict[str, Any]]:
-        """Return how a run of one stack ended on another; the neighbours of a ring in one program, the others in a second one."""
         here = [name for name, stack in STACKS.items() if stack.is_here]
         for name in here:
             self.of(name)

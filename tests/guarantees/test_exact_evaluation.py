@@ -35,7 +35,6 @@ class Evaluated(dl.TorchRunner):
         self.metrics = {"acc": dl.metrics.accuracy, "f1": MulticlassF1Score(3, average="macro")}
 
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
-        """Add the perplexity, computed from the mean over everything."""
         result = super().summarize(split, totals)
         return {**result, "perplexity": math.exp(result["loss"])} if result else result
 

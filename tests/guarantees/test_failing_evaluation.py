@@ -45,7 +45,6 @@ class GivesNothing(TracingRunner):
     """Forgets to return."""
 
     def evaluate_step(self, data: Any) -> Any:
-        """Return nothing."""
         super().evaluate_step(data)
 
 
@@ -53,7 +52,6 @@ class BreaksInTheStep(TracingRunner):
     """Raises in the step."""
 
     def evaluate_step(self, data: Any) -> Any:
-        """Raise."""
         raise RuntimeError("in the step")
 
 
@@ -100,12 +98,10 @@ class Everything(TracingRunner):
         }
 
     def train_step(self, data: Any) -> Any:
-        """Note a figure."""
         self.meters.update({"noise": torch.rand(())})
         return super().train_step(data)
 
     def evaluate_step(self, data: Any) -> Any:
-        """Count forwards, and note a figure."""
         self.model.forwards += 1
         self.meters.update({"noise": torch.rand(())})
         return super().evaluate_step(data)
@@ -126,7 +122,6 @@ class Perplexing(TracingRunner):
     """A figure that one batch does not define."""
 
     def summarize(self, split: str, totals: Any) -> dict[str, float]:
-        """Raise on one batch."""
         if totals.totals()["loss"][1] < 7:
             raise ValueError("only one class")
         return super().summarize(split, totals)
@@ -169,7 +164,6 @@ class OnStages(dl.ParallelRunner):
         self.metrics = {"acc": dl.metrics.accuracy}
 
     def to_device(self, data: Any) -> Any:
-        """Count."""
         self.tried += self.mode == "evaluate" and self.state.train.global_step == 0
         return super().to_device(data)
 
@@ -212,7 +206,6 @@ class Failing(TracingRunner):
         self.metrics = {"acc": self.accuracy}
 
     def accuracy(self, pred: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fail where told."""
         self._maybe_fail("metric")
         return dl.metrics.accuracy(pred, target)
 
@@ -228,12 +221,10 @@ class Failing(TracingRunner):
             raise self.failure("in an evaluation")
 
     def evaluate_step(self, data: Any) -> Any:
-        """Fail where told."""
         self._maybe_fail("step")
         return super().evaluate_step(data)
 
     def summarize(self, split: str, totals: Any) -> dict[str, float]:
-        """Fail where told."""
         self._maybe_fail("summary")
         figures = super().summarize(split, totals)
         if self._is_to_fail("score"):
@@ -241,7 +232,6 @@ class Failing(TracingRunner):
         return figures
 
     def save_checkpoint(self, **options: Any) -> None:
-        """Die where told: before the save with the figures, or when it links the first file of the one before."""
         self._maybe_fail("save")
         if self._is_to_fail("link"):
             storage.link = kill

@@ -31,7 +31,6 @@ class SlowRunner(TracingRunner):
     """Takes its time over a step, so that a kill meets it at work."""
 
     def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
-        """Wait, then train."""
         time.sleep(0.03)
         return super().train_step(data)
 
@@ -44,7 +43,6 @@ class SlowEngineRunner(engines.AnyStackRunner):
     """The same on an engine of DeepSpeed."""
 
     def train_step(self, data: Any) -> Any:
-        """Wait, then train."""
         time.sleep(0.05)
         return super().train_step(data)
 

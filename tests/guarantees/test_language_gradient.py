@@ -43,7 +43,6 @@ class LanguageRunner(dl.Runner):
         self.gradients: dict[str, Tensor] = {}
 
     def optimizer_step(self) -> None:
-        """Look at the gradients, then step."""
         self.gradients = {name: _whole(p.grad).clone() for name, p in self.unwrapped_model.named_parameters()}
         super().optimizer_step()
 
@@ -114,7 +113,6 @@ class UntoldAndWeighed(Untold):
     """Says what its loss is averaged over."""
 
     def batch_weight(self, data: Any, target: Any) -> float:
-        """Count what counts."""
         return float((target[:, 1:] != -100).sum())
 
 
@@ -176,7 +174,6 @@ class MaskedModule(nn.Module):
     """The same as a module."""
 
     def forward(self, pred: Tensor, target: Tensor) -> Tensor:
-        """Return the mean."""
         return masked(pred, target)
 
 
@@ -209,7 +206,6 @@ class OwnNames(dl.TorchRunner):
         self.datasets = {"train": [{"points": torch.ones(2), "kinds": index % 3} for index in range(8)]}
 
     def train_step(self, data: Any) -> Any:
-        """Read the batch by its own names."""
         pred = self.model(data["points"])
         loss = self.criterion(pred, data["kinds"])
         self.backward(loss)
@@ -220,7 +216,6 @@ class OwnWeights(OwnNames):
     """Weighs its batches itself."""
 
     def batch_weight(self, data: Any, target: Any) -> float:
-        """Count what counts."""
         return float((data["kinds"] != -100).sum())
 
 

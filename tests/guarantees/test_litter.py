@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.checkpoints import storage
-from danling.checkpoints.store import FileStore
 from danling.cli.main import main
 
 
@@ -83,36 +80,6 @@ def test_litter_is_named_and_the_next_start_removes_it(backend: str, capsys: pyt
         pass
     assert [path for path in left if path.exists()] == []
     assert foreign.exists()
-    assert verified(run, capsys, 0)["litter"] == []
-
-
-@pytest.mark.parametrize("kills_at", range(5))
-def test_a_deletion_that_was_killed_anywhere_is_finished(
-    kills_at: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = trained(settings())
-    store = FileStore(run / "checkpoints", run_id="")
-    calls = 0
-
-    class Killed(BaseException):
-        pass
-
-    def remove(path: Path) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > kills_at:
-            raise Killed
-        Path(path).unlink(missing_ok=True)
-
-    with monkeypatch.context() as patched, pytest.raises(Killed) if kills_at < 4 else nullcontext():
-        patched.setattr(storage, "remove", remove)
-        store.delete("ckpt-e000003")
-    found = verified(run, capsys, 0)
-    assert (len(found["litter"]) > 0) == (kills_at < 4)
-    with Small(settings(auto_resume=True)):
-        pass
-    names = set(os.listdir(run / "checkpoints"))
-    assert not [name for name in names if "e000003" in name or name.startswith(".")]
     assert verified(run, capsys, 0)["litter"] == []
 
 

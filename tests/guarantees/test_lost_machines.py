@@ -43,12 +43,10 @@ class SlowRunner(TracingRunner):
     not_saved = ("place",)
 
     def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
-        """Wait, then train."""
         time.sleep(0.03)
         return super().train_step(data)
 
     def step(self) -> Any:
-        """Note the step that was made."""
         outcome = super().step()
         if self.is_main_process:
             with Path(self.place).open("a") as notes:
@@ -186,12 +184,10 @@ class LostMachines:
             assert not [verdict for verdict in verify(checkpoints, "full") if verdict["problems"]]
 
     def ends_bitwise(self, states: list[Any] | None) -> bool:
-        """Whether the states are those of the run that was left alone."""
         assert states is not None
         return all(differences(ended, alone) == [] for ended, alone in zip(states, self.alone, strict=True))
 
     def saved(self) -> int:
-        """Return the step of the newest complete save in the store; 0 before the first."""
         manifests = [key for key in self.server.objects(self.bucket) if key.endswith(".sha256")]
         return max((self._manifest(key).record.step for key in manifests), default=0)
 
@@ -199,18 +195,15 @@ class LostMachines:
         return Manifest.parse(self.server.read(self.bucket, key).decode())
 
     def begun(self) -> list[int]:
-        """Return the steps from which machines went on."""
         return [int(line.split()[1]) for line in self._lines() if line.startswith("begun")]
 
     def made(self) -> int:
-        """Return the last step that was made."""
         return int(self._lines()[-1].split()[1])
 
     def _lines(self) -> list[str]:
         return self.notes.read_text().splitlines() if self.notes.exists() else []
 
     def remote_litter(self) -> list[str]:
-        """Return objects that nothing leads to, and locks and probes of those who are gone."""
         keys = list(self.server.objects(self.bucket))
         prefix = next(key.partition("/checkpoints/")[0] for key in keys if "/checkpoints/" in key)
         below = [key.partition("/checkpoints/")[2] for key in keys if "/checkpoints/" in key]

@@ -1,4 +1,4 @@
-"""G10 on a mesh: what befalls one rank ends the job in seconds, and is the last thing on the screen."""
+"""G10 on a mesh: a rank that is killed ends the job in seconds, and one that hangs is an error on the others."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from support.torchrun import torchrun
 TESTS = Path(__file__).parents[1]
 
 SCRIPT = """
-import os, sys, time
+import os, time
 from support.layouts import LayoutRunner
 
 class Trained(LayoutRunner):
     def train_step(self, data):
         time.sleep(0.02)
-        if sys.argv[1] == "raise" and self.rank == 1 and self.state.train.global_step == 1:
-            raise RuntimeError("this rank has had enough")
         return super().train_step(data)
 
 config = {
-    "stack": "parallel", "parallel": {"axes": AXES}, "steps": 3000, "seed": 1, "log_interval": 5, "tensorboard": False,
+    "stack": "parallel", "parallel": {"axes": {"pipeline": 2}}, "steps": 3000, "seed": 1, "log_interval": 5, "tensorboard": False,
     "optim": {"type": "sgd", "lr": 0.01}, "dataloader": {"batch_size": 2}, "checkpoint": {"interval": 5000},
     "evaluate_interval": 5000,
 }
@@ -37,16 +35,12 @@ with Trained(config, model={}) as runner:
 """
 
 
-def write(axes: dict[str, int]) -> str:
-    Path("job.py").write_text(SCRIPT.replace("AXES", repr(axes)))
-    return "job.py"
-
-
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")])}
 
 
 def test_a_killed_rank_ends_the_job() -> None:
-    with torchrun(write({"pipeline": 2}), "train", environment=ENVIRONMENT) as job:
+    Path("job.py").write_text(SCRIPT)
+    with torchrun("job.py", environment=ENVIRONMENT) as job:
         job.wait_for_output("exp 5/3000", timeout=90)
         pids = dict(re.findall(r"rank (\d) is process (\d+)\.", job.output))
         os.kill(int(pids["1"]), signal.SIGKILL)
@@ -57,14 +51,6 @@ def test_a_killed_rank_ends_the_job() -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
 
 
-def test_the_traceback_of_the_rank_that_raised_comes_last() -> None:
-    with torchrun(write({"tensor": 2}), "raise", environment=ENVIRONMENT) as job:
-        exit_code, output = job.wait(timeout=90)
-        assert exit_code == 1
-        assert "this rank has had enough" in output
-        assert "rank      : 1" in output[output.rindex("Root Cause") :]
-
-
 def hang(config: Mapping[str, Any]) -> None:
     import time
 
@@ -72,7 +58,6 @@ def hang(config: Mapping[str, Any]) -> None:
 
     class Hanging(LayoutRunner):
         def to_device(self, data: Any) -> Any:
-            """Hang on one rank, after the first update, until it is killed: before its micro-batch, so that others wait in a collective."""
             while self.rank == 1 and self.state.train.global_step == 2:
                 time.sleep(60)
             return super().to_device(data)

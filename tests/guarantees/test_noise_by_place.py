@@ -54,7 +54,6 @@ class Drawing(dl.Runner):
         self.drawn: dict[tuple[int, ...], Any] = {}
 
     def train_step(self, data: Any) -> Any:
-        """Draw, then train as usual."""
         key = (self.state.train.attempted, *data["index"].tolist())
         assert key not in self.drawn
         self.drawn[key] = draw()
@@ -115,16 +114,13 @@ class DrawingEverywhere(Drawing):
         self.scale = 1.0
 
     def train_epoch(self, split: str = "train") -> Any:
-        """Draw what the pass is trained with."""
         self.scale = 1 + sum(draw()[1:]) + float(torch.rand(()))
         return super().train_epoch(split)
 
     def train_step(self, data: Any) -> Any:
-        """Scale the input."""
         return super().train_step({**data, "input": data["input"] * self.scale})
 
     def step(self) -> Any:
-        """Add noise to the gradient, and stop where it is told."""
         if self.state.train.global_step + 1 == self.stop_at:
             self.stop()
         # Ranks draw by their samples here, and must add the same.
@@ -135,7 +131,6 @@ class DrawingEverywhere(Drawing):
         return super().step()
 
     def optimizer_step(self) -> None:
-        """Step one after the other, with noise between."""
         first, second = self.optimizer.optimizers
         first.step()
         with torch.no_grad():
@@ -144,7 +139,6 @@ class DrawingEverywhere(Drawing):
         second.step()
 
     def evaluate_step(self, data: Any) -> Any:
-        """Draw, which training must not notice."""
         draw()
         return super().evaluate_step((data["input"], data["target"]))
 
@@ -188,7 +182,6 @@ class Langevin(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Step, and draw for what this rank holds."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -212,7 +205,6 @@ class Sampling(Drawing):
         self.noises: list[list[float]] = []
 
     def train_step(self, data: Any) -> Any:
-        """Step the second optimizer in the middle, with a gradient that all ranks share."""
         self.own.grad = torch.ones(3)
         self.phases.append(torch.rand(2).tolist())
         self.second.step()
@@ -257,14 +249,12 @@ class Searching(Drawing):
         self.batches: list[Any] = []
 
     def train_step(self, data: Any) -> Any:
-        """Write down the noise."""
         if not self._keys.in_update:
             self.batches.append(data)
         self.noises.append(torch.rand(3).tolist())
         return dl.TorchRunner.train_step(self, (data["input"], data["target"]))
 
     def optimizer_step(self) -> None:
-        """Compute the micro-batches of the window again."""
         for batch in self.batches:
             self.train_step(batch)
         self.batches.clear()
@@ -291,7 +281,6 @@ class Staged(nn.Module):
         self.name, self.linear = name, nn.Linear(6, 6)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Drop some, twice."""
         return inputs + F.dropout(self.linear(F.dropout(inputs, 0.5, self.training)), 0.5, self.training)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import ProcessFailure, run_outcomes, run_processes
+from support.processes import run_outcomes, run_processes
 from support.toys import TracingRunner
 from torch import Tensor
 
@@ -35,7 +35,6 @@ class Poisoned(TracingRunner):
     """Sees losses that are not finite on the last rank, from the second update on."""
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
-        """Poison the loss of the last rank."""
         is_last = self.rank == self.world_size - 1
         poisoned = self.mode == "train" and is_last and self.state.train.global_step > 0
         return super().compute_loss(pred, target) * (float("nan") if poisoned else 1.0)
@@ -63,7 +62,6 @@ class AskingRunner(TracingRunner):
         self.what = what
 
     def train_step(self, data: Any) -> Any:
-        """Ask, then train."""
         if self.rank == self.world_size - 1 and self.state.train.global_step == 2:
             if self.what == "stop":
                 self.stop()
@@ -91,24 +89,6 @@ def test_what_one_rank_asks_all_do(what: str, steps: int, code: int | None, tmp_
     ranks = run_processes(train_asking, settings(tmp_path, **{"checkpoint.interval": 100}), what, world_size=2)
     assert [(step, left) for step, left, _ in ranks] == [(steps, code)] * 2
     assert "latest.pth" in ranks[0][2]
-
-
-def train_failing(config: dict[str, Any]) -> None:
-    class Failing(TracingRunner):
-        def train_step(self, data: Any) -> Any:
-            if self.rank == 1 and self.state.train.global_step == 2:
-                raise LookupError("mine")
-            return super().train_step(data)
-
-    with Failing(config) as runner:
-        runner.train()
-
-
-def test_an_error_on_one_rank_ends_the_other_within_seconds(tmp_path: Path) -> None:
-    outcomes = run_outcomes(train_failing, settings(tmp_path), world_size=2, timeout=20)
-    first, second = sorted(outcomes, key=lambda outcome: outcome.rank)
-    assert isinstance(second.error, LookupError) and "mine" in str(second.error)
-    assert first.error is not None and not isinstance(first.error, ProcessFailure), first.error
 
 
 class UnevenRunner(TracingRunner):

@@ -57,11 +57,9 @@ class GradientRunner(dl.TorchRunner):
         self.gradients: dict[str, Tensor] = {}
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        """Read the 12 outputs as three positions with four classes."""
         return tokens_loss(self.criterion, pred, target)
 
     def optimizer_step(self) -> None:
-        """Look at the gradients, then step."""
         self.gradients = {name: p.grad.clone() for name, p in self.unwrapped_model.named_parameters()}
         super().optimizer_step()
 
@@ -98,41 +96,3 @@ def test_any_split_gives_the_gradient_of_the_whole(world_size: int, kind: str, t
                 torch.testing.assert_close(rank["gradients"][name], parameter.grad, rtol=1e-6, atol=1e-12)
             if kind != "sum":
                 assert rank["loss"] == pytest.approx(loss.item(), rel=1e-9)
-
-
-class Regression(dl.TorchRunner):
-    """Logistic regression on the digits, to its optimum."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        from sklearn.datasets import load_digits
-
-        x, y = (array[:599] for array in load_digits(return_X_y=True))
-        self.datasets = {
-            "train": torch.utils.data.TensorDataset(torch.from_numpy(x).double() / 16, torch.from_numpy(y))
-        }
-        self.model = nn.Linear(64, 10, dtype=torch.float64)
-        nn.init.zeros_(self.model.weight)
-        nn.init.zeros_(self.model.bias)
-        self.criterion = nn.CrossEntropyLoss()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, weight_decay=0.01)
-
-
-def descend(root: str, accum_steps: int, batch_size: int) -> Tensor:
-    """Full-batch steps made of unequal micro-batches: the last window of an epoch is the only one."""
-    config = {"epochs": 30, "seed": 0, "accum_steps": accum_steps, "workspace_root": root, "log": False}
-    config["dataloader"] = {"batch_size": batch_size, "drop_last": False}
-    config["checkpoint.load_only"] = True
-    with Regression(config) as runner:
-        runner.train()
-        return torch.cat([parameter.detach().flatten() for parameter in runner.unwrapped_model.parameters()])
-
-
-def test_logistic_regression_reaches_one_optimum(tmp_path: Path) -> None:
-    layouts = [(1, 1, 599), (1, 3, 234), (2, 3, 117)]
-    found = [
-        run_processes(descend, str(tmp_path / f"{world}-{accum}"), accum, size, world_size=world, timeout=100)[0]
-        for world, accum, size in layouts
-    ]
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-9)

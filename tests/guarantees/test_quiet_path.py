@@ -26,7 +26,6 @@ class Watched(TracingRunner):
         self.by_update: list[list[str]] = []
 
     def step(self) -> Any:
-        """Close the notes of the update before."""
         outcome = super().step()
         self.by_update.append(self.events[:])
         self.events.clear()

@@ -45,13 +45,11 @@ class GroupRunner(dl.Runner):
         self.datasets = {"train": NoisyPoints(TRAIN_SIZE)}
 
     def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
-        """Take some time, so that a kill meets it at work."""
         time.sleep(0.01)
         self.window_ids += data["index"].tolist()
         return super().train_step((data["input"], data["target"]))
 
     def step(self) -> Any:
-        """Note what is committed, and stop where the test says."""
         stop_at = self.board / "stop"
         if stop_at.exists() and self.state.train.global_step == int(stop_at.read_text()) - 1:
             self.stop()
@@ -65,13 +63,11 @@ class GroupRunner(dl.Runner):
         return outcome
 
     def init_fault_tolerance(self) -> None:
-        """Note where it heals."""
         super().init_fault_tolerance()
         assert self.fault_tolerance is not None
         note_heals(self.fault_tolerance, self.note)
 
     def note(self) -> None:
-        """Note where."""
         self.window_ids = []
         self.heals.append(self.state.train.global_step)
 

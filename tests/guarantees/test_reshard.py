@@ -38,7 +38,6 @@ class StoppedRunner(LayoutRunner):
     stop_at: int | None = None
 
     def step(self) -> Any:
-        """Ask for a stop with the update that is the last one."""
         if self.stop_at is not None and self.state.train.global_step == self.stop_at - 1:
             self.stop()
         return super().step()
