@@ -192,7 +192,7 @@ class RunDirectoryLease:
                 if self.from_scratch:
                     _refuse_run(request, self.dir)  # the process that was waited for may have written one
             checkpoints = request.checkpoint_dir
-            # Replica groups have a right of their own to it.
+            # Each replica group locks the checkpoint directory later, when it writes the full checkpoints.
             outside = checkpoints is not None and self.dir not in (checkpoints, *checkpoints.parents)
             if checkpoints is not None and outside and request.part is None:
                 self.make(checkpoints)
@@ -429,10 +429,11 @@ def _refusal(request: RunDirectoryRequest, key: str, directory: Path, what: str)
     resume = request.config.resume
     begins = "starts from scratch" if resume is None else f"resumes from resume={resume!r}, which is elsewhere"
     received = f"{key}={str(directory)!r}, which holds one ({what})"
-    others = request.differences(directory if key == "dir" else directory.parent)
+    others = request.differences(directory if key == "dir" else directory.parent) or ()
+    others = [line for line in others if not line.endswith("now absent")]  # what __init__ has yet to set
     if others:
         received += f", whose configuration differs:{''.join(f'{chr(10)}  {line}' for line in others)}\n"
-        fix = f"Give this run a directory of its own ({key}), or restore the configuration and set auto_resume=true"
+        fix = f"Give this run its own directory ({key}), or restore the configuration and set auto_resume=true"
     else:
         received += ". "
         fix = "Unset resume, which comes before auto_resume," if request.config.auto_resume else "Set auto_resume=true"
