@@ -92,30 +92,6 @@ def divides_weights(engine: Any) -> bool:
     return int(engine.zero_optimization_stage()) == _WEIGHTS
 
 
-def let_optimizer_tell_its_state(engine: Any) -> None:
-    """Make `state_dict()` of the optimizer return this rank's share under ZeRO 3 too, as under ZeRO 1 and 2.
-
-    Between updates ZeRO 3 takes the parameters out of the optimizer's groups, and `state_dict()` would end in a KeyError.
-    """
-    if not divides_weights(engine):
-        return
-    owner = engine.optimizer
-    put_in = False
-
-    def before(optimizer: Any) -> None:
-        nonlocal put_in
-        put_in = not any(group["params"] for group in optimizer.param_groups)
-        if put_in:
-            owner._set_fp32_optimizer_param_groups()
-
-    def after(optimizer: object, state: dict[str, Any]) -> None:
-        if put_in:
-            owner._clear_fp32_optimizer_param_groups()
-
-    engine.basic_optimizer.register_state_dict_pre_hook(before)
-    engine.basic_optimizer.register_state_dict_post_hook(after)
-
-
 def is_divided(engine: Any) -> bool:
     """Whether the optimizer is divided over the ranks."""
     return bool(engine.zero_optimization())

@@ -114,7 +114,6 @@ class DeepSpeedRunner(TorchRunner):
         self._closers.callback(self.preparation.release)
         self.model = engine
         self.optimizer = self.engine.basic_optimizer
-        engines.let_optimizer_tell_its_state(self.engine)
         if self.scheduler is None and self.engine.lr_scheduler is not None:
             self.scheduler = self.engine.lr_scheduler
         # The runner moves the schedule, with every committed update.

@@ -159,26 +159,3 @@ def test_the_entries_that_do_not_count(before: list[str], changed: list[str], ex
     assert found == expected
     assert now.without(found).entries == [entry for entry in now.entries if entry not in expected]
     assert now.without(found).allows_setting("optim.lr")
-
-
-def test_a_second_new_head_and_a_second_schedule_by_resume(tmp_path: Path, base: Path) -> None:
-    entries = {
-        "checkpoint.exclude_from_loading": ["model.head", "optimizer", "scheduler", "runner.task", "runner.optim"]
-    }
-
-    def run(name: str, classes: int, lr: float, steps: int, **more: Any) -> Tuned:
-        settings = {"task.classes": classes, "optim": {"type": "sgd", "lr": lr}, "scheduler": {"type": "cosine"}}
-        runner = Tuned(config(tmp_path / name, steps, **settings, **entries, **more))
-        runner.save_checkpoint()
-        runner.close()
-        return runner
-
-    def latest(name: str) -> str:
-        return str(tmp_path / name / "checkpoints" / "latest.pth")
-
-    run("first", 5, 0.1, 8, pretrained=str(base))
-    second = run("second", 7, 0.01, 8, resume=latest("first"))
-    assert second.optimizer.param_groups[0]["lr"] == 0.01
-    third = run("third", 3, 0.001, 8, resume=latest("second"))
-    assert third.model.head.out_features == 3 and third.optimizer.param_groups[0]["lr"] == 0.001
-    assert third.scheduler.base_lrs == [0.001]

@@ -168,32 +168,6 @@ def test_a_run_goes_on_at_another_stage_number_of_processes_and_stack(tmp_path: 
     assert one[0]["state"]["state"]["train"]["global_step"] == reference["state"]["train"]["global_step"]
 
 
-def optimizer_states(root: Path) -> list[dict[str, Any]]:
-    found = []
-    for stage in (1, 3):
-        with AnyStackRunner(settings(root / str(stage), deepspeed=zero(stage))) as runner:
-            runner.train()
-            state = runner.optimizer.state_dict()
-            # The engine's own use of it goes on as before.
-            runner.save_checkpoint()
-            again = runner.optimizer.state_dict()
-            found.append(
-                {"exp_avg": [entry["exp_avg"] for entry in state["state"].values()], "again": len(again["state"])}
-            )
-    return found
-
-
-@needs_deepspeed
-@pytest.mark.timeout(120)
-def test_the_optimizer_tells_its_state_under_zero_3_too(tmp_path: Path) -> None:
-    first, third = run_processes(optimizer_states, tmp_path, world_size=1, timeout=100)[0]
-    assert first["again"] == third["again"] == 1
-    # The share of the only rank is the whole, with padding in an order of each stage's own.
-    sums = [float(torch.cat([t.flatten() for t in found["exp_avg"]]).abs().sum()) for found in (first, third)]
-    assert sums[0] > 0
-    assert sums[0] == pytest.approx(sums[1], rel=1e-4)
-
-
 def resume_message(config: dict[str, Any]) -> str:
     try:
         AnyStackRunner(config).close()

@@ -119,11 +119,6 @@ def test_an_update_that_fits_in_no_piece_raises_what_the_model_raised(tmp_path: 
         runner.train()
 
 
-def test_without_auto_memory_is_not_looked_after(tmp_path: Path) -> None:
-    with Runner(settings(tmp_path, None), 8) as runner, pytest.raises(RuntimeError, match="can't allocate memory"):
-        runner.train()
-
-
 def test_another_error_is_an_error(tmp_path: Path) -> None:
     class Wrong(Runner):
         def train_step(self, data: Any) -> tuple[Any, Tensor]:

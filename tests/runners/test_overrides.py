@@ -12,13 +12,11 @@ import pytest
 import torch
 import yaml
 from support.kill import run_python
-from support.processes import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.distributed import LocalDomain
 
 
 def points(count: int = 16) -> TensorDataset:
@@ -285,22 +283,6 @@ def test_a_configuration_is_of_its_class_from_a_mapping_and_from_a_checkpoint(tm
         assert isinstance(runner.config, Owned) and runner.epochs == 4
 
 
-def test_a_scheduler_may_be_wrapped_where_there_is_none(tmp_path: Path) -> None:
-    class Noted(Line):
-        not_saved = ("built",)
-
-        def build_scheduler(self) -> Any:
-            self.built = super().build_scheduler()
-            return self.built
-
-    with Noted(settings(tmp_path)) as runner:
-        assert runner.built is None
-        runner.train()
-    schedule = {"type": "cosine"}
-    with Noted(settings(tmp_path, dir=str(tmp_path / "second"), scheduler=schedule)) as runner:
-        assert runner.built is runner.scheduler is not None
-
-
 # What is left out of a load
 
 
@@ -330,16 +312,6 @@ def test_a_loader_that_is_left_out_begins_anew(name: str, tmp_path: Path) -> Non
         assert runner.state.train.global_step == 12
 
 
-def test_seeding_may_be_left_to_the_user(tmp_path: Path) -> None:
-    class Unseeded(Line):
-        def set_seed(self) -> None:
-            torch.manual_seed(5)
-
-    with Unseeded(settings(tmp_path)) as runner:
-        runner.train()
-        assert runner.state.train.epoch == 2
-
-
 # Settings that do nothing
 
 
@@ -367,60 +339,7 @@ def test_a_split_that_is_only_trained_on_is_no_score(tmp_path: Path) -> None:
         assert runner.latest_score == pytest.approx(evaluated, rel=1e-5)
 
 
-class ScoredByTest(Line):
-    """Says itself which split is scored."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.datasets["test"] = points(4)
-
-    @property
-    def score_split(self) -> str:
-        return "test"
-
-
-def test_the_score_is_of_the_split_that_a_property_of_the_users_own_names(tmp_path: Path) -> None:
-    with ScoredByTest(settings(tmp_path)) as runner:
-        results = runner.train()
-        assert runner.scores == {index: figures["test"]["loss"] for index, figures in results.items()}
-
-
 # Around a run
-
-
-class OwnBare(BareOwnLoss):
-    """Reads bare inputs through loaders of its own, and stops in an evaluation when told to."""
-
-    stops = False
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.dataloaders = {split: DataLoader(inputs, batch_size=4) for split, inputs in self.datasets.items()}
-        self.datasets = {}
-
-    def evaluate_step(self, data: Any) -> Any:
-        if self.stops:
-            self.stop()
-        return super().evaluate_step(data)
-
-
-def test_a_run_without_targets_goes_on_after_a_stop_in_an_evaluation(tmp_path: Path) -> None:
-    with OwnBare(settings(tmp_path)) as runner:
-        runner.stops = True
-        runner.train()
-        assert runner.results == {}
-    with OwnBare(settings(tmp_path, auto_resume=True)) as runner:
-        assert all("loss" in result["val"] for result in runner.train().values())
-
-
-def test_a_run_that_only_loads_may_take_the_weights_of_the_directory_it_looks_at(tmp_path: Path) -> None:
-    with Line(settings(tmp_path)) as runner:
-        runner.train()
-        trained = runner.evaluate("val")
-        best = runner.workspace.checkpoints / "latest.pth"
-    other = settings(tmp_path, optim={"type": "sgd", "lr": 0.2}, checkpoint={"load_only": True}, pretrained=str(best))
-    with Line(other) as runner:
-        assert runner.evaluate("val") == trained
 
 
 def test_a_loader_of_ones_own_is_left_as_it_was_and_lets_the_program_end(tmp_path: Path) -> None:
@@ -443,50 +362,3 @@ def test_a_loader_of_ones_own_is_left_as_it_was_and_lets_the_program_end(tmp_pat
     )
     done = run_python(program)
     assert done.exit_code == 0 and "end" in done.output
-
-
-class Positioned(IterableDataset[tuple[Tensor, Tensor]]):
-    """A stream with a position of its own."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Any:
-        rows = points(24)
-        while self.at < len(rows):
-            self.at += 1
-            yield rows[self.at - 1]
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-class AllRead(Line):
-    """Every rank reads all of the data, which the ranks of its domain say alone."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.datasets = {}
-        self.dataloaders = {"train": DataLoader(Positioned(), batch_size=4)}
-
-    @property
-    def data_domain(self) -> Any:
-        return LocalDomain()
-
-
-def read_by_all(config: dict[str, Any], steps: int) -> Tensor:
-    with AllRead({**config, "epochs": None, "steps": steps, "auto_resume": True}) as runner:
-        runner.train()
-        assert runner.train_state.global_step == steps
-        return runner.unwrapped_model.weight.detach().clone()
-
-
-def test_a_run_whose_data_domain_alone_is_overridden_is_resumed_where_it_stood(tmp_path: Path) -> None:
-    whole = run_processes(read_by_all, settings(tmp_path / "whole"), 5, world_size=2)
-    for steps in (3, 5):
-        resumed = run_processes(read_by_all, settings(tmp_path / "parts"), steps, world_size=2)
-    assert all(torch.equal(mine, other) for mine, other in zip(resumed, whole, strict=True))

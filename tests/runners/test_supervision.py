@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,22 +89,6 @@ def test_a_tracker_is_flushed_and_closed_after_a_failure(tmp_path: Path) -> None
     assert len(notes.lines) == 2 and notes.calls[-2:] == ["flush", "close"]
 
 
-class Deaf(Notes):
-    """Cannot be flushed."""
-
-    def flush(self) -> None:
-        raise OSError("no such host")
-
-
-def test_what_a_tracker_cannot_do_hides_no_failure_and_stops_no_other(tmp_path: Path) -> None:
-    notes = Notes()
-    with pytest.raises(RuntimeError, match="no further"), Failing(settings(tmp_path)) as runner:
-        runner.add_tracker(Deaf())
-        runner.add_tracker(notes)
-        runner.train()
-    assert notes.calls[-2:] == ["flush", "close"]
-
-
 def test_what_is_no_tracker_or_there_already_is_refused(tmp_path: Path) -> None:
     with Small(settings(tmp_path)) as runner:
         with pytest.raises(TypeError, match=r"without log, flush, close"):
@@ -153,38 +135,6 @@ def test_trackers_are_closed_while_the_run_has_its_log_and_its_directory(tmp_pat
 
 
 # Garbage
-
-
-class Node:
-    """An object that refers to itself."""
-
-    def __init__(self) -> None:
-        self.me = self
-
-
-class Littering(Small):
-    """Leaves a cycle behind with every batch."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.alive: list[weakref.ref[Node]] = []
-        self.most = 0
-        self.datasets["val"] = TensorDataset(torch.ones(600, 2), torch.ones(600, 1))
-
-    def forward_context(self) -> Any:
-        self.alive = [ref for ref in self.alive if ref() is not None] + [weakref.ref(Node())]
-        self.most = max(self.most, len(self.alive))
-        return super().forward_context()
-
-
-@pytest.mark.parametrize("verb", ["train", "evaluate"])
-def test_cycles_do_not_pile_up_in_training_and_evaluation(verb: str, tmp_path: Path) -> None:
-    assert gc.isenabled()
-    config = settings(tmp_path, gc={"interval": 20, "generation": 0}, dataloader={"batch_size": 2}, epochs=1)
-    with Littering(config) as runner:
-        assert gc.isenabled(), "outside of a session the process has its own setting"
-        getattr(runner, verb)()
-        assert gc.isenabled() and runner.most <= 40
 
 
 # The heartbeat

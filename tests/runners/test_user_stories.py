@@ -12,7 +12,7 @@ import torch
 from support.processes import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 import danling as dl
 from danling.training.model_states import criterion_state
@@ -194,31 +194,6 @@ def test_what_is_unfrozen_later_is_reduced_over_the_ranks(tmp_path: Path) -> Non
         assert equal(rank, one, 1e-12)
 
 
-class HeadOnly(Story):
-    """Optimizes a part of what gets a gradient."""
-
-    not_saved = ("norms",)
-
-    def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
-        super().__init__(config, **options)
-        self.optimizer = torch.optim.SGD(self.model[2].parameters(), lr=0.1)
-        self.norms: list[float] = []
-
-    def clip_gradients(self, grad_norm: Tensor) -> None:
-        assert self.model[0].weight.grad is not None
-        self.norms.append(float(grad_norm))
-        super().clip_gradients(grad_norm)
-
-
-def test_a_gradient_that_nobody_applies_neither_counts_nor_piles_up(tmp_path: Path) -> None:
-    with HeadOnly(settings(tmp_path, max_grad_norm=0.1)) as runner:
-        head = [parameter.detach().clone() for parameter in runner.model[2].parameters()]
-        runner.train()
-        assert all(norm < 5 for norm in runner.norms)
-        assert all(parameter.grad is None for parameter in runner.model[0].parameters())
-        assert not torch.equal(head[0], runner.model[2].weight)
-
-
 # Figures
 
 
@@ -283,24 +258,6 @@ def test_a_function_weighs_as_its_module_does(criterion: Any, tmp_path: Path) ->
     whole = accumulated(tmp_path / "whole", criterion, 8, 1)
     parts = accumulated(tmp_path / "parts", criterion, 2, 4)
     torch.testing.assert_close(whole, parts, rtol=0, atol=1e-12)
-
-
-def test_sparse_gradients_are_clipped_and_applied(tmp_path: Path) -> None:
-    class Lookup(dl.TorchRunner):
-        def __init__(self, config: Mapping[str, Any], sparse: bool) -> None:
-            super().__init__(config)
-            torch.manual_seed(0)
-            self.model = nn.Sequential(nn.Embedding(6, 4, sparse=sparse), nn.Flatten(), nn.Linear(8, 3))
-            self.criterion = nn.CrossEntropyLoss()
-            tokens = torch.randint(6, (16, 2), generator=torch.Generator().manual_seed(1))
-            self.datasets = {"train": TensorDataset(tokens, tokens.sum(1) % 3)}
-
-    found = []
-    for sparse in (False, True):
-        with Lookup(settings(tmp_path / str(sparse), accum_steps=2, max_grad_norm=0.1), sparse) as runner:
-            runner.train()
-            found.append(runner.model[0].weight.detach().clone())
-    torch.testing.assert_close(*found)
 
 
 # Loaders, hooks, several runners
@@ -396,17 +353,6 @@ def test_the_last_runner_of_a_process_leaves_the_group(tmp_path: Path) -> None:
     assert run_processes(two_runners, tmp_path, world_size=2) == [6, 6]
 
 
-def test_a_stream_of_predictions_leaves_the_runner_as_it_was(tmp_path: Path) -> None:
-    with Story(settings(tmp_path, ema={"enabled": True, "decay": 0.5})) as runner:
-        stream = runner.infer("val", stream=True)
-        next(stream)
-        assert runner.model.training and runner.mode == "train"
-        runner.train()
-        trained = weights(runner)
-        stream.close()
-        assert equal(weights(runner), trained)
-
-
 def test_settings_that_others_leave_without_effect_are_named(tmp_path: Path, caplog: Any) -> None:
     class Unscored(Story):
         def __init__(self, config: Mapping[str, Any]) -> None:
@@ -486,43 +432,3 @@ def test_names_of_other_trainers_are_pointed_out(tmp_path: Path, caplog: Any) ->
 
 
 # Loaders of one's own on several ranks
-
-
-class Shards(Story):
-    """A rank has three times as much data as the other, or both have the same."""
-
-    def __init__(self, config: Mapping[str, Any], *, same: bool) -> None:
-        super().__init__(config)
-        mine: Any = points(48)
-        if not same:
-            mine = Subset(mine, range(12) if self.rank == 0 else range(12, 48))
-        self.dataloaders = {"train": DataLoader(mine, batch_size=4 if not same else 16, shuffle=True)}
-        self.datasets = {}
-
-
-def on_shards(root: Path, same: bool) -> tuple[list[Any], list[str]]:
-    import logging
-
-    said: list[str] = []
-    keeper = logging.Handler()
-    keeper.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("danling").addHandler(keeper)
-    schedule = {"type": "cosine", "warmup_steps": 0.2}
-    changes = {"steps": None, "epochs": 70, "evaluate_interval": None, "scheduler": schedule}
-    with Shards(settings(root, **changes, checkpoint={"load_only": True}), same=same) as runner:
-        runner.train()
-        figures = [
-            runner.steps,
-            runner.log_interval,
-            runner.optimizer.param_groups[0]["lr"],
-            runner.train_state.global_step,
-        ]
-        return [*figures, *(p.tolist() for p in runner.model.parameters())], said
-
-
-@pytest.mark.parametrize("same", [False, True], ids=["uneven", "same"])
-def test_loaders_of_ones_own_on_two_ranks(same: bool, tmp_path: Path) -> None:
-    (first, said), (second, _) = run_processes(on_shards, tmp_path, same, world_size=2, timeout=60)
-    assert first == second
-    assert first[:4] == [210, 2, pytest.approx(0.0), 210]
-    assert any("All ranks read the same data" in line for line in said) is same

@@ -334,40 +334,7 @@ def test_data_that_is_added_after_construction_is_trained_on_and_evaluated(tmp_p
 # Splits
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda runner: runner.train(["train", "train"]),
-        lambda runner: runner.train("train", ["val", "val"]),
-        lambda runner: runner.evaluate(["val", "val"]),
-    ],
-)
-def test_a_split_that_is_named_twice_is_an_error(call: Any, tmp_path: Path) -> None:
-    with Toy(settings(tmp_path)) as runner, pytest.raises(ValueError, match=r"more than once\. Name each one once"):
-        call(runner)
-
-
 # Scores of one's own
-
-
-class OwnScores(Toy):
-    """Scores the training loss, and evaluates nothing."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        del self.datasets["val"]
-
-    @property
-    def scores(self) -> dict[int, float]:
-        return {index: -result["train"]["loss"] for index, result in self.results.items()}
-
-
-def test_scores_of_ones_own_make_a_best_checkpoint_without_an_evaluation(tmp_path: Path) -> None:
-    with OwnScores(settings(tmp_path)) as runner:
-        runner.train()
-        assert runner.best_index == min(runner.scores, key=lambda index: runner.scores[index])
-    best = torch.load(tmp_path / "run" / "checkpoints" / "best.pth", weights_only=True)
-    assert best["state"]["train"]["epoch"] == runner.best_index
 
 
 # What is left out of a checkpoint
