@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .groups import QuorumError, ReplicaGroups, ReplicaSettings
+from .groups import QuorumError, ReplicaGroups
 from .member import ReplicaMember
 
-__all__ = ["QuorumError", "ReplicaGroups", "ReplicaMember", "ReplicaSettings"]
+__all__ = ["QuorumError", "ReplicaGroups", "ReplicaMember"]

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -46,45 +45,6 @@ class QuorumError(IntactStateError):
     """The replica groups could not agree on who takes part, or on any update."""
 
 
-@dataclass(frozen=True)
-class ReplicaSettings:
-    """The settings of one replica group.
-
-    Attributes:
-        replica_id: This group, from 0.
-        group_size: Number of groups when all are there.
-        min_replica_size: Groups that an update needs.
-        process_group: Backend between the groups: `"gloo"` or `"nccl"`.
-        timeout: Seconds that a collective between the groups, and the transfer of a state, may take.
-        quorum_timeout: Seconds to wait for the other groups before an update.
-        max_failures: Updates in a row that may fail to be committed; `None` for any number.
-    """
-
-    replica_id: int = 0
-    group_size: int = 1
-    min_replica_size: int = 1
-    process_group: str = "gloo"
-    timeout: float = 10.0
-    quorum_timeout: float = 60.0
-    max_failures: int | None = 100
-
-    @classmethod
-    def from_config(cls, config: RunnerConfig) -> ReplicaSettings:
-        """Return the settings in `config.ft`, `config.comm` and `config.max_skipped_updates`."""
-        ft = config.ft
-        timeout = ft.process_group_timeout_ms / 1000
-        return cls(
-            replica_id=ft.replica_id,
-            group_size=ft.group_size,
-            min_replica_size=ft.min_replica_size,
-            process_group=ft.process_group,
-            timeout=timeout,
-            # The other groups may be evaluating or saving.
-            quorum_timeout=max(timeout, config.comm.train_timeout_seconds or 60.0),
-            max_failures=config.max_skipped_updates,
-        )
-
-
 class ReplicaGroups:
     """What a process says to the processes of its rank in the other replica groups.
 
@@ -96,11 +56,10 @@ class ReplicaGroups:
     Construct, and call every method, on all ranks of the group.
 
     Attributes:
-        settings: The settings.
         failures: Updates in a row that were not committed.
 
     Args:
-        settings: The settings.
+        config: That of the run.
         group: All ranks of this group.
         state_dict: Returns the state that another group heals from: of this rank, without communication. Called in a thread while
             `open` waits.
@@ -115,7 +74,7 @@ class ReplicaGroups:
 
     def __init__(
         self,
-        settings: ReplicaSettings,
+        config: RunnerConfig,
         *,
         group: Domain,
         state_dict: Callable[[], object],
@@ -128,11 +87,15 @@ class ReplicaGroups:
             raise ImportError(
                 f"Expected torchft to be installed for ft.enabled. Received: {error}. Install it with `pip install torchft-nightly`."
             ) from error
-        self.settings = settings
+        ft = self.settings = config.ft
+        # The other groups may be evaluating or saving.
+        self.timeout = ft.process_group_timeout_ms / 1000
+        self.quorum_timeout = max(self.timeout, config.comm.train_timeout_seconds or 60.0)
+        self.max_failures = config.max_skipped_updates
         self.failures = 0
         self._lighthouse = lighthouse_address()
         try:
-            socket.create_connection(_host_and_port(self._lighthouse), timeout=settings.timeout).close()
+            socket.create_connection(_host_and_port(self._lighthouse), timeout=self.timeout).close()
         except OSError as error:
             raise self._unreached(error) from error
         self._group = group
@@ -141,7 +104,7 @@ class ReplicaGroups:
         self._asked_to_stop = asked_to_stop
         self._healed = False
         self._healing = False
-        self._device = group.device if settings.process_group == "nccl" else torch.device("cpu")
+        self._device = group.device if ft.process_group == "nccl" else torch.device("cpu")
         self._manager: Any = None
         self._process_group: Any = None
         self._store: TCPStore | None = None
@@ -158,7 +121,7 @@ class ReplicaGroups:
         if self._manager is not None:
             return
         settings, group = self.settings, self._group
-        timeout, patience = timedelta(seconds=settings.timeout), timedelta(seconds=settings.quorum_timeout)
+        timeout, patience = timedelta(seconds=self.timeout), timedelta(seconds=self.quorum_timeout)
         try:
             host = address_towards(self._lighthouse)
             # A store of its own for every attempt: that of the launcher may still hold the addresses of an earlier one.
@@ -198,7 +161,7 @@ class ReplicaGroups:
             Whether this rank was given the state of another group.
         """
         self._healed = False
-        end = time.monotonic() + self.settings.quorum_timeout
+        end = time.monotonic() + self.quorum_timeout
         while not self._met(may_wait=time.monotonic() < end):
             time.sleep(_LONGEST_PAUSE)
         return self._healed
@@ -229,7 +192,7 @@ class ReplicaGroups:
             asked = "the lighthouse" if self._group.rank == 0 else "rank 0 of this group, which asks the lighthouse"
             raise QuorumError(
                 f"Expected {asked} at {self._lighthouse}, to name the replica groups of the next update within "
-                f"{self.settings.quorum_timeout:g} seconds. Received: {error}. See that the lighthouse runs and that "
+                f"{self.quorum_timeout:g} seconds. Received: {error}. See that the lighthouse runs and that "
                 "all ranks of this group do, and start what has ended again: it goes on from the last checkpoint."
             ) from error
         return True
@@ -299,7 +262,7 @@ class ReplicaGroups:
             self.failures = 0
             return True
         self.failures += 1
-        limit = self.settings.max_failures
+        limit = self.max_failures
         if limit is not None and self.failures > limit:
             error = self._manager.errored()
             reason = f"{self.num_participants} replica groups of {self.settings.min_replica_size}"

@@ -18,7 +18,7 @@ from danling.training.update import Window
 from danling.utils.locks import FileLock
 from danling.utils.tensors import is_sharded, local_part, with_local_part
 
-from .groups import ReplicaGroups, ReplicaSettings
+from .groups import ReplicaGroups
 from .positions import position_owner
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ReplicaMember:
         self._runner = runner
         self.healing = Healing(runner)
         self.groups = ReplicaGroups(
-            ReplicaSettings.from_config(runner.config),
+            runner.config,
             group=runner.world,
             state_dict=lambda: self.healing.state(),
             load_state_dict=lambda state: self.healing.take(state),

@@ -19,7 +19,7 @@ import danling as dl
 from danling.config import RunnerConfig
 from danling.distributed import Domain
 from danling.mesh.fsdp import shard
-from danling.torchft import ReplicaGroups, ReplicaSettings
+from danling.torchft import ReplicaGroups
 from danling.torchft.groups import (
     OtherSizeMet,
     ReplicaSizeError,
@@ -69,7 +69,7 @@ def one_update(group: int) -> dict[str, Any]:
                 local_part(parameter).copy_(part)
 
     replicas = ReplicaGroups(
-        ReplicaSettings(replica_id=group, group_size=2, min_replica_size=2, timeout=10.0),
+        RunnerConfig({"ft": {"replica_id": group, "group_size": 2, "min_replica_size": 2}}),
         group=Domain(),
         state_dict=lambda: [local_part(parameter.detach()) for parameter in parameters],
         load_state_dict=load,
@@ -213,10 +213,3 @@ def test_one_of_two_groups_writes_until_it_closes(lighthouse: None, tmp_path: Pa
             assert first.fault_tolerance.writes() and first.fault_tolerance.writes()
             assert not second.fault_tolerance.writes()
         assert second.fault_tolerance.writes()
-
-
-def test_settings_wait_for_groups_that_evaluate() -> None:
-    config = RunnerConfig({"ft": {"enabled": True, "group_size": 3, "process_group_timeout_ms": 500}})
-    read = ReplicaSettings.from_config(config)
-    assert (read.group_size, read.timeout) == (3, 0.5)
-    assert read.quorum_timeout == (config.comm.train_timeout_seconds or 60.0)
