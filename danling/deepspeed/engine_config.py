@@ -104,21 +104,7 @@ def _with_torch_adam(optimizer: Mapping[str, Any]) -> dict[str, object]:
     return {**optimizer, "params": {"torch_adam": True, **(optimizer.get("params") or {})}}
 
 
-def _refuse_contradictions(given: Mapping[str, object], facts: EngineFacts) -> None:
-    _refuse_other_sizes(given, facts)
-    _refuse_other_precision(given, facts)
-    for key, source in (("optimizer", facts.optimizer), ("scheduler", facts.scheduler)):
-        if key in given and source is not None:
-            raise ValueError(
-                f"Expected one {key}. Received: deepspeed.{key}={given[key]!r} and {source}. Keep one of them."
-            )
-    if given.get("managed_gradient_accumulation") is False:
-        raise _contradiction(
-            "deepspeed.managed_gradient_accumulation", False, "accum_steps", facts.accum_steps, "Leave it out"
-        )
-
-
-def _refuse_other_sizes(given: Mapping[str, Any], facts: EngineFacts) -> None:
+def _refuse_contradictions(given: Mapping[str, Any], facts: EngineFacts) -> None:
     micro = facts.micro_batch or given.get("train_micro_batch_size_per_gpu")
     expected = [
         ("train_micro_batch_size_per_gpu", "dataloader.batch_size", facts.micro_batch),
@@ -131,9 +117,6 @@ def _refuse_other_sizes(given: Mapping[str, Any], facts: EngineFacts) -> None:
     for key, own_key, value in expected:
         if key in given and value is not None and given[key] != value:
             raise _contradiction(f"deepspeed.{key}", given[key], own_key, value, f"Leave deepspeed.{key} out")
-
-
-def _refuse_other_precision(given: Mapping[str, Any], facts: EngineFacts) -> None:
     for key in ("fp16", "torch_autocast"):
         if (given.get(key) or {}).get("enabled", False):
             raise _contradiction(
@@ -143,14 +126,22 @@ def _refuse_other_precision(given: Mapping[str, Any], facts: EngineFacts) -> Non
                 facts.precision,
                 "Set precision, which autocasts and scales the loss",
             )
-    if not uses_bf16_weights(given):
-        return
-    if str(facts.precision).lower() in ("fp16", "float16"):
+    in_bf16 = uses_bf16_weights(given)
+    if in_bf16 and str(facts.precision).lower() in ("fp16", "float16"):
         raise _contradiction("deepspeed.bf16.enabled", True, "precision", facts.precision, "Choose one of them")
-    if zero_stage(given) == 0:
+    if in_bf16 and zero_stage(given) == 0:
         # Without ZeRO the engine makes a step of its own when it is built, and the run diverges.
         mend = "Set deepspeed.zero_optimization.stage to 1, 2 or 3, or precision=bf16 to autocast"
         raise _contradiction("deepspeed.bf16.enabled", True, "deepspeed.zero_optimization.stage", 0, mend)
+    for key, source in (("optimizer", facts.optimizer), ("scheduler", facts.scheduler)):
+        if key in given and source is not None:
+            raise ValueError(
+                f"Expected one {key}. Received: deepspeed.{key}={given[key]!r} and {source}. Keep one of them."
+            )
+    if given.get("managed_gradient_accumulation") is False:
+        raise _contradiction(
+            "deepspeed.managed_gradient_accumulation", False, "accum_steps", facts.accum_steps, "Leave it out"
+        )
 
 
 def _contradiction(key: str, value: object, own_key: str, own_value: object, mend: str) -> ValueError:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from danling.training.reduction import LocalReduction, NamedParameters, scale_gradients
+from danling.training.reduction import LocalReduction, scale_gradients
 from danling.training.update import NonFiniteError
-from danling.utils.protocols import ReductionDomain, SteppedOptimizer
 
 from . import engine as engines
+
+if TYPE_CHECKING:
+    from danling.runners.deepspeed_runner import DeepSpeedRunner
 
 
 class GradientWatch:
@@ -50,26 +52,15 @@ class _Holders:
 class EngineReduction(LocalReduction):
     """The gradient of a model in an engine, which takes the mean over the ranks."""
 
-    def __init__(
-        self,
-        optimizer: SteppedOptimizer,
-        named_parameters: NamedParameters,
-        scaler: torch.amp.GradScaler | None = None,
-        *,
-        engine: Any,
-        domain: ReductionDomain,
-        device: torch.device,
-        max_norm: float | None,
-        broadcast_buffers: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(optimizer, named_parameters, scaler)
-        self.engine = engine
-        self.domain = domain
-        self.device = device
+    def __init__(self, runner: DeepSpeedRunner, *, max_norm: float | None) -> None:
+        super().__init__(runner.optimizer, runner.named_parameters, runner.precision.scaler)
+        self.engine: Any = runner.engine
+        self.domain = runner.data_domain
+        self.device = runner.device
         self.max_norm = max_norm
-        self.mean_over = domain.size
-        self.broadcast_buffers = broadcast_buffers
-        self.is_divided = engines.is_divided(engine)
+        self.mean_over = self.domain.size
+        self.broadcast_buffers = runner.broadcast_buffers
+        self.is_divided = engines.is_divided(self.engine)
         self._shares: list[Tensor] = []
         self._watch: GradientWatch | None = None
 

@@ -141,7 +141,8 @@ class Axes:
         for name in degrees:
             _check_name(name)
         wanted = {name: degrees.get(name, 1) for name in AXES}
-        invalid = [name for name, value in wanted.items() if not _is_degree(value)]
+        whole = {name for name, value in wanted.items() if isinstance(value, int) and not isinstance(value, bool)}
+        invalid = [name for name, value in wanted.items() if name not in whole or value < -1 or value == 0]
         open_axes = [name for name, value in wanted.items() if value == -1]
         if invalid or len(open_axes) > 1:
             raise ValueError(f"Expected degrees that are integers >= 1, at most one of them -1. {_received(wanted)}.")
@@ -291,10 +292,6 @@ def _check_name(name: str) -> str:
 def _in_mesh_order(axes: Iterable[str]) -> list[str]:
     names = {_check_name(name) for name in axes}
     return [name for name in MESH_ORDER if name in names]
-
-
-def _is_degree(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value >= 1)
 
 
 def _fill(wanted: Mapping[str, int], name: str, fixed: int, world_size: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -231,15 +230,12 @@ def _prune(module: nn.Module, prefix: str, part: set[str]) -> None:
         if path in part:
             continue
         # A container is kept, since `forward` may go through it: of what it holds nothing is left.
-        if any(other.startswith(f"{path}.") for other in part) or _only_holds(child):
+        listing = type(child) is nn.Sequential or isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        only_holds = listing and not child._parameters and not child._buffers
+        if any(other.startswith(f"{path}.") for other in part) or only_holds:
             _prune(child, f"{path}.", part)
         else:
             setattr(module, name, nn.Identity())
-
-
-def _only_holds(module: nn.Module) -> bool:
-    listing = type(module) is nn.Sequential or isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    return listing and not module._parameters and not module._buffers
 
 
 class copied_buffers:
@@ -301,17 +297,15 @@ def tie(model: nn.Module, names: Sequence[Sequence[str]]) -> None:
 
 def recompute_blocks(part: nn.Module, blocks: Iterable[nn.Module], *, compiled: bool) -> None:
     """Wrap blocks of a model, in place, so that their activations are computed again."""
+
+    def wrapped(block: nn.Module) -> nn.Module:
+        # What a forward leaves in buffers, it has left there the first time.
+        if compiled or not any(True for _ in block.buffers()):
+            return checkpoint_wrapper(block)
+        return checkpoint_wrapper(block, context_fn=lambda: (nullcontext(), copied_buffers(block)))
+
     chosen = {id(block) for block in blocks}
-    apply_activation_checkpointing(
-        part, checkpoint_wrapper_fn=partial(_wrapped, compiled=compiled), check_fn=lambda module: id(module) in chosen
-    )
-
-
-def _wrapped(block: nn.Module, *, compiled: bool) -> nn.Module:
-    # What a forward leaves in buffers, it has left there the first time.
-    if compiled or not any(True for _ in block.buffers()):
-        return checkpoint_wrapper(block)
-    return checkpoint_wrapper(block, context_fn=lambda: (nullcontext(), copied_buffers(block)))
+    apply_activation_checkpointing(part, checkpoint_wrapper_fn=wrapped, check_fn=lambda module: id(module) in chosen)
 
 
 def recomputes(parts: Iterable[nn.Module]) -> bool:

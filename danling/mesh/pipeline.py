@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,13 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from danling.data import mix_seed, seed_streams
-from danling.distributed import Domain
 from danling.training.evaluation import EvaluationUnsupported
 
 from .axes import Axes
 from .model_parts import copied_buffers
+
+if TYPE_CHECKING:
+    from danling.runners.parallel_runner import ParallelRunner
 
 V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 """Schedules whose ranks hold a stage from the front and one from the back."""
@@ -189,48 +191,32 @@ class Pipeline:
     shape and one mode.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[nn.Module],
-        indices: Sequence[int],
-        *,
-        num_stages: int,
-        domain: Domain,
-        schedule: Any,
-        microbatch_size: int = 1,
-        n_microbatches: int | None = None,
-        device: torch.device,
-        key: Callable[[], int],
-    ) -> None:
+    def __init__(self, runner: ParallelRunner, parts: Sequence[nn.Module], schedule: Any) -> None:
+        plan, domain, settings = runner.stage_plan, runner.pipeline_domain, runner.config.parallel
         self.parts = list(parts)
-        self.indices = list(indices)
-        self.num_stages = num_stages
-        self.domain = domain
         self.schedule = schedule
-        self.microbatch_size = microbatch_size
-        self.n_microbatches = n_microbatches
-        self.device = device
-        self._own_key = key
-        self.has_first = 0 in self.indices
-        self.has_last = num_stages - 1 in self.indices
-        order = [
-            [stages_of_rank(schedule, rank=r, size=domain.size, num_stages=num_stages)] for r in range(domain.size)
-        ]
-        self.rank_of_stage = {stage: rank for rank, [stages] in enumerate(order) for stage in stages}
+        self.indices = list(plan.indices)
+        self.num_stages = num_stages = plan.number
+        self.has_first, self.has_last = plan.has_first, plan.has_last
+        self.domain = domain
+        self.device = runner.device
+        self.microbatch_size = int(settings.pipeline_microbatch_size)
+        self.n_microbatches = settings.pipeline_n_microbatches
+        self._keys = runner._keys
+        size = domain.size
+        self.rank_of_stage = {
+            stage: rank
+            for rank in range(size)
+            for stage in stages_of_rank(schedule, rank=rank, size=size, num_stages=num_stages)
+        }
+        self.last_rank = self.rank_of_stage[num_stages - 1]
+        """Place in the pipeline of the rank with the last stage."""
+        self.has_blind_ranks = size > len({self.rank_of_stage[0], self.last_rank})
+        """Whether some rank of the pipeline has neither the first nor the last stage, and so reads no data."""
         self._signatures: list[Any] = []
         self._shapes: dict[int, list[tuple[Any, Any]]] = {}
         self._schedules: dict[tuple[int, Cut, bool], Any] = {}
         self._loss: LossFunction | None = None
-
-    @property
-    def has_blind_ranks(self) -> bool:
-        """Whether some rank of the pipeline has neither the first nor the last stage, and so reads no data."""
-        return self.domain.size > len({self.rank_of_stage[0], self.last_rank})
-
-    @property
-    def last_rank(self) -> int:
-        """Place in the pipeline of the rank with the last stage."""
-        return self.rank_of_stage[self.num_stages - 1]
 
     # One batch
 
@@ -258,7 +244,7 @@ class Pipeline:
             signature, samples = tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args), args[0].shape[0]
         known = self._signatures.index(signature) if signature in self._signatures else -1
         header = self.domain.broadcast(
-            torch.tensor([samples, known, self._own_key()]), source=self.rank_of_stage[0]
+            torch.tensor([samples, known, self._keys.key]), source=self.rank_of_stage[0]
         ).tolist()
         samples, self._known, self._key = (int(value) for value in header)
         if samples == _REFUSED:
@@ -284,7 +270,7 @@ class Pipeline:
 
     def seed_step(self, place: int, *, opened: bool) -> None:
         """Seed for a step of the runner, alike on the first stage, which runs it before the batch is open, and on the last one."""
-        key = self._key if opened else self._own_key()
+        key = self._key if opened else self._keys.key
         seed_streams(mix_seed(mix_seed(key, self.num_stages + 1), place), self.device)
 
     def train(self, loss: LossFunction) -> Any:

@@ -170,13 +170,4 @@ class DeepSpeedRunner(TorchRunner):
     # Update
 
     def build_reduction(self) -> GradientReduction:
-        return EngineReduction(
-            self.optimizer,
-            self.named_parameters,
-            self.precision.scaler,
-            engine=self.engine,
-            domain=self.data_domain,
-            device=self.device,
-            max_norm=self._max_norm,
-            broadcast_buffers=self.broadcast_buffers,
-        )
+        return EngineReduction(self, max_norm=self._max_norm)

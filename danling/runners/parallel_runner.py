@@ -331,23 +331,12 @@ class ParallelRunner(TorchRunner):
 
     def bind_pipeline_modules(self, parts: Sequence[nn.Module]) -> Pipeline:
         """Return the pipeline that runs model parts as stages."""
-        settings = self.config.parallel
         schedule = self.build_pipeline_schedule()
         if schedule is None:
             raise _returned_nothing("build_pipeline_schedule", "a schedule class of torch.distributed.pipelining", None)
         if schedule in V_SCHEDULES and self.evaluate_splits:
             logger.debug("Evaluation runs the stages of %s forward only.", schedule.__name__)
-        return Pipeline(
-            parts,
-            self.stage_plan.indices,
-            num_stages=self.stage_plan.number,
-            domain=self.pipeline_domain,
-            schedule=schedule,
-            microbatch_size=int(settings.pipeline_microbatch_size),
-            n_microbatches=settings.pipeline_n_microbatches,
-            device=self.device,
-            key=lambda: self._keys.key,
-        )
+        return Pipeline(self, parts, schedule)
 
     # Optimizer
 
