@@ -5,7 +5,7 @@
     python benchmarks/compile.py --small --backend aot_eager_decomp_partition   # shows that it runs, its figures mean nothing
 
 An MLP of ten thousand parameters and a GPT of 4 layers with dropout. *Starts* are seconds from the beginning of the first forward to the
-end of the first update, each in a process of its own with imports done: `cold` with an empty folder of compiled code, `warm` with the
+end of the first update, each in its own process with imports done: `cold` with an empty folder of compiled code, `warm` with the
 folder that the cold one has left, `portable` with an empty folder and what `torch.compiler.save_cache_artifacts` had saved. *Steps* are
 updates without compilation, with `compile.enable`, and on the graph stack, in interleaved blocks of one process; each round is divided by
 the round without compilation beside it. *Memory* is what a forward of one batch keeps for the backward, parameters left out, by policy.

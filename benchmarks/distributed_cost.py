@@ -53,7 +53,7 @@ def wrapped(workload: Workload, layout: str) -> nn.Module:
 
 
 class Passes:
-    """The passes over the share of a rank, each in an order of its own.
+    """The passes over the share of a rank, each in its own order.
 
     Args:
         workload: The size of batches.

@@ -178,7 +178,7 @@ def danling(feed: Feed, steps: int, root: str) -> float:
         "log": False,
         "log_interval": 10**9,
         "evaluate_interval": 10**9,
-        "workspace_root": tempfile.mkdtemp(dir=root),  # a run begins in a directory of its own
+        "workspace_root": tempfile.mkdtemp(dir=root),  # a run begins in its own directory
         "checkpoint": {"load_only": True},
         "dataloader": feed.settings if feed.from_dataset else {},
     }

@@ -4,7 +4,7 @@
     python benchmarks/scale.py --json scale.json
 
 One process takes the place of one rank in torch's fake process group, in which collectives do nothing: of rank 0, and of the last one.
-The model has the shapes of a language model of 70 billion parameters, lies on the meta device, and is sharded with AdamW's state over
+The model has the shapes of a language model of 70 billion parameters, is on the meta device, and is sharded with AdamW's state over
 groups of at most `SHARDS` ranks, which are replicated (HSDP). What rank 0 does for all ranks is measured for as many as memory holds
 well, and the rest is extrapolated by the growth between the two largest, which is said with an `~`. Seconds are those of this process.
 """

@@ -7,7 +7,7 @@
     mooncake_client --master_server_address=127.0.0.1:50051 --metadata_server=P2PHANDSHAKE --global_segment_size=2GB --host=127.0.0.1 &
     OMP_NUM_THREADS=1 python benchmarks/streams.py --mooncake 127.0.0.1:50051
 
-A producer in a process of its own hands the same tensors to this one, which holds each as tensors of its own: through a
+A producer in its own process hands the same tensors to this one, which holds each as tensors of its own: through a
 `multiprocessing.Queue` (torch shares their memory there, and this process copies it), through files by hand (`torch.save`, a rename,
 no sync; and with a sync), and through the stores and logs of the library, which sync every object and every reference, except in
 Mooncake. The ways take turns; medians over the rounds. A trainer that computes half as long again as a way needs for the same samples, so
@@ -74,7 +74,7 @@ class Way:
     """One way of handing samples over; each process has one of its own.
 
     Args:
-        root: A directory of its own.
+        root: Its own directory.
         queue: Leads from the producer to the other.
     """
 
@@ -174,7 +174,7 @@ def produce(make: Callable[[Path, Queue[Any]], Way], root: Path, queue: Queue[An
 
 
 class Pair:
-    """A producer in a process of its own, and the other end here."""
+    """A producer in its own process, and the other end here."""
 
     def __init__(self, make: Callable[[Path, Queue[Any]], Way], root: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -306,7 +306,7 @@ def log_at(samples: int, open_channel: Callable[[], RefChannel], rounds: int) ->
         ]
     )
     channel.close()
-    # In a process of its own: this one may give back or take again what others have used before.
+    # In its own process: this one may give back or take again what others have used before.
     with multiprocessing.get_context("spawn").Pool(1) as fresh:
         held, ids = fresh.apply(memory_of_log, (open_channel,))
     reader = open_channel()

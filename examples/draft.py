@@ -156,7 +156,7 @@ def train_target(arguments: list[str]) -> None:
 
 
 def features_config(arguments: list[str]) -> FeatureConfig:
-    """Return what the command line says; the runs of each draft have a lineage of their own."""
+    """Return what the command line says; the runs of each draft have their own lineage."""
     config = FeatureConfig()
     config.parse(arguments)
     config.lineage = config.draft.kind
@@ -164,7 +164,7 @@ def features_config(arguments: list[str]) -> FeatureConfig:
 
 
 def producer_config(arguments: list[str]) -> FeatureConfig:
-    """Return the same for a run that trains nothing, in a directory of its own."""
+    """Return the same for a run that trains nothing, in its own directory."""
     config = features_config(arguments)
     config.lineage, config.dir, config.optim, config.scheduler = "capture", None, {}, {}
     return config

@@ -20,7 +20,7 @@ from torch.nn.functional import gaussian_nll_loss, softplus
 import danling as dl
 
 Z90 = 1.6449
-"""Standard deviations on each side of the mean of a normal distribution within which 90 % of it lies."""
+"""Standard deviations on each side of the mean of a normal distribution within which 90 % of it is."""
 
 
 class Network(nn.Module):
@@ -62,7 +62,7 @@ class UncertaintyRunner(dl.Runner):
 
 
 def inside(pred: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-    """Return, for each sample, whether the target lies in the interval that 90 % of the targets should lie in."""
+    """Return, for each sample, whether the target is in the interval that 90 % of the targets should be in."""
     mean, variance = pred
     return ((target - mean).abs() <= Z90 * variance.sqrt()).float()
 

@@ -1,4 +1,4 @@
-"""Uneven data over ranks: every rank has a shard of its own, and one has three times as much as another.
+"""Uneven data over ranks: every rank has its own shard, and one has three times as much as another.
 
 torchrun --nproc-per-node 2 examples/uneven.py            # 13 s of processor time
 python examples/uneven.py                                 # one process with all shards: the same evaluation

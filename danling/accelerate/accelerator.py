@@ -235,6 +235,6 @@ class AccelerateReduction(DDPReduction):
         super().apply(step)
         if getattr(self.stepped, "step_was_skipped", False):
             raise NonFiniteError(
-                f"Expected Accelerate to make update {step}, which was found finite. Received: a gradient scaler of its own left it out. "
+                f"Expected Accelerate to make update {step}, which was found finite. Received: its own gradient scaler left it out. "
                 "Set precision='fp16', whose scaler is the library's."
             )

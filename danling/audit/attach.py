@@ -295,7 +295,7 @@ class UpdateAudit(Observer):
     """Digests the state after every so many updates, on the device, without waiting for it.
 
     What was computed travels with the collective that the next update makes anyway, and is read one update later still on an accelerator;
-    before anything is evaluated or saved it is compared at once, in a collective of its own.
+    before anything is evaluated or saved it is compared at once, in its own collective.
     """
 
     critical = True

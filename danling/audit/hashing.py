@@ -206,7 +206,7 @@ def _shifted(values: Tensor, by: int) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a tensor of a layout of its own is made of; empty for one whose elements lie in strides."""
+    """Return the tensors that a tensor with a special layout consists of; empty for one whose elements are in strides."""
     if tensor.is_nested:
         return list(tensor.unbind())
     if tensor.layout is torch.sparse_coo:

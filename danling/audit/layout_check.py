@@ -253,7 +253,7 @@ def _hint(how: str, done: int, alone: bool, options: CheckOptions, samples: int 
             return "It ended well there, but too early, and not so in one process: look for what it does by the number of its processes."
         fewer = f", or compare fewer with --updates {done}" if done else ""
         return f"It ended well, but too early: have it train a runner for {options.updates} updates at least{fewer}."
-    own = "" if options.dtype is None else " If it insists on a dtype of its own, add --dtype own."
+    own = "" if options.dtype is None else " If it insists on its own dtype, add --dtype own."
     if alone:
         return f"It has to train in one process: take a smaller model, or fewer layers, by its own arguments.{own}"
     few = f" Its ranks share {samples} samples in an update; --batch gives them more." if samples is not None else ""

@@ -325,7 +325,7 @@ def _check_samples(number: int, wanted: UpdateRecord, made: Sequence[UpdateRecor
     raise NotChecked(
         f"Expected update {number} to be made of the same samples in one process and on the layout. Received: {wanted.samples:g} "
         f"samples and {made[0].samples:g}, whose contents are not the same. Look for a batch size that depends on the number of "
-        "processes, a loader of your own that does not divide its data over the ranks, data that is drawn before `super().__init__`, "
+        "processes, your own loader that does not divide its data over the ranks, data that is drawn before `super().__init__`, "
         "and padding to the longest sample of a batch: pad to one length."
     )
 

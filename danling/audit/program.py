@@ -30,7 +30,7 @@ _NOWHERE_ELSE: dict[str, object] = {"checkpoint.remote.url": None, **_NO_TRACKER
 
 
 def scratch_settings(directory: Path) -> dict[str, object]:
-    """Return the settings by which a program trains in a directory of its own, from scratch, and writes nowhere else."""
+    """Return the settings by which a program trains in its own directory, from scratch, and writes nowhere else."""
     return {
         "dir": os.fspath(directory.absolute()),
         "checkpoint_dir": os.fspath(directory.absolute() / "checkpoints"),
@@ -89,7 +89,7 @@ def run_program(
 def start_program(
     command: Sequence[str], settings: Mapping[str, object], *, log: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a program in a process group of its own, and return it; see `run_program`. End it with `end_program`."""
+    """Start a program in its own process group, and return it; see `run_program`. End it with `end_program`."""
     if not command:
         raise ValueError(
             "Expected a program behind `--`. Received: none. Write it as you start it: -- python train.py."

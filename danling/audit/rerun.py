@@ -186,7 +186,7 @@ def audit_run(
 
 @dataclass(frozen=True)
 class Retraining:
-    """A stretch of a run that is trained again in a directory of its own."""
+    """A stretch of a run that is trained again in its own directory."""
 
     run: Path
     directory: Path

@@ -226,7 +226,7 @@ class CheckpointDirectory:
         raise CheckpointMismatch(
             f"Expected {store.place} to hold checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
             + (f", whose configuration differs:{others}\nRestore it, or give" if differences else ". Give")
-            + " this run a directory of its own, in which `resume` and a path go on from there; checkpoint.load_only only looks."
+            + " this run its own directory, in which `resume` and a path go on from there; checkpoint.load_only only looks."
         )
 
     def still_good(self) -> str:

@@ -49,7 +49,7 @@ class CheckpointSettings:
         wait_timeout: Seconds to wait at close; `None` waits.
         load_only: Never write.
         trust: Read engine files by unpickling them, which runs what is in them.
-        dedicated_async_process_group: Whether background saves have a process group of their own.
+        dedicated_async_process_group: Whether background saves have their own process group.
         async_process_group_backend: Its backend.
     """
 

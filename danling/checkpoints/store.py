@@ -374,7 +374,7 @@ def missing_sums(path: Path) -> CheckpointDamaged:
     """Return the error for a file in the directory of a run that has no checksums."""
     return CheckpointDamaged(
         f"Expected a checkpoint with its checksums beside it. Received: {path}; {path.name}{FILE_SUMS} is missing, which in the directory "
-        "of a run is damage. Use another checkpoint; or, if you put the file there, move it to a directory of its own, where it is "
+        "of a run is damage. Use another checkpoint; or, if you put the file there, move it to its own directory, where it is "
         "verified by the checksums inside of it."
     )
 

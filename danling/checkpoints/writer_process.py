@@ -1,7 +1,7 @@
 """A process that writes checkpoints for one rank, and never runs the user's script.
 
 A process that multiprocessing spawns imports `__main__`: a script without `if __name__ == "__main__"` would train a second time in
-it, in the same directory. This one is started as a program of its own, is handed the state in shared memory, and ends with the
+it, in the same directory. This one is started as its own program, is handed the state in shared memory, and ends with the
 process that started it, however that ends.
 """
 
@@ -226,7 +226,7 @@ class _Actions:
     def write(self, payload: dict[str, Any], writer: TargetWriter) -> None:
         from .dcp_files import save_target
 
-        # A lock of its own, since that of the run falls when the parent is killed, and this process may be in the middle of a call then:
+        # Its own lock, since that of the run falls when the parent is killed, and this process may be in the middle of a call then:
         # a restart waits until it has ended as well.
         own = FileLock(Path(writer.path).parent.parent / f"{WRITING}{socket.gethostname()}-{os.getpid()}")
         own.acquire()

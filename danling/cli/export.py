@@ -130,7 +130,7 @@ def _write(
 
 
 def _run_of(checkpoint: str) -> Path:
-    """Return the directory of the run that a checkpoint lies in."""
+    """Return the directory of the run that a checkpoint is in."""
     path = Path(os.path.realpath(locate(checkpoint)[1]))
     return next((parent for parent in path.parents if (parent / "metadata").is_dir()), path.parent)
 

@@ -1,6 +1,6 @@
 """Compare checkpoints with the SHA-256 checksums that were written with them, and name every file that differs.
 
-A file, pointer or target is verified alone; a checkpoint or run directory means all that lies in it, checksums whose file is gone
+A file, pointer or target is verified alone; a checkpoint or run directory means all that is in it, checksums whose file is gone
 included. A file that was copied without its checksums is compared with those inside of it. What a killed process of the run has left is
 named as litter: it is no damage, and the next start removes it. Nothing is loaded, and torch is not needed. Exit code 1 says that
 something is damaged.

@@ -21,7 +21,7 @@ class StackTraits:
 
     Attributes:
         aliases: Other values of `stack` that mean this one.
-        default_backend: What `checkpoint.backend="auto"` means on it; `None` where the stack writes a kind of its own.
+        default_backend: What `checkpoint.backend="auto"` means on it; `None` where the stack writes its own kind.
         unread: Sections and dotted keys that have no effect on it.
         file_section: Whether the section named after the stack may be given as the path of a file of that library's.
         counts_flops: Whether torch sees the operations of a whole update on it, so that they can be counted: no rank computes a part of
@@ -222,9 +222,11 @@ def refusal(name: str, received: str, root: type[Config], known: Iterable[str], 
     place, elsewhere = place_of(name, root), _by_name(_NO_SETTINGS).get(name)
     if place is not None or elsewhere is not None:
         advice = f"Its place is {place}." if place is not None else f"That is said by {elsewhere}."
-        return f"{expected}. {advice} To use the name for a key of your own, declare it in a class derived from RunnerConfig."
+        return (
+            f"{expected}. {advice} To use the name for your own key, declare it in a class derived from RunnerConfig."
+        )
     return (
-        f"{expected}, which neither the library nor the program knows.{did_you_mean(name, [*fields_of(root), *known])} A key of your own "
+        f"{expected}, which neither the library nor the program knows.{did_you_mean(name, [*fields_of(root), *known])} Your own key "
         "is declared in a class derived from RunnerConfig, or set in code before parse()."
     )
 

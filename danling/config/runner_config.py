@@ -377,7 +377,7 @@ class RunnerConfig(TopLevelConfig):
         return identity.digest({"purpose": purpose, **canonical} if purpose else canonical)
 
     def set_apart(self, purpose: str) -> None:
-        """Give runs with these settings an identity of their own, since they do something else than to train.
+        """Give runs with these settings their own identity, since they do something else than to train.
 
         Args:
             purpose: What they do.

@@ -111,7 +111,7 @@ class RemoteConfig(ClosedSection):
     _path: ClassVar[str] = "checkpoint.remote"
 
     url: str | None = None
-    """Where runs lie: s3://bucket/prefix, gs://, abfss://, file:///; the run goes below it, as lineage/id."""
+    """Where runs are: s3://bucket/prefix, gs://, abfss://, file:///; the run goes below it, as lineage/id."""
     required: bool = False
     """End the training when a save cannot be copied there, instead of going on."""
     keep_latest_k: NonNegativeInt = 0
@@ -154,7 +154,7 @@ class CheckpointConfig(ClosedSection):
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | None = None
     """Background writes: by a thread (async) or, for dcp, by a process (async_with_pinned_mem); none follows async_enabled."""
     dedicated_async_process_group: bool = True
-    """Give the background writer of sharded checkpoints a process group of its own."""
+    """Give the background writer of sharded checkpoints its own process group."""
     async_process_group_backend: str = "gloo"
     """Backend of that process group."""
     wait_timeout: NonNegativeFloat | None = None

@@ -65,7 +65,7 @@ def from_datamodule(datamodule: Any, *, splits: Iterable[str] | str | None = Non
     - Of a `torch.utils.data.DataLoader` over a map-style dataset in torch's own order, the dataset and the settings of the loader. The
       library divides it over the processes, shuffles it by the run's seed, and resumes it at once, where a trainer puts a
       `DistributedSampler` in the place of the sampler.
-    - Any other loader as it is: one with a sampler of your own, over an `IterableDataset`, or of another class. It divides itself.
+    - Any other loader as it is: one with your own sampler, over an `IterableDataset`, or of another class. It divides itself.
 
     A list or a mapping of loaders to evaluate makes a split of each, `val_0`, `val_1` or `val_<name>`. Call it after
     `super().__init__(config)`, which joins the processes. Called on all ranks.

@@ -1,4 +1,4 @@
-"""The state that a dataset keeps of its own: as a checkpoint holds it, in this process and in the copies that workers have."""
+"""The state of a dataset with `state_dict`: as a checkpoint holds it, in this process and in the copies that workers have."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_savable(dataset: Any, split: str) -> None:
         state = dataset.state_dict()
     except Exception as error:
         if isinstance(error, TypeError):
-            mend = f"If a loader of its own calls it, put that loader into `self.dataloaders`. {mend}"
+            mend = f"If a loader of that library calls it, put that loader into `self.dataloaders`. {mend}"
         raise ValueError(
             f"Expected {name}.state_dict() of split {split!r} to return a state before the first sample is read. "
             f"Received: {type(error).__name__}: {error}. {mend}"

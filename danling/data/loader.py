@@ -62,7 +62,7 @@ class DataLoader(KeyedLoader):
         self.split = split
         if shuffle and isinstance(dataset, OrderedDataset):
             raise ValueError(
-                f"Expected no dataloader.shuffle for split {split!r}: a {type(dataset).__name__} has an order of its own. Received: "
+                f"Expected no dataloader.shuffle for split {split!r}: a {type(dataset).__name__} has its own order. Received: "
                 "shuffle=True. Leave it out."
             )
         length = _checked_length(dataset, split)
@@ -247,7 +247,7 @@ def _checked_length(dataset: Any, split: str) -> int:
     except TypeError as error:
         raise ValueError(
             f"Expected the dataset of split {split!r} to have a length. Received: {type(dataset).__name__} without "
-            "__len__. Define it, make it an IterableDataset, or pass a loader of your own."
+            "__len__. Define it, make it an IterableDataset, or pass your own loader."
         ) from error
     if length < 1:
         raise ValueError(
@@ -273,10 +273,10 @@ def check_settings(settings: Mapping[str, object], num_workers: int, split: str)
     if num_workers and not settings.get("in_order", True):
         raise ValueError(
             f"Expected dataloader.in_order=True for split {split!r}: batches out of order leave no position to come "
-            "back to. Received: in_order=False. Leave it out, or pass a loader of your own."
+            "back to. Received: in_order=False. Leave it out, or pass your own loader."
         )
     if settings.get("generator") is not None:
         raise ValueError(
             f"Expected no dataloader.generator for split {split!r}: its order follows from the run's seed. Received: "
-            f"generator={settings['generator']!r}. Set `seed`, or pass a `sampler` of your own."
+            f"generator={settings['generator']!r}. Set `seed`, or pass your own `sampler`."
         )

@@ -1,4 +1,4 @@
-"""A dataset made of several in given proportions, in an order of its own."""
+"""A dataset made of several in given proportions, in its own order."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Mixture(OrderedDataset):
         return number, self._order(number, passes).indices(place, 1)[0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; sources with `set_epoch` are told of it, those with an order of their own of their own passes."""
+        """Go to an epoch; sources with `set_epoch` are told of it, those with their own order of their own passes."""
         self.epoch = epoch
         self._begin()
         for source in self.sources.values():
@@ -268,7 +268,7 @@ def _length_of(name: str, source: Any) -> int:
     if isinstance(source, IterableDataset) or length < 0 or not hasattr(source, "__getitem__"):
         raise ValueError(
             f"Expected source {name!r} to be a map-style dataset, with __len__ and __getitem__. Received: {type(source).__name__}. A "
-            "stream has no position to come back to; mix streams in an IterableDataset of your own."
+            "stream has no position to come back to; mix streams in your own IterableDataset."
         )
     if not length:
         raise ValueError(

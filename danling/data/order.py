@@ -73,7 +73,7 @@ class ListedPermutation(Order):
 
 
 class KeyedPermutation(Order):
-    """A permutation of `range(length)` that follows from a seed; any part of it costs the same, wherever it lies.
+    """A permutation of `range(length)` that follows from a seed; any part of it costs the same, wherever it is.
 
     An index is computed from its position alone, in integer arithmetic that is the same on every machine: a Feistel network of six rounds
     over two digits of base `a` and `b`, where `a * b` is barely more than the length, as in Black and Rogaway, "Ciphers with Arbitrary
@@ -161,7 +161,7 @@ class KeyedPermutation(Order):
 
 
 class OrderedDataset(Dataset[Any]):
-    """A map-style dataset with an order of its own, which a loader reads from its first position to its last and does not shuffle.
+    """A map-style dataset with its own order, which a loader reads from its first position to its last and does not shuffle.
 
     Attributes:
         seed: What the order is drawn from; the loader sets it by `set_seed`.

@@ -150,7 +150,7 @@ class RunData:
         )
 
     def commit_saved(self, payload: Mapping[str, Any]) -> None:
-        """Let loaders free what lies before their positions in a checkpoint that is on the disk.
+        """Let loaders free what is before their positions in a checkpoint that is on the disk.
 
         May be called on one rank, and from another thread.
         """

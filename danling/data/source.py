@@ -136,7 +136,7 @@ class BatchSource(ABC):
         reads: Whether batches are read on this rank.
         check: Called before the position moves; raises where the data was changed within a pass.
         kind: How the loader is positioned: `"position"`, `"sampled"`, `"window"`, `"stateful"` or `"counted"`.
-        is_rank_local: Whether each rank has a state of its own to save.
+        is_rank_local: Whether each rank has its own state to save.
         foreseen: Whether a rank that reads nothing knows the batches, and the end of a pass, as those do that read.
         epoch: The pass that the position is in, from 0.
         consumed: How much of the pass is consumed: samples over all ranks for a loader of the library, else batches of this rank.
@@ -263,7 +263,7 @@ class BatchSource(ABC):
         self._load({key: value for key, value in state.items() if key != "kind"})
 
     def commit_state(self, state: Mapping[str, object]) -> None:  # noqa: B027
-        """Let the loader free what lies before a position that is in a checkpoint on the disk, where it frees anything.
+        """Let the loader free what is before a position that is in a checkpoint on the disk, where it frees anything.
 
         May be called on one rank, and from another thread.
 
@@ -290,7 +290,7 @@ class BatchSource(ABC):
     def can_restart(self) -> bool:
         """Whether a pass can be begun, left and begun anew with the same batches.
 
-        An iterator, and a loader over one, give each batch once; and a loader with a state of its own that torch does not know keeps its
+        An iterator, and a loader over one, give each batch once; and a loader with its own state that torch does not know keeps its
         place.
         """
         if self.kind == "stateful" and not isinstance(self.loader, TorchDataLoader):
@@ -447,7 +447,7 @@ class WindowSource(_KeptSource):
         return (batch._replace(data=PLACEHOLDER) for batch in self.read.micro_batches(read=False))
 
     def commit_state(self, state: Mapping[str, object]) -> None:
-        """Free what lies before a position that is in a checkpoint on the disk."""
+        """Free what is before a position that is in a checkpoint on the disk."""
         if state.get("kind") == self.kind:
             self.read.commit_state({key: value for key, value in state.items() if key != "kind"})
 
@@ -630,7 +630,7 @@ class _Ahead(NamedTuple):
 
 
 class StatefulSource(_LiveSource):
-    """Position in a loader with a state of its own: a `StreamLoader`, or one of the user's.
+    """Position in a loader with its own state: a `StreamLoader`, or one of the user's.
 
     A dataset that keeps its place cannot tell, from a state in which nothing is left, a pass of which only the end has not been seen
     from one that has not begun: it would begin another one. So where the length of a pass is not known, `state_dict` reads

@@ -204,7 +204,7 @@ class Splits:
         """Return how updates of a split to train on, by default the first one, are divided over ranks and micro-batches.
 
         Returns:
-            `None` where batches have a size of their own, and `accum_steps` of them make an update.
+            `None` where batches have their own size, and `accum_steps` of them make an update.
         """
         if split is None:
             split = next(iter(self._run.train_splits), None) if self.names else None

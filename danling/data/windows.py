@@ -106,7 +106,7 @@ class WindowLoader(Protocol):
         """Go to a saved position."""
 
     def commit_state(self, state: Mapping[str, Any]) -> None:
-        """Free what lies before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
+        """Free what is before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
 
     def free(self) -> None:
         """Free what such a position has left to be freed; called in the thread that reads."""

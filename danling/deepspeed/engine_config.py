@@ -130,7 +130,7 @@ def _refuse_contradictions(given: Mapping[str, Any], facts: EngineFacts) -> None
     if in_bf16 and str(facts.precision).lower() in ("fp16", "float16"):
         raise _contradiction("deepspeed.bf16.enabled", True, "precision", facts.precision, "Choose one of them")
     if in_bf16 and zero_stage(given) == 0:
-        # Without ZeRO the engine makes a step of its own when it is built, and the run diverges.
+        # Without ZeRO the engine makes its own step when it is built, and the run diverges.
         mend = "Set deepspeed.zero_optimization.stage to 1, 2 or 3, or precision=bf16 to autocast"
         raise _contradiction("deepspeed.bf16.enabled", True, "deepspeed.zero_optimization.stage", 0, mend)
     for key, source in (("optimizer", facts.optimizer), ("scheduler", facts.scheduler)):
@@ -176,7 +176,7 @@ class _Noted(dict[str, Any]):
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[str]:
-        # Without a method of its own, a call with `**section` would take the values past `__getitem__`.
+        # Without its own method, a call with `**section` would take the values past `__getitem__`.
         return super().__iter__()
 
     def __getitem__(self, key: str) -> object:

@@ -30,7 +30,7 @@ _FOLDER = "notes"
 
 
 class Board:
-    """Notes in the store of a job, over a connection of its own: a thread that waits in the store does not hold it up.
+    """Notes in the store of a job, over its own connection: a thread that waits in the store does not hold it up.
 
     Where the store does not answer, since the process that keeps it is gone, notes are files in a directory that all ranks may see.
 
@@ -83,7 +83,7 @@ class Board:
             return None
         file = self._directory() / _FOLDER / key.replace("/", "-")
         try:
-            # What lies there from before is of a job that is over.
+            # What is there from before is of a job that is over.
             return read_text(file) if file.stat().st_mtime >= self._began else None
         except (OSError, ValueError):
             return None

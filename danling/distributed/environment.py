@@ -38,7 +38,7 @@ class LaunchEnvironment:
         """Read `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and `TORCHELASTIC_RESTART_COUNT`.
 
         Raises:
-            ValueError: If a variable is not an integer, or the rank lies outside the world.
+            ValueError: If a variable is not an integer, or the rank is outside the world.
         """
         values = {
             "rank": _read_int("RANK", 0),
@@ -101,7 +101,7 @@ def init_process_group(
         timeout_seconds: How long a collective may take before it fails; `None` keeps torch's default.
 
     Returns:
-        Whether the caller is to call `destroy_process_group` in the end: not where the program made a group of its own, which is used
+        Whether the caller is to call `destroy_process_group` in the end: not where the program made its own group, which is used
         as it is.
     """
     global _own_group, _users
@@ -129,7 +129,7 @@ _groups_made = 0
 
 
 def _next_store(launch: LaunchEnvironment, init_method: str | None) -> Store:
-    """Return a store of its own for the next group of this process."""
+    """Return its own store for the next group of this process."""
     global _rendezvous, _groups_made
     url = init_method or "env://"
     if _rendezvous is None or _rendezvous[0] != url:

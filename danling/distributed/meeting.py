@@ -80,7 +80,7 @@ class JointLeave:
             mine = str(self._rank).encode()
             if before == self._STAY or mine in ranks:
                 return self._all(before)
-            # With a rank of its own in it no other rank can have written it.
+            # With its own rank in it no other rank can have written it.
             after = b",".join(sorted({*ranks, mine}))
             if self._store.compare_set(self._key, before.decode(), after.decode()) == after:
                 return self._all(after)

@@ -159,7 +159,7 @@ def _forward_and_loss(model: object, loss: Any, inputs: object, target: Any) -> 
 class GraphCompilation(Compilation):
     """Compiles forward and loss under a memory policy.
 
-    Every size of a batch has a graph of its own unless `dynamic` is set: what is computed with a batch then depends on nothing that the
+    Every size of a batch has its own graph unless `dynamic` is set: what is computed with a batch then depends on nothing that the
     process has seen before, and a run that is resumed in the middle of an epoch computes the same.
     """
 

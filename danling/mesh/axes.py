@@ -16,7 +16,7 @@ class AxisTraits:
     """What the ranks along one parallel axis share, and what each of them has for itself.
 
     Attributes:
-        mesh_place: Place in the order of the mesh, slowest first: what talks most, tensor parallelism, lies on neighbouring ranks.
+        mesh_place: Place in the order of the mesh, slowest first: what talks most, tensor parallelism, is on neighbouring ranks.
         reads_data: The ranks read different samples.
         sees_positions: The ranks see different positions of the same samples.
         cuts_modules: The ranks hold different modules of the model, so that they have no parameter in common.

@@ -181,7 +181,7 @@ def check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
     if loose:
         raise ValueError(
             f"Expected every module and parameter to belong to one part. Received: {', '.join(loose[:8])} in none. List them, or put "
-            "parameters that the model holds directly into a module of their own."
+            "parameters that the model holds directly into their own module."
         )
     _check_ties(modules, parts)
 
@@ -208,7 +208,7 @@ def _check_ties(modules: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -
                 part_before, name_before = owners.setdefault(id(parameter), (index, path))
                 if part_before != index:
                     raise ValueError(
-                        f"Expected parameters that are tied to lie in one part. Received: {name_before} in part {part_before} and {path} "
+                        f"Expected tied parameters to be in one part. Received: {name_before} in part {part_before} and {path} "
                         f"in part {index}, which are one parameter. Put both modules into one part, or untie them."
                     )
 
@@ -265,7 +265,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def check_meta(model: nn.Module) -> None:
-    """Raise where a part of a model lies on the meta device and another has weights, which its initialisation would overwrite."""
+    """Raise where a part of a model is on the meta device and another has weights, which its initialisation would overwrite."""
     places = {
         tensor.is_meta: name
         for name, tensor in (*model.named_buffers(remove_duplicate=False), *model.named_parameters())

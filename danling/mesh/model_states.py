@@ -45,7 +45,7 @@ def rebind_optimizer(
 
 
 def keep_kinds_apart(optimizer: Any) -> None:
-    """Update parameters one by one where those of a group lie on different meshes, since one call cannot take them together."""
+    """Update parameters one by one where those of a group are on different meshes, since one call cannot take them together."""
     for group in optimizer.param_groups:
         kinds = {p.device_mesh if is_sharded(p) else None for p in group["params"]}
         if len(kinds) > 1:
@@ -93,7 +93,7 @@ class ShardedModelStates(ModelStates):
             if name in here
         }
         super().load_optimizer({"state": values, "param_groups": groups})
-        # A stage whose parameters lie on one mesh may have written how its group is stepped.
+        # A stage whose parameters are on one mesh may have written how its group is stepped.
         keep_kinds_apart(self.runner.optimizer)
 
     def template(self) -> dict[str, Any]:

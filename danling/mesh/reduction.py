@@ -84,7 +84,7 @@ class ParameterCopies:
 
     def _complete_partial(self) -> None:
         # Tensor parallelism may leave sums that are still to be made, such as those of norms between stretches of a sequence. They are
-        # made together; a gradient that lies otherwise than its parameter for another reason is moved by itself.
+        # made together; a gradient that is placed differently for another reason is moved by itself.
         waiting: dict[Any, list[Any]] = {}
         sharded: list[Any] = [p for p in self.parameters if p.grad is not None and is_sharded(p.grad) and is_sharded(p)]
         for parameter in sharded:

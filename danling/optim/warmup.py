@@ -16,7 +16,7 @@ _SHAPE = ("total_steps", "warmup_steps", "decay_steps", "final_lr_ratio")
 
 
 class WarmupScheduler(LRScheduler):
-    """A linear warm-up, then a shape of its own, as a factor of every group's base rate.
+    """A linear warm-up, then its own shape, as a factor of every group's base rate.
 
     The rate is a function of the number of updates made. Update `n`, counted from 0, runs at `(n + 1) / warmup_steps` of the base
     rate while it warms up: the first one is not wasted at zero. After that the shape falls from 1 at `warmup_steps` to

@@ -1,4 +1,4 @@
-"""Runs in object stores: where their objects lie (layout), a typed client (store), and what copies a run there."""
+"""Runs in object stores: where their objects are (layout), a typed client (store), and what copies a run there."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ class CheckpointMirror:
         safe = "none" if self.committed_step is None else f"step {self.committed_step}"
         why = str(failure) if failure is not None else f"the upload was not done within {timeout} seconds."
         raise RemoteError(
-            f"Expected the last save in {self.run.url}. Received: {why} The newest that is safe there: {safe}. The last one lies in "
+            f"Expected the last save in {self.run.url}. Received: {why} The newest that is safe there: {safe}. The last one is in "
             f"{self.directory}: start again with auto_resume, which uploads it."
         ) from failure
 
@@ -249,7 +249,7 @@ class CheckpointMirror:
         return self._file(saved) if saved.target is None else self._target(saved, saved.target)
 
     def _file(self, saved: Saved) -> Upload:
-        """Take hold of a single file by a second name, since the next save replaces what lies under its own."""
+        """Take hold of a single file by a second name, since the next save replaces what is under its own."""
         manifests = {}
         for name in saved.names:
             sums = self.directory / f"{name}{FILE_SUMS}"

@@ -41,7 +41,7 @@ def bring_files(store: RemoteStore, layout: RunLayout, directory: Path, *, below
 
 
 def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: Path) -> Path | None:
-    """Bring an object to a directory, and return its path; `None` where as much of it lies there already."""
+    """Bring an object to a directory, and return its path; `None` where as much of it is there already."""
     path = directory / name
     if not is_plain_path(name) or (storage.size_of(path) or -1) >= found.size:
         return None
@@ -272,7 +272,7 @@ class RemoteSources:
         return self._others[key]
 
     def bring_file(self, url: str) -> Path | None:
-        """Bring what another program wrote, and return where it lies now; `None` for the URL of a run. May be called on all ranks."""
+        """Bring what another program wrote, and return where it is now; `None` for the URL of a run. May be called on all ranks."""
         parent, _, name = url.rpartition("/")
         if not name.endswith(_WEIGHTS) or is_name(name.removesuffix(SUFFIX)):
             return None

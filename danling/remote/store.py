@@ -348,7 +348,7 @@ def check_url(url: str) -> None:
     if scheme == "file" and parts.netloc not in ("", "localhost"):
         raise RemoteError(
             f"Expected the absolute path of a directory, as in file:///abs/path. Received: {url!r}, in which {parts.netloc!r} stands "
-            f"where the name of a host does. Give file://{Path.cwd() / parts.netloc}{parts.path}, or where it lies."
+            f"where the name of a host does. Give file://{Path.cwd() / parts.netloc}{parts.path}, or where it is."
         )
 
 
@@ -357,7 +357,7 @@ def _open(url: str, settings: RemoteSettings, credentials: Credentials | None) -
 
     parts = urlsplit(url)
     if parts.fragment or parts.query:
-        # Else what comes after it would be left out, and the objects would lie at another place.
+        # Else what comes after it would be left out, and the objects would are at another place.
         raise ValueError("a '#' is written as %23 in a URL, and a '?' as %3F")
     scheme, path = parts.scheme.lower(), unquote(parts.path)
     if scheme == "file":

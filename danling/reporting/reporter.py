@@ -323,7 +323,7 @@ class Reporter(Observer):
         if bar is not None:
             bar.set_epoch(self._epoch())
             bar.curve(step, result)
-        # A key of its own: `train/loss` is the loss of single updates.
+        # Its own key: `train/loss` is the loss of single updates.
         named = {f"{split}_mean" if split in runner.train_splits else split: values for split, values in result.items()}
         flat = {f"{split}/{name}": value for split, values in named.items() for name, value in values.items()}
         self.trackers.log(flat, step)

@@ -181,7 +181,7 @@ class MlflowTracker:
         run_id: Id of the run, the same for all its attempts.
         name: Display name; `None` takes the id.
         tags: Further tags of the run.
-        resumed: Whether this attempt goes on from a checkpoint. One that starts from scratch gets a run of its own.
+        resumed: Whether this attempt goes on from a checkpoint. One that starts from scratch gets its own run.
         config: The configuration, as plain values; it becomes parameters of the run.
 
     Raises:
@@ -307,7 +307,7 @@ class TrackioTracker:
         group: Group of runs.
         space_id: Space of Hugging Face to log to; `None` logs locally, or where `TRACKIO_SPACE_ID` and `TRACKIO_SERVER_URL` say.
         server_url: Server of trackio to log to.
-        resumed: Whether this attempt goes on from a checkpoint. One that starts from scratch gets a run of its own.
+        resumed: Whether this attempt goes on from a checkpoint. One that starts from scratch gets its own run.
         config: The configuration, as plain values.
 
     Raises:

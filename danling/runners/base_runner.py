@@ -491,7 +491,7 @@ class BaseRunner(metaclass=MetaRunner):
         return self._data.build_loader(split, dataset)
 
     def build_datasampler(self, split: str, dataset: Any) -> Any:
-        """Return a sampler or a batch sampler for one split, or `None`; override it for an order of your own.
+        """Return a sampler or a batch sampler for one split, or `None`; override it for your own order.
 
         By default a loader of the library has its own sampler, which divides the dataset over the ranks. A sampler of yours has to divide
         itself; its order is restored exactly on the same number of processes. If you return a batch sampler, which yields lists of
@@ -644,7 +644,7 @@ class BaseRunner(metaclass=MetaRunner):
     def scores(self) -> dict[int, float]:
         """The monitored metric by completed epoch or global step, of evaluations only.
 
-        Override it for a score of your own, for example one computed from several metrics in `self.results`, in the order of the
+        Override it for your own score, for example one computed from several metrics in `self.results`, in the order of the
         evaluations: the best and the latest score, `best`, early stopping and metric schedulers use it. No communication: the same on
         all ranks.
         """
@@ -683,7 +683,7 @@ class BaseRunner(metaclass=MetaRunner):
     # What is seen of the run
 
     def add_tracker(self, tracker: Tracker | Callable[[], Tracker]) -> None:
-        """Also send every metric of the run to a tracker of your own; call it in `__init__` or before `train`, on all ranks.
+        """Also send every metric of the run to your own tracker; call it in `__init__` or before `train`, on all ranks.
 
         The tracker is opened once, when training first begins, gets every record of `metrics.jsonl`, is flushed at every checkpoint and
         at the end of every training, even one that fails, and is closed by `close`.
@@ -747,7 +747,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Context of a loop of your own: opens the trackers, watches for signals, paces garbage collection. Entered on all ranks.
+        """Context of your own loop: opens the trackers, watches for signals, paces garbage collection. Entered on all ranks.
 
         On exit the full state is saved, unless it has been already; trackers are flushed and signal handlers restored. After an exception
         nothing is saved. Call `boundary()` after every update inside.
@@ -893,7 +893,7 @@ class BaseRunner(metaclass=MetaRunner):
         )
 
     def component_states(self) -> dict[str, Any]:
-        """Return the states of the components by name, such as `model`; override it in a runner with a loop of its own."""
+        """Return the states of the components by name, such as `model`; override it in a runner with its own loop."""
         return self.run_state.components()
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -1029,7 +1029,7 @@ class BaseRunner(metaclass=MetaRunner):
         """Construct a runner with the configuration of a checkpoint and restore its full state.
 
         Paths in the stored configuration (`dir`, `checkpoint_dir`, `log_file`, `workspace_root`, directories of traces) are ignored. If the
-        checkpoint lies in the directory of its run, the run continues there; otherwise it writes where `config` says, or into a new
+        checkpoint is in the directory of its run, the run continues there; otherwise it writes where `config` says, or into a new
         directory under the default root. Secrets (text under `token`, `api_key`, ...) are taken only from `config`.
 
         Args:

@@ -112,7 +112,7 @@ class ParallelRunner(TorchRunner):
         return degrees
 
     def build_topology(self) -> Topology:
-        """Return the place of this rank on the parallel axes; override it for a mesh of your own."""
+        """Return the place of this rank on the parallel axes; override it for your own mesh."""
         device_type = self.config.parallel.mesh_device_type
         return Topology(self._degrees(), device=self.device, mesh_device_type=device_type)
 
@@ -309,7 +309,7 @@ class ParallelRunner(TorchRunner):
     # Pipeline
 
     def build_pipeline_model_parts(self) -> list[nn.Module]:
-        """Return the model parts of this rank, one a stage; override it for a builder of your own.
+        """Return the model parts of this rank, one a stage; override it for your own builder.
 
         Their parameters must be named as in the whole model, since checkpoints are written under these names.
         """

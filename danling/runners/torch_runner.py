@@ -729,7 +729,7 @@ class TorchRunner(BaseRunner):
         return reduction if self.fault_tolerance is None else self.fault_tolerance.around(reduction)
 
     def build_reduction(self) -> GradientReduction:
-        """Return the component that completes, measures, clips and applies the gradient; override it in a stack of your own."""
+        """Return the component that completes, measures, clips and applies the gradient; override it in your own stack."""
         if self._parts.canonical is not None:
             sums = self._parts.canonical
             return CanonicalReduction(self.optimizer, self.named_parameters, self.precision.scaler, sums=sums)
@@ -815,7 +815,7 @@ class TorchRunner(BaseRunner):
         return data if self.device.type == "cpu" else move_to_device(data, self.device)
 
     def batch_weight(self, data: Any, target: Any) -> float | Tensor:
-        """Return the weight of a batch: how many terms its mean-reduced loss averages. Override it for a criterion of your own.
+        """Return the weight of a batch: how many terms its mean-reduced loss averages. Override it for your own criterion.
 
         The default counts the targets that the criterion does not ignore, see `danling.training.criterion_weight`; without a criterion,
         the labels that the model's own loss counts, see `danling.training.model_weight` (your own `compute_loss` is assumed to count

@@ -18,7 +18,7 @@ _STACKS = (
     "layers",
     "h",
 )
-"""Where the layers of models of transformers lie."""
+"""Where the layers of models of transformers are."""
 
 
 @contextmanager

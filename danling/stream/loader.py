@@ -40,7 +40,7 @@ class FeatureDataset(Dataset[Any]):
     """A fixed list of samples of a stream, for evaluation, or to train on in another order; goes into `self.datasets`.
 
     Args:
-        store: Where the features lie. It frees none of them; a `StreamLoader` over the same log does, unless it has `retain="all"`.
+        store: Where the features are. It frees none of them; a `StreamLoader` over the same log does, unless it has `retain="all"`.
         refs: The samples, such as `channel.read(0, channel.published())`.
         transform: Makes of a `Sample` what the loader is to collate; by default its features by name.
     """
@@ -141,18 +141,18 @@ class StreamLoader:
 
     An update takes the next `ranks x batch_size x accum_steps` samples, of which this rank reads its share. It begins once the log
     holds all of them; a shorter last one is divided like any other, once the log is complete. The position is the number of samples
-    consumed over all ranks. It lies in the run's checkpoints, and means the same on any number of ranks.
+    consumed over all ranks. It is in the run's checkpoints, and means the same on any number of ranks.
 
     Features are freed, and the producer gets its credit back, when they are no longer needed:
 
     - `retain="checkpoint"`: when a checkpoint behind them is on the disk. After a crash of either side, at any instant, the run goes on
       bitwise as if nothing had happened. The producer must be allowed at least as many samples ahead as are trained on between two saves.
-    - `retain="step"`: after the update, for features that are too large to be kept. A resumed run lacks what lies between its checkpoint
+    - `retain="step"`: after the update, for features that are too large to be kept. A resumed run lacks what is between its checkpoint
       and where it was killed; `on_gap` says what then.
     - `retain="all"`: never. The log may be read as often as one likes, by several runs once it is complete.
 
     Args:
-        store: Where the features lie.
+        store: Where the features are.
         channel: The log.
         batch_size: Samples that a rank holds at once.
         global_batch_size: Samples of an update over all ranks, in the place of `ranks x batch_size x accum_steps`: then an update takes the
@@ -527,7 +527,7 @@ class StreamLoader:
     # Freeing
 
     def commit_state(self, state: Mapping[str, Any]) -> None:
-        """Free what lies before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
+        """Free what is before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
         if self.retain != "step":
             self.commit(int(state["consumed"]) if int(state["epoch"]) == 0 else _WHOLE_LOG)
 

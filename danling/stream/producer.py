@@ -302,7 +302,7 @@ class FeatureProducer(Runner):
     it is `max_in_flight` samples ahead of the trainer's last durable checkpoint. When it fails, the log says so and why.
 
     It may be given the configuration of its trainer, one file for both: what concerns only training is left out, which the log says. Its
-    run has an identity of its own, and so a directory of its own; a `dir` that is set is for one of both.
+    run has its own identity, and so its own directory; a `dir` that is set is for one of both.
 
     Several producers may fill one log, each with data of its own: give each its `part` out of `parts`. The log is complete when all have
     come to their end.
@@ -579,7 +579,7 @@ class FeatureProducer(Runner):
         self._has_warned = True
         logger.warning(
             "Sample %r comes more than once in a pass over split %r. The log of stream %s holds each id once: the others are left out. If "
-            "they are other samples, override `sample_ids` so that each has an id of its own.",
+            "they are other samples, override `sample_ids` so that each has its own id.",
             self._not_wanted[number - 1],
             split,
             self.channel.name,

@@ -65,7 +65,7 @@ def check_id(sample: str) -> None:
 
 @dataclass(frozen=True)
 class SampleRef:
-    """One sample of a stream: what it is, and where its features lie.
+    """One sample of a stream: what it is, and where its features are.
 
     Args:
         id: Names the sample in the log, which holds each at most once: a producer that is started again leaves out the ids that are there.
@@ -132,7 +132,7 @@ ROOM = "Free space there, or let the producer be ahead by fewer samples"
 class FeatureStore(ABC):
     """Immutable objects, each the features of one sample. Safe for several processes where the store outlives one.
 
-    A store of your own derives from it, and writes a checksum with each object that `get` verifies.
+    Your own store derives from it, and writes a checksum with each object that `get` verifies.
     """
 
     @abstractmethod
@@ -237,7 +237,7 @@ class RefChannel(Protocol):
         """Return the number of samples in the log, those of other processes included."""
 
     def committed(self) -> int:
-        """Return the watermark: samples that a durable checkpoint of the trainer lies behind."""
+        """Return the watermark: samples that a durable checkpoint of the trainer is behind."""
 
     def commit(self, position: int) -> None:
         """Move the watermark; it never goes back.

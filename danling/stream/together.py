@@ -36,7 +36,7 @@ def run_together(producer: FeatureProducer, trainer: BaseRunner, *, split: str |
         )
     if trainer.world_size > 1:
         raise ValueError(
-            f"Expected one process for run_together. Received: {trainer.world_size}. Start the producer as a job of its own, with a "
+            f"Expected one process for run_together. Received: {trainer.world_size}. Start the producer as its own job, with a "
             "SQLiteChannel between both."
         )
     production = producer.production(split)

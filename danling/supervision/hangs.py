@@ -171,7 +171,7 @@ class HangWatch:
         self._asked: tuple[float, dict[int, RankState | None]] | None = None
 
     def check(self) -> None:
-        """Look once; called about once a second, by a thread of its own."""
+        """Look once; called about once a second, by its own thread."""
         now = self._clock()
         gap, self._last_check = now - self._last_check, now
         if gap > _STOPPED_SECONDS:

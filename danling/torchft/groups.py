@@ -124,7 +124,7 @@ class ReplicaGroups:
         timeout, patience = timedelta(seconds=self.timeout), timedelta(seconds=self.quorum_timeout)
         try:
             host = address_towards(self._lighthouse)
-            # A store of its own for every attempt: that of the launcher may still hold the addresses of an earlier one.
+            # Its own store for every attempt: that of the launcher may still hold the addresses of an earlier one.
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if group.rank == 0 else None
             address, port = group.broadcast_object((host, self._store.port if self._store is not None else 0))
             self._process_group = _process_group(settings.process_group, timeout)
@@ -175,7 +175,7 @@ class ReplicaGroups:
             self.leave()
             raise
         except OtherSizeMet as error:
-            # It ends with an error of its own; without it this group would wait for ranks that are not there.
+            # It ends with its own error; without it this group would wait for ranks that are not there.
             self.leave()
             logger.warning("A replica group of another size has come, and is refused; trying again without it.")
             if self._group.size > 1:
@@ -199,7 +199,7 @@ class ReplicaGroups:
 
     def _heal(self, state: object) -> None:
         self._healing = True
-        # The tensors lie in the bytes that were received, which must not be written to.
+        # The tensors are in the bytes that were received, which must not be written to.
         self._load(tree_map_only(Tensor, torch.clone, state))
         self._healing, self._healed = False, True
 

@@ -156,7 +156,7 @@ class ReplicaMember:
 
     def _acquire(self) -> tuple[bool, bool]:
         if self._writer is None:
-            # Groups that do not share the directory each have a lock of their own, and each write.
+            # Groups that do not share the directory each have their own lock, and each write.
             self._writer = FileLock(self._runner.workspace.checkpoints / "writer.lock")
         return self._writer.held, self._writer.acquire()
 
@@ -194,7 +194,7 @@ class ReplicatedReduction:
         mine = (totals.weight, totals.loss, totals.samples, totals.nonfinite)
         shared = torch.tensor([*(float(value) for value in mine), *present], dtype=torch.float64)
         weight, loss, samples, nonfinite, *holders = groups.all_reduce(shared).tolist()
-        # Each group has scaled by a reference of its own, and divided by its number of ranks: undone before the sum.
+        # Each group has scaled by its own reference, and divided by its number of ranks: undone before the sum.
         factor = window.gradient_factor(1.0, self.inner.mean_over)
         groups.reduce_gradients(parameters, [count > 0 for count in holders], factor)
         groups.average(normalization_statistics(self.member._runner.unwrapped_model))

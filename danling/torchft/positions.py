@@ -55,7 +55,7 @@ class OwnPositions:
     def load(self) -> None:
         """Restore what this group has saved last at or before the step of the run.
 
-        A position that belongs to an earlier step than the weights is taken only for loaders that keep a state of their own on each
+        A position that belongs to an earlier step than the weights is taken only for loaders that keep their own state on each
         rank: groups whose common position differed would end their passes at different updates.
         """
         runner, step = self._runner, self._runner.state.train.global_step

@@ -356,7 +356,7 @@ def takes_closure(optimizer: object) -> bool:
 
 
 def _in_evaluation(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules in evaluation mode, but for those that decide their mode in a `train` of their own."""
+    """Yield the outermost modules in evaluation mode, but for those that decide their mode in their own `train`."""
     if type(model).train is not nn.Module.train:
         return
     if not model.training:

@@ -279,7 +279,7 @@ class Decoder:
     """
 
     def __init__(self, encoder: Encoder) -> None:
-        # An object takes one value: where two values were apart when they were saved, the second one gets an object of its own.
+        # An object takes one value: where two values were apart when they were saved, the second one gets its own object.
         self._taken = {key for key, path in encoder.paths().items() if path.startswith("/")}
         self._live = encoder.objects
         self._restored: dict[str, object] = {}

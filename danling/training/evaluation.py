@@ -139,7 +139,7 @@ class Evaluator:
             return runner.sources.open(split, runner.build_dataloader(split, runner.datasets[split]))
         if runner.source(split).consumed:
             raise ValueError(
-                f"Expected a loader of its own to evaluate split {split!r} in the middle of training on it: its loader would lose "
+                f"Expected a separate loader to evaluate split {split!r} in the middle of training on it: its loader would lose "
                 f"its position. Received: {type(runner.dataloaders[split]).__name__} in `self.dataloaders`. Put a dataset into "
                 "`self.datasets` instead, or a second loader under another split name."
             )

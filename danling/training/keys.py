@@ -94,7 +94,7 @@ class RandomKeys:
                     raise RuntimeError(
                         "Expected `train_step` to leave the update to the runner, which weighs, checks and clips the gradient. Received: a "
                         f"step of {type(optimizer).__name__} inside of it. Remove optimizer.step() or self.step(), which follows by "
-                        "itself; `with self.optimizing(name)` steps one of several optimizers, and an update of your own goes into "
+                        "itself; `with self.optimizing(name)` steps one of several optimizers, and your own update goes into "
                         "`optimizer_step`."
                     )
                 shards = any(is_sharded(each) for group in optimizer.param_groups for each in group["params"])

@@ -23,7 +23,7 @@ _TRAINED = "train_weights"
 
 
 class ModelStates:
-    """Reads and writes the states of a model that this rank holds whole; stacks that divide it have a class of their own."""
+    """Reads and writes the states of a model that this rank holds whole; stacks that divide it have their own class."""
 
     keeps_modes: bool = True
     """Whether an optimizer may have other weights in training than to evaluate, see `danling.optim.modes`."""

@@ -71,7 +71,7 @@ class PassAgreement:
         seen = self.data_domain.gather_objects(source.described(batch) if batch.data is not PLACEHOLDER else None)
         if seen[0] is not None and seen.count(seen[0]) == len(seen) and self.domain.rank == 0:
             logger.warning(
-                "All ranks read the same data in split %r. A loader of your own, or over a stream, is not divided for you: divide "
+                "All ranks read the same data in split %r. A loader that you made, or over a stream, is not divided for you: divide "
                 "it by self.data_domain.rank and self.data_domain.size, or put a map-style dataset into `self.datasets`.",
                 source.split,
             )

@@ -1,4 +1,4 @@
-"""Several optimizers that are stepped one after the other within one `train_step`: each phase is an update of its own."""
+"""Several optimizers that are stepped one after the other within one `train_step`: each phase is its own update."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ def _load_carry(runner: TorchRunner, stored: Mapping[str, Any] | None) -> None:
         )
 
 
-# Loaders: one position for all ranks, or a state of its own on each data replica
+# Loaders: one position for all ranks, or its own state on each data replica
 
 
 def loader_states(
@@ -344,7 +344,7 @@ def share_of_rank(runner: BaseRunner, split: str, state: Mapping[str, Any]) -> M
     if len(ranks) == domain.size:
         own: Mapping[str, Any] = ranks[str(domain.rank)]
         return own
-    received = f"the loader of split {split!r} keeps a state of its own on each of {len(ranks)} data replicas"
+    received = f"the loader of split {split!r} keeps its own state on each of {len(ranks)} data replicas"
     if runner.config.parallel.allow_degree_change:
         logger.warning("%s, and there are %d now: it starts anew.", received, domain.size)
         return None

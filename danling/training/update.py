@@ -116,7 +116,7 @@ class Window:
                 self._reference = self.fixed_reference
             elif self.domain.size > 1:
                 if self.agreed_reference is None:
-                    # A reference of its own on each rank would weigh the ranks against each other, so one is fixed for the whole run.
+                    # Its own reference on each rank would weigh the ranks against each other, so one is fixed for the whole run.
                     largest = self.domain.all_reduce(torch.tensor(float(weight), dtype=torch.float64), "max").item()
                     self.agreed_reference = largest or None
                 self._reference = self.agreed_reference or 1.0

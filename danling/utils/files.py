@@ -102,7 +102,7 @@ def clear_places(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()
             if os.path.lexists(path) and not is_fitting(path):
                 aside = path.with_name(f"{path.name}.aside-{uuid.uuid4().hex[:8]}")
                 os.replace(path, aside)
-                logger.warning("%s was in the way of this run and is no part of it. It lies in %s now.", path, aside)
+                logger.warning("%s was in the way of this run and is no part of it. It is in %s now.", path, aside)
 
 
 def plain_path(name: object) -> str:

@@ -29,7 +29,7 @@ class Observer:
     def training_started(self) -> None:
         """A training begins, before the model is put into training mode. May communicate.
 
-        That is `train`, a `train_epoch` that you call, `runner.session()`, or, in a loop of your own without it, the first `train_step`.
+        That is `train`, a `train_epoch` that you call, `runner.session()`, or, in your own loop without it, the first `train_step`.
         """
 
     def training_failed(self, error: Exception) -> None:
@@ -38,7 +38,7 @@ class Observer:
     def training_ended(self) -> None:
         """The training is over, and its last save is made.
 
-        A loop of your own without `runner.session()` ends at the next training or at `runner.close()`.
+        Your own loop without `runner.session()` ends at the next training or at `runner.close()`.
         """
 
     # A pass

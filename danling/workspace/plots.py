@@ -149,7 +149,7 @@ def _new_figure(panels: int, columns: int) -> Figure:
         ) from error
     width = min(columns, panels)
     height = math.ceil(panels / width)
-    # A figure of its own, not pyplot's: nothing global changes, and no display is looked for.
+    # Its own figure, not pyplot's: nothing global changes, and no display is looked for.
     figure = Figure(figsize=(_WIDTH * width, _HEIGHT * height), layout="constrained")
     for index in range(panels):
         figure.add_subplot(height, width, index + 1).set_prop_cycle(color=COLORS)

@@ -503,7 +503,7 @@ def run_of(checkpoint: Path, part: str | None = None) -> Path | None:
     source = Path(os.path.realpath(checkpoint))
     if not source.exists():
         return None
-    # A single file next to the metadata of a run is no checkpoint of it: those have a directory of their own.
+    # A single file next to the metadata of a run is no checkpoint of it: those have their own directory.
     above = (source, *source.parents) if source.is_dir() else tuple(source.parents)[1:]
     for directory in above[:4]:
         if (directory / _CONFIG).is_file() or (part is not None and (directory / part / _CONFIG).is_file()):

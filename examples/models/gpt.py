@@ -96,7 +96,7 @@ class GPT(nn.Module):
         return [["embedding", *parts[0]], *parts[1:-1], [*parts[-1], "norm", "head"]]
 
     def parallelize(self, context: ParallelContext) -> None:
-        """Divide the model over the axes of `context`; modules that lie on other stages are `nn.Identity` here."""
+        """Divide the model over the axes of `context`; modules that are on other stages are `nn.Identity` here."""
         for module in list(self.modules()):
             if isinstance(module, (Embedding, CausalAttention, MixtureOfExperts)):
                 module.parallelize(context)
@@ -118,7 +118,7 @@ class GPT(nn.Module):
                 plan.update({f"blocks.{name}.{part}": style for part, style in block.tensor_plan().items()})
         parallelize_module(self, mesh, {name: style for name, style in plan.items() if _is_here(self, name)})
         if not isinstance(self.head, nn.Identity) and not isinstance(self.embedding, nn.Identity):
-            self._tie()  # each was given a parameter of its own
+            self._tie()  # each was given its own parameter
 
 
 class Embedding(nn.Module):

@@ -72,7 +72,7 @@ def main() -> None:
     )
     study.sampler = optuna.samplers.TPESampler(
         seed=len(study.trials)
-    )  # a seed of its own, else this start draws what the last one drew
+    )  # its own seed, else this start draws what the last one drew
     for killed in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         study.tell(killed.number, state=TrialState.FAIL)
         study.enqueue_trial(killed.params)

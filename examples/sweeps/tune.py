@@ -3,7 +3,7 @@
     python examples/sweeps/tune.py                          # 12 trials, two at a time
     python examples/sweeps/tune.py --trials 12              # a second start goes on with a search that is not finished
 
-Ray runs each trial in a process of its own. A trial is a run with `auto_resume`, in the directory that its settings name; one that is
+Ray runs each trial in its own process. A trial is a run with `auto_resume`, in the directory that its settings name; one that is
 started again goes on from its newest checkpoint, and its earlier scores are reported again.
 """
 

@@ -76,7 +76,7 @@ def test_a_name_that_nobody_declares_is_refused_with_its_place(name: str, place:
 
 
 def test_other_names_are_refused_with_the_nearest_and_the_mend() -> None:
-    with pytest.raises(ValueError, match=r"--width 3, which neither.*A key of your own is declared in a class"):
+    with pytest.raises(ValueError, match=r"--width 3, which neither.*Your own key is declared in a class"):
         dl.RunnerConfig().parse(["--width", "3"])
     with pytest.raises(ValueError, match="That is said by torchrun --nproc-per-node N"):
         dl.RunnerConfig().parse(["--gpus", "2"])

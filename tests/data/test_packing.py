@@ -264,7 +264,7 @@ def _wrong(lengths: list[int]) -> Any:
             r"dataloader.batch_size=2. Set dataloader.train.batch_size to None",
         ),
         (lambda: source_of(TokenBudget([[1]], 4), global_batch_size=2), "Received: dataloader.global_batch_size"),
-        (lambda: source_of(packed(), batch_size=2, shuffle=True), "a Packed has an order of its own"),
+        (lambda: source_of(packed(), batch_size=2, shuffle=True), "a Packed has its own order"),
     ],
 )
 def test_mistakes_are_named(make: Any, message: str) -> None:

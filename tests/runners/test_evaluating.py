@@ -178,7 +178,7 @@ def test_a_split_to_train_on_is_evaluated_in_a_pass_of_its_own(tmp_path: Path) -
         assert run.evaluate_steps("train_given", 1)["samples"] == 4.0
         given = run.source("train_given")
         given.commit([next(given.batches())])
-        with pytest.raises(ValueError, match="a loader of its own to evaluate split 'train_given'"):
+        with pytest.raises(ValueError, match="a separate loader to evaluate split 'train_given'"):
             run.evaluate_epoch("train_given")
         with pytest.raises(ValueError, match="nowhere"):
             run.evaluate_epoch("nowhere")

@@ -37,7 +37,7 @@ class FileChannel:
     Lines are appended and synced under a lock, which keeps other producers out, and readers too: they see an append that is whole, or
     nothing of it. Where a producer hangs in an append, readers go on with what they have seen. What a killed producer has left of a line
     is no line: readers skip it, and the next producer cuts it off. Readers keep 8 bytes a sample in memory, producers about 100. The
-    watermark and the run that owns the log lie in small files beside it.
+    watermark and the run that owns the log are in small files beside it.
 
     Args:
         path: The directory, which is made.

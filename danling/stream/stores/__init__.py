@@ -1,4 +1,4 @@
-"""Where the features of a stream lie until a durable checkpoint no longer needs them."""
+"""Where the features of a stream are until a durable checkpoint no longer needs them."""
 
 from __future__ import annotations
 

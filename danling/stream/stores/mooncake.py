@@ -46,7 +46,7 @@ class MooncakeStore(FeatureStore):
     `put` writes an object into registered memory, from which it goes over the network; `get` receives it in registered memory and copies
     it from there. Objects are pinned, so that Mooncake frees none by itself, and removed by force, since a reader has a lease on them.
 
-    Objects lie in the memory of the processes that lend it, and go with them: let a process lend it that is neither the producer nor
+    Objects are in the memory of the processes that lend it, and go with them: let a process lend it that is neither the producer nor
     the trainer (`mooncake_client --global_segment_size=...`), for either may be killed. What a writer that is killed in the middle has
     reserved is no object, and the master frees it by itself (`--put_start_release_timeout_sec`, 600 by default).
 

@@ -133,5 +133,5 @@ def taken(object_id: str, place: str) -> ValueError:
     """Return the error for a name that another object has."""
     return ValueError(
         f"Expected a name that no object of {place} has, since objects never change. Received: {object_id!r}, which holds other bytes. "
-        "Give each object a name of its own, for instance with the version of the weights that made it."
+        "Give each object its own name, for instance with the version of the weights that made it."
     )
