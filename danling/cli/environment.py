@@ -9,7 +9,6 @@ import argparse
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +19,9 @@ from danling import __version__
 
 from .output import OK, add_json, print_json
 
-EXTRAS = (
+PACKAGES = (
+    *("torch", "torchdata", "chanfig", "pyyaml", "tqdm", "numpy"),
+    # Only parts of the library use these.
     "tensorboard",
     "wandb",
     "mlflow-skinny",
@@ -33,14 +34,6 @@ EXTRAS = (
     "torchft-nightly",
     "mooncake-transfer-engine-non-cuda",
 )
-"""Packages that only parts of the library use."""
-_MODULES = {
-    "mlflow-skinny": "mlflow",
-    "torchft-nightly": "torchft",
-    "mooncake-transfer-engine-non-cuda": "mooncake.store",
-}
-"""Modules of packages that are called otherwise, where it is not the same name with `_`."""
-PACKAGES = ("torch", "torchdata", "chanfig", "pyyaml", "tqdm", "numpy", *EXTRAS)
 _VARIABLES = re.compile(
     r"(OMP|MKL)_NUM_THREADS|(CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|TORCHFT|PYTORCH)_[A-Z0-9_]+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|DS_ACCELERATOR|ACCELERATE_[A-Z0-9_]+"
 )
@@ -71,20 +64,24 @@ def run(options: argparse.Namespace) -> int:
 def environment() -> dict[str, object]:
     """Return the facts as plain values."""
     variables = {k: v for k, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(k) and not _SECRET.search(k)}
+    try:
+        memory = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+    except (AttributeError, ValueError, OSError):
+        memory = "unknown"
     return {
         "danling": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
         "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory": _memory(),
-        "cuda": torch_cuda() or "none in this build of torch",
-        "gpus": ", ".join(gpus()) or "none",
-        "packages": {name: installed(name) for name in PACKAGES},
+        "memory": memory,
+        "cuda": _torch_cuda() or "none in this build of torch",
+        "gpus": ", ".join(_gpus()) or "none",
+        "packages": {name: _installed(name) for name in PACKAGES},
         "variables": variables,
     }
 
 
-def installed(package: str) -> str | None:
+def _installed(package: str) -> str | None:
     """Return the version of an installed package, `None` when there is none; `unknown` where its metadata cannot be read."""
     try:
         return version(package)
@@ -94,12 +91,7 @@ def installed(package: str) -> str | None:
         return "unknown"
 
 
-def module_of(package: str) -> str:
-    """Return the name of the module of a package."""
-    return _MODULES.get(package, package.replace("-", "_"))
-
-
-def torch_cuda() -> str | None:
+def _torch_cuda() -> str | None:
     """Return the CUDA version torch was built for, read from its sources: importing it would take seconds."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
@@ -109,22 +101,11 @@ def torch_cuda() -> str | None:
     return found[1] if found else None
 
 
-def gpus() -> list[str]:
+def _gpus() -> list[str]:
     """Return the NVIDIA devices that the driver names."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return done.stdout.splitlines()
-
-
-def _memory() -> str:
-    try:
-        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return "unknown"
-    return f"{pages * size / 2**30:.1f} GiB"

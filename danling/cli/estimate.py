@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from danling.mesh.axes import AXES, Axes, axes_with
 from danling.utils.messages import did_you_mean
@@ -79,20 +78,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the bytes of each part."""
     layout = Layout(stage=options.stage, **{axis: getattr(options, axis) for axis in AXES})
-    model = _model(options)
-    precision = Precision(options.precision, options.grad_precision, options.master)
-    parts = bytes_per_rank(model, layout, optimizer=options.optimizer, precision=precision, ema=options.ema)
+    model, degrees = _model(options), dict(layout.axes.degrees)
+    parts = bytes_per_rank(
+        model,
+        layout,
+        optimizer=options.optimizer,
+        precision=options.precision,
+        gradients=options.grad_precision,
+        master=options.master,
+        ema=options.ema,
+    )
     if options.json:
-        facts: dict[str, Any] = {
-            "layout": {**layout.degrees(), "stage": layout.stage},
-            "world_size": layout.axes.world_size,
-        }
+        facts = {"layout": {**degrees, "stage": layout.stage}, "world_size": layout.axes.world_size}
         print_json({**facts, "parameters": model.dense + model.experts, "bytes_per_rank": parts})
         return OK
-    active = ", ".join(f"{name} {degree}" for name, degree in layout.degrees().items() if degree > 1)
+    active = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "no axis above 1"
     print(
-        f"{model.dense + model.experts:.4g} parameters on {layout.axes.world_size} ranks ({active or 'no axis above 1'}), "
-        f"ZeRO stage {layout.stage}\n"
+        f"{model.dense + model.experts:.4g} parameters on {layout.axes.world_size} ranks ({active}), ZeRO stage {layout.stage}\n"
     )
     print_table(
         ("on each rank", "memory"), [(name, as_bytes(size)) for name, size in parts.items() if size or name == "total"]
@@ -157,45 +159,12 @@ class Layout:
         self.axes = Axes.resolve(degrees, world_size=math.prod(degrees.values()))
         self.stage = stage
 
-    def degrees(self) -> dict[str, int]:
-        """Return the degree of each axis, in the order of the configuration."""
-        return dict(self.axes.degrees)
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Which dtypes state is kept in.
-
-    Attributes:
-        parameters: Of the weights that the model computes with. Autocast leaves them in float32.
-        gradients: Of the gradients; `None` takes that of the weights, as autograd does.
-        master: Whether the optimizer keeps a float32 copy of 16-bit weights, as DeepSpeed does.
-        states: Of the optimizer's tensors; `None` takes float32 with a master copy, else that of the weights.
-    """
-
-    parameters: str = "fp32"
-    gradients: str | None = None
-    master: bool = False
-    states: str | None = None
-
-    def bytes_of(self, part: str) -> int:
-        """Return the bytes of an element of `parameters`, `gradients`, `states` or `master`."""
-        if part == "master":
-            return DTYPE_BYTES["fp32"] if self.master and self.parameters != "fp32" else 0
-        if part == "states":
-            return DTYPE_BYTES[self.states or ("fp32" if self.master else self.parameters)]
-        return DTYPE_BYTES[(self.gradients if part == "gradients" else None) or self.parameters]
-
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model.
+    """What is known of a model: parameters outside the experts, those of the experts, and the shape of every parameter by name.
 
-    Attributes:
-        dense: Parameters outside the experts.
-        experts: Parameters of the experts.
-        shapes: Shape of every parameter by name; with them a division into uneven parts is exact for `shard`. `dense` and
-            `experts` are then their sums.
+    With shapes a division into uneven parts is exact for `shard`.
     """
 
     dense: float
@@ -209,29 +178,45 @@ class Model:
 
 
 def bytes_per_rank(
-    model: Model, layout: Layout, *, optimizer: str = "adamw", precision: Precision | None = None, ema: bool = False
+    model: Model,
+    layout: Layout,
+    *,
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    gradients: str | None = None,
+    master: bool = False,
+    ema: bool = False,
 ) -> dict[str, int]:
     """Return the bytes on the fullest rank by part: `parameters`, `gradients`, `optimizer`, `master`, `ema`, `total`.
 
     What a forward pass needs (activations, buffers, parameters gathered for a moment, caches of the allocator, the
     communicators) is not counted: it depends on batch and code, not on the layout alone.
+
+    Args:
+        model: The model.
+        layout: How it is divided.
+        optimizer: Name of the optimizer.
+        precision: Dtype of the weights that the model computes with. Autocast leaves them in fp32.
+        gradients: Dtype of the gradients; `None` takes that of the weights, as autograd does.
+        master: Whether the optimizer keeps a copy of 16-bit weights and its own tensors in fp32, as DeepSpeed does.
+        ema: Whether an average of the weights is kept.
     """
     if optimizer not in OPTIMIZER_STATES:
         known = ", ".join(OPTIMIZER_STATES)
         raise ValueError(
             f"Expected an optimizer out of: {known}. Received: {optimizer!r}.{did_you_mean(optimizer, OPTIMIZER_STATES)}"
         )
-    precision = precision or Precision()
     whole, divided = elements(model, layout, sharded=False), elements(model, layout, sharded=True)
     tensors, scalars = OPTIMIZER_STATES[optimizer]
     kept = divided if layout.stage >= 1 else whole
-    weights = divided if layout.stage == 3 else whole
+    weights = (divided if layout.stage == 3 else whole) * DTYPE_BYTES[precision]
     parts = {
-        "parameters": weights * precision.bytes_of("parameters"),
-        "gradients": (divided if layout.stage >= 2 else whole) * precision.bytes_of("gradients"),
-        "optimizer": kept * tensors * precision.bytes_of("states") + scalars * SCALAR_BYTES * len(model.shapes),
-        "master": kept * precision.bytes_of("master"),
-        "ema": weights * precision.bytes_of("parameters") if ema else 0,
+        "parameters": weights,
+        "gradients": (divided if layout.stage >= 2 else whole) * DTYPE_BYTES[gradients or precision],
+        "optimizer": kept * tensors * DTYPE_BYTES["fp32" if master else precision]
+        + scalars * SCALAR_BYTES * len(model.shapes),
+        "master": kept * DTYPE_BYTES["fp32"] if master and precision != "fp32" else 0,
+        "ema": weights if ema else 0,
     }
     rounded = {name: math.ceil(value) for name, value in parts.items()}
     return {**rounded, "total": sum(rounded.values())}
@@ -243,14 +228,10 @@ def elements(model: Model, layout: Layout, *, sharded: bool) -> float:
     degree = axes.degree("shard") if sharded else 1
     dense: float = model.dense / degree
     if model.shapes:
-        dense = sum(_rows(shape, degree) for shape in model.shapes.values())
+        dense = sum(
+            math.ceil(shape[0] / degree) * math.prod(shape[1:]) if shape else 1 for shape in model.shapes.values()
+        )
     # What is divided over `shard` depends on the stage, and was counted above.
     over_dense = [name for name in axes_with(divides_dense=True) if name != "shard"]
     over_experts = [name for name in axes_with(divides_experts=True) if name != "shard"]
     return dense / axes.degree(*over_dense) + model.experts / degree / axes.degree(*over_experts)
-
-
-def _rows(shape: Sequence[int], degree: int) -> int:
-    if not shape:
-        return 1
-    return math.ceil(shape[0] / degree) * math.prod(shape[1:])

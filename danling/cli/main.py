@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any, TextIO
@@ -24,12 +26,11 @@ from typing import Any, TextIO
 from danling import __version__
 from danling.utils.messages import did_you_mean, without_controls
 
-from .ending import ended_by_sigterm
 from .output import DAMAGED, INTERRUPTED, MISSING_PACKAGE, NOTHING_THERE, WRONG_USAGE
 
 SUBCOMMANDS = {
     "env": ("environment", "print what a bug report should say"),
-    "doctor": ("doctor", "train, save, kill and resume on two local processes, and say what works here"),
+    "doctor": ("doctor", "stop, kill and resume a training on two local processes, and say what works here"),
     "runs": ("runs", "list runs: steps, best scores, and where their settings differ"),
     "explain": ("explain", "say on one screen what a run trained, and what it keeps on disk"),
     "audit": ("audit", "train a stretch of a run again, and say whether its end is bitwise the stored one"),
@@ -104,7 +105,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         options.command_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.program = words[end + 1 :]
     try:
-        with ended_by_sigterm() if chosen in WITH_PROGRAM else nullcontext():
+        with _ended_by_sigterm() if chosen in WITH_PROGRAM else nullcontext():
             code: int = options.run(options)
         sys.stdout.flush()
         return code
@@ -116,6 +117,24 @@ def _main(arguments: Sequence[str] | None) -> int:
         return INTERRUPTED
     except Exception as error:
         return _explained(error)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block as an exception does: with its processes, and its scratch directory. A second one is ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def _is_named(error: Exception, name: str) -> bool:

@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from .runner_config import RunnerConfig
 
 
-_SMALLEST_PART = 5 << 20
-
-
 def check_sections(config: RunnerConfig) -> None:
-    """Refuse values and combinations that no stack can use."""
+    """Refuse combinations of settings that no stack can use."""
     if config.steps is not None and config.epochs is not None:
         raise ValueError(
             f"Expected steps or epochs, not both. Received: steps={config.steps}, epochs={config.epochs}. Set one of them to none."
@@ -29,32 +26,28 @@ def check_sections(config: RunnerConfig) -> None:
     if wrong or list(axes.values()).count(-1) > 1:
         received = ", ".join(f"parallel.axes.{name}={value!r}" for name, value in (wrong or axes).items())
         raise ValueError(f"Expected parallel axes to be >= 1, at most one of them -1. Received: {received}.")
-    interval = config.scheduler.get("interval")
-    if interval not in (None, "step", "epoch", "validation"):
-        raise ValueError(
-            f"Expected scheduler.interval to be 'step', 'epoch' or 'validation'. Received: scheduler.interval={interval!r}."
-        )
     if config.checkpoint.export_dtype is not None:
         from danling.utils.tensors import floating_dtype  # only here, since torch takes its time
 
         floating_dtype(config.checkpoint.export_dtype, key="checkpoint.export_dtype")
-    _check_batches(config.get("dataloader", None) or {})
+    _check_batches(config.dataloader)
     _check_canonical(config)
-    _check_remote(config)
     read_memory_policy(config.compile.memory_policy)
-    if "fp8" in config and isinstance(config["fp8"], Mapping):
+    remote, ft = config.checkpoint.remote, config.ft
+    if remote.url is not None and ft.enabled:
+        raise ValueError(
+            "Expected checkpoint.remote.url to be unset with ft.enabled: the files of several replica groups are not copied. Received: "
+            f"checkpoint.remote.url={remote.url!r}. Unset one of them."
+        )
+    if ft.min_replica_size > ft.group_size:
+        raise ValueError(
+            f"Expected ft.min_replica_size to be at most ft.group_size. Received: ft.min_replica_size={ft.min_replica_size}, "
+            f"ft.group_size={ft.group_size}."
+        )
+    if isinstance(config.get("fp8"), Mapping):
         raise ValueError(
             f"Expected no section fp8: the library trains in float32, bfloat16 and float16. Received: fp8={dict(config['fp8'])!r}. Set "
             "precision='bf16', or convert the model yourself at the end of __init__, as torchao's convert_to_float8_training does."
-        )
-    if not config.ema.decay < 1:
-        raise ValueError(f"Expected ema.decay to be a number < 1. Received: ema.decay={config.ema.decay!r}.")
-    if config.gc.generation > 2:
-        raise ValueError(f"Expected gc.generation to be 0, 1 or 2. Received: gc.generation={config.gc.generation!r}.")
-    if config.ft.min_replica_size > config.ft.group_size:
-        raise ValueError(
-            f"Expected ft.min_replica_size to be at most ft.group_size. Received: ft.min_replica_size="
-            f"{config.ft.min_replica_size}, ft.group_size={config.ft.group_size}."
         )
 
 
@@ -66,20 +59,6 @@ def _check_batches(common: Mapping[str, Any]) -> None:
             from danling.data.shares import check_sizes  # only here, since torch takes its time
 
             check_sizes(section, place)
-
-
-def _check_remote(config: RunnerConfig) -> None:
-    remote = config.checkpoint.remote
-    if remote.part_size < _SMALLEST_PART:
-        raise ValueError(
-            f"Expected checkpoint.remote.part_size to be at least {_SMALLEST_PART} bytes (5 MiB), which S3 requires. Received: "
-            f"checkpoint.remote.part_size={remote.part_size}. Give a larger one."
-        )
-    if remote.url is not None and config.ft.enabled:
-        raise ValueError(
-            "Expected checkpoint.remote.url to be unset with ft.enabled: the files of several replica groups are not copied. Received: "
-            f"checkpoint.remote.url={remote.url!r}. Unset one of them."
-        )
 
 
 def _check_canonical(config: RunnerConfig) -> None:
@@ -173,6 +152,7 @@ _SWITCHES = {
     "compile": "enable",
     "ema": "enabled",
     "ft": "enabled",
+    "gc": "interval",
     "heartbeat": "enabled",
     "mlflow": "enabled",
     "profiling": "enabled",
@@ -236,7 +216,6 @@ def idle_settings(
             "monitor" in scheduler and "plateau" not in str(scheduler.get("type", "plateau")).lower(),
             "the scheduler does not follow a metric",
         ),
-        "gc.generation": (config.gc.generation != 1 and config.gc.interval is None, "gc.interval is not set"),
         **{
             f"checkpoint.{name}": (f"checkpoint.{name}" in changed and not config.ft.enabled, "ft.enabled is not set")
             for name in ("enable_ft_dataloader_checkpoints", "ft_dataloader_checkpoint_prefix", "ft_replica_id")

@@ -1,4 +1,4 @@
-"""What makes two runs the same: plain values, the canonical configuration, its hash, and differences that matter."""
+"""What makes two runs the same: the canonical configuration, its hash, and differences that matter."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
-from os import PathLike, fspath
+from dataclasses import dataclass
 from typing import Any
 
 from danling.utils.plain import flatten
@@ -45,46 +42,6 @@ LOADING = frozenset(
 # Part of the run's identity, but a run that goes on from a checkpoint may change them: its weights no longer come from
 # `pretrained`, and an update that is not finite would have ended it.
 RESUMABLE = frozenset({"pretrained", "skip_nonfinite_grad"})
-
-
-def plain(value: object, key: str = "") -> Any:
-    """Return `value` as dictionaries with string keys, lists, strings, numbers, booleans and `None`."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, Enum):
-        return plain(value.value, key)
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, Mapping):
-        return {str(name): plain(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item, key) for item in value]
-    if isinstance(value, AbstractSet):
-        return sorted((plain(item, key) for item in value), key=str)
-    return _plain_object(value, key)
-
-
-def _plain_object(value: object, key: str) -> object:
-    if isinstance(value, PathLike):
-        return fspath(value)
-    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        return f"{value.__module__}.{value.__qualname__}"
-    if is_dataclass(value):
-        items = {field.name: plain(getattr(value, field.name), key) for field in fields(value)}
-        return {"type": type(value).__name__, **items}
-    if hasattr(value, "tolist"):
-        return plain(value.tolist(), key)
-    text = str(value)
-    if " at 0x" in text and callable(value):
-        # Such as a collate_fn that is an object: known as a function is, by name.
-        return f"{type(value).__module__}.{type(value).__qualname__}"
-    if " at 0x" in text:
-        raise TypeError(
-            f"Expected {key} to be a plain value: a string, number, boolean, none, list or mapping. Received: {text} "
-            f"({type(value).__name__}). Keep objects on the runner."
-        )
-    return text
 
 
 def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, Any]:

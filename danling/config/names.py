@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
 
 from danling.utils.messages import did_you_mean, warn_user
 from danling.utils.secrets import hide_secrets
@@ -78,40 +77,13 @@ def counts_flops(stack: str) -> bool:
     return stack in STACKS and STACKS[stack].counts_flops
 
 
-# Older keys and other names of values
+# Older keys
 
 OLDER_KEYS = {
     "platform": "stack",
     "checkpoint_async": "checkpoint.async_enabled",
     "checkpoint_interval": "checkpoint.interval",
 }
-_PLATFORMS = ("auto", "torch", "deepspeed", "accelerate")
-_PRECISIONS: dict[str, str | None] = {
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "fp32": None,
-    "float32": None,
-    "no": None,
-}
-
-
-def read_precision(value: object) -> object:
-    """Return the name of a precision that torch or another trainer calls otherwise."""
-    name = str(value).removeprefix("torch.").lower()
-    return _PRECISIONS.get(name, value)
-
-
-def read_older(name: str, value: object) -> object:
-    """Return what an older key's value means for the key that replaces it, with a warning."""
-    warn_older(name)
-    platform = str(value).lower()
-    if name == "platform" and platform not in (*_PLATFORMS, *ALIASES):
-        raise ValueError(
-            f"Expected platform to be one of {', '.join(map(repr, _PLATFORMS))}. Received: platform={value!r}."
-            f"{did_you_mean(platform, _PLATFORMS)}"
-        )
-    return value
 
 
 def warn_older(name: str) -> None:
@@ -254,9 +226,6 @@ def _leaves(root: type[Config], prefix: str = "") -> Mapping[str, list[str]]:
     return places
 
 
-# Slips
-
-
 def slip_of(name: object, known: Iterable[str]) -> str | None:
     """Return the known key that `name` is one slip away from, `None` for a known key or a truly different name.
 
@@ -266,8 +235,7 @@ def slip_of(name: object, known: Iterable[str]) -> str | None:
     options = list(known)
     if not isinstance(name, str) or name in options:
         return None
-    plain = _plain(name)
-    return next((option for option in options if _is_slip(plain, _plain(option))), None)
+    return next((option for option in options if _is_slip(_plain(name), _plain(option))), None)
 
 
 def _plain(name: str) -> str:
@@ -275,15 +243,11 @@ def _plain(name: str) -> str:
 
 
 def _is_slip(name: str, option: str) -> bool:
-    if name == option:
-        return True
-    if len(option) <= 2 or abs(len(name) - len(option)) > 1:
-        return False
-    if len(name) != len(option):
-        longer, shorter = (name, option) if len(name) > len(option) else (option, name)
+    if name == option or len(option) <= 2:
+        return name == option
+    shorter, longer = sorted((name, option), key=len)
+    if len(longer) == len(shorter) + 1:
         return any(longer[:index] + longer[index + 1 :] == shorter for index in range(len(longer)))
-    swapped = (
-        name[:left] + name[right] + name[left + 1 : right] + name[left] + name[right + 1 :]
-        for left, right in combinations(range(len(name)), 2)
-    )
-    return option in swapped or (len(option) > 3 and sum(map(str.__ne__, name, option)) == 1)
+    other = [pair for pair in zip(name, option) if pair[0] != pair[1]]
+    is_swapped = len(other) == 2 and other[0] == other[1][::-1]
+    return len(name) == len(option) and (is_swapped or (len(other) == 1 and len(option) > 3))

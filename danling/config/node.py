@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Never
 
-from danling.utils.messages import did_you_mean
+from danling.utils.messages import did_you_mean, warn_user
+from danling.utils.plain import to_plain
 
-from .fields import MISSING, Config, Field, FlatDict, Null, conform, describe, fields_of, members_of, of_chanfig
-from .identity import digest, plain
+from .fields import MISSING, Config, Field, FlatDict, Null, conform, fields_of, of_chanfig
+from .identity import digest
 
 _INTERNAL = frozenset(
     {
@@ -42,7 +42,7 @@ _PLACEHOLDER = re.compile(r"\$\{([^${}]+)\}")
 class Section(Config):
     """An open section: any key is accepted, and attribute access creates nested sections, as in `chanfig.Config`.
 
-    Keys that a subclass declares without a default are documented names: they read as `None` until they are set.
+    Keys that a subclass declares have its types; those without a default read as `None` until they are set.
     """
 
     _path: ClassVar[str] = ""
@@ -67,36 +67,18 @@ class Section(Config):
             convert_mapping: As in `chanfig.Config`; mappings are always converted here.
 
         Raises:
-            ValueError: If the configuration is frozen, or a dotted key runs through something that is no section.
+            TypeError: If the value is not of the type that is declared for the key.
+            ValueError: If it is out of bounds, the key is unknown or runs through a value, or the configuration is frozen.
         """
         if self.__dict__.get("frozen", False):
             raise ValueError(
                 f"Expected a configuration that is not frozen. Received: {name}={value!r}. Call defrost()."
             )
-        if isinstance(name, str) and "." in name and not dict.__contains__(self, name):
-            head, rest = name.split(".", 1)
-            self._assign_nested(head, rest, value)
-        else:
+        if not isinstance(name, str) or "." not in name or dict.__contains__(self, name):
             self._assign(name, value)
-
-    def _assign(self, name: Any, value: Any) -> None:
-        if isinstance(name, str) and hides_method(type(self), name):
-            warnings.warn(
-                f"The key {self._join(name)!r} has the name of a method: read it as config[{name!r}].", stacklevel=4
-            )
-        field = fields_of(type(self)).get(name) if isinstance(value, str) else None
-        if field is not None and not _PLACEHOLDER.search(value):
-            value = self._read_text(field, value)
-        self._store(name, self._adopt(value))
-
-    def _read_text(self, field: Field, text: str) -> Any:
-        """Return what a text means for a declared key: `1e-3`, as YAML leaves it, is a number where one is expected."""
-        try:
-            return conform(text, field.hint)
-        except TypeError:
-            return text  # `validate` names it
-
-    def _assign_nested(self, head: str, rest: str, value: object) -> None:
+            return
+        head, rest = name.split(".", 1)
+        self._check_key(head, f".{rest}={value!r}")
         child = dict.get(self, head)
         if child is None:
             self._assign(head, {})
@@ -108,9 +90,37 @@ class Section(Config):
             )
         child[rest] = value
 
+    def _check_key(self, name: object, received: str) -> None:
+        """Refuse a name that is no key of this section."""
+
+    def _assign(self, name: Any, value: Any) -> None:
+        self._check_key(name, f"={value!r}")
+        field = fields_of(type(self)).get(name)
+        if field is not None:
+            self._store(name, self._fit(field, value))
+            return
+        if isinstance(name, str) and hides_method(type(self), name):
+            warn_user(
+                f"The key {self._join(name)!r} has the name of a method: read it as config[{name!r}].", UserWarning
+            )
+        self._store(name, self._adopt(value))
+
+    def _fit(self, field: Field, value: object) -> Any:
+        """Return a value as the key's declaration has it."""
+        name = self._join(field.name)
+        if field.section:
+            if not isinstance(value, Mapping):
+                raise TypeError(f"Expected {name!r} to be a section, a mapping of keys. Received: {name}={value!r}.")
+            return value if isinstance(value, field.section) else field.section(value)
+        try:
+            return conform(value, field.hint)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"Expected {name} to be {error}. Received: {name}={value!r} ({type(value).__name__}).") from None
+
     def _store(self, name: object, value: object) -> None:
         dict.__setitem__(self, name, value)
-        # Beside the item an instance attribute, so that reading costs no Python call.
+        # Also an instance attribute, so that reading costs no Python call.
         if isinstance(name, str) and name not in _INTERNAL and not hides_method(type(self), name):
             self.__dict__[name] = value
 
@@ -127,46 +137,42 @@ class Section(Config):
 
     # Reading
 
-    def get(self, name: object, default: object = None, fallback: bool | None = None) -> Any:
+    def get(self, name: object, default: object = None) -> Any:  # type: ignore[override]
         """Return the value of a key, or `default`; nothing is created.
 
         Args:
             name: A key, or keys joined by dots.
             default: What an absent key gives.
-            fallback: As in `chanfig.Config`.
         """
         if dict.__contains__(self, name):
             return dict.__getitem__(self, name)
-        if default is Null:
-            return self._read(name)
-        if fallback:
-            return super().get(name, default, fallback)
         node: Any = self
-        for part in name.split(".") if isinstance(name, str) else (name,):
-            if not isinstance(node, Mapping) or part not in node:
-                return default
-            node = node[part]
-        return node
-
-    def _read(self, name: object) -> Any:
-        if isinstance(name, str) and "." in name:
-            head, rest = name.split(".", 1)
-            node = self[head]
-            if not isinstance(node, Mapping):
-                raise KeyError(f"{self._join(name)}: {self._join(head)!r} is a value, not a section")
-            return node[rest]
-        return self.__missing__(name)
+        if default is not Null:
+            for part in name.split(".") if isinstance(name, str) else (name,):
+                if not isinstance(node, Mapping) or part not in node:
+                    return default
+                node = node[part]
+            return node
+        if not isinstance(name, str) or "." not in name:
+            return self.__missing__(name)
+        head, rest = name.split(".", 1)
+        node = self[head]
+        if not isinstance(node, Mapping):
+            raise KeyError(f"{self._join(name)}: {self._join(head)!r} is a value, not a section")
+        return node[rest]
 
     def __missing__(self, name: object, default: object = Null) -> Any:
+        field = fields_of(type(self)).get(name)  # type: ignore[call-overload]
+        if field is not None:
+            return None if field.default is MISSING else field.default
         if default is not Null:
             self._store(name, default)
             return default
-        if name in fields_of(type(self)):
-            return None
         factory = self.__dict__.get("default_factory")
         # Private names are asked for by notebooks, debuggers and copy protocols, never by a user.
         if not factory or self.__dict__.get("frozen") or (isinstance(name, str) and name.startswith("_")):
-            raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), map(str, self))}")
+            options = [*fields_of(type(self)), *map(str, self)]
+            raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), options)}")
         self._store(name, factory())
         return dict.__getitem__(self, name)
 
@@ -198,22 +204,13 @@ class Section(Config):
             This section.
         """
         for other in (*args, kwargs):
-            for name, value in _pairs(other):
-                self._merge_one(name, value, overwrite)
+            for name, value in other.items() if isinstance(other, Mapping) else other or ():
+                existing = Section.get(self, name, MISSING)
+                if isinstance(existing, FlatDict) and isinstance(value, Mapping):
+                    existing.merge(fresh(dict(value)), overwrite=overwrite)
+                elif overwrite or existing is MISSING:
+                    self.set(name, fresh(value))
         return self
-
-    def _merge_one(self, name: object, value: object, overwrite: bool) -> None:
-        existing = Section.get(self, name, MISSING)
-        if isinstance(existing, Section) and isinstance(value, Mapping):
-            existing.merge(value, overwrite=overwrite)
-        elif isinstance(existing, FlatDict) and isinstance(value, Mapping):
-            existing.merge(plain_mapping(value), overwrite=overwrite)
-        elif overwrite or existing is MISSING:
-            self.set(name, fresh(value))
-
-    @staticmethod
-    def _merge(this: Any, that: Iterable[object], overwrite: bool = True) -> Any:
-        return this.merge(that, overwrite=overwrite)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Merge mappings into this section."""
@@ -225,49 +222,16 @@ class Section(Config):
     def __ior__(self, other: object) -> Any:
         return self.merge(other)
 
-    # Defaults and validation
+    # Defaults and references
 
     def _copy_class_attributes(self) -> Any:
         for field in fields_of(type(self)).values():
-            if field.name not in self and (field.default is not MISSING or field.section):
-                self._set_default(field)
+            if field.name in self or (field.default is MISSING and not field.section):
+                continue
+            self._assign(field.name, field.section() if field.section else fresh(field.default))
+            if field.section and isinstance(field.default, Mapping):
+                self.merge({field.name: field.default})
         return self
-
-    def _set_default(self, field: Field) -> None:
-        self._assign(field.name, field.section() if field.section else fresh(field.default))
-        if field.section and isinstance(field.default, Mapping):
-            self._merge_one(field.name, field.default, True)
-
-    def validate(self) -> None:
-        """Refuse words where a declared key takes none; else what an open section holds is its owner's affair.
-
-        Raises:
-            ValueError: If there is one, naming the key.
-        """
-        for field in fields_of(type(self)).values():
-            self._validate_key(field)
-
-    def validate_keys(self, settings: Mapping[Any, object]) -> None:
-        """Validate the keys that a mapping sets; texts with `${key}` are left for later."""
-        for name, value in settings.items():
-            head, _, rest = str(name).partition(".")
-            child, field = dict.get(self, head), fields_of(type(self)).get(head)
-            deeper = {rest: value} if rest else value
-            if isinstance(child, Section) and isinstance(deeper, Mapping):
-                child.validate_keys(deeper)
-            elif field is not None and not (isinstance(child, str) and _PLACEHOLDER.search(child)):
-                self._validate_key(field)
-
-    def _validate_key(self, field: Field) -> None:
-        value = dict.get(self, field.name)
-        if isinstance(value, str) and not _PLACEHOLDER.search(value):
-            try:
-                conform(value, field.hint)
-            except TypeError:
-                name = self._join(field.name)
-                raise ValueError(
-                    f"Expected {name} to be {describe(field.hint)}. Received: {name}={value!r} (str)."
-                ) from None
 
     @staticmethod
     def _validate(obj: object) -> None:
@@ -293,14 +257,12 @@ class Section(Config):
 
     # Copies
 
+    def _internals(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in _INTERNAL & self.__dict__.keys() - {"parser"}}
+
     def __deepcopy__(self, memo: Any = None) -> Any:
-        memo = {} if memo is None else memo
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update({name: self.__dict__[name] for name in _INTERNAL & self.__dict__.keys() - {"parser"}})
-        for name, value in self.items():
-            twin._store(name, copy.deepcopy(value, memo))
-        return twin
+        items = {name: copy.deepcopy(value, memo) for name, value in self.items()}
+        return _rebuild(type(self), items, self._internals())
 
     def __copy__(self) -> Any:
         return copy.deepcopy(self)
@@ -314,14 +276,13 @@ class Section(Config):
         return copy.deepcopy(self, memo).defrost()
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        internal = {name: self.__dict__[name] for name in _INTERNAL & self.__dict__.keys() - {"parser"}}
-        return _rebuild, (type(self), dict(self.items()), internal)
+        return _rebuild, (type(self), dict(self.items()), self._internals())
 
     # Plain values
 
     def plain(self) -> dict[str, Any]:
         """Return the contents as dictionaries, lists, strings, numbers, booleans and `None`."""
-        result: dict[str, Any] = plain(self, self._path)
+        result: dict[str, Any] = to_plain(self, self._path)
         return result
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -331,6 +292,15 @@ class Section(Config):
         return FlatDict.__repr__(self)
 
 
+class OpenSection(Section):
+    """A section of the library that takes further keys, such as the arguments of an optimizer."""
+
+    def _fit(self, field: Field, value: object) -> Any:
+        if value is None or (isinstance(value, str) and _PLACEHOLDER.search(value)):
+            return value
+        return self._adopt(super()._fit(field, value))
+
+
 class ClosedSection(Section):
     """A section whose keys are all declared by its class: an unknown key is an error that names the nearest one."""
 
@@ -338,70 +308,20 @@ class ClosedSection(Section):
         # So that type checkers, too, refuse to set a key that is not declared.
         def __setattr__(self, name: str, value: Never) -> None: ...
 
-    def _assign(self, name: object, value: object) -> None:
-        field = fields_of(type(self)).get(name) if isinstance(name, str) else None
-        if field is None:
-            raise ValueError(self._unknown(name, f"={value!r}"))
-        self._store(name, self._fit(field, value))
-
-    def _assign_nested(self, head: str, rest: str, value: object) -> None:
-        field = fields_of(type(self)).get(head)
-        if field is None:
-            raise ValueError(self._unknown(head, f".{rest}={value!r}"))
-        child = dict.get(self, head)
-        if child is None and dict in _kinds(field):
-            child = {}
-            self._store(head, child)
-        if not isinstance(child, MutableMapping):
-            raise ValueError(
-                f"Expected {self._join(head)} as {describe(field.hint)}. Received: {self._join(head)}.{rest}."
-            )
-        child[rest] = value
-
-    def _fit(self, field: Field, value: object) -> Any:
-        name = self._join(field.name)
-        if field.section:
-            if not isinstance(value, Mapping):
-                raise TypeError(f"Expected {name!r} to be a section, a mapping of keys. Received: {name}={value!r}.")
-            return value if isinstance(value, field.section) else field.section(value)
-        try:
-            return conform(value, field.hint)
-        except TypeError:
-            raise TypeError(
-                f"Expected {name} to be {describe(field.hint)}. Received: {name}={value!r} ({type(value).__name__})."
-            ) from None
-
-    def _unknown(self, name: object, received: str) -> str:
+    def _check_key(self, name: object, received: str) -> None:
         options = list(fields_of(type(self)))
-        where = f"a key of {self._path!r}" if self._path else "a key of the configuration"
-        return f"Expected {where} ({', '.join(options)}). Received: {self._join(name)}{received}.{did_you_mean(str(name), options)}"
+        if name not in options:
+            where = f"a key of {self._path!r}" if self._path else "a key of the configuration"
+            raise ValueError(
+                f"Expected {where} ({', '.join(options)}). Received: {self._join(name)}{received}."
+                f"{did_you_mean(str(name), options)}"
+            )
 
     def __missing__(self, name: Any, default: object = Null) -> Any:
         field = fields_of(type(self)).get(name)
         if field is not None and field.default is not MISSING:
             return field.default
-        options = list(fields_of(type(self)))
-        raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), options)}")
-
-    def validate(self) -> None:
-        """Check that the values are among the choices and within the bounds of their keys, nested sections included.
-
-        Raises:
-            ValueError: If one is not, naming the key.
-        """
-        for field in fields_of(type(self)).values():
-            value = dict.get(self, field.name)
-            if isinstance(value, Section):
-                value.validate()
-            else:
-                self._validate_key(field)
-
-    def _validate_key(self, field: Field) -> None:
-        value = dict.get(self, field.name)
-        problem = field.problem(value)
-        if problem:
-            name = self._join(field.name)
-            raise ValueError(f"Expected {name} to be {problem}. Received: {name}={value!r} ({type(value).__name__}).")
+        raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), fields_of(type(self)))}")
 
 
 @cache
@@ -413,26 +333,11 @@ def hides_method(cls: type, name: str) -> bool:
 
 def fresh(value: Any) -> Any:
     """Return `value` with its containers copied, so that a configuration shares none with its source."""
-    if isinstance(value, FlatDict):
-        return plain_mapping(value) if of_chanfig(type(value)) or type(value) is Section else copy.deepcopy(value)
+    if isinstance(value, FlatDict) and not of_chanfig(type(value)) and type(value) is not Section:
+        return copy.deepcopy(value)
     if isinstance(value, Mapping):
-        return plain_mapping(value)
+        return {name: fresh(item) for name, item in value.items()}
     return type(value)(map(fresh, value)) if type(value) in (list, tuple, set) else value
-
-
-def plain_mapping(value: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a mapping as a dictionary whose containers are copies."""
-    return {name: fresh(item) for name, item in value.items()}
-
-
-def _pairs(other: Any) -> Iterable[tuple[Any, Any]]:
-    if other is None:
-        return ()
-    return other.items() if isinstance(other, Mapping) else other
-
-
-def _kinds(field: Field) -> set[Any]:
-    return {getattr(member, "__origin__", member) for member in members_of(field.hint)}
 
 
 def _rebuild(cls: type[Section], items: dict[Any, Any], internal: dict[str, Any]) -> Section:

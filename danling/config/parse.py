@@ -7,17 +7,27 @@ import os
 import re
 import sys
 import textwrap
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Literal, get_args, get_origin
+from contextlib import contextmanager
+from typing import Any, get_args
 
 import yaml
 
 from danling.utils.messages import did_you_mean
 from danling.utils.process import ERROR_FILE, first_failure
 
-from .fields import MISSING, SEQUENCES, Config, Field, conform, describe, fields_of, help_texts, members_of, of_chanfig
+from .fields import (
+    MISSING,
+    SEQUENCES,
+    Config,
+    conform,
+    describe,
+    fields_of,
+    help_texts,
+    kind_of,
+    members_of,
+    of_chanfig,
+)
 from .files import SettingsLoader
 from .names import has_file_section
 from .node import ClosedSection, Section
@@ -27,39 +37,33 @@ _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?\Z")
 _SPECIAL = re.compile(r"[-+]?(inf|nan)\Z", re.IGNORECASE)
 _NONE_WORDS = frozenset({"none", "null"})
-_TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
-_FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+_SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_NUMBER_HINT = float | int | None
+_HINTS: Mapping[type, Any] = {
+    bool: bool | None,
+    str: str | None,
+    int: _NUMBER_HINT,
+    float: _NUMBER_HINT,
+    list: list | None,
+    tuple: tuple | None,
+}
+"""What a key without a declared type takes, by the type of its present value."""
 
 
-def parse_into(
-    config: Section,
-    arguments: Iterable[str],
-    *,
-    file_option: str | None = None,
-    missing: str = "raise",
-    strict: bool = False,
-    check: Callable[[Mapping[str, str]], None],
-) -> None:
+def parse_into(config: Section, arguments: Iterable[str], *, check: Callable[[Mapping[str, str]], None]) -> None:
     """Set keys from a command line; files are read before single keys."""
     options = split_options(arguments)
-    file_options = {"config"} if file_option is None else {"config", file_option}
-    if file_option is not None and all(name != file_option for name, _ in options):
-        message = f"Expected --{file_option} FILE. Received: no such option."
-        if missing == "raise":
-            raise ValueError(message)
-        if missing == "warn":
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
     for name, words in options:
-        if name in file_options:
+        if name == "config":
             if not words:
-                raise ValueError(f"Expected --{name} FILE. Received: no file.")
+                raise ValueError("Expected --config FILE. Received: no file.")
             for path in words:
                 config.merge_from_file(path)
     for name, words in options:
-        if name not in file_options:
+        if name != "config":
             key = name if name in config else name.replace("-", "_")
             check({key: " ".join((f"--{name}", *words))})
-            assign(config, key, words, strict=strict)
+            assign(config, key, words)
 
 
 def command_line_of(config: Section) -> tuple[str, ...] | None:
@@ -72,43 +76,38 @@ def split_options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Return the options and the words after each, in order."""
     options: list[tuple[str, list[str]]] = []
     for word in map(str, arguments):
+        mend = ""
+        if word.startswith("-"):
+            mend = f" Did you mean '-{word}'?"
+        elif word.endswith((".yaml", ".yml", ".json", ".toml")):
+            mend = f" Did you mean '--config {word}'?"
         if word.startswith("--") and _OPTION.match(word):
             name, equals, value = word[2:].partition("=")
             options.append((name, [value] if equals else []))
         elif not options:
-            raise ValueError(f"Expected --KEY VALUE. Received: {word!r} with no key before it.{_mend_word(word)}")
-        elif word.startswith("-") and _OPTION.match(word) and not _SPECIAL.match(word):
+            raise ValueError(f"Expected --KEY VALUE. Received: {word!r} with no key before it.{mend}")
+        elif _OPTION.match(word) and not _SPECIAL.match(word):
             raise ValueError(
-                f"Expected --KEY VALUE. Received: {word!r}.{_mend_word(word)} A value that begins with a dash is written "
-                f"--{options[-1][0]}={word}."
+                f"Expected --KEY VALUE. Received: {word!r}.{mend} A value that begins with a dash is written --{options[-1][0]}={word}."
             )
         else:
             options[-1][1].append(word)
     return options
 
 
-def _mend_word(word: str) -> str:
-    if word.startswith("-"):
-        return f" Did you mean '-{word}'?"
-    return f" Did you mean '--config {word}'?" if word.endswith((".yaml", ".yml", ".json", ".toml")) else ""
-
-
-def assign(config: Section, key: str, words: list[str], *, strict: bool = False) -> None:
+def assign(config: Section, key: str, words: list[str]) -> None:
     """Set one key from the words after it: by its declared type, else by the type of its present value, else by their form."""
-    field_hint = _declared(config, key)
-    existing = Section.get(config, key, MISSING)
-    if strict and existing is MISSING and field_hint is None:
-        raise ValueError(
-            f"Expected a key that the configuration has. Received: --{key}.{did_you_mean(key, map(str, config.all_keys()))}"
-        )
+    hint, existing = _declared(config, key), Section.get(config, key, MISSING)
     if isinstance(existing, Config):
         config.merge({key: _section_value(key, words, existing)})
         return
+    if hint in (None, Any):
+        hint = _HINTS.get(type(existing), Any)
     try:
-        value = _read_undeclared(words, existing) if field_hint in (None, Any) else read(words, field_hint)
+        value = read(words, hint)
     except (TypeError, ValueError) as error:
-        expected = str(error) or describe(field_hint)
-        raise TypeError(f"Expected --{key} to be {expected}. Received: {' '.join(words) or 'no value'}.") from None
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"Expected --{key} to be {error}. Received: {' '.join(words) or 'no value'}.") from None
     config.set(key, value)
 
 
@@ -117,12 +116,11 @@ def _declared(config: Section, key: str) -> object:
     node: Any = config
     *path, leaf = key.split(".")
     for part in path:
-        field = fields_of(type(node)).get(part) if isinstance(node, Config) else None
         child = dict.get(node, part) if isinstance(node, dict) else None
         if child is None and isinstance(node, Section) and not isinstance(node, ClosedSection):
             child = node.section_type()()
         if not isinstance(child, Mapping):
-            return Any if field is not None else None
+            return None
         node = child
     field = fields_of(type(node)).get(leaf) if isinstance(node, Config) else None
     return None if field is None else field.hint
@@ -142,92 +140,32 @@ def _section_value(key: str, words: list[str], section: Config) -> object:
 
 
 def read(words: list[str], hint: object) -> Any:
-    """Return what words mean for a declared type."""
-    members = members_of(hint)
-    sequence = next((member for member in members if (get_origin(member) or member) in SEQUENCES), None)
+    """Return what words mean for a type; none mean true, and several are a list."""
+    kinds = {kind_of(member): member for member in members_of(hint)}
     if not words:
-        if bool in members or Any in members:
+        if bool in kinds or Any in kinds:
             return True
-    elif sequence is not None and not _is_word_for_none(words, members):
-        return conform(_items(words, sequence), hint)
-    elif len(words) == 1:
-        return _read_word(words[0], members)
-    elif words[0][:1] in "[{":
-        return conform(_yaml(" ".join(words)), hint)
-    raise TypeError(describe(hint))
+        raise TypeError(describe(hint))
+    text = " ".join(words)
+    sequence = next((member for kind, member in kinds.items() if kind in SEQUENCES), list if Any in kinds else None)
+    is_none = text.lower() in _NONE_WORDS and type(None) in kinds
+    if sequence is not None and not is_none and (Any not in kinds or len(words) > 1):
+        return conform(_items(words, text, sequence), hint)
+    if len(words) > 1 and text[0] not in "[{":
+        raise TypeError(describe(hint))
+    if bool in kinds and text.lower() in _SWITCHES:
+        return _SWITCHES[text.lower()]
+    try:
+        return conform(infer(text), hint)
+    except TypeError:
+        return conform(text, hint)  # such as a name of digits
 
 
-def _is_word_for_none(words: list[str], members: tuple[object, ...]) -> bool:
-    return type(None) in members and len(words) == 1 and words[0].lower() in _NONE_WORDS
-
-
-def _items(words: list[str], sequence: object) -> list[object]:
-    if words[0].startswith(("[", "(")):
-        text = " ".join(words)
-        items = _yaml(f"[{text[1:-1]}]" if text.startswith("(") else text)
-        return items if isinstance(items, list) else [items]
-    arguments = [argument for argument in get_args(sequence) if argument is not Ellipsis]
-    return [read([word], arguments[0]) if arguments else infer(word) for word in words]
-
-
-def _read_word(word: str, members: tuple[Any, ...]) -> Any:
-    # A word that is one of the choices is that choice, even if the choice is "none"; a string takes any word, so it comes last.
-    order: list[Any] = [Literal, type(None), bool, int, float, None, str]
-    kinds = {member: get_origin(member) or member for member in members}
-    for member in sorted(members, key=lambda one: order.index(kinds[one] if kinds[one] in order else None)):
-        with suppress(TypeError, ValueError):
-            return _read_as(word, member, kinds[member])
-    if Literal in kinds.values():
-        return word  # an alias, or a wrong choice that `validate` names together with the choices
-    raise TypeError(" or ".join(describe(member) for member in members))
-
-
-def _read_as(word: str, member: Any, kind: Any) -> Any:
-    lowered = word.lower()
-    if kind is Literal:
-        found = [choice for choice in get_args(member) if str(choice).lower() == lowered]
-        if found:
-            return found[0]
-    elif kind is type(None):
-        if lowered in _NONE_WORDS:
-            return None
-    elif kind is bool:
-        if lowered in _TRUE_WORDS | _FALSE_WORDS:
-            return lowered in _TRUE_WORDS
-    elif kind is int:
-        return conform(int(word) if _INTEGER.match(word.replace("_", "")) else float(word), int)
-    elif kind is float:
-        return float(word)
-    elif kind is str:
-        return word
-    else:
-        return conform(infer(word) if member is Any or kind is dict else word, member)
-    raise TypeError
-
-
-def _read_undeclared(words: list[str], existing: object) -> object:
-    """Return what words mean for a key without a declared type: a value of the type of the present one."""
-    if isinstance(existing, bool):
-        return read(words, bool | None)
-    if isinstance(existing, str):
-        return read(words, str | None)
-    if isinstance(existing, (list, tuple)) and not _is_word_for_none(words, (type(None),)):
-        return type(existing)(_items(words, type(existing)))
-    value = infer_all(words)
-    if isinstance(existing, (int, float)) and (
-        isinstance(value, bool) or not isinstance(value, (int, float, type(None)))
-    ):
-        raise TypeError("a number or none")
-    return value
-
-
-def infer_all(words: list[str]) -> object:
-    """Return the value that words without a declared type have by their form: no word is true, several are a list."""
-    if not words:
-        return True
-    if words[0][:1] in ("[", "{") and len(words) > 1:
-        return _yaml(" ".join(words))
-    return infer(words[0]) if len(words) == 1 else [infer(word) for word in words]
+def _items(words: list[str], text: str, sequence: object) -> object:
+    if text.startswith(("[", "(", "{")):
+        return _yaml(f"[{text[1:-1]}]" if text.startswith("(") else text)
+    hint = next((argument for argument in get_args(sequence) if argument is not Ellipsis), Any)
+    return [read([word], hint) for word in words]
 
 
 def infer(word: str) -> Any:
@@ -257,36 +195,44 @@ _INDENT = " " * 6
 _WIDTH = 100
 
 
-def help_text(config: Section, program: str | None = None, *, sections: Sequence[str] = ()) -> str:
+_USAGE = """usage: {name} [--config FILE ...] [--KEY VALUE ...]
+
+Keys of nested sections are joined by dots: --optim.lr 1e-3. Lists are several values or one in brackets; none, true and
+false are understood; --KEY alone means true. Files are read first, in order.
+
+  --config FILE ...
+      YAML, JSON or TOML files with settings.
+  -h, --help [SECTION ... | all]
+      Show this, the keys of sections such as checkpoint, or all keys, and leave.
+"""
+
+
+def help_text(config: Section, sections: Sequence[str] = ()) -> str:
     """Return the help of a configuration: the keys outside of the library's sections and the names of those, or of `sections` alone."""
-    name = program or os.path.basename(sys.argv[0] or "train.py")
-    lines = [
-        f"usage: {name} [--config FILE ...] [--KEY VALUE ...]",
-        "",
-        "Keys of nested sections are joined by dots: --optim.lr 1e-3. Lists are several values or one in brackets; none, true and",
-        "false are understood; --KEY alone means true. Files are read first, in order.",
-        "",
-        "  --config FILE ...",
-        f"{_INDENT}YAML, JSON or TOML files with settings.",
-        "  -h, --help [SECTION ... | all]",
-        f"{_INDENT}Show this, the keys of sections such as checkpoint, or all keys, and leave.",
-        "",
-    ]
+    lines = [_USAGE.format(name=os.path.basename(sys.argv[0] or "train.py"))]
     known = [name for name, value in config.items() if isinstance(value, Config)]
     for name in sections:
         if name not in (*known, "all"):
             raise ValueError(
                 f"Expected a section of the configuration behind --help. Received: {name!r}.{did_you_mean(name, known)}"
             )
+    own: dict[str, list[str]] = {}
+    for owner, lines_of_key in _entries(config, nested=False):
+        own.setdefault(owner, []).extend(lines_of_key)
+    if not sections or "all" in sections:
+        for owner, entries in own.items():
+            lines += [owner, *entries, ""]
     short = []
-    for name, title, entries in _groups(config):
-        if sections and name not in sections and "all" not in sections:
-            continue
-        kind = type(config[name]) if name in known else Section
+    for name in known:
+        section: Config = config[name]
+        kind = type(section)
+        is_documented = kind is not Section and not of_chanfig(kind)
+        about = (inspect.getdoc(kind) or "").split("\n")[0] if is_documented else ""
+        title = f"{name}: {about}" if about else name
         if not sections and kind is not Section and kind.__module__.startswith("danling."):
             short.append(f"  {title}")
-        else:
-            lines += [title, *entries, ""]
+        elif not sections or name in sections or "all" in sections:
+            lines += [title, *(line for _, entry in _entries(section, f"{name}.") for line in entry), ""]
     if short:
         lines += ["sections, whose keys --help SECTION lists", *short, ""]
     return "\n".join(lines)
@@ -311,52 +257,21 @@ def usage_errors(enabled: bool = True) -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def _groups(config: Section) -> Iterator[tuple[str, str, list[str]]]:
-    fields = fields_of(type(config))
-    own: dict[str, list[str]] = {}
-    for field in fields.values():
-        if not isinstance(dict.get(config, field.name), Config):
-            own.setdefault(field.owner.__name__, []).extend(_entry(config, field, ""))
-    yield from (("", name, entries) for name, entries in own.items())
-    for name, value in config.items():
-        if isinstance(value, Config):
-            yield name, _title(name, value), list(_section_entries(value, f"{name}."))
-    extra = [name for name, value in config.items() if name not in fields and not isinstance(value, Config)]
-    if extra:
-        yield "", "others", [f"  --{name}  (default: {_shown(config[name])})" for name in extra]
-
-
-def _title(name: str, section: Config) -> str:
-    documented = not of_chanfig(type(section)) and type(section) is not Section
-    text = (inspect.getdoc(type(section)) or "").split("\n")[0] if documented else ""
-    return f"{name}: {text}" if text else name
-
-
-def _section_entries(section: Config, prefix: str) -> Iterator[str]:
+def _entries(section: Config, prefix: str = "", *, nested: bool = True) -> Iterator[tuple[str, list[str]]]:
+    """Yield for each key of a section the class that declares it, and its lines of help."""
     fields = fields_of(type(section))
-    for field in fields.values():
-        value = dict.get(section, field.name)
+    for name in (*fields, *(name for name in section if name not in fields)):
+        field, value = fields.get(name), dict.get(section, name, MISSING)
         if isinstance(value, Config):
-            yield from _section_entries(value, f"{prefix}{field.name}.")
-        else:
-            yield from _entry(section, field, prefix)
-    for name, value in section.items():
-        if name in fields:
+            if nested:
+                yield from _entries(value, f"{prefix}{name}.")
             continue
-        if isinstance(value, Config):
-            yield from _section_entries(value, f"{prefix}{name}.")
-        else:
-            yield f"  --{prefix}{name}  (default: {_shown(value)})"
-
-
-def _entry(section: Config, field: Field, prefix: str) -> Iterator[str]:
-    value = dict.get(section, field.name, field.default)
-    default = "not set" if value is MISSING else f"default: {_shown(value)}"
-    # Hints that could not be resolved, and values without one, say more as they were written.
-    kind = field.text if field.text and field.hint is Any else describe(field.hint)
-    yield f"  --{prefix}{field.name}  ({kind}; {default})"
-    text = help_texts(type(section)).get(field.name, "")
-    yield from textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+        default = "not set" if value is MISSING else f"default: {_shown(value)}"
+        kind = f"{describe(field.hint)}; " if field is not None else ""
+        text = help_texts(type(section)).get(name, "")
+        wrapped = textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+        owner = field.owner.__name__ if field is not None else "others"
+        yield owner, [f"  --{prefix}{name}  ({kind}{default})", *wrapped]
 
 
 def _shown(value: object) -> str:

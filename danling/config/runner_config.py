@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from danling.utils.messages import warn_user
 from danling.utils.plain import flatten as flattened
+from danling.utils.plain import to_plain
 from danling.utils.process import in_notebook
 from danling.utils.secrets import hide_secrets, without_secrets
 
 from . import identity
 from .checks import check_sections, seconds_of, settings_without_effect
-from .fields import Null, fields_of
+from .fields import Field, Null, fields_of
 from .files import as_mapping, read_settings, strict_json
 from .names import (
     OLDER_KEYS,
     describe_received,
     has_file_section,
     place_of,
-    read_older,
-    read_precision,
     refusal,
     slip_of,
     stack_named,
@@ -103,25 +102,33 @@ class RunnerConfig(TopLevelConfig):
 
     # Keys: the library's are declared, the user's are any other
 
-    def _assign(self, name: Any, value: object) -> None:
+    def _assign(self, name: Any, value: Any) -> None:
+        if name in OLDER_KEYS:
+            warn_older(name)
+            self.set(OLDER_KEYS[name], value)
+            return
         if has_file_section(name) and isinstance(value, (str, os.PathLike)):
             # Users of these libraries keep their configuration in a file.
             value = read_settings(value)
-        if name in fields_of(RunnerConfig):
-            return super()._assign(name, read_precision(value) if name == "precision" else value)
-        if name in OLDER_KEYS:
-            return self.set(OLDER_KEYS[name], read_older(name, value))
-        field = fields_of(type(self)).get(name)
-        self._check_name(name, f"={value!r}")
-        if field is not None:
-            return self._store(name, self._adopt(self._fit(field, value)))
-        Section._assign(self, name, value)
+        super()._assign(name, value)
 
-    def _assign_nested(self, head: str, rest: str, value: object) -> None:
-        if head in fields_of(RunnerConfig):
-            return super()._assign_nested(head, rest, value)
-        self._check_name(head, f".{rest}={value!r}")
-        Section._assign_nested(self, head, rest, value)
+    def _fit(self, field: Field, value: object) -> Any:
+        fitted = super()._fit(field, value)
+        return fitted if field.is_own else self._adopt(fitted)
+
+    def _check_key(self, name: object, received: str) -> None:
+        if name in fields_of(RunnerConfig) or name in OLDER_KEYS:
+            return
+        slip = slip_of(name, fields_of(RunnerConfig))
+        if slip:
+            raise ValueError(
+                f"Expected a key of the configuration, or one of your own that is not so near to {slip!r}. Received: "
+                f"{name}{received}. Did you mean {slip!r}?"
+            )
+        if "_received" in self.__dict__:
+            self.__dict__["_received"].pop(name, None)  # set by the `__init__` of a subclass, which declares it
+        elif not dict.__contains__(self, name):
+            self._refuse_misplaced(name, f"{name}{received}")
 
     def __missing__(self, name: Any, default: object = Null) -> Any:
         if name in fields_of(RunnerConfig):
@@ -138,18 +145,6 @@ class RunnerConfig(TopLevelConfig):
         if place is not None and default is Null and "_received" not in self.__dict__:
             raise KeyError(f"no key {name!r}. Its place is {place}.")
         return Section.__missing__(self, name, default)
-
-    def _check_name(self, name: object, received: str) -> None:
-        slip = slip_of(name, fields_of(RunnerConfig))
-        if slip:
-            raise ValueError(
-                f"Expected a key of the configuration, or one of your own that is not so near to {slip!r}. Received: "
-                f"{name}{received}. Did you mean {slip!r}?"
-            )
-        if "_received" in self.__dict__:
-            self.__dict__["_received"].pop(name, None)  # set by the `__init__` of a subclass, which declares it
-        elif not dict.__contains__(self, name):
-            self._refuse_misplaced(name, f"{name}{received}")
 
     def _refuse_misplaced(self, name: object, received: str) -> None:
         known = {*fields_of(type(self)), *OLDER_KEYS}
@@ -184,13 +179,11 @@ class RunnerConfig(TopLevelConfig):
     # Checks
 
     def validate(self) -> None:
-        """Check choices, bounds and combinations; called at construction, after `parse`, and by the runner.
+        """Check combinations of settings; called at construction, after `parse`, and by the runner.
 
         Raises:
-            ValueError: If a value is not among its choices or out of bounds, `steps` and `epochs` are both set, or the stack is
-                unknown.
+            ValueError: If some cannot be used together, such as `steps` and `epochs`, or the stack is unknown.
         """
-        super().validate()
         self.stack_name()
         self.max_time_seconds()
         check_sections(self)
@@ -230,22 +223,12 @@ class RunnerConfig(TopLevelConfig):
 
     # Command line and files
 
-    def parse(
-        self,
-        args: Iterable[str] | None = None,
-        default_config: str | None = None,
-        no_default_config_action: str = "raise",
-        boot: bool = True,
-        strict: bool = False,
-    ) -> Any:
+    def parse(self, args: Iterable[str] | None = None, *, boot: bool = True) -> Any:  # type: ignore[override]
         """Read the command line: `--KEY VALUE`, `--config FILE`, `--help [SECTION ...]`.
 
         Args:
             args: The words; `sys.argv[1:]` by default, and none in a notebook, where those are of the kernel.
-            default_config: Name of one more option that names a file.
-            no_default_config_action: `raise`, `warn` or `ignore` when that option is not given.
             boot: Call `post` hooks, and fill in `${key}` references, afterwards; absent keys are an error from then on.
-            strict: Refuse keys that the configuration does not have.
 
         Returns:
             This configuration.
@@ -263,14 +246,7 @@ class RunnerConfig(TopLevelConfig):
             if asked is not None:
                 print(help_text(self, sections=[word for word in words[asked + 1 :] if not word.startswith("-")]))
                 raise SystemExit(0)
-            parse_into(
-                self,
-                words,
-                file_option=default_config,
-                missing=no_default_config_action,
-                strict=strict,
-                check=self._refuse_undeclared,
-            )
+            parse_into(self, words, check=self._refuse_undeclared)
         if of_program:
             self.__dict__["_command_line"] = tuple(words)
         if boot:
@@ -321,8 +297,6 @@ class RunnerConfig(TopLevelConfig):
         """Merge settings; an error of their keys and values names the file that they are from, if there is one."""
         try:
             self.merge(settings)
-            if file is not None:
-                self.validate_keys(settings)
         except (TypeError, ValueError) as error:
             if file is None:
                 raise
@@ -414,7 +388,7 @@ class RunnerConfig(TopLevelConfig):
             stored: The stored configuration.
         """
         whole = copy.deepcopy(_usual())
-        identity.overlay(whole, identity.plain(stored))
+        identity.overlay(whole, to_plain(stored))
         return whole
 
     def __hash__(self) -> int:  # type: ignore[override]

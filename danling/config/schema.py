@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar, overload
 
-from .fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from .node import ClosedSection, Section
+from .fields import Bounds, NonNegativeFloat, NonNegativeInt, OtherNames, PositiveFloat, PositiveInt
+from .node import ClosedSection, OpenSection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +31,10 @@ else:
 
         def __class_getitem__(cls, section):
             return section
+
+
+_PRECISIONS = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "fp32": None, "float32": None, "no": None}
+Precision = Annotated[Literal["fp16", "bf16"] | None, OtherNames(_PRECISIONS)]
 
 
 class WandbConfig(ClosedSection):
@@ -97,7 +101,7 @@ class EmaConfig(ClosedSection):
 
     enabled: bool = False
     """Keep an exponential moving average (EMA) of the weights, which evaluation uses."""
-    decay: NonNegativeFloat = 0.999
+    decay: Annotated[float, Bounds(0, 1, open_high=True)] = 0.999
     """Share of the old average that an update keeps, in [0, 1)."""
     warmup: bool = False
     """Ramp the decay up over the first updates."""
@@ -118,8 +122,8 @@ class RemoteConfig(ClosedSection):
     """History checkpoints to keep there; 0 keeps all."""
     interval: PositiveInt = 1
     """Copy every so many of the saves that are neither history nor best; the last is always copied."""
-    part_size: PositiveInt = 16 << 20
-    """Bytes of a part of an upload; larger files go up in several parts at once."""
+    part_size: Annotated[int, Bounds(5 << 20)] = 16 << 20
+    """Bytes of a part of an upload, at least 5 MiB, which S3 requires; larger files go up in several parts at once."""
     timeout_seconds: PositiveFloat = 120.0
     """Longest time of one request, such as a part of an upload."""
     retries: NonNegativeInt = 5
@@ -285,7 +289,7 @@ class GcConfig(ClosedSection):
 
     interval: PositiveInt | None = None
     """Steps between collections; none leaves collection to Python."""
-    generation: NonNegativeInt = 1
+    generation: Annotated[int, Bounds(0, 2)] = 1
     """Generation that is collected, 0 to 2."""
     disable_automatic: bool = True
     """Switch automatic collection off while interval is in use."""
@@ -389,7 +393,7 @@ class FtConfig(ClosedSection):
     """Healthy replica groups that an update needs."""
 
 
-class OptimConfig(Section):
+class OptimConfig(OpenSection):
     """The optimizer: `type` and its arguments. Open: other keys are passed to its constructor."""
 
     _path: ClassVar[str] = "optim"
@@ -406,7 +410,7 @@ class OptimConfig(Section):
     """List of {pattern, options, lr_multiplier, weight_decay_multiplier, beta1, beta2}; pattern is a regular expression."""
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(OpenSection):
     """The learning rate schedule: `type` and its arguments. Open: other keys are passed to its constructor."""
 
     _path: ClassVar[str] = "scheduler"
@@ -419,12 +423,12 @@ class SchedulerConfig(Section):
     """Metric that such a scheduler monitors, such as val.loss."""
 
 
-class DataLoaderConfig(Section):
+class DataLoaderConfig(OpenSection):
     """Arguments of the loaders; a section named after a split overrides them for it. Open."""
 
     _path: ClassVar[str] = "dataloader"
 
-    batch_size: int | None
+    batch_size: PositiveInt | None
     """Samples of a batch, on each rank."""
     global_batch_size: PositiveInt | None
     """Instead of batch_size: samples of an update over all ranks and micro-batches; the same updates at any number of processes."""
@@ -457,13 +461,13 @@ class DataLoaderConfig(Section):
         return DataLoaderConfig
 
 
-class DeepSpeedConfig(Section):
+class DeepSpeedConfig(OpenSection):
     """Merged over what the DeepSpeed runner derives from its own keys. Open; a contradiction is an error."""
 
     _path: ClassVar[str] = "deepspeed"
 
 
-class AccelerateConfig(Section):
+class AccelerateConfig(OpenSection):
     """Arguments of `Accelerator`, or a file of `accelerate config`. Open; what the library decides itself is an error."""
 
     _path: ClassVar[str] = "accelerate"
@@ -488,7 +492,7 @@ class TopLevelConfig(ClosedSection):
     """Micro-batches of an optimizer update."""
     gradient_sum: Literal["fast", "canonical"] = "fast"
     """canonical: sums in one order, so that a run has the same bits at any number of processes; needs dataloader.global_batch_size."""
-    precision: Literal["fp16", "bf16"] | None = None
+    precision: Precision = None
     """Autocast: fp16, bf16, or none."""
     max_grad_norm: PositiveFloat | None = None
     """Clip gradients to this norm."""

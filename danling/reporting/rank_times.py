@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from danling.supervision.rank_watch import RankWatch
@@ -19,9 +20,6 @@ ACTIVITIES = ("data", "computing", "waiting", "checkpointing", "evaluating")
 """What a rank does, in the order of its times; `waiting` is for the other ranks."""
 
 _WAITING = ACTIVITIES.index("waiting")
-_CAUSES = {"data": "waiting for data"}
-"""What an activity is called in a sentence, where it is not its own name."""
-
 _JUDGED_SECONDS = 60.0
 """After how much time what was seen is forgotten, if it named nobody."""
 
@@ -36,12 +34,7 @@ _STRETCH_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class LostTime:
-    """What one rank costs the others.
-
-    Attributes:
-        seconds: How much longer it was busy than the others were: than the middle one of them, the lower of two.
-        cause: The activity in which it differs most from them.
-    """
+    """How many seconds longer than the median of the others a rank was busy, and the activity in which it differs most from them."""
 
     seconds: float
     cause: str
@@ -49,14 +42,7 @@ class LostTime:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that holds the others up.
-
-    Attributes:
-        rank: Its number.
-        host: The machine that it runs on, `None` when not known.
-        share: Share of the time that it costs.
-        cause: What it spends that time with, one of `ACTIVITIES`.
-    """
+    """A rank that holds the others up: its machine, the share of the time that it costs, and what it spends that time with."""
 
     rank: int
     host: str | None
@@ -65,7 +51,8 @@ class SlowRank:
 
     def __str__(self) -> str:
         where = f" on {self.host}" if self.host else ""
-        return f"rank {self.rank}{where} costs {100 * self.share:.0f}% ({_CAUSES.get(self.cause, self.cause)})"
+        cause = "waiting for data" if self.cause == "data" else self.cause
+        return f"rank {self.rank}{where} costs {100 * self.share:.0f}% ({cause})"
 
 
 def lost_times(times: Sequence[Sequence[float]]) -> list[LostTime]:
@@ -94,13 +81,7 @@ def _middles_of_others(values: Sequence[float]) -> list[float]:
 class RankTimes:
     """Collects what the ranks spend their time with, from one log line to the next, and judges it."""
 
-    def __init__(
-        self,
-        watch: RankWatch,
-        share: float,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, watch: RankWatch, share: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._watch = watch
         self._share = share
         self._clock = clock
@@ -114,11 +95,9 @@ class RankTimes:
         elapsed, self._opened = now - self._opened, now
         seen, looks = self._watch.take()
         data = min(waited_for_data, elapsed)
-        others = [0.0, *seen[1:]]
-        total = sum(others)
-        rest = elapsed - data
-        times = [rest * value / total for value in others] if total else [0.0, rest, *[0.0] * (len(ACTIVITIES) - 2)]
-        return [data, *times[1:], float(looks)]
+        # What was seen divides the rest; without a look it counts as computing.
+        others = seen[1:] if any(seen[1:]) else [1.0, *[0.0] * (len(ACTIVITIES) - 2)]
+        return [data, *((elapsed - data) * value / sum(others) for value in others), float(looks)]
 
     def judge(self, rows: Sequence[Sequence[float]]) -> SlowRank | None:
         """Return the rank that holds the others up, if it costs more than the share, with these rows and those before them.
@@ -145,9 +124,7 @@ class RankTimes:
         return SlowRank(rank, host, lost[rank].seconds / seconds, lost[rank].cause)
 
     def record(self, rows: Sequence[Sequence[float]]) -> dict[str, object]:
-        """Return what `metrics.jsonl` has of them: seconds by activity, each a list by rank; and the hosts, where they are not those of
-        the line before.
-        """
+        """Return what `metrics.jsonl` has of them: lists of seconds by rank for each activity, and the hosts where they have changed."""
         record: dict[str, object] = {
             name: [round(row[index], 4) for row in rows] for index, name in enumerate(ACTIVITIES)
         }
@@ -171,16 +148,8 @@ def _uncertainty(rows: Sequence[Sequence[float]]) -> float:
 
 @dataclass(frozen=True)
 class RankRow:
-    """One row of a table of ranks.
-
-    Attributes:
-        rank: Its number.
-        host: The machine it ran on, `None` where the run does not say.
-        lost: Seconds that it cost the others.
-        share: Share of the time of training.
-        cause: Where most of them went; `None` where it cost nothing.
-        seconds: Its times by activity.
-    """
+    """One row of a table of ranks: seconds that the rank cost the others, their share of the time of training, where most of them went
+    (`None` where it cost nothing), and its times by activity."""
 
     rank: int
     host: str | None
@@ -193,74 +162,48 @@ class RankRow:
 def rank_table(records: Sequence[Mapping[str, object]]) -> list[RankRow]:
     """Return what each rank of a run cost, the one that cost most first; a rank that went on on another machine has a row for each."""
     totals: dict[tuple[int, str | None], list[float]] = {}
-    lost: dict[tuple[int, str | None], dict[str, float]] = {}
+    lost: dict[tuple[int, str | None], defaultdict[str, float]] = {}
     training = 0.0
-    for stretch in _stretches(records):
-        training += stretch.seconds
-        for rank, (row, cost) in enumerate(zip(stretch.times, lost_times(stretch.times))):
-            key = rank, stretch.hosts[rank] if rank < len(stretch.hosts) else None
+    for times, hosts in _stretches(records):
+        training += max(map(sum, times))
+        for rank, (row, cost) in enumerate(zip(times, lost_times(times))):
+            key = rank, hosts[rank] if rank < len(hosts) else None
             totals[key] = [a + b for a, b in zip(totals.get(key, [0.0] * len(row)), row)]
-            by_cause = lost.setdefault(key, {})
-            by_cause[cost.cause] = by_cause.get(cost.cause, 0.0) + cost.seconds
+            lost.setdefault(key, defaultdict(float))[cost.cause] += cost.seconds
     rows = []
     for (rank, host), row in totals.items():
         causes = lost[rank, host]
         seconds = sum(causes.values())
         cause = max(causes, key=lambda name: causes[name]) if seconds else None
-        share = seconds / training if training else 0.0
-        rows.append(RankRow(rank, host, seconds, share, cause, dict(zip(ACTIVITIES, row))))
+        rows.append(RankRow(rank, host, seconds, seconds / (training or 1.0), cause, dict(zip(ACTIVITIES, row))))
     return sorted(rows, key=lambda row: (-row.lost, row.rank))
 
 
-def lost_curves(records: Sequence[Mapping[str, object]]) -> dict[int, tuple[list[float], list[float]]]:
-    """Return for each rank the updates up to which its times were added up, and the share of these times that it cost."""
-    curves: dict[int, tuple[list[float], list[float]]] = {}
-    for stretch in _stretches(records):
-        for rank, cost in enumerate(lost_times(stretch.times)):
-            steps, shares = curves.setdefault(rank, ([], []))
-            steps.append(float(stretch.step))
-            shares.append(cost.seconds / (stretch.seconds or 1.0))
-    return curves
-
-
-@dataclass
-class _Stretch:
-    """Times of ranks on the same machines, over so many lines that what looks have missed evens out."""
-
-    times: list[list[float]]
-    hosts: list[str | None]
-    step: int
-
-    @property
-    def seconds(self) -> float:
-        return max(map(sum, self.times))
+_Stretch = tuple[list[list[float]], list[Any]]
+"""Times of ranks, and their machines, over so many lines that what looks have missed evens out."""
 
 
 def _stretches(records: Sequence[Mapping[str, object]]) -> list[_Stretch]:
     found: list[_Stretch] = []
-    hosts: list[str | None] = []
+    hosts: list[Any] = []
     for record in records:
-        ranks, step = record.get("ranks"), record.get("step")
+        ranks = record.get("ranks")
         times = _times_of(ranks)
-        if not times or not isinstance(ranks, Mapping) or not isinstance(step, int):
+        if not times or not isinstance(ranks, Mapping):
             continue
-        told = ranks.get("hosts")
-        if isinstance(told, list):
-            hosts = [host if isinstance(host, str) else None for host in told]
+        if isinstance(ranks.get("hosts"), list):
+            hosts = [host if isinstance(host, str) else None for host in ranks["hosts"]]
         last = found[-1] if found else None
-        if last is None or last.seconds > _STRETCH_SECONDS or last.hosts != hosts or len(last.times) != len(times):
-            found.append(_Stretch(times, hosts, step))
+        if last is None or max(map(sum, last[0])) > _STRETCH_SECONDS or last[1] != hosts or len(last[0]) != len(times):
+            found.append((times, hosts))
         else:
-            last.times = [[a + b for a, b in zip(*pair)] for pair in zip(last.times, times)]
-            last.step = step
+            found[-1] = ([[a + b for a, b in zip(*pair)] for pair in zip(last[0], times)], hosts)
     return found
 
 
 def _times_of(ranks: object) -> list[list[float]]:
     """Return the seconds of each rank by activity; nothing where a line has none that can be read."""
-    if not isinstance(ranks, Mapping):
-        return []
-    columns = [ranks.get(name) for name in ACTIVITIES]
+    columns = [ranks.get(name) for name in ACTIVITIES] if isinstance(ranks, Mapping) else []
     lists = [column for column in columns if isinstance(column, list)]
     if len(lists) != len(ACTIVITIES) or len({len(column) for column in lists}) != 1:
         return []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from danling.utils.plain import flatten
 from danling.utils.secrets import secret_values
@@ -83,16 +83,12 @@ class WandbTracker:
     Args:
         project: Project of the run.
         run_id: Id of the run, the same for all its attempts; at most 128 characters, none of `/\\#?%:`.
-        entity: User or team.
-        group: Group of runs.
-        name: Display name.
-        job_type: Kind of run.
-        tags: One tag, or several.
         dir: Directory in which the directory `wandb` with local files is created: the run directory.
         mode: `online`, `offline`, `disabled` or `shared`; `None` leaves it to wandb, and so to `WANDB_MODE`.
-        config: The configuration, as plain values.
+        tags: One tag, or several.
         secrets: Texts that W&B must not be given: where the command line of the program has one of them, W&B is told nothing of the
             system, of which the command line is a part.
+        **more: Further arguments of `wandb.init`: `entity`, `group`, `name`, `job_type`, and `config` as plain values.
 
     Raises:
         ImportError: If `wandb` is not installed.
@@ -103,15 +99,11 @@ class WandbTracker:
         *,
         project: str | None,
         run_id: str,
-        entity: str | None = None,
-        group: str | None = None,
-        name: str | None = None,
-        job_type: str | None = None,
-        tags: Sequence[str] | str | None = None,
         dir: PathLike | None = None,
         mode: str | None = None,
-        config: Mapping[str, object] | None = None,
+        tags: Sequence[str] | str | None = None,
         secrets: Collection[str] = (),
+        **more: Any,
     ) -> None:
         require_package("wandb")
         import wandb
@@ -123,20 +115,13 @@ class WandbTracker:
             return
         if dir is not None:
             Path(dir).mkdir(parents=True, exist_ok=True)
-        settings: dict[str, Any] = {
-            "project": project,
-            "entity": entity,
-            "group": group,
-            "name": name,
-            "job_type": job_type,
-            "tags": [tags] if isinstance(tags, str) else list(tags) if tags is not None else None,
-            "dir": os.fspath(dir) if dir is not None else None,
-            "mode": mode,
-            "config": dict(config) if config is not None else None,
-        }
+            more["dir"] = os.fspath(dir)
         if any(secret in word for word in sys.argv for secret in secrets):
-            settings["settings"] = wandb.Settings(x_disable_meta=True)
-        self.run = wandb.init(id=run_id, resume=_resume_policy(mode), **settings)
+            more["settings"] = wandb.Settings(x_disable_meta=True)
+        # Offline, wandb cannot look for the run and only warns; when they are synchronised, the id joins the attempts.
+        offline = (mode or os.environ.get("WANDB_MODE", "")) in ("offline", "dryrun", "disabled")
+        named: Any = {"mode": mode, "tags": [tags] if isinstance(tags, str) else tags}
+        self.run = wandb.init(id=run_id, project=project, resume=None if offline else "allow", **named, **more)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Send metrics; wandb drops those of steps before its newest, so that curves of a resumed run never double."""
@@ -160,12 +145,6 @@ class WandbTracker:
 
 _WANDB_EXIT_CODES: Mapping[RunStatus, int] = {"finished": 0, "failed": 1, "preempted": 143, "interrupted": 255}
 """255 is what W&B itself gives a program that is ended by Ctrl-C."""
-
-
-def _resume_policy(mode: str | None) -> Literal["allow"] | None:
-    # Offline, wandb cannot look for the run and only warns; when they are synchronised, the id joins the attempts.
-    offline = (mode or os.environ.get("WANDB_MODE", "")) in ("offline", "dryrun", "disabled")
-    return None if offline else "allow"
 
 
 class MlflowTracker:
@@ -211,13 +190,15 @@ class MlflowTracker:
         self._status: RunStatus = "running"
         place = self._place_of(experiment)
         mark = _named(run_id)
-        earlier = self._find(place, mark) if resumed else None
-        if earlier is not None:
-            self.run_id: str = earlier
-            self._client.update_run(earlier, status="RUNNING")
+        order, query = ["attributes.start_time DESC"], f"tags.`{RUN_TAG}` = '{mark}'"
+        find = self._client.search_runs
+        earlier = find([place], filter_string=query, order_by=order, max_results=1) if resumed else []
+        if earlier:
+            self.run_id: str = earlier[0].info.run_id
+            self._client.update_run(self.run_id, status="RUNNING")
             self._last = {
-                key: max(point.step for point in self._client.get_metric_history(earlier, key))
-                for key in self._client.get_run(earlier).data.metrics
+                key: max(point.step for point in self._client.get_metric_history(self.run_id, key))
+                for key in earlier[0].data.metrics
             }
         else:
             made = self._client.create_run(place, run_name=name or run_id, tags={**(tags or {}), RUN_TAG: mark})
@@ -237,11 +218,6 @@ class MlflowTracker:
                     raise
         return str(found.experiment_id)
 
-    def _find(self, experiment_id: str, mark: str) -> str | None:
-        order, query = ["attributes.start_time DESC"], f"tags.`{RUN_TAG}` = '{mark}'"
-        runs = self._client.search_runs([experiment_id], filter_string=query, order_by=order, max_results=1)
-        return runs[0].info.run_id if runs else None
-
     def _log_config(self, config: Mapping[str, object]) -> None:
         from mlflow.entities import Param
 
@@ -249,8 +225,8 @@ class MlflowTracker:
         there = self._client.get_run(self.run_id).data.params
         values = {_named(key): str(value)[:_LONGEST] for key, value in flatten(config).items()}
         new = [Param(key, value) for key, value in values.items() if key not in there]
-        for part in _parts(new, _MOST_PARAMETERS):
-            self._client.log_batch(self.run_id, params=part)
+        for start in range(0, len(new), _MOST_PARAMETERS):
+            self._client.log_batch(self.run_id, params=new[start : start + _MOST_PARAMETERS])
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Send metrics in one request, NaN and infinities as they are. A store that does not answer ends no training: it is logged."""
@@ -259,9 +235,9 @@ class MlflowTracker:
         now = int(time.time() * 1000)
         metrics = [Metric(_named(name), float(value), now, int(step)) for name, value in values.items()]
         new = [metric for metric in metrics if metric.step > self._last.get(metric.key, -1)]
-        for part in _parts(new, _MOST_METRICS):
+        for start in range(0, len(new), _MOST_METRICS):
             try:
-                self._client.log_batch(self.run_id, metrics=part)
+                self._client.log_batch(self.run_id, metrics=new[start : start + _MOST_METRICS])
             except Exception as error:
                 logger.warning("MLflow has not taken the metrics of step %d: %s", step, error)
 
@@ -273,10 +249,8 @@ class MlflowTracker:
         if status == self._status:
             return
         self._status = status
-        if status == "running":
-            self._client.update_run(self.run_id, status=_STATUS[status])
-        else:
-            self._client.set_terminated(self.run_id, status=_STATUS[status])
+        change = self._client.update_run if status == "running" else self._client.set_terminated
+        change(self.run_id, status=_STATUS[status])
 
     def close(self) -> None:
         """Mark the run as finished, unless it was told how it ended. A second call does nothing."""
@@ -288,10 +262,6 @@ class MlflowTracker:
 
 def _named(name: str) -> str:
     return _OTHERS.sub("_", name)[:_LONGEST_NAME]
-
-
-def _parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 class TrackioTracker:
@@ -347,7 +317,11 @@ class TrackioTracker:
             embed=False,
         )
         if resumed:
-            self._last = _last_steps(project, self.run.id)
+            from trackio.sqlite_storage import SQLiteStorage
+
+            for record in SQLiteStorage.get_logs(project, run_id=self.run.id):
+                for metric in record.keys() - {"step", "timestamp"}:
+                    self._last[metric] = max(self._last.get(metric, -1), int(record["step"]))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Hand metrics to trackio's thread, which writes them twice a second."""
@@ -364,27 +338,12 @@ class TrackioTracker:
     def close(self) -> None:
         """Write what is pending and finish the run, unless the program opened it."""
         if self._owned and self.run is not None:
+            from trackio import context_vars
+
             self.run.finish()
-            _forget(self.run)
+            if context_vars.current_run.get() is self.run:
+                context_vars.current_run.set(None)  # nobody takes it for one that the program has opened
         self.run = None
-
-
-def _last_steps(project: str, run_id: str) -> dict[str, int]:
-    from trackio.sqlite_storage import SQLiteStorage
-
-    last: dict[str, int] = {}
-    for record in SQLiteStorage.get_logs(project, run_id=run_id):
-        for name in record.keys() - {"step", "timestamp"}:
-            last[name] = max(last.get(name, -1), int(record["step"]))
-    return last
-
-
-def _forget(run: Any) -> None:
-    """Let nobody take a finished run for one that the program has opened."""
-    from trackio import context_vars
-
-    if context_vars.current_run.get() is run:
-        context_vars.current_run.set(None)
 
 
 def _jsonl(runner: BaseRunner) -> Tracker | None:

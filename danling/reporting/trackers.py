@@ -93,11 +93,10 @@ class TrackerSet:
             TypeError: If it is neither a tracker nor callable.
             ValueError: If it was added before.
         """
-        if not _is_tracker(tracker) and not callable(tracker):
-            lacks = ", ".join(name for name in _METHODS if not callable(getattr(tracker, name, None)))
+        if _lacks(tracker) and not callable(tracker):
             raise TypeError(
-                f"Expected a tracker, which has the methods log(values, step), flush() and close(). Received: {tracker!r} without {lacks}. "
-                "Add them, or pass a function that returns such an object."
+                f"Expected a tracker, which has the methods log(values, step), flush() and close(). Received: {tracker!r} without "
+                f"{_lacks(tracker)}. Add them, or pass a function that returns such an object."
             )
         if any(tracker is other for other in self._added):
             raise ValueError(f"Expected a tracker that is not there yet. Received: {tracker!r} twice. Add it once.")
@@ -113,8 +112,15 @@ class TrackerSet:
                 self._open(tracker)
 
     def _open(self, tracker: Any) -> None:
-        if self.is_main:
-            self.opened.append(tracker if _is_tracker(tracker) else _made_by(tracker))
+        if not self.is_main:
+            return
+        made = tracker() if _lacks(tracker) else tracker
+        if _lacks(made):
+            raise TypeError(
+                "Expected a function that returns a tracker, with the methods log(values, step), flush() and close(). Received: "
+                f"{tracker!r}, which returned {made!r}. Return the tracker."
+            )
+        self.opened.append(made)
 
     def log(self, values: Mapping[str, float], step: int, *, beside: Mapping[str, object] | None = None) -> None:
         """Send metrics to every tracker.
@@ -155,19 +161,13 @@ class TrackerSet:
                     logger.exception("A tracker could not be told that the run is %s.", status)
 
     def set_status_after(self, error: BaseException) -> None:
-        """Tell to every tracker that takes it what a run is that an exception has ended.
-
-        Args:
-            error: The exception; `SystemExit` stands for its code.
-        """
-        if isinstance(error, KeyboardInterrupt):
-            self.set_status("interrupted")
-        elif isinstance(error, SystemExit):
-            code = error.code
-            known = code is None or isinstance(code, int)  # of anything else Python prints it and ends with 1
-            self.set_status(_STATUS_OF_EXIT_CODES.get(code, "failed") if known else "failed")
+        """Tell to every tracker that takes it what a run is that an exception has ended; `SystemExit` stands for its code."""
+        if isinstance(error, SystemExit):
+            # Of anything else than a number Python prints it and ends with 1.
+            code = error.code if error.code is None or isinstance(error.code, int) else 1
+            self.set_status(_STATUS_OF_EXIT_CODES.get(code, "failed"))
         else:
-            self.set_status("failed")
+            self.set_status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
     @contextmanager
     def telling_status(self, *, whole: bool = True) -> Iterator[None]:
@@ -187,90 +187,30 @@ class TrackerSet:
 
     def close(self) -> None:
         """Close every tracker; one that fails does not keep the others from it. A second call does nothing."""
-        given = [tracker for tracker in self._added if _is_tracker(tracker) and tracker not in self.opened]
+        given = [tracker for tracker in self._added if not _lacks(tracker) and tracker not in self.opened]
         closing, self.opened, self._added = [*self.opened, *given], [], []
         with ExitStack() as stack:
             for tracker in reversed(closing):
                 stack.callback(tracker.close)
 
 
-_METHODS = ("log", "flush", "close")
-
-
-def _is_tracker(value: object) -> bool:
-    # A class has the methods too, but is called for an object of it.
-    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _METHODS)
-
-
-def _made_by(build: Callable[[], Any]) -> Tracker:
-    tracker: Tracker = build()
-    if not _is_tracker(tracker):
-        raise TypeError(
-            "Expected a function that returns a tracker, with the methods log(values, step), flush() and close(). Received: "
-            f"{build!r}, which returned {tracker!r}. Return the tracker."
-        )
-    return tracker
-
-
-class JsonlTracker:
-    """Writes one JSON object a line: `{"step": 10, "time": 1767225600.0, "train/loss": 0.5}`.
-
-    All attempts of a run share the file. At the first `log`, what an earlier attempt wrote after the step that the run
-    resumes from is cut off, and so is a line that a kill left unfinished: every step stands there once. An attempt that
-    logs nothing, since it only evaluates, leaves the file alone. A line is handed to the operating system before `log`
-    returns, so that a killed process loses none. `time` is in seconds since 1970; NaN and infinities are `null`.
-
-    Args:
-        file: The file; its directory is created at the first `log`.
-        resume_step: Global step of the checkpoint that the run resumes from; 0 or `None` starts the file anew.
-    """
-
-    def __init__(self, file: PathLike, *, resume_step: int | None = None) -> None:
-        self._lines = JsonLines(file, resume_step=resume_step)
-
-    @property
-    def file(self) -> Path:
-        """The file."""
-        return self._lines.file
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Append one line.
-
-        Raises:
-            ValueError: If a metric is called `step`, `time` or `ranks`.
-        """
-        self.log_with(values, step, {})
-
-    def log_with(self, values: Mapping[str, float], step: int, beside: Mapping[str, object]) -> None:
-        """Append one line that has more than numbers.
-
-        Args:
-            values: Metrics by name, usually `split/name`.
-            step: Global step: optimizer updates committed.
-            beside: Plain values by names of their own.
-
-        Raises:
-            ValueError: If a metric is called `step`, `time` or `ranks`.
-        """
-        for name in _OWN_NAMES:
-            if name in values:
-                raise ValueError(
-                    "Expected names of metrics other than 'step', 'time' and 'ranks', which lines of metrics.jsonl have of their own. "
-                    f"Received: values={dict(values)}. Rename {name!r}, for example to 'train/{name}'."
-                )
-        figures = {name: _finite(x) for name, x in values.items()}
-        self._lines.write({"step": int(step), "time": round(time.time(), 3), **figures, **beside})
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def close(self) -> None:
-        """Close the file. A `log` after it opens it again and keeps what is there."""
-        self._lines.close()
+def _lacks(tracker: object) -> str:
+    """Return the methods of a tracker that something lacks. A class has them too, but is called for an object of it."""
+    names = ("log", "flush", "close")
+    return ", ".join(n for n in names if isinstance(tracker, type) or not callable(getattr(tracker, n, None)))
 
 
 class JsonLines:
-    """A file of JSON objects with a `step`, one a line, which all attempts of a run share."""
+    """A file of JSON objects with a `step`, one a line, which all attempts of a run share.
+
+    At the first `write`, what an earlier attempt wrote after the step that the run resumes from is cut off, and so is a line that a kill
+    left unfinished: every step is there once. A line is handed to the operating system before `write` returns, so that a killed process
+    loses none.
+
+    Args:
+        file: The file; its directory is created at the first line.
+        resume_step: Global step of the checkpoint that the run resumes from; 0 or `None` starts the file anew.
+    """
 
     def __init__(self, file: PathLike, *, resume_step: int | None = None) -> None:
         self.file = Path(file)
@@ -278,7 +218,7 @@ class JsonLines:
         self._handle: int | None = None
 
     def write(self, line: Mapping[str, object]) -> None:
-        """Append an object; it is handed to the operating system before this returns."""
+        """Append an object."""
         content = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
         try:
             if self._handle is None:
@@ -294,7 +234,7 @@ class JsonLines:
             raise write_error("a line", self.file, error) from error
 
     def close(self) -> None:
-        """Close the file; a `write` after it opens it again and keeps what is there."""
+        """Close the file. A line after it opens it again and keeps what is there."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -306,6 +246,37 @@ class JsonLines:
         # What this attempt has written is never cut.
         self._resume_step = None
         return os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+
+
+class JsonlTracker(JsonLines):
+    """Writes one JSON object a line: `{"step": 10, "time": 1767225600.0, "train/loss": 0.5}`.
+
+    An attempt that logs nothing, since it only evaluates, leaves the file alone. `time` is in seconds since 1970; NaN and infinities are
+    `null`.
+    """
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Append one line.
+
+        Raises:
+            ValueError: If a metric is called `step`, `time` or `ranks`.
+        """
+        self.log_with(values, step, {})
+
+    def log_with(self, values: Mapping[str, float], step: int, beside: Mapping[str, object]) -> None:
+        """Append one line that also has plain values by names of their own, which are no metrics."""
+        for name in _OWN_NAMES:
+            if name in values:
+                raise ValueError(
+                    "Expected names of metrics other than 'step', 'time' and 'ranks', which lines of metrics.jsonl have of their own. "
+                    f"Received: values={dict(values)}. Rename {name!r}, for example to 'train/{name}'."
+                )
+        numbers = {name: float(value) for name, value in values.items()}
+        figures = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self.write({"step": int(step), "time": round(time.time(), 3), **figures, **beside})
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
 
 def read_jsonl(file: PathLike) -> list[dict[str, object]]:
@@ -362,8 +333,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
-def _finite(value: float) -> float | None:
-    value = float(value)
-    return value if math.isfinite(value) else None

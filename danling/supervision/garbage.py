@@ -27,19 +27,9 @@ class GcPacer(Observer):
         interval: Updates, or batches of an evaluation, between two collections.
         generation: Oldest generation that a usual collection covers: 0, 1 or 2.
         disable_automatic: Switch automatic collection off in trainings and evaluations.
-
-    Raises:
-        ValueError: If the interval is not positive or there is no such generation.
     """
 
     def __init__(self, interval: int, *, generation: int = 1, disable_automatic: bool = True) -> None:
-        if interval < 1:
-            raise ValueError(
-                f"Expected gc.interval >= 1. Received: interval={interval!r}. "
-                "Set `gc.interval` to none for automatic collection."
-            )
-        if not 0 <= generation <= _OLDEST:
-            raise ValueError(f"Expected gc.generation to be 0, 1 or 2. Received: generation={generation!r}.")
         self.interval = interval
         self.generation = generation
         self.disable_automatic = disable_automatic

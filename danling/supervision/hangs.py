@@ -88,20 +88,8 @@ _EXCUSES = {
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank does while no update ends.
-
-    Attributes:
-        rank: Its number.
-        host: Its machine.
-        pid: Its process there.
-        waits: Whether it sleeps within communication.
-        collective: The collective that it waits in; empty where it is in none.
-        called: Where that was called.
-        place: Where it is.
-        stack: Its stack.
-        excuse: Why this may take any time; empty where nothing says so.
-        said: What it has said of this: `""`, `WARNING` or `LIMIT`.
-        time: When it noted this, in seconds since 1970 on its machine.
+    """What a rank does while no update ends: whether it sleeps within communication, in which collective and where that was called, where
+    it is and its stack, why this may take any time, what it has said of it (`""`, `WARNING` or `LIMIT`), and when it noted this.
     """
 
     rank: int
@@ -115,11 +103,6 @@ class RankState:
     excuse: str
     said: str
     time: float
-
-    @classmethod
-    def parsed(cls, text: str | None) -> RankState | None:
-        """Return what a note says; `None` without one, or where it was taken back."""
-        return cls(**json.loads(text)) if text else None
 
 
 class HangWatch:
@@ -175,11 +158,8 @@ class HangWatch:
         now = self._clock()
         gap, self._last_check = now - self._last_check, now
         if gap > _STOPPED_SECONDS:
-            self._quiet_since, self._idle_since, self._waits_since = (
-                self._quiet_since + gap,
-                self._idle_since + gap,
-                now,
-            )
+            self._quiet_since, self._idle_since = self._quiet_since + gap, self._idle_since + gap
+            self._waits_since = now
         progress = self._progress()
         if progress != self._seen:
             self._seen = progress
@@ -240,6 +220,8 @@ class HangWatch:
         collective, called = collective_of(frame) if waits else ("", "")
         if self._waits_on_device and frame is not None and frame.f_code.co_name == "synchronize":
             waits, collective = True, _DEVICE
+        excuse = excuse_of(frame) or (part if part in ("evaluating", "checkpointing") else "")
+        place, stack = place_of(frame), stack_text(frame)
         return RankState(
             self._rank,
             self._host,
@@ -247,9 +229,9 @@ class HangWatch:
             waits,
             collective,
             called,
-            place_of(frame),
-            stack_text(frame),
-            excuse_of(frame) or (part if part in ("evaluating", "checkpointing") else ""),
+            place,
+            stack,
+            excuse,
             self._said,
             time.time(),
         )
@@ -328,9 +310,13 @@ class HangWatch:
         return True
 
     def _notes(self) -> dict[int, RankState | None]:
-        notes = {rank: RankState.parsed(self._board.read(f"state/{rank}")) for rank in range(self._size)}
-        now = self._clock()
-        return {r: note if note is not None and self._is_of_now(note.time, now) else None for r, note in notes.items()}
+        """Return what each rank has noted; `None` for one that has not, has taken it back, or did before there was no progress."""
+        notes: dict[int, RankState | None] = {}
+        for rank in range(self._size):
+            text = self._board.read(f"state/{rank}")
+            note = RankState(**json.loads(text)) if text else None
+            notes[rank] = note if note is not None and self._is_of_now(note.time, self._clock()) else None
+        return notes
 
     def _say(
         self, signs: Mapping[int, RankState | None], notes: Mapping[int, RankState | None], now: float, alarm: str
@@ -399,13 +385,10 @@ def fate_of(pid: int) -> str:
 def described(state: RankState) -> str:
     """Return what a rank does, in a few words."""
     if state.waits:
-        return f"waits in {_waited_in(state)}"
+        return f"waits in {state.collective or 'communication'}" + (
+            f", called at {state.called}" if state.called else ""
+        )
     return f"at {state.place}" + (f" ({state.excuse})" if state.excuse else "")
-
-
-def _waited_in(state: RankState) -> str:
-    called = f", called at {state.called}" if state.called else ""
-    return f"{state.collective or 'communication'}{called}"
 
 
 def report(head: str, signs: Mapping[int, RankState | None], silent: Mapping[int, str], directory: Path) -> str:
@@ -418,7 +401,8 @@ def report(head: str, signs: Mapping[int, RankState | None], silent: Mapping[int
     # Those whose collective most are in are waiting for the others.
     waiting.sort(key=lambda found: -len(found[1]))
     for _, ranks in waiting:
-        lines.append(f"{_named(ranks, there)} wait{'s' if len(ranks) == 1 else ''} in {_waited_in(there[ranks[0]])}.")
+        waits = described(there[ranks[0]])
+        lines.append(f"{_named(ranks, there)} {waits if len(ranks) == 1 else waits.replace('waits', 'wait', 1)}.")
     busy = _alike({r: s for r, s in there.items() if not s.waits}, lambda sign: sign.place)
     elsewhere = f"{'is' if not waiting else 'is not in it, but'} "
     for _, ranks in busy:

@@ -37,16 +37,10 @@ class Heartbeat(Observer):
         interval_seconds: Seconds between two writes.
 
     Raises:
-        ValueError: If the interval is not positive.
         OSError: If the first file cannot be written. Later failures are told in the log once, and training goes on.
     """
 
     def __init__(self, runner: BaseRunner, directory: str | os.PathLike[str], interval_seconds: float = 60.0) -> None:
-        if interval_seconds <= 0:
-            raise ValueError(
-                f"Expected heartbeat.interval_seconds > 0. Received: interval_seconds={interval_seconds!r}. "
-                "Set `heartbeat.enabled` to false for none."
-            )
         self._runner = runner
         self.interval_seconds = interval_seconds
         self.file = Path(directory) / f"rank-{runner.rank}.json"

@@ -34,13 +34,7 @@ class Profiler(Observer):
         warmup: Updates that are profiled and thrown away, so that the profiler's own start-up is not in the trace.
         active: Updates in the trace.
         repeat: Number of cycles; `None` is one, 0 goes on to the end of the run.
-        record_shapes: Record the shapes of operator inputs.
-        profile_memory: Record allocations.
-        with_stack: Record Python stacks.
-        with_flops: Estimate the FLOPs of matrix products and convolutions.
-
-    Raises:
-        ValueError: If a number of updates is negative, or `active` is not positive.
+        **recorded: What `torch.profiler.profile` records besides, such as `with_stack`.
     """
 
     def __init__(
@@ -52,27 +46,17 @@ class Profiler(Observer):
         warmup: int = 1,
         active: int = 3,
         repeat: int | None = None,
-        record_shapes: bool = False,
-        profile_memory: bool = False,
-        with_stack: bool = False,
-        with_flops: bool = False,
+        **recorded: Any,
     ) -> None:
         cycles = 1 if repeat is None else repeat
-        _check_schedule(wait=wait, warmup=warmup, active=active, repeat=cycles)
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._runner = runner
         self.traces: list[Path] = []
         """Files that were written, in order."""
         self._left = cycles * (wait + warmup + active) or None
-        self._profile: Any = torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=cycles),
-            on_trace_ready=self._export,
-            record_shapes=record_shapes,
-            profile_memory=profile_memory,
-            with_stack=with_stack,
-            with_flops=with_flops,
-        )
+        schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=cycles)
+        self._profile: Any = torch.profiler.profile(schedule=schedule, on_trace_ready=self._export, **recorded)
         self._profile.start()
 
     @classmethod
@@ -114,10 +98,3 @@ class Profiler(Observer):
         os.replace(staged, path)
         self.traces.append(path)
         logger.info("Profiler trace written: %s", path)
-
-
-def _check_schedule(**counts: int) -> None:
-    for name, count in counts.items():
-        least = 1 if name == "active" else 0
-        if count < least:
-            raise ValueError(f"Expected profiling.{name} >= {least}. Received: {name}={count!r}.")

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 import yaml
@@ -100,25 +103,52 @@ def _finite(value: object) -> object:
     return value
 
 
-def to_plain(value: object) -> object:
+def to_plain(value: Any, key: str | None = None) -> Any:
     """Return `value` made of dictionaries with string keys, lists, strings, numbers, booleans and `None` only.
 
-    Tensors and arrays become numbers or lists; what has no plain form (a path, a class, an enum) becomes its string.
+    Tensors and arrays become numbers or lists, classes and functions their dotted names. What has no plain form becomes its string.
+
+    Args:
+        value: The value.
+        key: The dotted key of a setting: an object without a plain form is refused by it.
     """
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, Enum):
+        return to_plain(value.value, key)
     for kind in (int, float, str):
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        return {
+            str(name): to_plain(item, key if key is None else f"{key}.{name}".lstrip("."))
+            for name, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
+        return [to_plain(item, key) for item in value]
     if isinstance(value, AbstractSet):
-        return sorted((to_plain(item) for item in value), key=str)
+        return sorted((to_plain(item, key) for item in value), key=str)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if is_dataclass(value):
+        return {
+            "type": type(value).__name__,
+            **to_plain({each.name: getattr(value, each.name) for each in fields(value)}, key),
+        }
     if hasattr(value, "tolist"):
-        return to_plain(value.tolist())
-    return str(value)
+        return to_plain(value.tolist(), key)
+    text = str(value)
+    if " at 0x" in text and callable(value):
+        # Such as a collate_fn that is an object: known as a function is, by name.
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    if " at 0x" in text and key is not None:
+        raise TypeError(
+            f"Expected {key} to be a plain value: a string, number, boolean, none, list or mapping. Received: {text} "
+            f"({type(value).__name__}). Keep objects on the runner."
+        )
+    return text
 
 
 def flatten(values: Mapping[str, object], prefix: str = "", *, keeps_empty: bool = False) -> dict[str, Any]:

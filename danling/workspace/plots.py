@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from danling.reporting.rank_times import ACTIVITIES, RankRow
-
 from .runs import Curve, Run, labels
 
 if TYPE_CHECKING:
@@ -20,7 +18,6 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 _STYLES = {"train": "-", "train_mean": ":"}
 _ASIDE = frozenset({"skipped_updates", "eta_seconds", "memory_host_gib", "step_seconds"})
 _WIDTH, _HEIGHT = 4.6, 3.0
-_MOST_NAMED = 32
 """So many ranks have their number under their bar; of more, every second one, or third, and so on."""
 
 
@@ -66,33 +63,6 @@ def draw_differences(curves: Mapping[str, Curve]) -> Figure:
         axes.set_yscale("log")
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
-    return canvas
-
-
-def draw_ranks(rows: Sequence[RankRow], curves: Mapping[int, Curve], *, most: int = 8) -> Figure:
-    """Draw what ranks spent their time with, one bar for each, and beside it the share of the time that those cost which cost most."""
-    canvas = _new_figure(2, 2)
-    bars, lines = canvas.axes
-    shown = sorted(rows, key=lambda row: (row.rank, row.host or ""))
-    below = [0.0] * len(shown)
-    for name in ACTIVITIES:
-        heights = [row.seconds[name] for row in shown]
-        bars.bar(range(len(shown)), heights, bottom=below, label=name)
-        below = [low + height for low, height in zip(below, heights)]
-    named = range(0, len(shown), 1 + (len(shown) - 1) // _MOST_NAMED)
-    bars.set_xticks(named, [str(shown[place].rank) for place in named])
-    bars.set_title("seconds by rank", fontsize=10)
-    bars.set_xlabel("rank", fontsize=8)
-    for row in rows[:most]:
-        steps, shares = curves.get(row.rank, ([], []))
-        lines.plot(steps, shares, marker=".", linewidth=1.0, label=f"rank {row.rank}")
-    lines.set_title("share of the time that a rank costs", fontsize=10)
-    lines.set_xlabel("step", fontsize=8)
-    lines.set_ylim(bottom=0)
-    for axes in canvas.axes:
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=7, framealpha=0.6)
     return canvas
 
 

@@ -10,12 +10,10 @@ import pytest
 import torch
 from support.warm import interpreter
 
-from danling.audit.divergence import compare_runs
 from danling.audit.rerun import Difference, Stored, differences_of, stretch_of
 from danling.cli.audit import stretch
 from danling.cli.main import main
 from danling.utils.locks import FileLock
-from danling.workspace.runs import Run
 
 PROGRAM = """
 import os, sys
@@ -252,17 +250,6 @@ def test_differences_are_those_of_bits() -> None:
 def test_by_how_much_entries_differ(first: object, second: object, share: float | None) -> None:
     (found,) = differences_of({"model": {"a": first}}, {"model": {"a": second}})
     assert found.path == "model/a" and found.share == (share if share is None else pytest.approx(share))
-
-
-def test_figures_differ_by_the_largest_share_of_any_step(tmp_path: Path) -> None:
-    lines = {"a": [(1, 2.0, 1.0), (2, 4.0, None)], "b": [(1, 2.0, 1.5), (2, 3.0, None)]}
-    for name, points in lines.items():
-        (tmp_path / name).mkdir()
-        records = ({"step": step, "train/loss": loss, "val/acc": acc} for step, loss, acc in points)
-        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    runs = [Run(tmp_path / name, name) for name in lines]
-    assert compare_runs(*runs).shares == {"train/loss": 0.25, "val/acc": 0.5}
-    assert compare_runs(runs[0], runs[0]).shares == {}
 
 
 def test_another_number_of_processes_is_within_a_tolerance_and_a_disturbed_update_is_not(

@@ -169,46 +169,6 @@ def test_programs_of_all_kinds_are_found_right(case: str, program: list[str]) ->
         assert "without dropout" in done.stdout and "up to 0.0003 count as rounding" in done.stdout
 
 
-HYDRA = """
-import hydra
-import torch
-from omegaconf import DictConfig, OmegaConf
-from torch import nn
-from torch.utils.data import TensorDataset
-import danling as dl
-
-class Program(dl.Runner):
-    def __init__(self, config, width):
-        super().__init__(config)
-        points = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
-        self.model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
-        self.criterion = nn.CrossEntropyLoss()
-        self.datasets = {"train": TensorDataset(points, points[:, :3].argmax(1))}
-
-@hydra.main(version_base=None, config_path="conf", config_name="config")
-def main(config: DictConfig) -> None:
-    with Program(OmegaConf.to_container(config.runner), config.model.width) as runner:
-        runner.train()
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.mark.timeout(300)
-def test_a_program_of_hydra_with_arguments_of_its_own(tmp_path: Path) -> None:
-    pytest.importorskip("hydra")
-    (tmp_path / "train.py").write_text(HYDRA)
-    (tmp_path / "conf").mkdir()
-    runner = {"epochs": 1, "dir": str(tmp_path / "elsewhere"), "optim": {"type": "sgd", "lr": 0.1}}
-    config = {"model": {"width": 8}, "runner": {**runner, "dataloader": {"batch_size": 8}}}
-    (tmp_path / "conf" / "config.yaml").write_text(json.dumps(config))
-    arguments = ["model.width=9", "runner.optim.lr=0.2", f"hydra.run.dir={tmp_path / 'of-hydra'}"]
-    done = checked("ddp=2", "--", interpreter(), tmp_path / "train.py", *arguments)
-    assert done.returncode == 0 and "gradients of 4 parameters" in done.stdout, done.stdout + done.stderr
-    assert (tmp_path / "of-hydra").exists() and not (tmp_path / "elsewhere").exists()
-
-
 @pytest.mark.timeout(300)
 def test_a_loss_that_is_another_one_on_every_layout_is_no_verdict(program: list[str]) -> None:
     done = checked("ddp=2", "--", *program, "noise")

@@ -13,7 +13,7 @@ from support.recorded import danling
 from support.toys import TracingRunner
 
 from danling.audit.digests import DigestLine
-from danling.audit.divergence import compare_digests, compare_runs, first_difference
+from danling.audit.divergence import compare_digests, compare_runs
 from danling.cli.main import main
 from danling.workspace.runs import Run
 
@@ -133,13 +133,6 @@ def test_what_is_no_run_is_refused(usual: Path, tmp_path: Path, capsys: pytest.C
     assert main(["diff", str(usual), str(tmp_path / "none")]) == 3
     assert "Expected a run directory" in capsys.readouterr().err
     assert main(["diff", str(usual), str(usual), "-o", "a.pdf"]) == 2
-
-
-def test_a_first_difference_is_between_steps_that_both_have() -> None:
-    nan = float("nan")
-    assert first_difference("loss", {1: 1.0, 2: nan, 4: 2.0}, {1: 1.0, 2: nan, 3: 5.0, 4: 2.0}) is None
-    found = first_difference("loss", {1: 1.0, 2: 1.5, 3: 9.0}, {1: 1.0, 3: 8.0})
-    assert found is not None and (found.step, found.last_equal, found.difference) == (3, 1, -1.0)
 
 
 def test_a_column_that_one_run_has_no_tensors_in_parts_from_that_of_the_other() -> None:

@@ -20,7 +20,7 @@ from support.toys import TracingRunner
 
 from danling.cli.main import main
 from danling.remote import RunLayout, open_store
-from danling.workspace.explain import explain, sparkline
+from danling.workspace.explain import explain
 from danling.workspace.runs import Run
 
 MORE = {"scheduler": {"type": "cosine", "warmup_steps": 3}, "max_grad_norm": 0.5, "pretrained": None}
@@ -155,17 +155,3 @@ def test_a_broken_record_is_named(run: Path, tmp_path: Path, record: str, capsys
     assert main(["explain", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert "trained to step 12" in out and "run.json" in err
-
-
-def test_values_that_no_run_writes_hide_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metadata").mkdir()
-    (tmp_path / "metadata" / "config.full.yaml").write_text("steps: many\nepochs: {}\nmax_grad_norm: 1.0\n")
-    assert main(["explain", str(tmp_path)]) == 1
-    out, err = capsys.readouterr()
-    assert "clipped at norm 1.0" in out and "the section 'run' has values" in err
-    assert main(["explain", str(tmp_path / "none")]) == 3
-
-
-def test_a_curve_of_bars() -> None:
-    assert sparkline([0.0, 7.0]) == "▁█" and sparkline([0.0, 0.0]) == "▁▁"
-    assert sparkline([1.0] * 1000, 10) == "█" * 10

@@ -118,29 +118,6 @@ def test_a_checkpoint_is_inspected_verified_and_exported(
     assert said(capsys, "verify", run, "--level", "size")[0] == 0
 
 
-@pytest.mark.parametrize("backend", ["file", "dcp"])
-def test_a_checkpoint_is_inspected_where_a_url_names_it(
-    backend: str,
-    moto: ObjectServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    settings = {"workspace_root": str(tmp_path), "seed": 1, "optim.type": "sgd"}
-    with TracingRunner({**settings, "checkpoint": {"async_enabled": False, "backend": backend}}) as runner:
-        runner.model.register_buffer("much", torch.randn(1_000_000))
-        runner.save_checkpoint()
-        directory = runner.workspace.dir
-    for name, value in moto.environment().items():
-        monkeypatch.setenv(name, value)
-    url, layout = f"s3://{moto.make_bucket()}", RunLayout("family", directory.name)
-    upload_run(directory, open_store(url), layout)
-    found = said(capsys, "inspect", f"{url}/{layout.root}", "--config", "--tensors")[1]
-    assert found["sections"]["model"]["bytes"] > 4_000_000 and found["config"]["seed"] == 1
-    assert TracingRunner.read_config(f"{url}/{layout.root}")["seed"] == 1
-    assert {**found, "path": ""} == {**said(capsys, "inspect", str(directory), "--config", "--tensors")[1], "path": ""}
-
-
 def test_doctor_tries_a_store_and_leaves_nothing(
     server: ObjectServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,10 +103,9 @@ def test_the_slow_rank_and_the_cause_are_named(
     # As much as was put in: 80 updates or 20 saves.
     put_in = 20 * 4 * MORE if where == "checkpointing" else 80 * MORE
     assert 0.6 * put_in < table[0].lost < 1.6 * put_in
-    assert main(["ranks", str(run), "--output", str(tmp_path / "ranks.png")]) == 0
+    assert main(["ranks", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["rank", "host"] and lines[1].split()[0] == str(SLOW) and where in lines[1]
-    assert (tmp_path / "ranks.png").stat().st_size > 1000
 
 
 def _alone(directory: Path) -> list[str]:

@@ -20,7 +20,7 @@ def test_the_order_of_the_mesh() -> None:
 
 def test_the_configuration_has_a_degree_for_each_axis() -> None:
     assert tuple(AxesConfig().keys()) == AXES
-    assert tuple(Layout().degrees()) == AXES
+    assert tuple(Layout().axes.degrees) == AXES
 
 
 def test_an_unknown_trait_is_an_error() -> None:

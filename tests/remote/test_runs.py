@@ -156,7 +156,7 @@ def test_what_is_required_ends_the_training(proxy: FaultProxy, url: str, tmp_pat
 
 
 def test_settings_are_checked_before_anything_begins(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 5242880 bytes"):
+    with pytest.raises(ValueError, match="to be a number >= 5242880"):
         Toy(config("s3://bucket", tmp_path, **{"checkpoint.remote.part_size": 1000}))
     with pytest.raises(ValueError, match=r"checkpoint\.remote\.url to be unset with ft\.enabled"):
         Toy(config("s3://bucket", tmp_path, **{"ft.enabled": True, "stack": "ddp"}))

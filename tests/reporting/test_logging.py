@@ -1,7 +1,8 @@
-"""The library's logger, its file and its console; the root logger stays the user's."""
+"""The library's logger, its file and its console, and printing; the root logger and `print` stay the user's."""
 
 from __future__ import annotations
 
+import io
 import logging
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.warm import interpreter
 
-from danling.reporting import RunLog, close_run_log, open_run_log
+from danling.reporting import Printer, RunLog, close_run_log, open_run_log
 
 logger = logging.getLogger("danling")
 
@@ -95,3 +96,11 @@ def test_other_ranks_of_a_program_that_logs_to_the_terminal_itself_show_warnings
     )
     done = subprocess.run([interpreter(), "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == "mine odd\n"
+
+
+def test_a_printer_speaks_where_enabled_and_takes_the_arguments_of_print(capsys: pytest.CaptureFixture[str]) -> None:
+    Printer()("a", 1, sep="-", end="!\n")
+    Printer(enabled=False)("b")
+    other = io.StringIO()
+    Printer()("c", file=other, flush=True)
+    assert capsys.readouterr().out == "a-1!\n" and other.getvalue() == "c\n"

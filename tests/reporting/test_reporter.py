@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import run_processes
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.reporting import BUILT_IN_TRACKERS, ModelFlops, TensorBoardTracker, describe_parameters, read_jsonl
+from danling.reporting import BUILT_IN_TRACKERS, TensorBoardTracker, read_jsonl
 from danling.utils.observers import Observer
 
 
@@ -105,28 +104,6 @@ def test_results_are_printed_at_their_pace_and_the_last_one_always(
     assert printed == [f"step {index}" for index in (*range(100), 149)]
 
 
-def test_evaluations_and_saves_are_no_time_of_training(tmp_path: Path) -> None:
-    with Small(settings(tmp_path, steps=4)) as runner:
-        reporter = runner._reporter
-        reporter.begin(runner)
-        telemetry = reporter.telemetry
-        assert telemetry is not None
-        now = 100.0
-        telemetry.clock = lambda: now
-        telemetry.open_window()
-        for seconds in (1.0, 1.0, 1.0):
-            now += seconds
-            telemetry.stepped()
-        reporter.evaluation_started("val")
-        now += 300.0
-        reporter.save_started()
-        now += 200.0
-        reporter.save_ended()
-        reporter.evaluation_ended("val")
-        assert telemetry.report(3)["step_seconds"] == pytest.approx(1.0)
-        reporter.end()
-
-
 class Retried(Small):
     """Computes the micro-batches of its second update twice."""
 
@@ -163,16 +140,6 @@ def test_files_that_cannot_be_looked_up_do_not_hide_how_a_training_ended(
     assert "Finished: " in caplog.text and "cannot be looked up: [Errno 2]" in caplog.text
 
 
-def two_ranks(directory: Path) -> tuple[list[int], bool]:
-    with Small(settings(directory, steps=4)) as runner:
-        runner.train()
-        return [step for step, values in runner.noted.lines if "train/loss" in values], runner._reporter.bar is None
-
-
-def test_another_process_than_the_main_one_sends_nothing_and_takes_part(tmp_path: Path) -> None:
-    assert run_processes(two_ranks, tmp_path) == [([2, 4], True), ([], True)]
-
-
 class Broken(Observer):
     """Fails in its first update."""
 
@@ -199,17 +166,6 @@ def test_an_observer_that_fails_is_dropped_and_one_that_is_critical_ends_the_tra
 
 
 # The table of trackers
-
-
-def test_trackers_are_opened_where_the_configuration_asks_for_them(tmp_path: Path) -> None:
-    opened = []
-    with Small(settings(tmp_path, steps=1)) as runner:
-        for name, build in BUILT_IN_TRACKERS.items():
-            tracker = build(runner)
-            if tracker is not None:
-                tracker.close()
-                opened.append(name)
-    assert opened == ["jsonl"] and list(BUILT_IN_TRACKERS)[1:] == ["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class Hooked(Small):
@@ -243,31 +199,3 @@ def test_a_resumed_run_goes_on_in_the_directory_of_its_last_events(tmp_path: Pat
 
 
 # FLOPs of the model
-
-
-def test_flops_are_counted_once_and_only_where_there_is_a_peak_to_compare_with() -> None:
-    weight = torch.randn(4, 6)
-    flops = ModelFlops()
-    for peak, known in ((None, False), (1e3, True)):
-        flops.begin(peak, known=known, countable=True)
-        assert not flops.counts_next
-    flops.begin(1e3, known=False, countable=True)
-    for _ in range(2):
-        flops.micro_batch_started(8)
-        torch.randn(8, 4) @ weight
-        flops.micro_batch_ended()
-    assert flops.counted == 2 * 4 * 6 and not flops.counts_next
-
-
-def test_usage_goes_by_tokens_where_their_flops_are_known_else_by_samples() -> None:
-    flops, pace = ModelFlops(), {"tokens_per_second": 50.0, "samples_per_second": 5.0}
-    assert flops.usage(pace, per_token=None, per_sample=None, devices=2) == {}
-    assert flops.usage(pace, per_token=6.0, per_sample=9.0, devices=2) == {"model_flops_per_second": 300.0}
-    flops.peak = 1e3
-    usage = flops.usage(pace, per_token=None, per_sample=9.0, devices=2)
-    assert usage == {"model_flops_per_second": 45.0, "mfu": 45.0 / 2e3}
-
-
-def test_parameters_are_described_with_those_that_are_trained() -> None:
-    assert describe_parameters([(10, True), (5, True)]) == "15 parameters"
-    assert describe_parameters([(1000, True), (24, False)]) == "1,024 parameters, 1,000 trained"

@@ -20,15 +20,13 @@ from danling.runners.state import TrainState
 from danling.supervision import Heartbeat
 
 
-class Counted:
-    """What a heartbeat reads of a runner."""
-
-    def __init__(self, rank: int = 0) -> None:
-        self.rank, self.state = rank, SimpleNamespace(train=TrainState())
+def counted(rank: int = 0) -> Any:
+    """Return what a heartbeat reads of a runner."""
+    return SimpleNamespace(rank=rank, state=SimpleNamespace(train=TrainState()))
 
 
 def begun(directory: Path, interval_seconds: float, runner: Any = None) -> Heartbeat:
-    return Heartbeat(runner or Counted(), directory, interval_seconds)
+    return Heartbeat(runner or counted(), directory, interval_seconds)
 
 
 def read(heartbeat: Heartbeat) -> dict[str, Any]:
@@ -36,14 +34,14 @@ def read(heartbeat: Heartbeat) -> dict[str, Any]:
 
 
 def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.005)
 
 
 def test_says_who_and_where(tmp_path: Path) -> None:
-    runner = Counted(rank=3)
+    runner = counted(rank=3)
     heartbeat = begun(tmp_path / "heartbeats", 0.02, runner)
     first = read(heartbeat)
     assert heartbeat.file.name == "rank-3.json"
@@ -60,21 +58,13 @@ def test_says_who_and_where(tmp_path: Path) -> None:
     assert [path.name for path in heartbeat.file.parent.iterdir()] == ["rank-3.json"]
 
 
-def test_tells_of_a_main_thread_that_hangs(tmp_path: Path) -> None:
+def test_tells_of_a_main_thread_that_hangs_and_ends_its_own_at_once(tmp_path: Path) -> None:
     heartbeat = begun(tmp_path, 0.02)
     heartbeat.beat()
-    end = time.monotonic() + 60
-    while read(heartbeat)["seconds_without_step"] < 0.2 and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_for(lambda: read(heartbeat)["seconds_without_step"] >= 0.2)
     heartbeat.stop()
-    assert read(heartbeat)["seconds_without_step"] >= 0.2
-
-
-def test_stop_joins_the_thread_at_once(tmp_path: Path) -> None:
     heartbeat = begun(tmp_path, 3600)
-    start = time.monotonic()
-    heartbeat.stop()
-    assert time.monotonic() - start < 60
+    heartbeat.stop(timeout=60)
     assert not [thread for thread in threading.enumerate() if thread.name == "danling-heartbeat"]
 
 
@@ -113,9 +103,3 @@ def test_a_file_that_cannot_be_written_is_told_once(
         heartbeat.stop()
     assert len(caplog.messages) == 1
     assert "No space left" in caplog.text
-
-
-def test_an_interval_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Expected heartbeat.interval_seconds > 0. Received: interval_seconds=0"):
-        begun(tmp_path, 0)
-    assert list(tmp_path.iterdir()) == []

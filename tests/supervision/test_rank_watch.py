@@ -72,14 +72,6 @@ def test_the_events_say_which_part_of_a_training_is_under_way(tmp_path: Path) ->
     assert watch.take() == ([1.0, 2.0, 0.0, 2.0, 1.0], 6) and watch.take()[1] == 0
 
 
-def test_it_is_off_without_other_ranks_or_where_nothing_asks_for_it(tmp_path: Path) -> None:
-    off = {"slow_rank_share": None, "hang_warning_seconds": None}
-    assert RankWatch.of(runner_of(tmp_path, size=1)) is None and RankWatch.of(runner_of(tmp_path, **off)) is None
-    only_hangs = RankWatch.of(runner_of(tmp_path, slow_rank_share=None))
-    both = RankWatch.of(runner_of(tmp_path))
-    assert both is not None and only_hangs is not None and both._seconds < only_hangs._seconds == 1.0
-
-
 def test_machines_are_known_where_they_are_wanted_and_looks_add_up(tmp_path: Path) -> None:
     board = Notes()
     board["host/1"] = "other 12"

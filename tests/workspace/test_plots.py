@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from danling.reporting.rank_times import ACTIVITIES, RankRow
-from danling.workspace.plots import draw_curves, draw_ranks, group, png, smoothed
+from danling.workspace.plots import draw_curves, group, png, smoothed
 from danling.workspace.report import html_report
 from danling.workspace.runs import Run
 
@@ -76,18 +75,6 @@ def test_the_picture_is_a_png_and_the_same_each_time(runs: list[Run]) -> None:
     picture = Image.open(io.BytesIO(first))
     picture.load()
     assert picture.format == "PNG" and picture.width > 3 * picture.height / 2
-
-
-@pytest.mark.parametrize("number", [2, 32, 33, 100])
-def test_ranks_are_drawn_however_many_there_are(number: int) -> None:
-    rows = [RankRow(rank, None, 0.0, 0.0, None, dict.fromkeys(ACTIVITIES, 1.0)) for rank in range(number)]
-    bars = draw_ranks(rows, {0: ([1, 2], [0.1, 0.2])}).axes[0]
-    named = [label.get_text() for label in bars.get_xticklabels() if label.get_text()]
-    assert named[0] == "0" and len(named) <= 33
-    if number <= 32:
-        assert named == [str(rank) for rank in range(number)]
-    else:
-        assert int(named[1]) > 1, "every few of them are named"
 
 
 def test_the_report_is_one_file_with_scores_differences_and_curves(runs: list[Run]) -> None:
