@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import tempfile
@@ -81,12 +80,15 @@ class AuditResult:
 
     def beyond(self, tolerance: float) -> list[str]:
         """Return what keeps the stretch from being within a tolerance: entries, losses and metrics; see `is_within`."""
-        other_ranks = self.ranks[0] != self.ranks[1]
-        shares: dict[str, float | None] = {
-            found.path: found.share
-            for found in self.differences
-            if not (found.is_of_implementation or (other_ranks and found.is_of_ranks))
-        }
+        left_out = _OF_RANKS if self.ranks[0] != self.ranks[1] else ()
+        shares: dict[str, float | None] = {}
+        for found in self.differences:
+            parts = found.path.split("/")
+            is_implementation = parts[:2] == ["optimizer", "param_groups"] and _OF_IMPLEMENTATION.intersection(
+                parts[2:]
+            )
+            if not is_implementation and not f"{found.path}/".startswith(left_out):
+                shares[found.path] = found.share
         shares |= self.comparison.shares
         samples = [divergence.figure for divergence in self.comparison.divergences if divergence.figure == "samples"]
         return samples + [name for name, share in shares.items() if share is None or not share <= tolerance]
@@ -229,8 +231,8 @@ class Retraining:
     @property
     def reached(self) -> Stored | None:
         """The checkpoint at the end of what was trained again; `None` where there is none."""
-        there = is_run(self.directory) and not is_in_use(self.directory) and _has_checkpoint(self.directory)
-        made = checkpoints_of(self.directory) if there else []
+        has_saved = is_run(self.directory) and any((self.directory / "checkpoints").glob("latest*"))
+        made = checkpoints_of(self.directory) if has_saved and not is_in_use(self.directory) else []
         return next((m for m in made[::-1] if (m.step, m.epoch) == (self.end.step, self.end.epoch)), None)
 
     def result(self) -> AuditResult:
@@ -252,10 +254,6 @@ class Retraining:
         )
 
 
-def _has_checkpoint(run: Path) -> bool:
-    return any((run / "checkpoints").glob("latest*"))
-
-
 def _target(path: Path) -> Path:
     store, found = locate(path)
     store.verify(found, "full")
@@ -266,10 +264,11 @@ def _target(path: Path) -> Path:
 
 _NOT_COMPARED = frozenset({"runner", "format_version"})
 _NOT_COMPARED_OF_STATE = frozenset({"elastic", "attempts"})
-_OF_RANKS = ("state/rng", "state/train/weight_reference")
+_OF_RANKS = ("state/rng/", "state/train/weight_reference/")
 """What a checkpoint holds for each rank, so that it is another one where the number of ranks is."""
 
 _OF_IMPLEMENTATION = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+"""How an optimizer computes and calls its parameters, which each layout does in its own way."""
 
 
 @dataclass(frozen=True)
@@ -284,17 +283,6 @@ class Difference:
 
     path: str
     share: float | None
-
-    @property
-    def is_of_ranks(self) -> bool:
-        """Whether it is another one where the number of ranks is."""
-        return f"{self.path}/".startswith(tuple(f"{name}/" for name in _OF_RANKS))
-
-    @property
-    def is_of_implementation(self) -> bool:
-        """Whether it says how an optimizer computes and calls its parameters, which each layout does in its own way."""
-        parts = self.path.split("/")
-        return parts[:2] == ["optimizer", "param_groups"] and bool(_OF_IMPLEMENTATION.intersection(parts[2:]))
 
 
 def differences_of(stored: Mapping[str, Any], trained: Mapping[str, Any]) -> list[Difference]:
@@ -343,12 +331,8 @@ def _found(first: Any, second: Any, path: str) -> Iterator[tuple[str, float | No
             yield from _found(*pair, f"{path}/{number}")
     elif not (first == second or (first != first and second != second)):
         is_measured = isinstance(first, float) and isinstance(second, (int, float))
-        yield (
-            path,
-            share_of(*(torch.tensor(float(each), dtype=torch.float64) for each in (first, second)))
-            if is_measured
-            else None,
-        )
+        values = [torch.tensor(each, dtype=torch.float64) for each in (first, second) if is_measured]
+        yield path, share_of(*values) if is_measured else None
 
 
 def _has_fractions(tensor: Tensor) -> bool:
@@ -372,7 +356,6 @@ def audit_runner(runner: TorchRunner, start: int | None, end: int | None, scratc
     world = runner.world
     if runner._session.running:
         raise ValueError("runner.audit() cannot be called during train(). Call it after train() returns.")
-    _check_made_of_config(type(runner))
     runner.checkpoint_manager.wait()
     place = Path(scratch or world.on_first(lambda: tempfile.mkdtemp(prefix="danling-audit-")))
     try:
@@ -389,19 +372,3 @@ def audit_runner(runner: TorchRunner, start: int | None, end: int | None, scratc
         if scratch is None:
             world.barrier()
             shutil.rmtree(place, ignore_errors=True)
-
-
-def _check_made_of_config(kind: type) -> None:
-    """Refuse to audit where another runner of the class cannot be made.
-
-    Raises:
-        ValueError: If its `__init__` asks for more than the configuration.
-    """
-    parameters = list(inspect.signature(kind).parameters.values())
-    others = [p for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    asked = [p.name for p in others if p.default is p.empty] if parameters else ["no configuration"]
-    if asked:
-        raise ValueError(
-            "Expected a runner class that is constructed from a configuration alone, so that audit() can construct another one. Received: "
-            f"{kind.__name__}, whose __init__ asks for {', '.join(asked)}. Give it a default, or use `danling audit`."
-        )

@@ -65,17 +65,3 @@ def audited(root: str) -> tuple[bool, int]:
 
 def test_on_two_ranks_all_are_told(tmp_path: Path) -> None:
     assert run_processes(audited, str(tmp_path), world_size=2) == [(True, 9), (True, 9)]
-
-
-class Asking(Checked):
-    """A runner that is made of more than its configuration."""
-
-    def __init__(self, config: dict[str, Any], *, width: int) -> None:
-        super().__init__(config)
-        self.width = width
-
-
-def test_a_runner_that_cannot_be_made_again_is_refused_with_what_it_asks_for(tmp_path: Path) -> None:
-    said = "constructed from a configuration alone.* Received: Asking, whose __init__ asks for width. Give it a default"
-    with Asking(settings(tmp_path, **SETTINGS), width=3) as runner, pytest.raises(ValueError, match=said):
-        runner.audit()

@@ -24,8 +24,6 @@ ROOMS = [
     "danling.training",
     "danling.workspace",
 ]
-ALONE = re.compile(r"No communication|on (any|one) rank|on the main process|on every rank", re.IGNORECASE)
-"""How a method says that it is not called on all ranks."""
 
 
 def members_of(cls: type) -> Iterator[tuple[str, Any]]:
@@ -61,17 +59,6 @@ def test_every_public_name_has_a_docstring(room: str) -> None:
 
 def _inherits_words(cls: type, member: str) -> bool:
     return any(inspect.getdoc(base.__dict__[member]) for base in cls.__mro__ if member in base.__dict__)
-
-
-def test_which_ranks_call_a_method_is_said_once_and_the_exceptions_by_each() -> None:
-    runner = importlib.import_module("danling").BaseRunner
-    assert "Every method is called on all ranks, unless its own text says otherwise." in inspect.getdoc(runner)
-    spoken = {name: " ".join((inspect.getdoc(value) or "").split()) for name, value in members_of(runner)}
-    assert {name for name, text in spoken.items() if ALONE.search(text)} >= {
-        "read_config",
-        "unwrap",
-        "print",
-    }
 
 
 def test_every_method_of_a_runner_explains_its_arguments() -> None:

@@ -18,11 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from support.toys import Small
 
-import danling as dl
 from danling.reporting import MlflowTracker, read_jsonl
 
 mlflow = pytest.importorskip("mlflow")
@@ -82,13 +79,6 @@ def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
     assert "MLflow has not taken the metrics of step 1" in caplog.text
 
 
-class Toy(dl.Runner):
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        self.model, self.criterion = nn.Linear(4, 2), nn.CrossEntropyLoss()
-        self.datasets = {"train": TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))}
-
-
 def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "seed": 1,
@@ -100,7 +90,7 @@ def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path) -> None
     config |= {"mlflow": {"enabled": True}, "log_interval": 1, "model": {"api_key": "hidden"}}
     config |= {"optim": {"type": "sgd", "lr": 0.1}, "dataloader": {"batch_size": 4}}
     for steps in (4, 6):
-        with Toy({**config, "steps": steps}) as runner:
+        with Small({**config, "steps": steps}) as runner:
             runner.train()
     lines = read_jsonl(tmp_path / "run?" / "metrics.jsonl")
     curve = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
@@ -118,7 +108,7 @@ def status_in(uri: str, lineage: str) -> str:
     return str(run.info.status)
 
 
-class Ending(Toy):
+class Ending(Small):
     """Trains until the third update, in which something happens."""
 
     def __init__(self, config: dict[str, Any], happens: Callable[[Any], None]) -> None:

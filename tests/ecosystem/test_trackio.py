@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from support.toys import Small
 
-import danling as dl
 from danling.reporting import TrackioTracker, read_jsonl
 
 
@@ -76,19 +73,12 @@ def test_a_run_of_trackio_of_the_program_is_used_and_left_open(store: Any) -> No
     assert [(record["step"], record["loss"]) for record in records] == [(1, 1.0), (2, 0.5)]
 
 
-class Toy(dl.Runner):
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        self.model, self.criterion = nn.Linear(4, 2), nn.CrossEntropyLoss()
-        self.datasets = {"train": TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))}
-
-
 def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path, store: Any) -> None:
     config: dict[str, Any] = {"seed": 1, "dir": str(tmp_path / "run"), "auto_resume": True, "log": False}
     config |= {"trackio": {"enabled": True, "project": "toy"}, "log_interval": 1, "model": {"api_key": "hidden"}}
     config |= {"optim": {"type": "sgd", "lr": 0.1}, "dataloader": {"batch_size": 4}}
     for steps in (4, 6):
-        with Toy({**config, "steps": steps}) as runner:
+        with Small({**config, "steps": steps}) as runner:
             runner.train()
     curve = curve_of(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
     assert [step for step, _ in curve] == [1, 2, 3, 4, 5, 6]

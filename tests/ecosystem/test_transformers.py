@@ -245,23 +245,6 @@ def test_averaged_weights_and_another_precision_are_exported(tmp_path: Path) -> 
         assert_loads_as(AutoModelForCausalLM, tmp_path / "bf16", runner.unwrapped_model.to(torch.bfloat16))
 
 
-def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Plain(dl.Runner):
-        def __init__(self, config: dict[str, Any]) -> None:
-            super().__init__(config)
-            self.model, self.criterion = nn.Linear(2, 1), nn.MSELoss()
-            self.datasets = {"train": [(torch.ones(2), torch.ones(1))] * 4}
-
-    with Plain(settings(tmp_path, dir=str(tmp_path / "run"))) as runner:
-        runner.train()
-        with pytest.raises(TypeError, match=r"with `save_pretrained`.*Received: Linear"):
-            runner.save_pretrained(tmp_path / "out")
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf"]) == 2
-    assert "Expected a run of a model of transformers" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out.pth"), "--format", "hf"]) == 2
-    assert "Expected a directory" in capsys.readouterr().err
-
-
 def saved_by_shards(root: str) -> None:
     more = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}, "dir": f"{root}/run"}
     with HFRunner(settings(root, 2, 5, **more), "causal", model_of("causal")) as runner:

@@ -6,13 +6,9 @@ import math
 
 import pytest
 import torch
-from speculative.acceptance import acceptance_length, expected_acceptance, lengths, position_sums
 from speculative.dflash import (
     DFlash,
     block_tokens,
-    block_weights,
-    draw_anchors,
-    weighted_cross_entropy,
 )
 from speculative.domino import Domino
 from speculative.eagle3 import Eagle3, counting_positions, eagle3_loss, step_weights
@@ -133,39 +129,6 @@ def test_dflash_makes_many_anchors_as_one_at_a_time() -> None:
             torch.testing.assert_close(together[sample, number], alone[0, 0], rtol=0, atol=1e-12)
 
 
-def test_dflash_loss_and_gradient_are_those_of_a_loop_over_positions() -> None:
-    draft = random_draft("dflash")
-    tokens, features, embed = embedded()
-    embed.requires_grad_(False)
-    supervised = torch.rand(BATCH, LENGTH) < 0.8
-    drawn = [draw_anchors(row, 5, torch.Generator().manual_seed(1)) for row in supervised]
-    anchors, real = (torch.stack(pair) for pair in zip(*drawn))
-    chosen, counts = block_tokens(tokens, supervised, anchors, real, BLOCK)
-    blocks = embed(torch.cat([chosen[..., :1], torch.full_like(chosen[..., 1:], 9)], -1))
-    weights = block_weights(counts, gamma=4.0)
-    scores = draft(features, blocks, anchors)["hidden"] @ embed.weight.T
-    loss = weighted_cross_entropy(scores, chosen[..., 1:], weights)
-    gradient = torch.autograd.grad(loss, list(draft.parameters()))
-
-    total, norm = torch.zeros(()), 0.0
-    for sample in range(BATCH):
-        for anchor in anchors[sample][real[sample]].tolist():
-            block = embed(torch.tensor([[[int(tokens[sample, anchor]), 9, 9, 9]]]))
-            row = features[sample : sample + 1, :anchor]
-            hidden = draft(row, block, torch.tensor([[anchor]]))["hidden"][0, 0]
-            for k in range(1, BLOCK):
-                if anchor + k < LENGTH and supervised[sample, anchor + k]:
-                    weight = math.exp(-(k - 1) / 4)
-                    scored = hidden[k - 1] @ embed.weight.T
-                    total = total - weight * scored.log_softmax(0)[tokens[sample, anchor + k]]
-                    norm += weight
-    assert norm > 5
-    torch.testing.assert_close(loss, total / norm, rtol=1e-6, atol=0)  # weights are float32
-    torch.testing.assert_close(
-        gradient, torch.autograd.grad(total / norm, list(draft.parameters())), rtol=1e-5, atol=1e-7
-    )
-
-
 def test_domino_corrects_in_training_as_token_by_token() -> None:
     draft = random_draft("domino")
     assert isinstance(draft, Domino)
@@ -186,14 +149,3 @@ def test_domino_corrects_in_training_as_token_by_token() -> None:
             token = tokens[torch.arange(BATCH), anchor + k - 1]
             correction, state = draft.correct(base[:, number, k - 1], embed(token), state)
             torch.testing.assert_close(pred["correction"][:, number, k - 1], correction, rtol=0, atol=1e-12)
-
-
-def test_acceptance_is_divided_after_the_sums() -> None:
-    assert acceptance_length([0.5, 0.5, 1.0]) == 1 + 0.5 + 0.25 + 0.25
-    p, q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([[0.2, 0.2, 0.6], [1.0, 0.0, 0.0]])
-    torch.testing.assert_close(expected_acceptance(p, q), torch.tensor([0.4, 1.0]))
-    values = torch.tensor([[[1.0, 0.0], [1.0, 1.0]]])
-    counts = torch.tensor([[[True, True], [True, False]]])
-    assert [(float(total), float(count)) for total, count in position_sums(values, counts)] == [(1, 2), (1, 1)]
-    figures = {"accepted_1": 0.5, "accepted_2": 0.5, "expected_1": 1.0, "loss": 3.0}
-    assert lengths(figures, 2) == {"acceptance_length": 1.75, "expected_length": 2.0}

@@ -7,23 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from support.toys import Small
 
 import danling as dl
 from danling.checkpoints import storage
 from danling.cli.main import main
-
-
-class Small(dl.TorchRunner):
-    """A linear model on a few points."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.datasets = {"train": TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 2)}
-        self.model = nn.Linear(4, 2)
-        self.criterion = nn.CrossEntropyLoss()
 
 
 def settings(epochs: int = 4, backend: str = "file", **more: Any) -> dict[str, Any]:

@@ -8,28 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.kill import python, run_python
 from support.locks import child, hold, wait_for
 from support.process_tree import descendants, kill_all
 from support.processes import run_processes
-from torch import nn
-from torch.utils.data import TensorDataset
+from support.toys import Small
 
-import danling as dl
 from danling.checkpoints import CheckpointError
 from danling.utils.locks import WRITING, FileLock
 from danling.workspace.run_directory import RunInUseError
-
-
-class Small(dl.TorchRunner):
-    """A linear model on a few points."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.datasets = {"train": TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 2)}
-        self.model = nn.Linear(4, 2)
-        self.criterion = nn.CrossEntropyLoss()
 
 
 def settings(**more: Any) -> dict[str, Any]:

@@ -19,8 +19,7 @@ import yaml
 from support.engines import AnyStackRunner, needs_deepspeed, zero
 from support.engines import settings as engine_settings
 from support.processes import run_processes
-from torch import nn
-from torch.utils.data import TensorDataset
+from support.toys import Small
 
 import danling as dl
 from danling.checkpoints.reading import newest_record
@@ -36,15 +35,12 @@ SECRETS = {
 KEPT = {"pad_token_id": 7, "num_tokens": "many", "tokenizer": "bert-base"}
 
 
-class Small(dl.TorchRunner):
-    """A linear model on a few points."""
+class Reading(Small):
+    """Reads keys of its own."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.own = [self.config.get(name, None) for name in ("hub", "api_key", "service", "dataset", "model")]
-        self.datasets = {"train": TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 2)}
-        self.model = nn.Linear(4, 2)
-        self.criterion = nn.CrossEntropyLoss()
 
 
 def settings(**more: Any) -> dict[str, Any]:
@@ -53,7 +49,7 @@ def settings(**more: Any) -> dict[str, Any]:
 
 
 def trained(config: Any) -> Path:
-    with Small(config) as runner:
+    with Reading(config) as runner:
         runner.train()
         return runner.dir
 
@@ -99,12 +95,12 @@ def test_a_new_token_makes_no_other_run_and_comes_from_the_new_configuration() -
     assert one.config_id() != dl.RunnerConfig(settings(model={**KEPT, "tokenizer": "other"})).config_id()
     run = trained(one)
     two.epochs, two.auto_resume = 2, True
-    with Small(two) as runner:
+    with Reading(two) as runner:
         assert (runner.dir, runner.state.train.epoch, runner.config.hub.token) == (run, 1, "second-token")
     latest = run / "checkpoints" / "latest.pth"
-    with Small.from_checkpoint(latest, {"hub": {"token": "third-token"}}) as runner:
+    with Reading.from_checkpoint(latest, {"hub": {"token": "third-token"}}) as runner:
         assert runner.config.hub.token == "third-token"
-    with Small.from_checkpoint(latest, two) as runner:
+    with Reading.from_checkpoint(latest, two) as runner:
         assert runner.config.hub.token == "second-token"
 
 
@@ -171,16 +167,16 @@ def test_the_diff_leaves_secrets_out_and_can_be_turned_off() -> None:
 def test_a_checkpoint_in_the_directory_of_its_run_goes_on_there() -> None:
     named, usual = trained(settings(dir="mine")), trained(settings())
     for run in (named, usual):
-        with Small.from_checkpoint(run / "checkpoints" / "latest.pth", {"epochs": 2}) as runner:
+        with Reading.from_checkpoint(run / "checkpoints" / "latest.pth", {"epochs": 2}) as runner:
             assert runner.dir == run
             runner.train()
     # Without a seed of its own, the id is that of a run whose seed was drawn.
     drawn = trained(settings(seed=None))
-    with Small.from_checkpoint(drawn, {"epochs": 2}) as runner:
+    with Reading.from_checkpoint(drawn, {"epochs": 2}) as runner:
         assert runner.dir == drawn
     # Moved as a whole, it is the directory of its run still.
     shutil.move(named, "moved")
-    with Small.from_checkpoint("moved", {"epochs": 3}) as runner:
+    with Reading.from_checkpoint("moved", {"epochs": 3}) as runner:
         assert runner.dir == Path("moved").resolve()
 
 
@@ -190,11 +186,11 @@ def test_a_copy_writes_into_a_new_directory_and_not_where_the_run_was() -> None:
     Path("downloads").mkdir()
     for name in ("latest.pth", "latest.pth.sha256"):
         shutil.copy(run / "checkpoints" / name, "downloads")
-    with Small.from_checkpoint("downloads/latest.pth", {"epochs": 2}) as runner:
+    with Reading.from_checkpoint("downloads/latest.pth", {"epochs": 2}) as runner:
         runner.train()
         assert runner.dir.parent == Path("experiments/ours").resolve()
     assert {path: path.read_bytes() for path in [*files(run), Path("mine.log")]} == before
-    with Small.from_checkpoint("downloads/latest.pth", {"epochs": 2, "dir": "chosen"}) as runner:
+    with Reading.from_checkpoint("downloads/latest.pth", {"epochs": 2, "dir": "chosen"}) as runner:
         assert runner.dir == Path("chosen").resolve()
 
 
@@ -222,7 +218,7 @@ def test_places_in_a_crafted_checkpoint_are_not_obeyed(tmp_path: Path) -> None:
     assert record is not None
     store = FileStore(Path("sent"), run_id=record.run)
     store.write(lambda writer: torch.save(payload, writer), [replace(record, name="latest")])  # type: ignore[arg-type]
-    with Small.from_checkpoint("sent/latest.pth", {"epochs": 2}) as runner:
+    with Reading.from_checkpoint("sent/latest.pth", {"epochs": 2}) as runner:
         runner.train()
         assert runner.dir.parent == Path("experiments/lin").resolve()
         assert (runner.dir / "heartbeats").is_dir()

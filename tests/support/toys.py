@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 import danling as dl
 
@@ -29,6 +29,15 @@ class NoisyPoints(Dataset[dict[str, Any]]):
         noise = 0.1 * torch.randn(6) + 0.1 * float(numpy.random.rand()) + 0.1 * random.random()
         target = self.points[index, :3].argmax()
         return {"input": self.points[index] + noise, "target": target, "index": index}
+
+
+class Small(dl.TorchRunner):
+    """A linear model on eight points."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.datasets = {"train": TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 2)}
+        self.model, self.criterion = nn.Linear(4, 2), nn.CrossEntropyLoss()
 
 
 class TracingRunner(dl.TorchRunner):
