@@ -104,6 +104,7 @@ def losses(output: str) -> list[float]:
     return [float(found) for found in re.findall(r'"train/loss": ([\d.e+-]+)', output)]
 
 
+@pytest.mark.slow  # one class on every stack: test_every_stack.py
 @pytest.mark.timeout(300)
 def test_one_script_on_every_stack(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"

@@ -16,7 +16,7 @@ from support.processes import run_outcomes, run_processes
 from support.toys import NoisyPoints, TracingRunner, differences, whole_state
 from torch import nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
 
 import danling as dl
 from danling.checkpoints import storage
@@ -146,39 +146,6 @@ def test_a_source_whose_batches_are_given_once_is_not_read(tmp_path: Path) -> No
 
     with Once(settings(tmp_path / "run", "epochs", epochs=1)) as runner:
         assert set(runner.train()[1]["val"]) == {"loss", "acc"}
-
-
-class OnStages(dl.ParallelRunner):
-    """Counts what is evaluated before the first update."""
-
-    not_saved = ("tried",)
-
-    tried = 0
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
-        self.criterion = nn.CrossEntropyLoss()
-        points = TensorDataset(torch.randn(24, 6), torch.arange(24) % 3)
-        self.datasets = {"train": points, "val": points}
-        self.metrics = {"acc": dl.metrics.accuracy}
-
-    def to_device(self, data: Any) -> Any:
-        self.tried += self.mode == "evaluate" and self.state.train.global_step == 0
-        return super().to_device(data)
-
-
-def on_stages(root: str) -> tuple[int, int, Any]:
-    parallel = {"axes": {"pipeline": 2}, "pipeline_schedule": "ZBVZeroBubble"}
-    with OnStages(settings(root, "epochs", epochs=1, stack="parallel", parallel=parallel)) as runner:
-        runner.train()
-        return runner.tried, runner.state.train.global_step, runner.results
-
-
-def test_the_trial_is_made_on_schedules_in_a_v(tmp_path: Path) -> None:
-    for tried, steps, results in run_processes(on_stages, str(tmp_path), world_size=2):
-        assert (tried, steps) == (1, 4)
-        assert set(results[1]["val"]) == {"loss", "acc"}
 
 
 # Saved when it fails later

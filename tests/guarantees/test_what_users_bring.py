@@ -346,7 +346,8 @@ def matrix() -> list[Any]:
         ("stateful stream", "stateful", 0, False, True),
     ]
     ways, workers = ("built", "torch", "stateful"), ((0, False), (2, False), (2, True))
-    every = ((*a, *b, step_mode) for *a, b, step_mode in product([*SAMPLERS, *DATASETS], ways, workers, (False, True)))
+    every = [(*a, *b, False) for *a, b in product([*SAMPLERS, *DATASETS], ways, workers)]
+    every += [(case, way, 0, False, True) for case, way in product([*SAMPLERS, *DATASETS], ways)]
     slow = [
         pytest.param(*case, STOPS[1::2] if case[2] else STOPS, marks=pytest.mark.slow, id=f"{case} at every update")
         for case in every
