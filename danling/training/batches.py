@@ -190,23 +190,20 @@ def count_tokens(data: object) -> int:
     return 0
 
 
-def target_name(data: Mapping[str, object]) -> str | None:
-    """Return the name of the target in a batch, `None` where it has none of `TARGET_NAMES`."""
-    return next((name for name in TARGET_NAMES if name in data), None)
-
-
 def find_target(data: Mapping[str, object]) -> object:
     """Return the target in a batch, or in the mapping under its key `input`; `None` where neither has one of `TARGET_NAMES`."""
-    name, inner = target_name(data), data.get("input")
-    if name is None and isinstance(inner, Mapping):
-        data, name = inner, target_name(inner)
-    return data[name] if name is not None else None
+    inner = data.get("input")
+    for held in (data, inner if isinstance(inner, Mapping) else {}):
+        for name in TARGET_NAMES:
+            if name in held:
+                return held[name]
+    return None
 
 
 def model_loss(pred: object) -> Tensor | None:
     """Return the `loss` that a model put into its prediction, a mapping or an object; `None` when there is none."""
-    found = _part(pred, "loss")
-    return found if isinstance(found, Tensor) else None
+    found = _parts(pred, "loss")
+    return found[0] if found and isinstance(found[0], Tensor) else None
 
 
 def prediction_of(pred: object) -> object:
@@ -215,19 +212,15 @@ def prediction_of(pred: object) -> object:
     Args:
         pred: What the model returned. The `loss` may be `None`, as that of a model which was given no labels.
     """
-    if isinstance(pred, Tensor) or not (_has(pred, "loss") and _has(pred, "logits")):
-        return pred
-    return _part(pred, "logits")
+    found = None if isinstance(pred, Tensor) else _parts(pred, "loss", "logits")
+    return pred if found is None else found[1]
 
 
-def _part(pred: object, name: str) -> Any:
-    if isinstance(pred, Mapping) and name in pred:
-        return pred[name]
-    return getattr(pred, name, None)
-
-
-def _has(pred: object, name: str) -> bool:
-    return (isinstance(pred, Mapping) and name in pred) or hasattr(pred, name)
+def _parts(pred: object, *names: str) -> list[Any] | None:
+    """Return entries or attributes of a prediction, `None` where it lacks one."""
+    held = {name: pred[name] for name in names if name in pred} if isinstance(pred, Mapping) else {}
+    held |= {name: getattr(pred, name) for name in names if name not in held and hasattr(pred, name)}
+    return [held[name] for name in names] if len(held) == len(names) else None
 
 
 # Batches of graphs, as torch_geometric makes them: one large graph, of which each sample is a part

@@ -46,7 +46,7 @@ class RandomKeys:
 
     def between_updates(self) -> None:
         """Seed where a run begins or is restored, and after an evaluation: `(seed, "pass", updates attempted)`."""
-        self._seed(mix_seed(_base(self._runner.seed, "pass"), self._runner.state.train.attempted))
+        self._seed(self._key("pass"))
 
     def begin_pass(self, split: str, number: int) -> None:
         """Seed where a pass begins, or goes on after a restore: `(seed, "pass", split, pass)`."""
@@ -59,13 +59,9 @@ class RandomKeys:
             self._places.clear()
         place = place or (self._places.get(id(data)) if self.in_update else None) or (placement.data.rank, ordinal)
         self._places[id(data)] = place
-        key = mix_seed(
-            _base(self._runner.seed, "train", placement.replica_group[0]), self._runner.state.train.attempted
-        )
-        for index in (*place, *placement.forward_place):
-            key = mix_seed(key, index)
-        self.key, self._ordinal, self._phase = key, ordinal, 0
-        self._seed(key)
+        self.key = self._key("train", placement.replica_group[0], place=(*place, *placement.forward_place))
+        self._ordinal, self._phase = ordinal, 0
+        self._seed(self.key)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -110,9 +106,7 @@ class RandomKeys:
         closers.callback(register_optimizer_step_post_hook(after).remove)
 
     def _seed_update(self, kind: str, place: tuple[int, ...]) -> None:
-        key = mix_seed(_base(self._runner.seed, kind), self._runner.state.train.attempted)
-        for index in place:
-            key = mix_seed(key, index)
+        key = self._key(kind, place=place)
         torch.default_generator.manual_seed(key)
         device = self._runner.device
         if device.type != "cpu":
@@ -122,11 +116,8 @@ class RandomKeys:
 
     def begin_batch(self, verb: str, split: str, place: tuple[int, ...]) -> None:
         """Seed for a batch that is evaluated or predicted: `(seed, verb, split, updates attempted, *place)`."""
-        key = mix_seed(_base(self._runner.seed, verb, split), self._runner.state.train.attempted)
-        for index in (*place, *self._runner.placement.forward_place):
-            key = mix_seed(key, index)
-        self.key = key
-        self._seed(key)
+        self.key = self._key(verb, split, place=(*place, *self._runner.placement.forward_place))
+        self._seed(self.key)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -142,6 +133,13 @@ class RandomKeys:
         finally:
             self.between_updates()
             self.key = key
+
+    def _key(self, *parts: int | str, place: tuple[int, ...] = ()) -> int:
+        """Return the key `(seed, *parts, updates attempted, *place)`."""
+        key = mix_seed(_base(self._runner.seed, *parts), self._runner.state.train.attempted)
+        for index in place:
+            key = mix_seed(key, index)
+        return key
 
     def _seed(self, key: int) -> None:
         seed_streams(key, self._runner.device)

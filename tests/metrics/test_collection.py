@@ -59,8 +59,6 @@ def test_a_callable_may_return_values_a_mean_or_totals(metric: Any) -> None:
 
 
 class Seen:
-    """Counts samples, and says of each update that it was one."""
-
     def __init__(self) -> None:
         self.number = 0
 
@@ -138,11 +136,6 @@ def test_what_is_no_metric_is_an_error(given: Any) -> None:
 def test_what_a_callable_must_not_return(value: Any) -> None:
     with pytest.raises(ValueError, match="metric 'm' to return a mean, one value for each of 2 samples, or"):
         MetricSet.wrap({"m": lambda pred, target: value}).update(torch.ones(2), torch.ones(2), 2)
-
-
-def test_a_curve_is_no_figure() -> None:
-    with pytest.raises(ValueError, match="'roc' to compute numbers"):
-        _updated({"roc": torchmetrics.ROC("binary")})[0].compute()
 
 
 def test_what_cannot_be_merged_is_refused_before_any_work() -> None:

@@ -9,8 +9,6 @@ from danling.optim.modes import evaluation_weights, training_weights
 
 
 class Doubled(torch.optim.SGD):
-    """Evaluates the double of the weights that it trains."""
-
     trains = True
 
     def train(self) -> None:

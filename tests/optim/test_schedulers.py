@@ -123,53 +123,8 @@ def test_resumed_at_every_step_the_trace_is_the_same(name: str) -> None:
             assert _run(optimizer, scheduler, stop, _STEPS) == whole[2 * stop :], f"stopped at {stop}"
 
 
-@pytest.mark.parametrize("name", ["onecyclelr", "cycliclr"])
-def test_momentum_cycles_of_adam_resume(name: str) -> None:
-    def build() -> tuple[Any, Any]:
-        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.1)
-        return optimizer, SCHEDULERS.build(optimizer, type=name, **_OPTIONS[name])
-
-    def betas(optimizer: Any, scheduler: Any, steps: int) -> list[Any]:
-        trace = []
-        for _ in range(steps):
-            optimizer.step()
-            scheduler.step()
-            trace.append((optimizer.param_groups[0]["lr"], *optimizer.param_groups[0]["betas"]))
-        return trace
-
-    whole = betas(*build(), 20)
-    first, resumed = build(), build()
-    betas(*first, 7)
-    for after, before in zip(resumed, first):
-        after.load_state_dict(_through_a_file(before.state_dict()))
-    assert betas(*resumed, 13) == whole[7:]
-
-
-@pytest.mark.parametrize("name", _OPTIONS)
-def test_states_hold_plain_values(name: str) -> None:
-    def check(value: Any) -> None:
-        if isinstance(value, dict):
-            for item in value.values():
-                check(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                check(item)
-        else:
-            assert value is None or type(value) in (bool, int, float, str)
-
-    check(_build(name)[1].state_dict())
-
-
 def test_only_metric_schedulers_need_a_metric() -> None:
     assert [name for name in _OPTIONS if needs_metric(_build(name)[1])] == ["reducelronplateau"]
-
-
-def test_schedulers_that_exist_may_be_parts() -> None:
-    optimizer, first = _build("exponentiallr")
-    chained = SCHEDULERS.build(optimizer, type="ChainedScheduler", schedulers=[first])
-    optimizer.step()
-    chained.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.09)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +184,6 @@ def test_a_schedule_by_a_metric_needs_one() -> None:
 
 def test_a_schedule_by_a_metric_that_is_told_its_epoch_alone_is_refused() -> None:
     class PlateauLRScheduler:
-        """Has the methods of the one of timm."""
-
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
@@ -290,16 +243,6 @@ def test_shapes() -> None:
     assert wsd[5:17] == [1.0] * 12
     assert wsd[17:] == [0.75, 0.5, 0.25, 0.0]
     assert _trace(5, type="constant", warmup_steps=2) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
-
-
-def test_shares_of_the_run() -> None:
-    assert _trace(100, type="linear", total_steps=100, warmup_steps=0.29) == _trace(
-        100, type="linear", total_steps=100, warmup_steps=29
-    )
-    assert _trace(10, type="wsd", total_steps=10, decay_steps=0.5)[5:7] == [1.0, 0.8]
-    assert _trace(3, type="constant", total_steps=20, warmup_steps=0.1) == [0.5, 1.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match="total_steps"):
-        _trace(3, type="constant", warmup_steps=0.1)
 
 
 def test_a_decay_that_is_too_long_begins_after_the_warmup() -> None:

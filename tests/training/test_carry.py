@@ -31,8 +31,6 @@ def columns() -> TensorDataset:
 
 
 class Network(nn.Module):
-    """A recurrent language model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.cell, self.head = (

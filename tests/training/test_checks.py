@@ -17,8 +17,6 @@ import danling as dl
 
 
 class Keeping(nn.Sequential):
-    """Keeps its first part in evaluation mode."""
-
     def train(self, mode: bool = True) -> Keeping:
         super().train(mode)
         self[0].eval()

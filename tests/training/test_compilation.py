@@ -26,8 +26,6 @@ class Backend:
 
 
 class Own(nn.Module):
-    """A root class that is no class of torch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))

@@ -17,8 +17,6 @@ from danling.training.frozen import FrozenWeights, bit_sum
 
 
 class Headed(dl.Runner):
-    """Trains the second of two layers, with averages of both."""
-
     def __init__(self, config: dict[str, Any], base: float = 1.0) -> None:
         super().__init__(config)
         self.model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

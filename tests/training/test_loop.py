@@ -141,18 +141,7 @@ def test_a_checkpoint_that_was_asked_for_waits_for_an_evaluation_that_is_due(tmp
         assert run.events == [*first, "update 5", "evaluate val", "save"]
 
 
-def test_a_budget_that_shrinks_ends_the_run_where_it_is(tmp_path: Path) -> None:
-    def shrink() -> None:
-        run.config.steps = 2
-
-    with Told(tmp_path, at={"update 2": shrink}, steps=10, evaluate_interval=100) as run:
-        run.train()
-        assert run.state.train.global_step == 2 and list(run.results) == [2]
-
-
 class Ending:
-    """A loader whose data ends for good after a pass."""
-
     def __init__(self, run: Told) -> None:
         self.run, self.passes = run, 0
 
@@ -177,13 +166,6 @@ def test_data_that_ends_before_the_budget_ends_the_run_with_an_evaluation_and_a_
         assert run.events == [*updates(1, 3), "evaluate val", *saves] and list(run.results) == [3]
         run.train()
         assert run.events.count("evaluate val") == 1
-
-
-def test_passes_that_a_user_trains_close_the_epoch_with_the_last_split(tmp_path: Path) -> None:
-    with Told(tmp_path, 1, 1, 1, epochs=3, train_splits=["train", "train_b"]) as run:
-        for split, epoch in (("train_c", 0), ("train", 0), ("train_b", 1)):
-            assert run.train_epoch(split).keys() == {"loss"} and run.state.train.epoch == epoch
-        assert run.source("train_c").epoch == 1 and run.results[1].keys() == {"train", "train_b"}
 
 
 # The end

@@ -22,8 +22,6 @@ from danling.training.model_states import (
 
 
 class Trained:
-    """A small model with averages."""
-
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

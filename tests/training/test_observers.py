@@ -23,8 +23,6 @@ class Program(TorchRunner):
 
 
 class Recording(Observer):
-    """Notes every event that it is told of."""
-
     def __init__(self, name: str, seen: list[Any], runner: TorchRunner) -> None:
         self.name, self.seen, self.runner = name, seen, runner
 

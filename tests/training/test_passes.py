@@ -62,8 +62,6 @@ class Passes(TorchRunner):
 
 
 class Reading:
-    """A loader of numbers, which notes what was read."""
-
     def __init__(self, run: Passes, numbers: int) -> None:
         self.run, self.numbers = run, numbers
 
@@ -130,19 +128,6 @@ def test_a_pass_without_a_batch_is_refused(tmp_path: Path) -> None:
 
 
 # Several ranks
-
-
-def _uneven(directory: str, rank: int = 0) -> Any:
-    rank = int(torch.distributed.get_rank())
-    with Passes(Path(directory) / "a", 5 if rank == 0 else 3, accum_steps=1) as run:
-        count = len(list(run.updates()))
-    with Passes(Path(directory) / "b", 5 if rank == 0 else 3, collective=True) as run:
-        list(run.updates())
-        return count, run.seen()
-
-
-def test_a_pass_ends_on_all_ranks_with_the_shortest_loader(tmp_path: Path) -> None:
-    assert run_processes(_uneven, str(tmp_path), init_process_group=True) == [(3, [[0, 1], [2]])] * 2
 
 
 def _compared() -> list[str]:

@@ -50,8 +50,6 @@ def schedules(optimizer: Any) -> dict[str, Any]:
 
 
 class Run(dl.Runner):
-    """Alternating updates."""
-
     every = 1
     norm = True
 
@@ -267,8 +265,6 @@ def test_slips_are_named(tmp_path: Path, calls: list[str], message: str) -> None
 
 
 class Single(Run):
-    """One optimizer without a name."""
-
     def __init__(self, directory: Path, **settings: Any) -> None:
         super().__init__(directory, **settings)
         self.optimizer, self.scheduler = torch.optim.SGD(self.model.parameters(), lr=0.1), None
@@ -303,8 +299,6 @@ def test_a_step_of_the_optimizer_in_a_train_step_is_refused(tmp_path: Path, name
 
 
 class Joined(Run):
-    """Named optimizers that a step does not use one by one."""
-
     def train_step(self, data: Any) -> Any:
         gan, (real, noise) = self.model, data
         self.backward(gan.discriminator(gan.generator(noise)).mean() + gan.discriminator(real).square().mean())

@@ -54,8 +54,6 @@ def test_predictions_need_no_gradient() -> None:
 
 
 class Gathered:
-    """A domain whose other ranks have what they are given."""
-
     rank, size = 0, 2
 
     def __init__(self, *others: Any) -> None:

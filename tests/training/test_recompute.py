@@ -15,8 +15,6 @@ import danling as dl
 
 
 class Noisy(dl.TorchRunner):
-    """Dropout, running statistics and a meter."""
-
     def __init__(self, root: Path) -> None:
         super().__init__({"dir": str(root), "log": False, "seed": 3, "epochs": 1, "optim": {"type": "sgd", "lr": 0.1}})
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))

@@ -15,8 +15,6 @@ from danling.training.saving import restore_run, warn_if_best_is_elsewhere
 
 
 class Begun:
-    """A run that writes down what its beginning asks of it."""
-
     def __init__(
         self,
         *,
@@ -71,10 +69,6 @@ def test_a_named_checkpoint_comes_before_the_runs_own_and_that_before_weights(
     settings: dict[str, Any], latest: str | None, expected: list[str]
 ) -> None:
     assert Begun(latest=latest, **settings).restore() == ["tidy", "check", *expected]
-
-
-def test_a_run_that_only_looks_leaves_the_directory_as_it_is() -> None:
-    assert Begun(checkpoint={"load_only": True}, resume="a").restore() == ["load a"]
 
 
 def test_what_another_replica_group_has_replaced_meanwhile_is_looked_for_again() -> None:

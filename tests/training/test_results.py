@@ -14,8 +14,6 @@ from danling import TorchRunner
 
 
 class Scored(TorchRunner):
-    """Its evaluations have the losses that it is given."""
-
     def __init__(self, directory: Path, losses: list[float], **settings: Any) -> None:
         self_settings = {"try_evaluation": False, "checkpoint.interval": 100, **settings}
         super().__init__({"dir": directory, "epochs": len(losses), "log": False, "seed": 1, **self_settings})
@@ -103,8 +101,6 @@ def test_scores_of_the_users_own_are_what_such_a_schedule_watches(tmp_path: Path
 
 
 class TriedScore(TorchRunner):
-    """An evaluation without a figure of that name."""
-
     def __init__(self, directory: Path, name: str) -> None:
         super().__init__({"dir": directory, "epochs": 1, "log": False, "optim.type": "sgd", "score_name": name})
         self.model, self.criterion = nn.Linear(1, 1), nn.L1Loss()

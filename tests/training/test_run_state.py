@@ -32,8 +32,6 @@ from danling.training.run_state import (
 
 
 class Run:
-    """Holds values, and notes what is restored into it."""
-
     def __init__(self, components: Collection[str] = (), progress: Collection[str] = ()) -> None:
         self.values: dict[str, Any] = {"model": 1, "optimizer": 2}
         self.restored: list[tuple[str, Any, set[str]]] = []
@@ -126,8 +124,6 @@ def test_passes_that_end_elsewhere_are_named() -> None:
 
 
 class Numbers(IterableDataset[int]):
-    """Counts from a position that it saves."""
-
     at = 0
 
     def __iter__(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -32,25 +31,6 @@ def test_a_request_is_taken_once_and_a_stop_goes_before_a_lesser_one() -> None:
     assert (session.stop_reason, session.save_requested) == ("terminate", True)
     session.begin()
     assert (session.stop_reason, session.save_requested) == (None, False)
-
-
-def test_a_signal_is_a_request_from_then_on() -> None:
-    session = TrainingSession()
-    with SignalWatcher() as session.signals:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert session.local_requests() == {"user_signal"} == session.local_requests()
-
-
-def test_time_that_is_over_is_a_request_to_stop() -> None:
-    now = [100.0]
-    session = TrainingSession(clock=lambda: now[0])
-    session.begin(max_seconds=10)
-    now[0] = 109.9
-    assert not session.asked_to_stop()
-    now[0] = 110.0
-    assert session.local_requests() == {"stop"}
-    session.begin()
-    assert not session.asked_to_stop()
 
 
 def _waits_in_two_trainings() -> list[str]:
@@ -83,8 +63,6 @@ def test_batches_pass_while_nobody_asks_and_a_stop_leaves_the_evaluation() -> No
     session, numbers = TrainingSession(), list[int]()
 
     class Numbering(Observer):
-        """Notes the numbers of the batches."""
-
         def evaluation_batch_started(self, split: str, number: int) -> None:
             numbers.append(number)
 
@@ -132,8 +110,6 @@ def test_a_signal_ends_the_process_with_its_code_and_one_in_the_last_save_too() 
 
 def test_an_observer_is_told_of_a_boundary_only_where_no_update_was_told() -> None:
     class Counting(Observer):
-        """Counts both events."""
-
         updates = boundaries = 0
 
         def update_ended(self, outcome: UpdateOutcome) -> None:

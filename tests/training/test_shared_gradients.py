@@ -16,8 +16,6 @@ from danling.distributed import ReplicaDriftError
 
 
 class Points(dl.Runner):
-    """A small classifier whose step may go around the wrapper."""
-
     def __init__(self, config: dict[str, Any], around: str = "") -> None:
         super().__init__(config)
         self.around = around
@@ -128,8 +126,6 @@ def test_skipped_and_weightless_updates_are_not_compared(tmp_path: Path) -> None
 
 
 class Passes(Points):
-    """Trains with a rate that halves at the end of each pass."""
-
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
@@ -149,12 +145,3 @@ def test_a_pass_that_ends_at_the_budget_is_counted(world_size: int, batch_size: 
     rounds = 4 // (32 // (batch_size * world_size))  # the last, smaller batch is dropped
     for rate, epoch, _ in run_processes(passes, config, world_size=world_size):
         assert (rate, epoch) == (0.5**rounds, rounds)
-
-
-def test_a_run_that_goes_on_after_such_a_pass_ends_as_one_that_did_not_stop(tmp_path: Path) -> None:
-    base = {"dataloader.batch_size": 16, "scheduler": {"interval": "epoch"}, "evaluate_interval": 3}
-    whole = run_processes(passes, settings(tmp_path / "whole", steps=7, **base), world_size=1)[0]
-    parted = settings(tmp_path / "parted", auto_resume=True, **base)
-    for steps in (4, 6, 7):
-        found = run_processes(passes, {**parted, "steps": steps}, world_size=1)[0]
-    assert found[:2] == whole[:2] == (0.125, 3) and torch.equal(found[2], whole[2])

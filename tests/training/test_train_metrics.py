@@ -118,8 +118,6 @@ def test_a_name_that_is_no_metric_is_refused_with_those_that_are(tmp_path: Path)
 
 
 class Merged:
-    """A metric that can be merged and not be saved."""
-
     def update(self, pred: Any, target: Any) -> None: ...
     def compute(self) -> float:
         return 0.0

@@ -110,17 +110,6 @@ def test_an_update_without_a_micro_batch_a_backward_or_a_gradient_is_refused(tmp
         run.make(1.0)
 
 
-def test_an_update_that_was_taken_back_asks_again(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
-        run.make(1.0)
-        run.stop()
-        run.train_step(torch.ones(2, 1))
-        run.reduction.agree = lambda totals, window, step: None  # type: ignore[assignment, method-assign]
-        outcome = run._parts.update.make()
-        assert outcome.reason == "uncommitted" and run._session.stop_reason is None
-        assert run._session.local_requests() == {"stop"} and run.train_state.global_step == 1
-
-
 def test_an_accelerator_is_asked_one_update_later_and_its_samples_are_read_when_needed(tmp_path: Path) -> None:
     """`meta` stands for a device that the host does not wait for; what it would answer is on the CPU."""
     with Run(tmp_path) as run:

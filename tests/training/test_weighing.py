@@ -84,8 +84,6 @@ POSITIONS, STREAM = SimpleNamespace(kind="position"), SimpleNamespace(kind="stre
 
 
 class Drawing:
-    """A dataset that draws."""
-
     def __init__(self, *samples: Any) -> None:
         self.samples = samples
 
