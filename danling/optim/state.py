@@ -178,7 +178,7 @@ def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:
         missing, unexpected = sorted(ours - theirs), sorted(theirs - ours)
         raise ValueError(
             f"Expected the state of an optimizer over the parameters of this one. Received: one without {missing[:5]} and with "
-            f"{unexpected[:5]} besides ({len(missing)} and {len(unexpected)} in all). Restore the optimizer, or add 'optimizer' to "
+            f"{unexpected[:5]} in addition ({len(missing)} and {len(unexpected)} in all). Restore the optimizer, or add 'optimizer' to "
             "checkpoint.exclude_from_loading to begin afresh with the new one."
         )
     if sorted(map(sorted, names)) != sorted(map(sorted, stored)):
@@ -191,7 +191,7 @@ def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:
 logger = logging.getLogger("danling")
 
 Options = list[dict[str, Any]]
-"""What stands in each parameter group beside the parameters."""
+"""The options in each parameter group, without the parameters."""
 
 _MOVED_BY_SCHEDULES = frozenset({"lr", "momentum", "betas"})
 

@@ -1,4 +1,4 @@
-"""What users set on a runner is part of the run: which of it has changed, what of it a checkpoint holds, and how it comes back."""
+"""Saves the attributes that users set on a runner, where they have changed, and restores them in place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Key = tuple[str, str]
 
 
 class _Seen:
-    """What is there at one moment, by section and name: encoded, with digests, with what is left out and what a restore needs."""
+    """Encoded values at one moment, by section and name: digests, what is left out, and what a restore needs."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder = encoder
@@ -67,7 +67,7 @@ class KeptAttributes:
         self._named: set[str] = set()
 
     def begin(self) -> None:
-        """Note what the program has set. Called before anything is restored."""
+        """Remember the values that the program has set. Called before anything is restored."""
         self._begun = self._look()
 
     def _look(self) -> _Seen:
@@ -81,7 +81,7 @@ class KeptAttributes:
             seen.add(("attributes", name), value, seen.encoder, declared=name in declared)
         return seen
 
-    # What there is
+    # Values
 
     def _own(self) -> dict[str, object]:
         """Return the attributes of the user's, those of the class among them."""
@@ -120,7 +120,7 @@ class KeptAttributes:
         }
 
     def _components(self) -> dict[str, object]:
-        """Return what is saved, or made anew, elsewhere, by path."""
+        """Return objects that other parts of a checkpoint save, by path."""
         runner = self._runner
         found: dict[str, object] = {"/": runner}
         for name in runner.library_names & vars(runner).keys():
@@ -146,7 +146,7 @@ class KeptAttributes:
     # An update that is computed again
 
     def remember(self) -> Callable[[], None]:
-        """Copy what is there, up to `REMEMBERED_BYTES`, and return what puts it back in place. May be called on one rank."""
+        """Copy the attributes, up to `REMEMBERED_BYTES`, and return a function that restores them. May be called on one rank."""
         encoder, runner, size = self._encoder(), self._runner, 0
         kept: dict[str, tuple[Any, object]] = {}
         for name, value in self._own().items():
@@ -189,10 +189,10 @@ class KeptAttributes:
             mine_of_these = {key: now.nodes[key] for key in differing if key in now.nodes}
             nodes = world.gather_objects(_changed_tensors(mine_of_these, Tensor.cpu))
         for key in differing:
-            held = {str(rank): each[key] for rank, each in enumerate(nodes) if key in each}
+            values = {str(rank): each[key] for rank, each in enumerate(nodes) if key in each}
             # Parts of a pipeline have tensors of other names: what those have that have it is equal.
             is_equal = key[0] != "attributes" and len(digests[key] - {None}) == 1
-            entries[key] = {"value": next(iter(held.values()))} if is_equal else {"of": world.size, "ranks": held}
+            entries[key] = {"value": next(iter(values.values()))} if is_equal else {"of": world.size, "ranks": values}
         found: dict[str, dict[str, Any]] = {}
         for section, name in keys:
             found.setdefault(section, {})[name] = entries[section, name]
@@ -217,7 +217,7 @@ class KeptAttributes:
         )
 
     def before_training(self) -> None:
-        """Name what no checkpoint will have. May be called on one rank."""
+        """Warn of attributes that no checkpoint will contain. May be called on one rank."""
         for path, reason in self._look().encoder.unseen.items():
             self._name(
                 [path],

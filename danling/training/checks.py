@@ -1,4 +1,4 @@
-"""Checks of what users put on a runner: wrong kinds, misnamed parts, what is not trained, and what changes while a run trains."""
+"""Checks the components that users set on a runner, before a run trains and while it trains."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ class ComponentChecks(Observer):
 
 
 class FirstGradients(Observer):
-    """Names what is trained and got no gradient in the first update, then removes itself. Not for several optimizers, stepped by phases."""
+    """Warns of trained parameters without a gradient in the first update, then removes itself. Skips optimizers with phases."""
 
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner

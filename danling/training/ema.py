@@ -13,7 +13,7 @@ from danling.utils.tensors import canonical_name, local_part
 
 
 class EMA:
-    """A moving average of parameters and floating buffers, kept shard by shard beside the model.
+    """A moving average of parameters and floating buffers, kept shard by shard next to the model.
 
     Integer buffers, such as BatchNorm's counter, are copied. The average lives on the parameters' own devices and layouts,
     so it works on sharded models, where a deep copy would not.

@@ -1,4 +1,4 @@
-"""A training from its beginning to its end: the loops, what is due between two updates, and how it ends."""
+"""Trains from the beginning to the end: the loops, the work that is due between two updates, and the end of a run."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class TrainingLoop:
 
     @contextmanager
     def _ending(self, *, whole: bool) -> Iterator[None]:
-        """Save, say and close at the end of what is inside, whether it came to its end, was stopped, or failed."""
+        """Save, log and close when the block ends, is stopped, or fails."""
         runner, session = self._runner, self._session
         try:
             try:

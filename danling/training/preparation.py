@@ -1,4 +1,4 @@
-"""How a stack prepares the user's model: what wraps it, what is trained of it, and where its weights are whole."""
+"""Prepares the user's model for a stack: wraps it, and knows which weights are trained and which are divided."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ModelPreparation:
         return self.world.size > 1 and noted is not None and _trained_count(model) != noted
 
     def check_reduced(self, model: object, *, trains: bool, reduced_by_user: bool) -> None:
-        """Refuse a model whose gradients nobody would reduce."""
+        """Refuse a model whose gradients would not be reduced."""
         reduced = isinstance(model, DistributedDataParallel) or self._trained_when_wrapped is not None
         if self.world.size > 1 and trains and not reduced and not reduced_by_user:
             raise ValueError(
@@ -103,14 +103,14 @@ class ModelPreparation:
     # What a forward and an update find
 
     def forward_communicates(self, model: nn.Module) -> str | None:
-        """Return what makes a forward or a backward communicate, besides DistributedDataParallel; `None` where nothing does."""
+        """Return what makes a forward or a backward communicate, other than DistributedDataParallel; `None` where nothing does."""
         if self.communication is not None:
             return self.communication
         synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         return "SyncBatchNorm" if synced and self.world.size > 1 else None
 
     def optimized_parameters(self, optimizer: SteppedOptimizer) -> list[nn.Parameter]:
-        """Return what the optimizer updates of the model that the user made, and besides. May be called on one rank."""
+        """Return what the optimizer updates of the user's model, and any others. May be called on one rank."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def whole_parameters(self, named: NamedParameters) -> dict[str, bool] | None:

@@ -102,7 +102,7 @@ class GradientReduction(Protocol):
 
 
 class LocalReduction:
-    """The gradient of one process, or of ranks that somebody else reduces.
+    """The gradient of one process, or of ranks whose gradient another part reduces.
 
     Args:
         optimizer: The optimizer.
@@ -128,7 +128,7 @@ class LocalReduction:
         self._group_sizes = [len(group["params"]) for group in groups]
         self._parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
         owned = {id(parameter) for parameter in self._parameters}
-        # They get a gradient, which nobody applies and which must not pile up.
+        # They get a gradient that is not applied and must not pile up.
         self._unowned = [p for _, p in self.named_parameters() if p.requires_grad and id(p) not in owned]
 
     @property
@@ -158,7 +158,7 @@ class LocalReduction:
         """Nothing is left to be reduced."""
 
     def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:
-        """Return the totals as they are: there is nobody else."""
+        """Return the totals unchanged: there is no other process."""
         return totals
 
     def without_gradient(self, trained: set[int]) -> list[str]:
@@ -213,7 +213,7 @@ class LocalReduction:
         return nonfinite_parameters(self.named_parameters())
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients by name, also of parameters that nobody but the optimizer has."""
+        """Yield the gradients by name, also of parameters that only the optimizer has."""
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         others = (p for p in self.parameters if id(p) not in names)
         for parameter in (*(p for _, p in self.named_parameters()), *others):

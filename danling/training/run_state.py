@@ -91,7 +91,7 @@ class RunState:
 
     @property
     def excluded(self) -> ExcludedFromLoading:
-        """What is left out of what is loaded."""
+        """Parts of a checkpoint that are not loaded."""
         return ExcludedFromLoading(self._runner.config.checkpoint.exclude_from_loading).without(self._loaded_since)
 
     @contextmanager
@@ -438,7 +438,7 @@ def changed_sections(
 
 
 def log_exclusions(excluded: ExcludedFromLoading, loaded_since: Collection[str], *, was_named: bool) -> None:
-    """Log what is left out of what is loaded, and which entries of `checkpoint.exclude_from_loading` do not count."""
+    """Log which parts are not loaded, and which entries of `checkpoint.exclude_from_loading` do not count."""
     if loaded_since:
         logger.log(
             logging.WARNING if was_named else logging.INFO,

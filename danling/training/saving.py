@@ -1,5 +1,4 @@
-"""Saves a run and begins one: who writes, at which update the last save was made, which checkpoint a run begins from, and what is saved
-where an evaluation fails."""
+"""Saves a run, chooses the checkpoint that a run begins from, and saves trained weights if an evaluation fails."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("danling")
 _T = TypeVar("_T")
 
 STOPS = ("terminate", "interrupt", "user_signal", "stop")
-"""Requests that end a training; where ranks ask for several, the first one of these stands."""
+"""Requests that end a training; where ranks ask for several, the first one of these counts."""
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 """How often a rank that waits looks whether another one was asked to stop."""
@@ -83,7 +83,7 @@ class TrainingSession:
         updated_once: Whether this process has made its first update.
         in_step: Whether a `train_step` is under way.
         in_update: Whether a `step` is under way.
-        signals: Watches for signals while a training runs; `None` where nobody does.
+        signals: Watches for signals while a training runs; else `None`.
         observers: Are told of the events of a training.
     """
 

@@ -445,7 +445,7 @@ class UpdateStep:
     # What an accelerator has not told yet
 
     def read_samples(self) -> None:
-        """Bring the counter of samples up to date with what is counted on the device. May be called on one rank."""
+        """Add the samples that were counted on the device to the counter. May be called on one rank."""
         counted, self._samples_on_device = self._samples_on_device, None
         if counted is not None:
             self._runner.state.train.samples += int(counted)

@@ -429,7 +429,7 @@ OPTIMIZER: dict[str, Mistake] = {
     ),
     "a schedule without a type": (
         lambda: train(settings(scheduler={"warmup": 10})),
-        "Expected scheduler.type beside other keys of the section. Received: scheduler.warmup=10.",
+        "Expected scheduler.type next to other keys of the section. Received: scheduler.warmup=10.",
     ),
     "a schedule with a slip": (lambda: train(settings(scheduler={"type": "cosin"})), "Did you mean 'cosine'?"),
     "an unknown option of a schedule": (
