@@ -46,13 +46,12 @@ from danling.training import (
     call_model,
     count_tokens,
     criterion_loss,
-    criterion_setting,
     criterion_weight,
-    is_pair,
     prediction_of,
     unpack_batch,
 )
 from danling.training.artifacts import artifacts_of
+from danling.training.batches import is_pair
 from danling.training.canonical import CanonicalReduction, CanonicalSum
 from danling.training.checks import (
     ComponentChecks,
@@ -72,7 +71,7 @@ from danling.training.recompute import MemoryRetry, Recompute, RunWindow
 from danling.training.results import RunResults
 from danling.training.run_state import StatePart, carry_of_all, component_parts, progress_parts
 from danling.training.update import UpdateStep
-from danling.training.weighing import BatchLoss, returned_loss
+from danling.training.weighing import BatchLoss, criterion_setting, returned_loss
 from danling.utils.protocols import SteppedOptimizer
 from danling.utils.tensors import canonical_name
 

@@ -268,7 +268,12 @@ class Evaluator:
         source = self._source(split)
         if not source.can_restart:
             return
-        with source.peek(), _preserved(self._written()):
+        # What a forward may write to: buffers of model and criterion, and what is averaged of them.
+        modules = [each for each in (runner.unwrapped_model, runner.criterion) if isinstance(each, nn.Module)]
+        names = {canonical_name(name) for name, _ in runner.unwrapped_model.named_buffers()}
+        averaged = [tensor for name, tensor in getattr(runner.ema, "weights", {}).items() if name in names]
+        written = [*(buffer for module in modules for buffer in module.buffers()), *averaged]
+        with source.peek(), _preserved(written):
             try:
                 # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
                 opened = source if source.kind == "position" else runner.sources.open(split, source.loader)
@@ -292,14 +297,6 @@ class Evaluator:
                 runner._parts.results.check_trial(split, metrics, scored=sums.scored)
             finally:
                 runner._parts.metrics.reset()
-
-    def _written(self) -> list[Tensor]:
-        """Return the tensors that a forward may write to: buffers of model and criterion, and what is averaged of them."""
-        runner = self.runner
-        named, averaged = dict(runner.unwrapped_model.named_buffers()), getattr(runner.ema, "weights", {})
-        criterion = runner.criterion.buffers() if isinstance(runner.criterion, nn.Module) else ()
-        found = (averaged.get(canonical_name(name)) for name in named)
-        return [*named.values(), *criterion, *(tensor for tensor in found if tensor is not None)]
 
     # A step that a user calls
 

@@ -206,21 +206,14 @@ def keeping_trained(
     except BaseException as error:
         # KeyboardInterrupt and SystemExit, by which schedulers of trials end a training, lose as much as an error does.
         failed = isinstance(error, Exception)
-        how = "failed with" if failed else "was ended by"
-        what = f"The evaluation after step {step} {how} {type(error).__name__}"
+        what = f"The evaluation after step {step} {'failed with' if failed else 'was ended by'} {type(error).__name__}"
         try:
             saved = save()
         except Exception:
             logger.exception("%s, and what was trained could not be saved; the failure follows.", what)
         else:
+            then = "What was trained since the last checkpoint is lost: it takes all ranks to save it."
             if saved:
-                logger.log(
-                    logging.ERROR if failed else logging.WARNING,
-                    "%s. What was trained is saved; a run that goes on from it begins with this evaluation.",
-                    what,
-                )
-            else:
-                logger.error(
-                    "%s. What was trained since the last checkpoint is lost: it takes all ranks to save it.", what
-                )
+                then = "What was trained is saved; a run that goes on from it begins with this evaluation."
+            logger.log(logging.WARNING if saved and not failed else logging.ERROR, "%s. %s", what, then)
         raise

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from danling.training import BatchLoss
+from danling.training.weighing import BatchLoss
 
 
 def batch_loss(*overridden: str, targetless: bool | None = None, **runner: Any) -> BatchLoss:

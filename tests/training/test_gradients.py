@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from danling.training import clip_by_norm, clip_coefficient, gradients_of, total_norm
+from danling.training.reduction import clip_by_norm, clip_coefficient, gradients_of, total_norm
 
 KINDS = {
     "one": (torch.float32,) * 4,

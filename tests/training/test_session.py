@@ -13,8 +13,8 @@ from support.processes import run_processes
 
 from danling.distributed import Domain, LocalDomain
 from danling.supervision import SignalWatcher
-from danling.training import EvaluationStopped, TrainingSession, UpdateOutcome
-from danling.training.session import PassLeft
+from danling.training import TrainingSession, UpdateOutcome
+from danling.training.session import EvaluationStopped, PassLeft
 from danling.utils.observers import Observer
 
 # Requests
