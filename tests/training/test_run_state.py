@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 
 from danling.checkpoints import CheckpointMismatch
 from danling.checkpoints.exclusion import ExcludedFromLoading
 from danling.config import RunnerConfig
-from danling.data import build_dataloader, open_source
+from danling.data import open_source
 from danling.distributed import LocalDomain
 from danling.metrics import Meters
 from danling.training.run_state import (
@@ -108,19 +108,6 @@ def test_settings_that_are_meant_to_differ_may() -> None:
     # The size of an update follows from several keys, and to name one of them is enough.
     run.config.checkpoint.exclude_from_loading = ["runner.optim.lr", "runner.dataloader.batch_size"]
     check_same_run(run, {})
-
-
-def test_passes_that_end_elsewhere_are_named() -> None:
-    built = {"split": "train", "train": True, "seed": 1, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
-    run: Any = Run()
-    run.dataloaders["train"] = build_dataloader(
-        TensorDataset(torch.arange(10)), {"batch_size": 4, "drop_last": True}, **built
-    )
-    with pytest.raises(CheckpointMismatch, match=r"passes of 9 out of 10 samples .* now of 8"):
-        check_same_run(run, {"dataloaders": {"train": {"end": 9, "length": 10}}})
-    # Another dataset is refused by the loader itself.
-    for state in ({"end": 8, "length": 10}, {"end": 9, "length": 12}, None):
-        check_same_run(run, {"dataloaders": {"train": state}})
 
 
 class Numbers(IterableDataset[int]):
