@@ -62,9 +62,8 @@ from danling.training.checks import (
     untied,
 )
 from danling.training.evaluation import EvaluationForward, Evaluator
-from danling.training.frozen import FrozenWeights
 from danling.training.loop import TrainingLoop
-from danling.training.model_states import ModelStates
+from danling.training.model_states import FrozenWeights, ModelStates
 from danling.training.phases import PhasedModel, Phases, phases_of
 from danling.training.preparation import ModelPreparation
 from danling.training.recompute import MemoryRetry, Recompute, RunWindow

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.checkpoints import CheckpointMismatch
-from danling.training.frozen import FrozenWeights, bit_sum
+from danling.training.model_states import FrozenWeights, bit_sum
 
 
 class Headed(dl.Runner):
@@ -93,7 +93,7 @@ def test_the_sum_is_that_of_the_bits_times_an_odd_number_of_their_place(
 
 
 def test_pieces_of_a_large_weight_that_change_places_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("danling.training.frozen._PIECE", 4)
+    monkeypatch.setattr("danling.training.model_states._PIECE", 4)
     first, second, rest = torch.arange(4.0), torch.arange(4.0, 8), torch.ones(3)
     orders = ([first, second, rest], [second, first, rest], [first, rest, second])
     assert len({bit_sum(torch.cat(parts)) for parts in orders}) == 3
