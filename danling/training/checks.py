@@ -289,8 +289,8 @@ class ComponentChecks(Observer):
             )
         schedules = list(scheduler) if isinstance(scheduler, JointScheduler) else [scheduler]
         groups = {id(group) for group in runner.optimizer.param_groups}
-        moved = [each.optimizer.param_groups for each in schedules if hasattr(each, "optimizer")]
-        if any(groups.isdisjoint(map(id, of_schedule)) for of_schedule in moved):
+        moved = [getattr(getattr(each, "optimizer", None), "param_groups", None) for each in schedules]
+        if any(each is not None and groups.isdisjoint(map(id, each)) for each in moved):
             self._warn(
                 "schedule",
                 f"self.scheduler, a {type(scheduler).__name__}, moves the learning rates of another optimizer than self.optimizer, "
