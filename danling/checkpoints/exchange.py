@@ -23,7 +23,8 @@ from danling.utils.tensors import canonical_name, is_sharded
 from . import storage
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .manifest import is_name
-from .reading import moment
+from .rank_files import join_ranks, rank_files
+from .reading import is_of_ranks, moment
 from .store import TARGETS, has_sums, is_of_run, missing_sums, read_file_manifest
 from .torch_files import check_foreign, holds_format, is_own, read_file
 
@@ -112,7 +113,7 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
 
     Args:
         path: A file of `torch.save` (a `state_dict`, alone or as `model` or `state_dict`), a `.safetensors` file, an index
-            `*.safetensors.index.json`, or a directory with one of these.
+            `*.safetensors.index.json`, a directory with one of these, or one that torch_checkpointing wrote.
         which: `"model"`, or `"ema"` for averaged weights that `export_weights` wrote.
 
     Raises:
@@ -122,6 +123,9 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
     """
     if which not in _SETS:
         raise ValueError(f"Expected which to be one of {[*_SETS]}. Received: which={which!r}.")
+    if which == "model" and is_of_ranks(Path(path)):
+        files = rank_files(Path(path))
+        return join_ranks({rank: weights_in(_read_torch_file(file), file) for rank, file in files.items()}, Path(path))
     source = _located(Path(path), which)
     if source.name.endswith(".index.json"):
         weights = _read_index(source)
@@ -183,7 +187,8 @@ def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, Any
 
 def _is_foreign(path: Path) -> bool:
     if path.is_dir():
-        return any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+        names = ("model.safetensors", "model.safetensors.index.json")
+        return is_of_ranks(path) or any((path / name).is_file() for name in names)
     pointer = is_name(path.name) and (path.parent / TARGETS).is_dir()
     if not path.is_file() or pointer or has_sums(path):
         return False

@@ -10,6 +10,8 @@ from zipfile import is_zipfile
 
 import torch
 
+from danling.utils.tensors import local_part
+
 from . import storage
 from .errors import CheckpointDamaged, CheckpointMismatch, disk_error
 from .manifest import is_archive, oversized
@@ -60,6 +62,7 @@ def check_values(payload: object, path: Path, *, size: int | None = None) -> Non
         below: dict[int, tuple[Any, int]] = {}
         for value, times in level.values():
             if isinstance(value, torch.Tensor):
+                value = local_part(value)
                 wanted = value.numel() * value.element_size()
                 if size is not None and wanted > max(size, value.untyped_storage().nbytes()):
                     raise CheckpointDamaged(

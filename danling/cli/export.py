@@ -65,10 +65,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    _check_place(options.output, options.checkpoint)
-    model, ema, step = read_weights(
-        options.checkpoint, options.ema, trust=options.trust, complete=options.format == "hf"
-    )
+    from danling.checkpoints.reading import is_of_ranks
+
+    if is_of_ranks(Path(options.checkpoint)):
+        model, ema, step = _read_ranks(options), None, None
+    else:
+        _check_place(options.output, options.checkpoint)
+        model, ema, step = read_weights(
+            options.checkpoint, options.ema, trust=options.trust, complete=options.format == "hf"
+        )
     written = _write(options, model, ema, step)
     sizes = {str(path): path.stat().st_size for path in written}
     if options.json:
@@ -145,6 +150,17 @@ def _check_place(output: Path, checkpoint: str) -> None:
         raise ValueError(
             f"Expected an output outside of the run's checkpoints. Received: {str(output)!r}. Choose another directory."
         )
+
+
+def _read_ranks(options: argparse.Namespace) -> dict[str, Any]:
+    from danling.checkpoints.exchange import import_weights
+
+    if options.ema or options.format:
+        raise ValueError(
+            f"Expected a checkpoint of this library for --ema and --format. Received: {options.checkpoint!r}, a directory of "
+            "torch_checkpointing, which has weights alone. Leave the option out."
+        )
+    return import_weights(options.checkpoint)
 
 
 def read_weights(

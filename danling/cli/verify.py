@@ -23,7 +23,7 @@ from danling.checkpoints.errors import (
     CheckpointNotFound,
 )
 from danling.checkpoints.manifest import Manifest, is_name
-from danling.checkpoints.reading import stores_in
+from danling.checkpoints.reading import is_of_ranks, locate, stores_in
 from danling.checkpoints.store import FILE_SUMS, SUFFIX, SUMS, CheckpointStore, has_sums, is_of_run, verify_alone
 from danling.utils.messages import as_text
 from danling.workspace.run_directory import is_in_use
@@ -101,6 +101,8 @@ def verify(path: Path, level: str) -> list[dict[str, Any]]:
         )
     verdicts = [_verdict(found, level) for found in checkpoints_of(path)]
     if not verdicts:
+        if is_of_ranks(path):
+            locate(path)  # refuses it by name
         raise CheckpointNotFound(
             f"Expected a checkpoint, or a directory with some. Received: {str(path)!r}, where there is none."
         )

@@ -69,6 +69,11 @@ def build_dataloader(
     if is_loader(dataset):
         return dataset
     _check_names(settings, split)
+    if canonical and isinstance(dataset, TokenBudget):
+        raise ValueError(
+            f"Expected micro-batches of a number of samples for split {split!r} with gradient_sum='canonical'. Received: a TokenBudget, "
+            "whose batches have any number. Pack the documents with dl.data.Packed, or set gradient_sum='fast'."
+        )
     keyed = _chosen_key(settings, split)
     given, division = divide_updates(
         settings, split=split, train=train, world_size=world_size, accum_steps=accum_steps, canonical=canonical

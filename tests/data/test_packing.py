@@ -140,6 +140,15 @@ def test_batches_of_a_number_of_tokens() -> None:
     assert sum(spread) / len(spread) < 6, "of similar length: drawn at random it is more than 20"
 
 
+def test_batches_of_a_budget_have_little_padding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(9000, generator=generator) * 0.9 + 4).exp().clamp(1, 2048).int()
+    batches = TokenBudget(range(9000), 8192, lengths)
+    padded = [pieces[0].size * len(pieces) for pieces in map(batches.pieces, range(len(batches)))]
+    assert sum(padded) * 0.98 <= batches.tokens_in_all, "0.97 where each batch takes as much as it can"
+    assert max(padded) <= 8192 and len(batches) <= sum(padded) / 8192 * 1.3
+
+
 # Reading
 
 
@@ -343,6 +352,19 @@ def train(root: Path, name: str, kind: str, loader: dict[str, Any], kill_at: int
     with Words(config, kind, root / f"{name}.seen", kill_at) as runner:
         runner.train()
         return torch.cat([parameter.detach().flatten() for parameter in runner.unwrapped_model.parameters()])
+
+
+def test_a_budget_has_no_canonical_sum(tmp_path: Path) -> None:
+    loader = {"global_batch_size": 2, "micro_batch_size": 1}
+    settings = {
+        "gradient_sum": "canonical",
+        "dataloader": loader,
+        "optim": {"type": "sgd"},
+        "dir": str(tmp_path),
+        "log": False,
+    }
+    with pytest.raises(ValueError, match="gradient_sum='canonical'. Received: a TokenBudget"):
+        Words(settings, "budget", tmp_path / "seen")
 
 
 @pytest.mark.parametrize("kind", ["packed", "budget"])
