@@ -28,7 +28,6 @@ def rank_files(directory: Path) -> dict[int, Path]:
         CheckpointMismatch: If the weights are in other files.
     """
     # Torch's safe reader knows divided tensors after this import only.
-    import torch.distributed.tensor
 
     found = {int(match[1]): path for path in directory.iterdir() if (match := _FILE.fullmatch(path.name))}
     if not found:
@@ -80,7 +79,7 @@ def _whole(shares: Mapping[int, Any]) -> Tensor:
     shape, stored = first.shape, sum(share._local_tensor.numel() for share in shares.values())
     if stored < math.prod(shape):
         raise ValueError(f"{stored} of {math.prod(shape)} elements are there")
-    result = first._local_tensor.new_empty(shape)
+    result: Tensor = first._local_tensor.new_empty(shape)
     is_filled = torch.zeros(shape, dtype=torch.bool)
     for rank, share in shares.items():
         mesh = share.device_mesh

@@ -297,9 +297,10 @@ class TokenBudget(_Grouped):
     documents, or is padded to its longest document: a tensor of shape (documents, longest) for each of `keys`, with `attention_mask`, and
     `labels`, the first key with -100 at padding. The weight of a batch is the number of its labels that count.
 
-    Batches are cut within chunks, from documents sorted by length; some end early, where that saves much padding. Which batch a position has follows from the seed, the epoch and the
-    position, so a run resumes exactly, with any number of workers and processes; each process reads one batch at a time. The order is
-    the dataset's own: do not set `dataloader.shuffle`. The number of batches is the same in each epoch.
+    Batches are cut within chunks, from documents sorted by length; some end early, where that saves much padding. Which batch a position
+    has follows from the seed, the epoch and the position, so a run resumes exactly, with any number of workers and processes; each process
+    reads one batch at a time. The order is the dataset's own: do not set `dataloader.shuffle`. The number of batches is the same in each
+    epoch.
 
     Args:
         dataset: A map-style dataset of documents; see `Packed`.
