@@ -57,31 +57,6 @@ class EngineTag:
     outline: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class EngineAhead:
-    """The files of an engine that were written before an evaluation, whose metrics belong to the same state."""
-
-    path: Path
-    step: int
-    client: Mapping[str, Any]
-    written: Mapping[str, tuple[int, str]]
-
-    def link(self, state: object, path: Path) -> tuple[int, str] | None:
-        """Link an unchanged file to a new path instead of writing it again; return its size and checksum.
-
-        The runner's state in the file is the one from before the evaluation; a run can be resumed from it just as well.
-        """
-        found, source = self.written.get(path.name), self.path / path.name
-        if found is None or storage.size_of(source) != found[0]:
-            return None
-        if isinstance(state, Mapping) and CLIENT_STATE in state:
-            state = {**state, CLIENT_STATE: self.client}
-        if storage.measure(lambda writer: torch.save(state, writer)) != found:  # type: ignore[arg-type]
-            return None
-        storage.link(source, path)
-        return found
-
-
 class HashingFiles:
     """Writes and reads the files of an engine: durable and hashed when written, and no error hides on one rank.
 
@@ -89,10 +64,9 @@ class HashingFiles:
     raised when all ranks have come through.
     """
 
-    def __init__(self, *, trust: bool = False, ahead: EngineAhead | None = None) -> None:
+    def __init__(self, *, trust: bool = False) -> None:
         self.name = "danling"
         self.trust = trust
-        self._ahead = ahead
         self.written: dict[str, tuple[int, str]] = {}
         self.error: Exception | None = None
 
@@ -105,13 +79,12 @@ class HashingFiles:
 
     def save(self, state_dict: object, path: str) -> None:
         """Write one file."""
-        self._try(lambda: self._write(state_dict, Path(path)))
 
-    def _write(self, state: object, path: Path) -> None:
-        found = None if self._ahead is None else self._ahead.link(state, path)
-        if found is None:
-            found = storage.write_file(path, lambda writer: torch.save(state, writer))  # type: ignore[arg-type]
-        self.written[path.name] = found
+        def write() -> None:
+            found = storage.write_file(Path(path), lambda writer: torch.save(state_dict, writer))  # type: ignore[arg-type]
+            self.written[Path(path).name] = found
+
+        self._try(write)
 
     def _try(self, action: Any) -> None:
         try:
@@ -152,18 +125,14 @@ class HashingFiles:
 class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
     """Tags of a DeepSpeed engine as targets that are written once, and pointer files with the names; see `TargetStore`.
 
-    Beside the engine's files is `runner.pth` with everything but model and optimizer; the same goes to the engine as its client
-    state, so that `engine.load_checkpoint("checkpoints/targets", tag)` of a program without this library finds it too. Where the state was
-    saved before an evaluation and once more with its metrics, the client state may be the one from before: the engine's files are linked.
-    This library reads `runner.pth` alone, which has the figures.
+    Next to the engine's files is `runner.pth` with everything but model and optimizer; the same goes to the engine as its client
+    state, so that `engine.load_checkpoint("checkpoints/targets", tag)` of a program without this library finds it too.
 
     The engine writes from its live tensors, so a save is finished when it returns, whatever `checkpoint.async_mode` says.
 
     Args:
         engine: The engine that saves.
     """
-
-    _ahead: EngineAhead | None = None
 
     def __init__(self, *args: Any, engine: EngineFiles, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -178,14 +147,14 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
             return
         if self.mirror is not None:
             self._surface()
-        before, self._ahead = self._ahead, None
+        self._ahead = None
         exported = "model" in payload
         needed = count_bytes(payload) + (0 if exported else self._engine.state_bytes)
         record = self.on_main(lambda: self._open_target(needed, epoch, global_step))
         target = self.store.path(record.name)
         plain = self.on_all(lambda: to_host(payload))
         client = {name: value for name, value in plain.items() if name != "ema"}
-        files = HashingFiles(ahead=before if before is not None and before.step == global_step else None)
+        files = HashingFiles()
         if not exported:
             with self._engine.writing_to(files):
                 self._engine.save(str(target.parent), record.name, {CLIENT_STATE: client})
@@ -196,7 +165,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
                 self.store.give_up(record.name)
             raise
         if ahead:
-            self._ahead = EngineAhead(target, global_step, client, files.written)
+            self._ahead = record.name
 
     def _open_target(self, needed: int, epoch: int, global_step: int) -> Record:
         record = super()._open_target(needed, epoch, global_step)

@@ -66,7 +66,8 @@ class CheckpointDirectory:
         self._open_sources: Callable[[], Any] | None = None
         self._sources: Any = None
         self._alone: set[Path] = set()
-        self._brought: dict[Path, int] = {}
+        self._home: CheckpointStore | None = None
+        self._brought: set[Path] = set()
         self._offered: dict[str, tuple[CheckpointStore, Path, int]] = {}
         self._unreadable: set[tuple[CheckpointStore, int]] = set()
 
@@ -77,11 +78,13 @@ class CheckpointDirectory:
         self._open_sources = sources
         if own:
             self._sources = sources()
-            self.stores += self._sources.own()
+            self._home = self._sources.own()
+            self.stores += [self._home] if self._home is not None else []
 
     def sources_of(self, source: str | Path) -> Any:
         """Return what finds a checkpoint that a URL names; `None` for anything else."""
-        if self._open_sources is None or "://" not in str(source):
+        scheme, is_url, _ = str(source).partition("://")
+        if self._open_sources is None or not is_url or not scheme.isalnum():
             return None
         if self._sources is None:
             self._sources = self._open_sources()
@@ -100,22 +103,22 @@ class CheckpointDirectory:
 
     # Find and verify one
 
-    def verified(self, source: str | Path) -> tuple[int, Path]:
-        """Find a checkpoint and compare it with its checksums; return the number of its store, -1 for a local one, and its path."""
+    def verified(self, source: str | Path) -> tuple[bool, Path]:
+        """Find a checkpoint and compare it with its checksums; return whether it was brought from an object store, and its path."""
         store, path = self._resolve(source)
         store.verify(path, self._settings.verify)
         if store.lacks_sums(path) and path not in self._alone:
             self._alone.add(path)
             logger.warning("%s has no checksums beside it%s", path, _ALONE[self._settings.verify])
         self._record_of(store, path)
-        number = self.stores_for(source).index(store) if store.is_elsewhere else self._brought.get(path, -1)
-        return number, store.target(path)
+        return store.is_elsewhere or path in self._brought, store.target(path)
 
-    def stores_for(self, source: str | Path) -> list[CheckpointStore]:
-        """Return the stores in which a source is looked for, the same on all ranks. May be called on all of them."""
+    def bring(self, source: str | Path, path: Path) -> None:
+        """Make a checkpoint that was brought from an object store readable on this machine. Called on all ranks."""
         sources = self.sources_of(source)
-        named = sources.named(source) if sources is not None else None
-        return self.stores if named is None else named[0]
+        store = self._home if sources is None else sources.named(source)[0]
+        if store is not None:
+            store.bring(path)
 
     def describe(self, source: str | Path) -> Record | None:
         """Return what is recorded of a checkpoint, without reading it; `None` for one of another directory."""
@@ -128,17 +131,18 @@ class CheckpointDirectory:
         return record
 
     def _resolve(self, source: str | Path) -> tuple[CheckpointStore, Path]:
-        sources = self.sources_of(source)
-        named = sources.named(source) if sources is not None else None
-        is_brought = Path(source) in self._brought
-        stores, wanted = (self.stores if is_brought else self._whole(), source) if named is None else named
+        sources, wanted = self.sources_of(source), source
+        stores = self.stores if Path(source) in self._brought else self._whole()
+        if sources is not None:
+            named, wanted = sources.named(source)
+            stores = [named]
         for store in stores:
             found = store.find(wanted)
             if found is not None:
                 return store, found
         present = sorted({r.name for store in stores for r in store.records(complete=True)})
         there = ", ".join(present) or "none"
-        if named is not None:
+        if sources is not None:
             raise CheckpointNotFound(
                 f"Expected a checkpoint at {source}. Received: none (in {stores[0].place} there are: {there}). Give the URL of one that "
                 "is there."
@@ -171,7 +175,7 @@ class CheckpointDirectory:
                 continue
             if store.is_elsewhere:
                 # From now on it is found in the directory, which other machines may not share.
-                self._brought[path] = self.stores.index(store)
+                self._brought.add(path)
             source = record.name if store is self.stores[0] else str(path)
             self._offered[source] = store, path, record.sequence
             return source

@@ -340,10 +340,9 @@ class CheckpointManager(ABC):
     def _fetched(self, source: str | Path) -> Path:
         """Return the verified file or target of a checkpoint, which every rank can read."""
         self.wait()
-        number, path = self.on_main(lambda: self.checkpoints.verified(source))
-        if number >= 0:
-            store = self.checkpoints.stores_for(source)[number]
-            self.on_all(lambda: store.bring(path))
+        is_brought, path = self.on_main(lambda: self.checkpoints.verified(source))
+        if is_brought:
+            self.on_all(lambda: self.checkpoints.bring(source, path))
         return path
 
     def find_latest(self) -> str | None:

@@ -155,18 +155,6 @@ def write_file(path: Path, write: Callable[[HashingWriter], object]) -> tuple[in
     return writer.size, writer.sha256
 
 
-def measure(write: Callable[[HashingWriter], object]) -> tuple[int, str]:
-    """Return the size and the SHA-256 of the file that would be written; see `write_file`."""
-    nowhere = Path(os.devnull)
-    handle = os.open(nowhere, os.O_WRONLY)
-    try:
-        writer = HashingWriter(handle, nowhere)
-        write(writer)
-        return writer.size, writer.sha256
-    finally:
-        os.close(handle)
-
-
 def write_new_text(path: Path, text: str) -> tuple[int, str]:
     """Write a small text file durably; see `write_file`."""
     return write_file(path, lambda writer: writer.write(text.encode()))

@@ -1,4 +1,4 @@
-"""How checkpoints are arranged in a directory: single files with checksums beside them, or target directories with pointers to them.
+"""How checkpoints are arranged in a directory: single files with their checksums, or target directories with pointers to them.
 
 Everything here runs on rank 0, and needs no torch.
 """
@@ -40,7 +40,7 @@ logger = logging.getLogger("danling")
 
 SUFFIX = ".pth"
 FILE_SUMS = ".sha256"
-"""Suffix of the manifest beside a file."""
+"""Suffix of the manifest of a file."""
 NEXT = ".sha256.next"
 DELETING = ".deleting-"
 """Prefix of a mark that a checkpoint of that name is being deleted. It is removed after the last of its files."""
@@ -359,7 +359,7 @@ class FileStore(CheckpointStore):
 
 
 def has_sums(path: Path) -> bool:
-    """Whether checksums are beside a file."""
+    """Whether a file has its checksums."""
     return any(storage.size_of(_beside(path, suffix)) is not None for suffix in (FILE_SUMS, NEXT))
 
 

@@ -55,7 +55,7 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
 
 
 def check_values(payload: object, path: Path, *, size: int | None = None) -> None:
-    """Refuse values over which no reader could walk: a few bytes of a pickle stand for any number of them."""
+    """Refuse values over which no reader could walk: a few bytes of a pickle can make any number of them."""
     level = {id(payload): (payload, 1)}  # each value once, with how often it comes
     count = 0
     for _ in range(_DEEPEST):

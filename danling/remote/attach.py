@@ -84,7 +84,7 @@ class RunMirror:
             raise
 
     def begin(self) -> None:
-        """Copy what is on the disk and is not in the store yet: what the run goes on from is safe before its first save. On all ranks."""
+        """Copy what is on the disk and not in the store yet: what the run goes on from is safe before its first save. On all ranks."""
         self._manager.on_main(self._begin)
 
     def _begin(self) -> None:

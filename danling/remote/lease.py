@@ -1,6 +1,6 @@
 """One writer for each run in a store: an object that says who writes, and until when.
 
-The object `lock` is created where there is none, and replaced only by whoever has read it last; both are conditions that the store
+The object `lock` is created where there is none, and replaced only by the process that has read it last; both are conditions that the store
 checks. Some stores ignore them, which is found out at the start: then nothing keeps two writers apart but the run's id, and that is said.
 
 Whether a lease has run out is told by the store's own clock: when the store received the lock, against when it receives an object that
@@ -193,7 +193,7 @@ def _machine() -> str:
 
 def _born(pid: int) -> str:
     try:
-        # The name of the program, which stands in parentheses, may hold spaces.
+        # The name of the program, which is in parentheses, may have spaces.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
@@ -224,7 +224,7 @@ class Lease:
         remove_probes(self.store, self.key)
         if condition is not None:
             logger.warning(
-                "%s does not keep two writers apart: it does not keep to the condition %s. Take care that nobody else writes this run.",
+                "%s does not keep two writers apart: it ignores the condition %s. Make sure that no other process writes this run.",
                 self.store.url,
                 condition,
             )
@@ -294,7 +294,7 @@ class Lease:
                 logger.error("%s", self._error)
                 return
             except RemoteError:
-                # Such as a store that cannot be reached: the uploads say so. If somebody takes over meanwhile, the next renewal finds it.
+                # Such as a store that cannot be reached: the uploads say so. If another process takes over, the next renewal finds it.
                 continue
 
     def _put(self, content: bytes) -> None:

@@ -121,7 +121,7 @@ class CheckpointMirror:
     def sweep(self, up_to: int | None, spared: Collection[str]) -> None:
         """Remove the history that retention gives up, and what no name leads to; what cannot be removed, after the next save.
 
-        Rank 0 alone, and never beside the thread.
+        Rank 0 alone, and never while the thread runs.
         """
         try:
             self.run.retire(keep=self.settings.keep_latest_k, up_to=up_to, spared=spared)
@@ -249,7 +249,7 @@ class CheckpointMirror:
         return self._file(saved) if saved.target is None else self._target(saved, saved.target)
 
     def _file(self, saved: Saved) -> Upload:
-        """Take hold of a single file by a second name, since the next save replaces what is under its own."""
+        """Link a single file to a second name, since the next save replaces it under its own."""
         manifests = {}
         for name in saved.names:
             sums = self.directory / f"{name}{FILE_SUMS}"
@@ -298,7 +298,7 @@ class CheckpointMirror:
                 delay = _FIRST_DELAY
                 continue
             with self._changed:
-                # Whoever waits for the end is not kept waiting for the next attempt.
+                # A call that waits for the end does not wait for the next attempt.
                 self._changed.wait_for(lambda: self._closed or (self._ending and not self._final), delay)
             delay = min(2 * delay, _LONGEST_DELAY)
 

@@ -224,10 +224,9 @@ class RemoteSources:
         self._home = home
         self._others: dict[str, RemoteCheckpoints] = {}
 
-    def own(self) -> list[CheckpointStore]:
-        """Return the stores of the run itself."""
-        run = self.home
-        return [] if run is None else [RemoteCheckpoints(self._directory, run, run_id=self._run_id)]
+    def own(self) -> RemoteCheckpoints | None:
+        """Return the store of the run itself."""
+        return None if self.home is None else RemoteCheckpoints(self._directory, self.home, run_id=self._run_id)
 
     @cached_property
     def home(self) -> StoredRun | None:
@@ -257,12 +256,10 @@ class RemoteSources:
         seed = settings.get("seed") if isinstance(settings, dict) else None
         return seed if isinstance(seed, int) else None
 
-    def named(self, source: str | Path) -> tuple[list[CheckpointStore], str] | None:
-        """Return the stores to look in for a URL, and the name to look for; `None` for what is no URL."""
-        if not is_url(source):
-            return None
+    def named(self, source: str | Path) -> tuple[RemoteCheckpoints, str]:
+        """Return the store to look in for a URL, and the name to look for."""
         place = place_of(str(source))
-        return [self._named(place)], f"{place.name}{SUFFIX}" if place.file else place.name
+        return self._named(place), f"{place.name}{SUFFIX}" if place.file else place.name
 
     def _named(self, place: Place) -> RemoteCheckpoints:
         key = f"{place.base}/{place.layout.root}"
@@ -285,9 +282,8 @@ class RemoteSources:
 
     def brought(self, url: str) -> Path:
         """Bring a checkpoint that a URL names, and return its file or target."""
-        place = place_of(url)
-        store = self._named(place)
-        found = store.find(f"{place.name}{SUFFIX}" if place.file else place.name)
+        store, name = self.named(url)
+        found = store.find(name)
         if found is not None:
             store.verify(found, "full")
             return found

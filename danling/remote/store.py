@@ -347,8 +347,8 @@ def check_url(url: str) -> None:
         )
     if scheme == "file" and parts.netloc not in ("", "localhost"):
         raise RemoteError(
-            f"Expected the absolute path of a directory, as in file:///abs/path. Received: {url!r}, in which {parts.netloc!r} stands "
-            f"where the name of a host does. Give file://{Path.cwd() / parts.netloc}{parts.path}, or where it is."
+            f"Expected the absolute path of a directory, as in file:///abs/path. Received: {url!r}, in which {parts.netloc!r} takes "
+            f"the place of a host. Give file://{Path.cwd() / parts.netloc}{parts.path}, or its place."
         )
 
 
@@ -357,7 +357,7 @@ def _open(url: str, settings: RemoteSettings, credentials: Credentials | None) -
 
     parts = urlsplit(url)
     if parts.fragment or parts.query:
-        # Else what comes after it would be left out, and the objects would are at another place.
+        # Else what comes after it would be left out, and the objects would be at another place.
         raise ValueError("a '#' is written as %23 in a URL, and a '?' as %3F")
     scheme, path = parts.scheme.lower(), unquote(parts.path)
     if scheme == "file":

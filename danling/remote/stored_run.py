@@ -1,11 +1,11 @@
 """A run in a store: where its objects are, which of them count, how they are read, and how its one writer makes, moves and removes names.
 
-Below `url/lineage[-code_id]/id/` lies what the run directory has, under the names that it has there:
+Below `url/lineage[-code_id]/id/` is what the run directory has, under the same names:
 
     lock                                         who writes, see `danling.remote.lease`
-    checkpoints/objects/<sha256>                 contents of file checkpoints; equal contents are there once
+    checkpoints/objects/<sha256>                 contents of file checkpoints; equal contents are stored once
     checkpoints/<name>.pth.sha256                the manifest of a file checkpoint: its digest names the object
-    checkpoints/targets/<target>/<file>          files of a sharded checkpoint, as they are in the run directory
+    checkpoints/targets/<target>/<file>          files of a sharded checkpoint, as in the run directory
     checkpoints/targets/<target>/manifest.sha256 the manifest of a sharded checkpoint
     checkpoints/<name>                           the name of the target that `latest`, `best`, ... lead to
     files/<path>                                 the run's other files, below the path that they have in the run directory
@@ -290,7 +290,6 @@ class RemoteRun:
 
     @property
     def url(self) -> str:
-        """Where the run is."""
         return f"{self.store.url}/{self.layout.root}"
 
     def open(self) -> None:

@@ -229,7 +229,7 @@ class BaseRunner(metaclass=MetaRunner):
         self._closers.callback(place.release)
         self.id, self.timestamp = place.id, place.timestamp
         self.code_id, self.config_id = place.code_id, place.config_id
-        self.workspace: Workspace = place.workspace(id=self.id, code_id=self.code_id, timestamp=self.timestamp)
+        self.workspace: Workspace = place.workspace(self.timestamp)
         # Trackers that were added but never opened are closed too, before the right to write into the run directory is given up.
         self._closers.callback(self._reporter.trackers.close)
 

@@ -31,8 +31,7 @@ class CodeIdentity:
     """The state of the code that a run was started from.
 
     Untracked files do not count: a run that writes below its own repository would otherwise change its identity from
-    one attempt to the next, and `auto_resume` would never find it. Their names are kept in `git.yaml`, so that nobody
-    is misled.
+    one attempt to the next, and `auto_resume` would never find it. Their names are in `git.yaml`.
     """
 
     sha: str | None = None

@@ -182,8 +182,8 @@ class RunDirectoryLease:
         if not self.from_scratch:
             self.id = self.request.own_id(self.dir) or self.id
 
-    def enter(self) -> None:
-        """Make the directory if necessary, and become its writer. Call on one rank for all, once."""
+    def enter(self) -> str:
+        """Make the directory if necessary, and become its writer; return the id of the run. Call on one rank for all, once."""
         request = self.request
         if not request.only_looks:
             if not self._locks:
@@ -199,6 +199,7 @@ class RunDirectoryLease:
                 self._lock(checkpoints)
         if not self.from_scratch:
             self.id = request.own_id(self.dir) or request.id
+        return self.id
 
     def enter_to_train(self, *, resumed: bool) -> None:
         """Become the writer of a directory that was entered to look only, since training begins in it. On one rank for all."""

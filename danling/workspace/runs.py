@@ -234,7 +234,7 @@ def _walk(top: Path) -> Iterator[Path]:
     for directory, names, _ in os.walk(top):
         path = Path(directory)
         if is_run(path):
-            # Checkpoints and events of a run are many, and no run lies among them.
+            # Checkpoints and events of a run are many, and no run is among them.
             names.clear()
             yield path
 

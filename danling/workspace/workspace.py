@@ -66,13 +66,9 @@ class Workspace:
     Every rank may read the paths; only the main process creates and writes, and on the others these calls do nothing.
 
     Args:
-        lineage: Name under which the runs of one line of work are kept.
-        id: Id of the run, the same for all its attempts.
+        dir: The run directory.
         timestamp: Name of this attempt, the same on all ranks.
-        workspace_root: Directory of all runs.
-        code_id: Identity of the code, or `None` without git.
         is_main: Whether this process is the main one.
-        dir: Replaces `workspace_root/lineage[-code_id]/id`.
         checkpoint_dir: Replaces the directory of checkpoints.
         checkpoint_dir_name: Name of the directory of checkpoints below the run directory.
         log_file: Replaces `logs/{timestamp}.log`.
@@ -81,22 +77,17 @@ class Workspace:
 
     def __init__(
         self,
+        dir: PathLike,
         *,
-        lineage: str,
-        id: str,
         timestamp: str,
-        workspace_root: PathLike = "experiments",
-        code_id: str | None = None,
         is_main: bool = True,
-        dir: PathLike | None = None,
         checkpoint_dir: PathLike | None = None,
         checkpoint_dir_name: str = "checkpoints",
         log_file: PathLike | None = None,
         part: str | None = None,
     ) -> None:
-        family = f"{lineage}-{code_id}" if code_id else lineage
         self.is_main = is_main
-        run_dir = absolute(dir or Path(workspace_root, family, id))
+        run_dir = absolute(dir)
         self.dir = run_dir / part if part else run_dir
         self.checkpoints = absolute(checkpoint_dir or run_dir / checkpoint_dir_name)
         self.log_file = absolute(log_file or self.dir / "logs" / f"{timestamp}.log")
@@ -259,17 +250,13 @@ class RunPlace:
         self.code_id, self.config_id = code_id, config_id
         if self._places() != self._chosen_for:
             self.choose()
-        self.id = self._runner.world.on_first(self._enter)
-        workspace = self.workspace(id=self.id, code_id=code_id, timestamp=timestamp)
+        lease = self._lease
+        self.id = self._runner.world.on_first(lambda: lease.enter() if lease is not None else self.id)
+        workspace = self.workspace(timestamp)
         workspace.create()
         if workspace.is_main and not self._runner.config.checkpoint.load_only:
             remove_litter(workspace.dir)
         return workspace
-
-    def _enter(self) -> str:
-        assert self._lease is not None
-        self._lease.enter()
-        return self._lease.id
 
     def write_metadata(self, workspace: Workspace, *, foreign: Callable[[], bool]) -> None:
         """Write what the run was made of, unless this process only looks at the run."""
@@ -290,17 +277,13 @@ class RunPlace:
                 secrets=secret_values(config.plain(), listed),
             )
 
-    def workspace(self, *, id: str, code_id: str | None, timestamp: str) -> Workspace:
+    def workspace(self, timestamp: str) -> Workspace:
         """Return the paths of the run; no file is touched."""
         config = self._runner.config
         return Workspace(
-            workspace_root=config.workspace_root,
-            lineage=config.lineage,
-            code_id=code_id,
-            id=id,
+            self.dir,
             timestamp=timestamp,
             is_main=self._runner.world.rank == 0,
-            dir=self.dir,
             checkpoint_dir=config.get("checkpoint_dir", None),
             checkpoint_dir_name=config.checkpoint.dir_name,
             log_file=config.get("log_file", None),

@@ -1,4 +1,4 @@
-"""Who waits for a save hears of it when it is on the disk, and not before."""
+"""What waits for a save hears of it when it is on the disk, and not before."""
 
 from __future__ import annotations
 
@@ -8,54 +8,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from support.saves import KINDS, make_manager, payload
 
-from danling.checkpoints import FileCheckpointManager
-from danling.checkpoints.dcp import TorchDistributedCheckpointManager
-from danling.checkpoints.manager import CheckpointSettings
-from danling.distributed import LocalDomain
-
-KINDS = {"file": FileCheckpointManager, "dcp": TorchDistributedCheckpointManager}
+from danling.checkpoints import storage
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_save_is_told_when_it_can_be_loaded(tmp_path: Path, kind: str, mode: str) -> None:
-    settings = CheckpointSettings(async_mode=mode)
-    manager = KINDS[kind](tmp_path, domain=LocalDomain(), run_id="run", settings=settings, step_mode=True)
-    heard: list[tuple[int, bool, int]] = []
+def test_a_save_is_told_when_it_can_be_loaded_and_not_when_it_fails(
+    tmp_path: Path, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(kind, tmp_path, mode=mode)
+    heard: list[tuple[int, bool, bool]] = []
 
-    def hear(payload: Mapping[str, Any]) -> None:
-        found = any(tmp_path.glob("latest*"))
-        heard.append((payload["dataloaders"]["train"]["consumed"], found, threading.get_ident()))
+    def hear(state: Mapping[str, Any]) -> None:
+        is_there = any(tmp_path.glob("latest*"))
+        heard.append((state["state"]["step"], is_there, threading.current_thread() is threading.main_thread()))
 
     manager.after_save = hear
-    for consumed in (4, 8):
-        payload = {"model": {"w": torch.ones(2)}, "dataloaders": {"train": {"consumed": consumed}}}
-        manager.save_checkpoint(payload, epoch=0, global_step=consumed, history=True)
+    for step in (4, 8):
+        manager.save_checkpoint(payload(step), epoch=0, global_step=step, history=True)
     manager.wait()
-    assert [(consumed, found) for consumed, found, _ in heard] == [(4, True), (8, True)]
-    here = {thread == threading.get_ident() for _, _, thread in heard}
-    assert here == {mode == "disabled"}
-    manager.export_model({"model": {"w": torch.ones(2)}}, epoch=0, global_step=8)
+    manager.export_model({"format_version": 1, "model": {}}, epoch=0, global_step=8)
     manager.wait()
-    assert len(heard) == 2
-    manager.close()
-
-
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_save_that_fails_is_not_told(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = CheckpointSettings(async_mode=mode)
-    manager = FileCheckpointManager(tmp_path, domain=LocalDomain(), run_id="run", settings=settings, step_mode=True)
-    heard: list[object] = []
-    manager.after_save = heard.append
+    assert heard == [(4, True, mode == "disabled"), (8, True, mode == "disabled")]
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manager.store, "write", full)
+    monkeypatch.setattr(storage, "open_new", full)
     with pytest.raises(Exception, match="No space left"):
-        manager.save_checkpoint({"model": {}, "dataloaders": {}}, epoch=0, global_step=1)
+        manager.save_checkpoint(payload(9), epoch=0, global_step=9)
         manager.wait()
-    assert heard == []
+    assert len(heard) == 2
     manager.close()

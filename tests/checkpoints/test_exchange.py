@@ -9,19 +9,17 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.saves import make_manager
 from torch import Tensor, nn
 
 from danling.checkpoints import (
     CheckpointDamaged,
     CheckpointMismatch,
     CheckpointNotFound,
-    CheckpointSettings,
-    FileCheckpointManager,
     export_weights,
     import_weights,
     read_model,
 )
-from danling.distributed import LocalDomain
 
 
 class _Tied(nn.Module):
@@ -156,10 +154,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
 
 
 def test_a_runner_finds_foreign_weights_and_its_own(tmp_path: Path) -> None:
-    settings = CheckpointSettings(async_mode="disabled")
-    manager = FileCheckpointManager(
-        tmp_path / "own", domain=LocalDomain(), run_id="r", settings=settings, step_mode=True
-    )
+    manager = make_manager("file", tmp_path / "own")
     manager.save_checkpoint({"format_version": 1, "model": {"a": torch.zeros(1)}}, epoch=0, global_step=1)
     export_weights(tmp_path / "directory", {"a": torch.ones(1)})
     export_weights(tmp_path / "file.pt", {"a": torch.full((1,), 2.0)}, ema={"a": torch.zeros(1)})

@@ -326,8 +326,6 @@ def slow(*values: Any) -> Any:
         slow(Killed, 1, "step", {}),
         slow(Killed, 0, "save", {**SHARDED, **SYNCHRONOUS}),
         slow(Killed, 0, "save", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}),
-        slow(Killed, 0, "link", {**STAGES, **SYNCHRONOUS}),
-        slow(Killed, 1, "link", zero(1)),
     ],
 )
 def test_one_rank_fails_while_the_others_wait_for_it(

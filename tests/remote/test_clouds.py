@@ -65,7 +65,7 @@ def test_a_run_goes_on_on_a_server_that_ignores_if_match(
         bucket = server.make_bucket()
         lose_a_machine(tmp_path / "machine", f"s3://{bucket}/runs", backend)
         keys = server.objects(bucket)
-    assert caplog.text.count("does not keep to the condition If-Match") == 2, "once at each start"
+    assert caplog.text.count("ignores the condition If-Match") == 2, "once at each start"
     assert any("/checkpoints/latest" in key for key in keys) and not [key for key in keys if "/lock" in key]
 
 

@@ -61,12 +61,12 @@ def test_a_record_that_is_none_is_named_and_hides_no_run(tmp_path: Path, record:
 
 
 def test_a_file_that_cannot_be_written_is_said_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    workspace = Workspace(lineage="lin", id="id", timestamp="t", dir=tmp_path)
+    workspace = Workspace(tmp_path, timestamp="t")
     workspace.write_streams({"train": RECORD})
     assert Run(tmp_path, "run").streams == [
         StreamSide.of("run", RECORD, os.stat(workspace.streams_file).st_mtime),
     ]
-    Workspace(lineage="lin", id="id", timestamp="t", dir=tmp_path / "gone").write_streams({"train": RECORD})
+    Workspace(tmp_path / "gone", timestamp="t").write_streams({"train": RECORD})
     assert "could not be written" in caplog.text
-    Workspace(lineage="lin", id="id", timestamp="t", dir=tmp_path / "gone", is_main=False).write_streams({})
+    Workspace(tmp_path / "gone", timestamp="t", is_main=False).write_streams({})
     assert not (tmp_path / "gone").exists()

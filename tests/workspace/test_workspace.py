@@ -17,8 +17,7 @@ from danling.workspace import CodeIdentity, Workspace
 
 
 def make(root: Path, **settings: Any) -> Workspace:
-    settings = {"lineage": "lin", "code_id": "abc1234", "id": "abc1234-00ff", "timestamp": "t0", **settings}
-    return Workspace(workspace_root=root, **settings)
+    return Workspace(settings.pop("dir", root / "run"), timestamp="t0", **settings)
 
 
 def strict_json(path: Path) -> Any:
@@ -42,13 +41,13 @@ def test_paths_outlive_a_change_of_directory(tmp_path: Path, monkeypatch: pytest
     workspace = make(Path("experiments"))
     monkeypatch.chdir("/")
     workspace.create()
-    assert (tmp_path / "experiments" / "lin-abc1234" / "abc1234-00ff").is_dir()
+    assert (tmp_path / "experiments" / "run").is_dir()
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
-    (tmp_path / "lin-abc1234").write_text("")
-    with pytest.raises(ValueError, match=r"Expected a directory.*lin-abc1234' is a file"):
-        make(tmp_path).create()
+    (tmp_path / "family").write_text("")
+    with pytest.raises(ValueError, match=r"Expected a directory.*family' is a file"):
+        make(tmp_path / "family").create()
 
 
 def test_metadata_is_yaml_and_follows_the_attempt(tmp_path: Path) -> None:
