@@ -126,7 +126,12 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         self._ahead = None
         try:
             writer = TargetWriter(path, save.record, reuse=self._reuse(save, before))
-            self._upload(save.payload, writer)
+            if self._process is None:
+                save_target(save.payload, writer, group=self._group, alone=self.domain.size == 1)
+            else:
+                meet(self._process, self._exchange, rank=self.domain.rank, size=self.domain.size)
+                # The copy is in shared memory, so that the process takes it over without another one.
+                self._process.write(save.payload, writer)
             if save.ahead:
                 self._ahead = SavedAhead(save.record.name, save.record.step, tensor_sums(save.payload))
         except CheckpointException as error:
@@ -147,31 +152,23 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         """Return the tensors that the last save has written and that are unchanged on every rank."""
         if before is None or before.step != save.record.step or "latest" not in save.names:
             return None
+        target, earlier = self.store.path(before.target), before.sums
+        try:
+            problems = find_problems(read_manifest(target / SUMS, f"{before.target}/{SUMS}"), target, "size")
+        except (CheckpointError, OSError) as error:
+            problems = [str(error)]
+        if problems:
+            earlier = {}
         # The contents are compared, so that a tensor that the evaluation has changed, such as a buffer, is saved again.
-        sums, is_whole = tensor_sums(save.payload), self._is_whole(before.target)
-        same = {name for name, value in sums.items() if is_whole and before.sums.get(name) == value}
+        sums = tensor_sums(save.payload)
+        same = {name for name, value in sums.items() if earlier.get(name) == value}
         ranks = self._exchange((same, sums.keys() - same))
         names = frozenset().union(*(kept for kept, _ in ranks)).difference(*(changed for _, changed in ranks))
         return Reuse(before.target, names) if names else None
 
-    def _is_whole(self, name: str) -> bool:
-        target = self.store.path(name)
-        try:
-            return not find_problems(read_manifest(target / SUMS, f"{name}/{SUMS}"), target, "size")
-        except (CheckpointError, OSError):
-            return False
-
     def _give_up(self, save: _Save) -> None:
         if self.domain.rank == 0:
             self.store.give_up(save.record.name)
-
-    def _upload(self, payload: dict[str, Any], writer: TargetWriter) -> None:
-        if self._process is None:
-            save_target(payload, writer, group=self._group, alone=self.domain.size == 1)
-            return
-        meet(self._process, self._exchange, rank=self.domain.rank, size=self.domain.size)
-        # The copy is in shared memory, so that the process takes it over without another one.
-        self._process.write(payload, writer)
 
     def _exchange(self, value: object) -> list[Any]:
         """Gather a value of every rank on all of them, over the group that nothing but saves uses."""

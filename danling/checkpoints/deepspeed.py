@@ -231,14 +231,6 @@ def export_deepspeed_checkpoint(
         path: As in `export_weights`: a file for `torch.load`, a `.safetensors` file, or a directory.
         trust: Let DeepSpeed put the shares of several ranks, or of ZeRO 1 to 3, together: it unpickles them, which runs what is in them.
         options: As in `export_weights`.
-
-    Returns:
-        The files written.
-
-    Raises:
-        CheckpointNotFound: If there is no such checkpoint.
-        CheckpointDamaged: If it is not what was written.
-        CheckpointError: If it takes trust, or DeepSpeed is not installed.
     """
     store = TargetStore(Path("checkpoints"), run_id="")
     found = store.locate(Path(source))

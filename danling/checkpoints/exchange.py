@@ -50,13 +50,12 @@ def export_weights(
     max_shard_bytes: int | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Write weights for other programs. Call on one rank; DTensors must have been gathered.
+    """Write weights for other programs, and return the files. Call on one rank; DTensors must have been gathered.
 
-    A path that ends in `.safetensors` becomes that file; one without a suffix becomes a directory with `model.safetensors`, or with
-    `model-00001-of-00003.safetensors` and so on and `model.safetensors.index.json`, as the Hugging Face libraries read them; any
-    other suffix gives a file for `torch.load(weights_only=True)`: the `state_dict` itself, or `{"model": ..., "ema": ...}` with
-    averaged weights. What an earlier export to the same path wrote and this one does not, such as shards and their index, is removed
-    after the new files are written, so that no directory holds two models.
+    A path that ends in `.safetensors` becomes that file; one without a suffix becomes a directory of safetensors, in shards with an
+    index if large, as the Hugging Face libraries read them; any other suffix gives a file for `torch.load(weights_only=True)`: the
+    `state_dict` itself, or `{"model": ..., "ema": ...}` with averaged weights. What an earlier export to the same path wrote and this
+    one does not is removed after the new files are written, so that no directory has two models.
 
     Args:
         path: The file or directory.
@@ -65,13 +64,6 @@ def export_weights(
         dtype: Dtype to cast floating tensors to.
         max_shard_bytes: Size above which a directory gets several files; `None` writes one.
         metadata: Strings to put into the header of safetensors.
-
-    Returns:
-        The files written.
-
-    Raises:
-        CheckpointError: If weights are sharded.
-        ImportError: If safetensors is needed and not installed.
     """
     target = Path(path)
     sets = {name: _plain(weights, dtype) for name, weights in (("model", model), ("ema", ema)) if weights is not None}
@@ -115,11 +107,6 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
         path: A file of `torch.save` (a `state_dict`, alone or as `model` or `state_dict`), a `.safetensors` file, an index
             `*.safetensors.index.json`, a directory with one of these, or one that torch_checkpointing wrote.
         which: `"model"`, or `"ema"` for averaged weights that `export_weights` wrote.
-
-    Raises:
-        CheckpointNotFound: If there is nothing, or not the weights asked for.
-        CheckpointDamaged: If a file cannot be read, or the index names tensors that are not there.
-        CheckpointMismatch: If a file holds no `state_dict`.
     """
     if which not in _SETS:
         raise ValueError(f"Expected which to be one of {[*_SETS]}. Received: which={which!r}.")
@@ -165,9 +152,6 @@ def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, Any
         manager: Finds and verifies checkpoints of this library.
         source: A name or a path of a checkpoint; or a file with a `state_dict`, a `.safetensors` file, its index, or a directory
             with one of them; or what such a file holds.
-
-    Raises:
-        CheckpointMismatch: If there are no weights in it.
     """
     if isinstance(source, Mapping):
         return weights_in(source, "a mapping")

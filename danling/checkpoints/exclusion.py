@@ -16,7 +16,7 @@ _MADE_OF: dict[str, frozenset[str]] = {
 }
 """Settings of which a component is made, where they are not a section of its name."""
 USERS_OWN = "users' own"
-"""Stands, among the sections that are others now, for any of the user's own: every component may be made of it."""
+"""In a set of changed sections: any of the user's own, of which every component may be made."""
 
 
 class ExcludedFromLoading:

@@ -111,11 +111,6 @@ def read_config(source: str | Path) -> dict[str, Any]:
 
     Args:
         source: A checkpoint, or a checkpoint or run directory with a `latest`.
-
-    Raises:
-        CheckpointNotFound: If there is none.
-        CheckpointDamaged: If it cannot be read, or a file has another size than was written.
-        CheckpointMismatch: If it holds no configuration.
     """
     config = read_sections(source, ["runner"]).get("runner")
     if not isinstance(config, Mapping):

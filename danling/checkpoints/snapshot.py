@@ -94,15 +94,14 @@ class SnapshotBuffers:
         key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type)
         free = spare.get(key) if spare else None
         # Through empty_like, so that a slice of a large storage does not take all of it along.
-        buffer = free.pop() if free else self._allocate(tensor)
+        if free:
+            buffer = free.pop()
+        else:
+            pinned = tensor.device.type == "cuda" and not self._shared
+            buffer = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+            if self._shared:
+                buffer.share_memory_()  # type: ignore[no-untyped-call]
         used.setdefault(key, []).append(buffer)
-        return buffer
-
-    def _allocate(self, tensor: Tensor) -> Tensor:
-        pinned = tensor.device.type == "cuda" and not self._shared
-        buffer = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-        if self._shared:
-            buffer.share_memory_()  # type: ignore[no-untyped-call]
         return buffer
 
     def _give_back(self, reusable: bool, used: dict[Any, list[Tensor]]) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -191,17 +192,11 @@ def _answer(actions: _Actions, request: Request) -> tuple[Any, BaseException | N
     try:
         return getattr(actions, name)(*arguments), None
     except BaseException as error:
-        return None, _sendable(error)
-
-
-def _sendable(error: BaseException) -> BaseException:
-    import pickle
-
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return CheckpointError(f"{type(error).__name__}: {error}")
-    return error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return None, CheckpointError(f"{type(error).__name__}: {error}")
+        return None, error
 
 
 class _Actions:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from danling.checkpoints import read_config, storage
 from danling.checkpoints.directory import DiskSharing
 from danling.checkpoints.manager import CheckpointManager, Saved
-from danling.checkpoints.manifest import Record
+from danling.checkpoints.manifest import is_name
 from danling.checkpoints.store import SUMS, TargetStore
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.process import in_notebook
@@ -69,7 +69,14 @@ class RunMirror:
 
     def _disk_sharing(self, directory: Path) -> DiskSharing:
         """Find out whether all ranks see the disk of the main process."""
-        token: Path = self._manager.on_main(lambda: _written(storage.staged_name(directory)))
+
+        def written() -> Path:
+            storage.make_directory(directory)
+            path = storage.staged_name(directory)
+            path.touch()
+            return path
+
+        token = self._manager.on_main(written)
         seen = _is_seen(token)
         all_see = all(self._manager.domain.gather_objects(seen))
         self._manager.on_main(lambda: storage.remove(token))
@@ -101,8 +108,9 @@ class RunMirror:
         if newest_there:
             self.mirror.committed_step = max(newest_there, key=lambda record: record.sequence).step
         there = {record.name: record.sequence for record in self.run.records}
+        # Targets that no name leads to are recorded under their own.
         missing = sorted(
-            ((r, store) for r, store in local if r.sequence > there.get(r.name, -1) and not _is_target_name(r, store)),
+            ((r, store) for r, store in local if r.sequence > there.get(r.name, -1) and is_name(r.name)),
             key=lambda pair: (pair[0].sequence, pair[0].name == "latest"),
         )
         # A process that was killed may have left files of a save that never became visible, or that retention had given up.
@@ -124,12 +132,6 @@ class RunMirror:
         return {"remote": self.mirror.figures(step)}
 
 
-def _written(path: Path) -> Path:
-    storage.make_directory(path.parent)
-    path.touch()
-    return path
-
-
 def _is_seen(path: Path) -> bool:
     """Whether a file that has just been made on another machine is there: a network disk may show it a moment later."""
     end = time.monotonic() + _LOOK_SECONDS
@@ -138,10 +140,6 @@ def _is_seen(path: Path) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def _is_target_name(record: Record, store: object) -> bool:
-    return isinstance(store, TargetStore) and store.path(record.name).parent != store.directory
 
 
 _DIRECTORIES = ("metadata", "logs", "tensorboard")

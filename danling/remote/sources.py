@@ -46,11 +46,6 @@ def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: 
     if not is_plain_path(name) or (storage.size_of(path) or -1) >= found.size:
         return None
     storage.make_directory(path.parent)
-    _bring(store, found, path)
-    return path
-
-
-def _bring(store: RemoteStore, found: RemoteObject, path: Path) -> None:
     staged = storage.staged_name(path.parent)
     storage.write_file(staged, partial(_pour, store, found.key))
     try:
@@ -60,6 +55,7 @@ def _bring(store: RemoteStore, found: RemoteObject, path: Path) -> None:
     except BaseException:
         storage.discard(staged)
         raise
+    return path
 
 
 def _pour(store: RemoteStore, key: str, writer: storage.HashingWriter) -> None:
@@ -276,8 +272,7 @@ class RemoteSources:
         path = self._place_for(url) / name
         if is_first_on_machine():
             storage.make_directory(path.parent)
-            chunks = self._connect(parent).chunks(name)
-            storage.write_file(path, lambda writer: [writer.write(piece) for piece in chunks])
+            storage.write_file(path, partial(_pour, self._connect(parent), name))
         return path
 
     def brought(self, url: str) -> Path:

@@ -265,7 +265,7 @@ class RemoteStore:
         """Remove objects, one after the other in the order given; those that are gone already are no error."""
         for key in [keys] if isinstance(keys, str) else keys:
             with suppress(RemoteMissing):
-                self._ask("delete", key, partial(_delete, key=key))
+                self._ask("delete", key, partial(_obstore().delete, paths=key))
 
     def _client(self) -> ObjectStore:
         global _user
@@ -318,10 +318,6 @@ class RemoteStore:
 
 _PARTS_AT_ONCE = 4
 _PAGE = 1000
-
-
-def _delete(store: ObjectStore, key: str) -> None:
-    _obstore().delete(store, key)
 
 
 def _obstore() -> Any:
@@ -381,19 +377,10 @@ def _open(url: str, settings: RemoteSettings, credentials: Credentials | None) -
     if scheme in ("s3", "s3a"):
         # The request that deletes several objects is one that some servers do not know.
         options["config"] = {"disable_bulk_delete": True}
-    given = None if credentials is None else credentials()
-    if credentials is not None and given is not None:
-        options["credential_provider"] = _provider(credentials)
-    return from_url(url, **options)
-
-
-def _provider(credentials: Credentials) -> Callable[[], dict[str, Any]]:
-    def provide() -> dict[str, Any]:
-        found = dict(credentials() or {})
+    if credentials is not None and credentials() is not None:
         # The client asks again when they have expired; without a time it would never ask again.
-        return {"expires_at": None, **found}
-
-    return provide
+        options["credential_provider"] = lambda: {"expires_at": None, **(credentials() or {})}
+    return from_url(url, **options)
 
 
 def _object(entry: Mapping[str, Any]) -> RemoteObject:

@@ -74,7 +74,11 @@ def group(runs: Sequence[Run], figures: Sequence[str] = ()) -> dict[str, list[st
             raise ValueError(
                 f"Expected a metric that was logged: {', '.join(known) or 'none was'}. Received: {wanted!r}."
             )
-    chosen = [n for n in known if {n, quantity_of(n)} & set(figures)] if figures else [n for n in known if _is_shown(n)]
+    chosen = (
+        [n for n in known if {n, quantity_of(n)} & set(figures)]
+        if figures
+        else [n for n in known if quantity_of(n) not in _ASIDE]
+    )
     if not chosen:
         raise ValueError(f"Expected runs with metrics in metrics.jsonl. Received: {[str(run.path) for run in runs]}.")
     panels: dict[str, list[str]] = {}
@@ -106,10 +110,6 @@ def png(figure: Figure, *, dpi: int = 110) -> bytes:
     return stream.getvalue()
 
 
-def _is_shown(name: str) -> bool:
-    return quantity_of(name) not in _ASIDE
-
-
 def _new_figure(panels: int, columns: int) -> Figure:
     try:
         from matplotlib.figure import Figure
@@ -139,10 +139,5 @@ def _draw(axes: Any, run: Run, name: str, by: str, smooth: float, color: str | N
     if smooth and split == "train" and not quantity_of(name).startswith("learning_rate"):
         faint = axes.plot(xs, ys, alpha=0.25, linewidth=0.8, color=style["color"])[0]
         style["color"] = faint.get_color()
-        xs, ys = smooth_curve((xs, ys), smooth)
+        ys = smoothed(ys, smooth)
     axes.plot(xs, ys, linestyle=_STYLES[split], **style)
-
-
-def smooth_curve(curve: Curve, weight: float) -> Curve:
-    """Return a curve with its values smoothed; see `smoothed`."""
-    return curve[0], smoothed(curve[1], weight)

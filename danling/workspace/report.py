@@ -43,7 +43,8 @@ def html_report(runs: Sequence[Run], *, title: str = "Runs", **drawing: Any) -> 
         parts.append(f"<h2>Results of {escape(run.name)}</h2>\n{_results(run)}")
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     parts.append(f"<footer>Made by danling on {made}</footer>")
-    return _page(title, "\n".join(parts))
+    head, body = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>', "\n".join(parts)
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -73,8 +74,3 @@ def _cell(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return f"<td>{escape(str(value))}</td>"
     return f'<td class="number">{value:.5g}</td>' if isinstance(value, float) else f'<td class="number">{value}</td>'
-
-
-def _page(title: str, body: str) -> str:
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'

@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,7 +151,14 @@ class RunDirectoryRequest:
         for run in _newest_first(self.family) if own is not None else ():
             stem, number = natural_key(run.name)
             stem = stem if 0 < number < 10**6 else run.name
-            stored = _canonical_config(run) if _code_of(stem) == (self.code_id or "") else {}
+            if _code_of(stem) != (self.code_id or ""):
+                continue
+            try:
+                stored = parse_yaml(read_text(run / "metadata" / "config.canonical.yaml"))
+            except (OSError, ValueError, yaml.YAMLError):
+                continue
+            if not isinstance(stored, dict):
+                continue
             made = identity.update_sizes(stored, 1).get("dataloader")
             if own is None or made is None or made.samples % own.samples:
                 continue
@@ -555,14 +562,6 @@ def _newest_first(family: Path) -> list[Path]:
 
     found = [family / name for name in _names(family) if (family / name / _CONFIG).is_file()]
     return sorted(found, key=lambda run: (changed(run), natural_key(run.name)), reverse=True)
-
-
-def _canonical_config(run: Path) -> Mapping[str, object]:
-    try:
-        stored = parse_yaml(read_text(run / "metadata" / "config.canonical.yaml"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return stored if isinstance(stored, dict) else {}
 
 
 def _code_of(id: str) -> str:

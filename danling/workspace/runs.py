@@ -222,12 +222,9 @@ def find_runs(root: PathLike) -> list[Run]:
         raise FileNotFoundError(f"Expected a directory with runs. Received: {str(root)!r}, which is none.")
     if is_run(top):
         return [Run(top, top.resolve().name)]
-    return [Run(path, str(path.relative_to(top))) for path in sorted(_walk(top), key=_in_order)]
-
-
-def _in_order(path: Path) -> list[tuple[str, int]]:
     # `id-2` comes between `id` and `id-10`.
-    return [natural_key(part) for part in path.parts]
+    paths = sorted(_walk(top), key=lambda path: [natural_key(part) for part in path.parts])
+    return [Run(path, str(path.relative_to(top))) for path in paths]
 
 
 def _walk(top: Path) -> Iterator[Path]:

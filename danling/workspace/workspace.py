@@ -178,8 +178,10 @@ class Workspace:
         for path, content in ((self.results_file, results), (self.latest_file, latest), (self.best_file, best)):
             if content is None:
                 path.unlink(missing_ok=True)
-            else:
-                _write_changed(path, json_text(to_plain(content)))
+                continue
+            text = json_text(to_plain(content))
+            if not path.exists() or path.read_bytes() != text.encode():
+                write_atomically(path, text)
 
     def write_streams(self, streams: Mapping[str, Mapping[str, object]]) -> None:
         """Write `streams.json` on the main process. It is for people who look: a file that cannot be written is no error."""
@@ -365,8 +367,3 @@ def _is_place(key: str, value: object) -> bool:
     if key not in DIRECTORY_NAMES and not _ENGINE_NAMES.fullmatch(key):
         return False
     return not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value) or value in (".", "..")
-
-
-def _write_changed(path: Path, text: str) -> None:
-    if not path.exists() or path.read_bytes() != text.encode():
-        write_atomically(path, text)

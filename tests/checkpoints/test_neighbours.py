@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.locks import child, wait_for
 from support.saves import KINDS, go_on, load, make_manager, record_saves
 
 from danling.checkpoints import CheckpointDamaged, storage
@@ -266,3 +267,25 @@ def test_a_foreign_file_without_sums_is_not_overwritten(tmp_path: Path) -> None:
     (place / "latest.pth").write_bytes(b"precious")
     assert go_on("file", place, 1)[0] is None
     assert next(place.glob("latest.pth.aside-*")).read_bytes() == b"precious"
+
+
+def _load_for_ever(kind: str, place: Path, count: Path) -> None:
+    manager = make_manager(kind, place)
+    while True:
+        source = manager.find_latest()
+        assert source is not None and load(manager, source) == 3
+        with count.open("a") as file:
+            file.write("+")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kill_within_a_load_changes_nothing(kind: str, tmp_path: Path) -> None:
+    place, count = record_saves(kind, tmp_path / "checkpoints"), tmp_path / "loads"
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in place.rglob("*") if path.is_file()}
+    for number in range(5):
+        count.write_text("")
+        # The process does nothing but load, so that it is killed within a load, each time after another number of them.
+        with child(lambda: _load_for_ever(kind, place, count)):
+            wait_for(lambda number=number: count.stat().st_size > number)
+    assert {path: (path.stat().st_ino, path.read_bytes()) for path in place.rglob("*") if path.is_file()} == before
+    assert go_on(kind, place, 4)[0] == 3
