@@ -68,7 +68,7 @@ class TrackerSet:
         is_main: Whether this process sends figures. Others open none, and only close what they were given.
 
     Examples:
-        >>> from danling.workspace import JsonlTracker
+        >>> from danling.reporting import JsonlTracker
         >>> trackers = TrackerSet(is_main=True)
         >>> trackers.add(lambda: JsonlTracker("metrics.jsonl"))
         >>> trackers.opened
