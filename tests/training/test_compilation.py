@@ -79,6 +79,10 @@ def test_copies_and_pickles_are_modules_of_their_own() -> None:
             twin[0].bias.zero_()
         assert not twin(inputs).any() and module(inputs).any()
     assert backend.graphs == 1
+    compilation.close()
+    compilation.close()
+    module(torch.randn(3, 4))  # another size, which would be compiled anew
+    assert backend.graphs == 1 and "forward" not in vars(module)
 
 
 def test_hooks_of_the_module_itself_run_whenever_they_are_registered() -> None:
@@ -120,16 +124,6 @@ def test_a_setting_of_the_process_is_changed_for_the_call_only() -> None:
     Compilation({"backend": backend}, optimize_ddp="no_optimization").compile(module)
     module(torch.randn(2, 4))
     assert seen == ["no_optimization"] and torch._dynamo.config.optimize_ddp == before
-
-
-def test_close_leaves_the_module_as_it_was() -> None:
-    backend, module = Backend(), nn.Linear(4, 4)
-    compilation = Compilation({"backend": backend})
-    compilation.compile(module)
-    compilation.close()
-    compilation.close()
-    module(torch.randn(2, 4))
-    assert backend.graphs == 0 and "forward" not in vars(module)
 
 
 def test_no_graph_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

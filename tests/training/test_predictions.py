@@ -48,11 +48,6 @@ def test_padding_behind_the_samples_is_left_out(pred: Any) -> None:
     assert split_by_sample(pred, 0) == []
 
 
-def test_predictions_need_no_gradient() -> None:
-    (row,) = split_by_sample(torch.ones(1, 2, requires_grad=True), 1)
-    assert not row.requires_grad
-
-
 class Gathered:
     rank, size = 0, 2
 
@@ -80,9 +75,6 @@ def test_rows_of_parts_are_taken_apart_by_sample() -> None:
     assert all(map(torch.equal, (row["nodes"] for row in rows), nodes.split([2, 1, 4])))
     assert len(split_by_sample(nodes, 2, [2, 1, 4])) == 2
     assert split_by_sample(torch.arange(3), 2, [2, 1, 4]) == [0, 1]  # one of the three is padding
-
-
-def test_rows_of_what_is_neither_a_sample_nor_a_part_are_left_whole() -> None:
     edges = torch.arange(9.0)
     (whole,) = split_by_sample(edges, 3, [2, 1, 4])
-    assert torch.equal(whole, edges)
+    assert torch.equal(whole, edges)  # neither a row a sample nor a row a part

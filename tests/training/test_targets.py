@@ -54,40 +54,23 @@ def test_keywords_that_a_model_does_not_take_are_named() -> None:
         unpack_batch({"x": 3})
 
 
-class GPT2LMHeadModel(nn.Linear):
-    pass
+def model_class(name: str, *bases: type, **held: Any) -> Any:
+    return type(name, bases or (nn.Linear,), held)
 
 
-class MineLMHeadModel(GPT2LMHeadModel):
-    pass
-
-
-class Renamed(GPT2LMHeadModel):
-    pass
-
-
-class BartForCausalLM(nn.Linear):
-    pass
-
-
-class LlavaForConditionalGeneration(nn.Linear):
-    config = SimpleNamespace(is_encoder_decoder=False)
-
-
-class T5ForConditionalGeneration(nn.Linear):
-    config = SimpleNamespace(is_encoder_decoder=True)
-
-
-class BertForTokenClassification(nn.Linear):
-    pass
-
-
-class Told(nn.Linear):
-    shifts_labels = True
-
-
-class ToldNot(GPT2LMHeadModel):
-    shifts_labels = False
+GPT2 = model_class("GPT2LMHeadModel")
+CLASSES = [
+    (GPT2, True),
+    (model_class("MineLMHeadModel", GPT2), True),
+    (model_class("Renamed", GPT2), True),
+    (model_class("BartForCausalLM"), False),
+    (model_class("LlavaForConditionalGeneration", config=SimpleNamespace(is_encoder_decoder=False)), True),
+    (model_class("T5ForConditionalGeneration", config=SimpleNamespace(is_encoder_decoder=True)), False),
+    (model_class("Told", shifts_labels=True), True),
+    (model_class("ToldNot", GPT2, shifts_labels=False), False),
+    (model_class("BertForTokenClassification"), False),
+    (nn.Linear, None),
+]
 
 
 class Around(nn.Module):
@@ -99,21 +82,7 @@ class Around(nn.Module):
         self.base_model.model = model
 
 
-@pytest.mark.parametrize(
-    ("kind", "shifts"),
-    [
-        (GPT2LMHeadModel, True),
-        (MineLMHeadModel, True),
-        (Renamed, True),
-        (BartForCausalLM, False),
-        (LlavaForConditionalGeneration, True),
-        (T5ForConditionalGeneration, False),
-        (Told, True),
-        (ToldNot, False),
-        (BertForTokenClassification, False),
-        (nn.Linear, None),
-    ],
-)
+@pytest.mark.parametrize(("kind", "shifts"), CLASSES)
 def test_models_that_shift_their_labels_are_told_by_their_kind(kind: type[nn.Linear], shifts: bool | None) -> None:
     model = kind(2, 2)
     assert shifts_labels(model) is shifts

@@ -15,6 +15,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
 
 import danling as dl
+from danling.metrics import Meters, MetricSet, TrainMetrics
 
 SAMPLES = 22
 
@@ -106,15 +107,9 @@ def test_they_go_on_within_a_pass_after_a_resume(world_size: int, tmp_path: Path
         assert run_processes(train, config, world_size=world_size)[0][0] == whole
 
 
-@pytest.mark.parametrize("asked", [["acc"], ["torch"]])
-def test_chosen_ones_by_name(asked: list[str], tmp_path: Path) -> None:
-    results, _ = run_processes(train, settings(tmp_path, train_metrics=asked), world_size=1)[0]
-    assert {name.partition(".")[0] for name in results[1]["train"]} == {"loss", "confidence", "first", *asked}
-
-
-def test_a_name_that_is_no_metric_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\['acc', 'torch'\]. Received: train_metrics=\['accuracy'\]"):
-        Metered(settings(tmp_path, train_metrics=["accuracy"]))
+def test_chosen_ones_by_name(tmp_path: Path) -> None:
+    results, _ = run_processes(train, settings(tmp_path, train_metrics=["torch"]), world_size=1)[0]
+    assert {name.partition(".")[0] for name in results[1]["train"]} == {"loss", "confidence", "first", "torch"}
 
 
 class Merged:
@@ -126,15 +121,12 @@ class Merged:
     def merge_state(self, other: Any) -> None: ...
 
 
-class WithMerged(Metered):
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        self.metrics = {"merged": Merged()}
-
-
-def test_an_object_that_cannot_be_saved_within_a_pass_is_refused(tmp_path: Path) -> None:
+def test_other_names_and_objects_that_cannot_be_saved_within_a_pass_are_refused() -> None:
+    metrics, meters = MetricSet({"acc": dl.metrics.accuracy, "merged": Merged()}), Meters()
+    with pytest.raises(ValueError, match=r"\['acc', 'merged'\]. Received: train_metrics=\['accuracy'\]"):
+        TrainMetrics(metrics, ["accuracy"], meters)
     with pytest.raises(ValueError, match="Received: 'merged', a Merged"):
-        WithMerged(settings(tmp_path))
+        TrainMetrics(metrics, True, meters)
 
 
 def steps(root: Path, budget: int, batch_size: int, **changes: Any) -> dict[str, Any]:
