@@ -351,17 +351,13 @@ class CanonicalReduction(LocalReduction):
         self.sums = sums
 
     def begin(self, *, first: bool) -> None:
-        """Refuse a loop of the user's own."""
         self.sums.check_open()
 
     def complete(self) -> None:
-        """Add the gradients of all micro-batches."""
         self.sums.complete()
 
     def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:
-        """Return the totals, added in order."""
         return self.sums.totals(totals)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of the gradients, 0-dim float64."""
         return order_free_norm(gradients, [gradient.numel() for gradient in gradients])

@@ -101,7 +101,7 @@ class GradientReduction(Protocol):
         """Yield what this rank holds of the gradient, by name."""
 
 
-class LocalReduction:
+class LocalReduction(GradientReduction):
     """The gradient of one process, or of ranks whose gradient another part reduces.
 
     Args:
@@ -133,7 +133,6 @@ class LocalReduction:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters that the optimizer updates; groups may be added while training goes on."""
         for group, size in zip(self.optimizer.param_groups, self._group_sizes):
             if len(group["params"]) != size:
                 self._list_parameters()
@@ -147,22 +146,18 @@ class LocalReduction:
         """Nothing has to be done."""
 
     def context(self, *, last: bool) -> AbstractContextManager[object]:
-        """Return an empty context."""
         return _NO_CONTEXT
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Back-propagate a loss that is scaled already."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def complete(self) -> None:
         """Nothing is left to be reduced."""
 
     def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:
-        """Return the totals unchanged: there is no other process."""
         return totals
 
     def without_gradient(self, trained: set[int]) -> list[str]:
-        """Return the names of trained parameters that have no gradient on this rank."""
         return [n for n, p in self.named_parameters() if p.requires_grad and p.grad is None and id(p) in trained]
 
     def held(self) -> list[Tensor]:
@@ -170,7 +165,6 @@ class LocalReduction:
         return gradients_of(self.parameters)
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
-        """Multiply the gradient by a factor and take the scale of float16 out of it; see `GradientReduction.unscale`."""
         # A window of padding or ignored targets has no gradient, and is not made: it must not count as unscaled.
         if self.scaler is not None and weight:
             self.scaler.unscale_(self.stepped)
@@ -179,11 +173,9 @@ class LocalReduction:
         return gradients
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of the gradients, 0-dim."""
         return total_norm(gradients)
 
     def clip(self, norm: Tensor, max_norm: float | None, max_value: float | None) -> None:
-        """Clip by norm, then by value."""
         if max_norm is not None:
             clip_by_norm(self.held, max_norm, norm)
         if max_value is not None:
@@ -209,11 +201,9 @@ class LocalReduction:
             parameter.grad = None
 
     def nonfinite(self) -> list[str]:
-        """Return the names of the first parameters whose gradient is not finite."""
         return nonfinite_parameters(self.named_parameters())
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients by name, also of parameters that only the optimizer has."""
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         others = (p for p in self.parameters if id(p) not in names)
         for parameter in (*(p for _, p in self.named_parameters()), *others):
@@ -251,11 +241,9 @@ class DDPReduction(LocalReduction):
         self.unreduced = unreduced
 
     def context(self, *, last: bool) -> AbstractContextManager[object]:
-        """Return the context in which gradients stay on this rank, but for the last micro-batch."""
         return _NO_CONTEXT if last else self.model.no_sync()
 
     def complete(self) -> None:
-        """Average what the backward has not reduced."""
         average_gradients([parameter for parameter in self.unreduced() if parameter.requires_grad], self.domain)
 
 
