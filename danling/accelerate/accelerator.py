@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -45,7 +45,11 @@ def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, mo
             "before. Use runner.accelerator instead of it."
         )
     check_arguments(more)
-    with _own_place(launch):
+    # Also under a launcher one process is one process to Accelerate, which would make a group of it that nothing leaves.
+    hidden = {} if launch.world_size > 1 else {name: os.environ[name] for name in ("LOCAL_RANK",) if name in os.environ}
+    for name in hidden:
+        del os.environ[name]
+    try:
         accelerator = accelerate.Accelerator(
             cpu=settings.cpu or torch.accelerator.current_accelerator(check_available=True) is None,
             mixed_precision="fp8" if settings.fp8 else "no",
@@ -53,6 +57,8 @@ def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, mo
             step_scheduler_with_optimizer=False,
             **more,
         )
+    finally:
+        os.environ.update(hidden)
     _users += 1
     try:
         check_place(accelerator, settings, launch)
@@ -60,18 +66,6 @@ def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, mo
         release_accelerator()
         raise
     return accelerator
-
-
-@contextmanager
-def _own_place(launch: LaunchEnvironment) -> Iterator[None]:
-    """Let Accelerate take one process for one process, also under a launcher: it would make a group of it, which nobody leaves."""
-    hidden = (
-        {} if launch.world_size > 1 else {name: os.environ.pop(name) for name in ("LOCAL_RANK",) if name in os.environ}
-    )
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
 
 
 def check_place(accelerator: Any, settings: AccelerateSettings, launch: LaunchEnvironment) -> None:

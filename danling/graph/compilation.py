@@ -62,7 +62,7 @@ class MemoryPolicy:
                 f"compile.backend={backend!r} with the policy {str(self)!r}. Leave compile.backend out, or the policy."
             )
 
-    def settings(self, joint_pass: Callable[..., GraphModule] | None = None) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Return the settings of `torch._functorch.config` under which a graph is divided into forward and backward."""
         # A backward that is compiled when it is first run would be compiled under other settings, and on another thread.
         settings: dict[str, Any] = {
@@ -70,16 +70,8 @@ class MemoryPolicy:
             "force_non_lazy_backward_lowering": True,
         }
         if self.kind == "budget":
-            settings["joint_custom_pass"] = _then(joint_pass)
+            settings["joint_custom_pass"] = keep_random_operations
         return settings
-
-
-def _then(following: Callable[..., GraphModule] | None) -> Callable[..., GraphModule]:
-    def passes(graph: GraphModule, inputs: object) -> GraphModule:
-        graph = keep_random_operations(graph, inputs)
-        return graph if following is None else following(graph, inputs)
-
-    return passes
 
 
 def keep_random_operations(graph: GraphModule, inputs: object = None) -> GraphModule:
@@ -182,7 +174,7 @@ class GraphCompilation(Compilation):
         )
         self._recomputation = recomputation
         functorch: Any = import_module("torch._functorch.config")
-        divided = policy.settings(functorch.joint_custom_pass)
+        divided = policy.settings()
         # The pass is no part of the keys of torch's caches, in whatever folder they are.
         tag = import_module("torch.compiler.config").patch(cache_key_tag=policy.tag)
         self._patches = [functorch.patch(divided), tag]

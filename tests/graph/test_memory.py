@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danling.graph.compilation import GraphCompilation, MemoryPolicy, Recomputation, WholeLoss, keep_random_operations
+from danling.graph.compilation import GraphCompilation, MemoryPolicy, Recomputation, WholeLoss
 
 SECTION: dict[str, Any] = {
     "backend": None,
@@ -136,33 +136,6 @@ def test_layers_are_recomputed_and_the_model_stays_as_it_is() -> None:
         for parameter in twin.parameters():
             parameter.zero_()
     assert torch.equal(twin(inputs), inputs) and not torch.equal(model(inputs), inputs)
-
-
-def test_random_operations_and_nothing_else_are_marked() -> None:
-    def function(inputs: Tensor) -> Tensor:
-        return torch.bernoulli(inputs.sigmoid()) + torch.rand_like(inputs) * inputs.exp()
-
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    graph = keep_random_operations(make_fx(function)(torch.randn(3)))
-    marked = {str(node.target) for node in graph.graph.nodes if "recompute" in node.meta}
-    assert marked == {"aten.bernoulli.default", "aten.rand_like.default"}
-
-
-def test_a_pass_of_the_process_is_made_after_that_of_the_policy() -> None:
-    import torch._functorch.config as functorch
-
-    seen = []
-
-    def passes(graph: Any, inputs: Any) -> Any:
-        seen.append([node.name for node in graph.graph.nodes if "recompute" in node.meta])
-        return graph
-
-    model = build()
-    with functorch.patch(joint_custom_pass=passes):
-        function = compiled(model, "budget:0.5")
-        function(torch.randn(4, 8).double(), torch.zeros(4, 8).double())
-    assert len(seen) == 1 and seen[0]
 
 
 def test_the_settings_of_the_process_are_put_back() -> None:
