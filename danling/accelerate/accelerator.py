@@ -36,7 +36,7 @@ def import_accelerate() -> Any:
 
 
 def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, more: Mapping[str, object]) -> Any:
-    """Return an accelerator that stands where this process does. Call on all ranks, after the process group was joined."""
+    """Return an accelerator with the rank and the device of this process. Call on all ranks, after the process group was joined."""
     global _users
     accelerate = import_accelerate()
     if _users == 0 and import_module("accelerate.state").is_initialized():
@@ -69,7 +69,7 @@ def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, mo
 
 
 def check_place(accelerator: Any, settings: AccelerateSettings, launch: LaunchEnvironment) -> None:
-    """Refuse an accelerator that stands elsewhere than its process, or trains otherwise than was asked."""
+    """Refuse an accelerator with another rank than its process, or another precision than was asked for."""
     place, own = (accelerator.num_processes, accelerator.process_index), (launch.world_size, launch.rank)
     if place != own:
         raise ValueError(

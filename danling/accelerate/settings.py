@@ -175,7 +175,7 @@ def _decided(received: str, name: str, own: Mapping[str, object]) -> ValueError:
 
 
 def _mixed_precision(section: Mapping[str, object], environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return who asks for a mixed precision, and which; `accelerate launch` says `no` where nobody asks."""
+    """Return who asks for a mixed precision, and which; `accelerate launch` says `no` by default."""
     given = {
         "accelerate.mixed_precision": section.get("mixed_precision"),
         "ACCELERATE_MIXED_PRECISION": environment.get("ACCELERATE_MIXED_PRECISION"),

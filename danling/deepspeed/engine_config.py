@@ -14,7 +14,7 @@ from typing import Any
 from danling.utils.messages import did_you_mean
 
 AUTO = "auto"
-"""Stands for "derive it" in a value that the user gives, as in the integrations of other libraries."""
+"""The value by which a user says "derive it", as in the integrations of other libraries."""
 
 
 @dataclass(frozen=True)

@@ -190,8 +190,8 @@ class GraphCompilation(Compilation):
                 return call(*args)
             except unsupported as error:
                 raise RuntimeError(
-                    f"Expected forward and loss that become one graph. Received: {str(error).partition(chr(10))[0]}; above stands where. "
-                    "Take it out of the model or the loss, or set compile.fullgraph=false, which compiles the parts around it."
+                    f"Expected forward and loss that become one graph. Received: {str(error).partition(chr(10))[0]}. The traceback above "
+                    "shows where. Take it out of the model or the loss, or set compile.fullgraph=false, which compiles the parts around it."
                 ) from error
             except too_many as error:
                 raise RuntimeError(
@@ -223,7 +223,7 @@ class GraphCompilation(Compilation):
 
 
 class GraphPreparation(ModelPreparation):
-    """The model beside the function that trains it."""
+    """The model, and the function that trains it."""
 
     def __init__(self, world: Domain, *, whole_loss: Callable[[nn.Module], WholeLoss]) -> None:
         super().__init__(world)

@@ -139,5 +139,5 @@ def offload_policy(given: object, device: torch.device) -> OffloadPolicy | None:
         return given or None
     if given is not True and str(given).lower() != "cpu":
         raise ValueError(f"Expected fsdp.offload_policy to be 'cpu' or none. Received: fsdp.offload_policy={given!r}.")
-    # Pinned memory exists beside an accelerator only.
+    # Only a machine with an accelerator has pinned memory.
     return CPUOffloadPolicy(pin_memory=device.type != "cpu")

@@ -21,7 +21,7 @@ def rebind_optimizer(
     *,
     pipeline: Domain,
 ) -> None:
-    """Point an optimizer that the user made at the parameters that stand where those stood which it was made for."""
+    """Point an optimizer that the user made at the parameters that have replaced its own, by name."""
     if optimizer.state:
         raise ValueError(
             "Expected an optimizer without a state at the end of __init__: the parallel stack replaces the parameters it was made for. "
@@ -107,7 +107,7 @@ class ShardedModelStates(ModelStates):
         return template
 
     def _share_of(self, state: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
-        """Return the entries of a whole model that this rank holds, laid out as they are here; names that nobody holds stay."""
+        """Return the entries of a whole model that this rank holds, laid out as they are here; names that no rank holds stay."""
         elsewhere = set().union(*self.runner.pipeline_domain.gather_objects(set(here))) - here.keys()
         return {name: laid_out(value, here.get(name)) for name, value in state.items() if name not in elsewhere}
 

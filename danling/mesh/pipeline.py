@@ -139,7 +139,7 @@ _KEPT_SCHEDULES = 16
 _ANY_NUMBER = (ScheduleGPipe, ScheduleLoopedBFS)
 
 _REFUSED = -1
-"""Stands for the number of samples where the rank with the first stage cannot take the input."""
+"""The number of samples that the rank with the first stage sends if it cannot take the input."""
 
 LossFunction = Callable[[Tensor, int], Tensor]
 """Takes the output of a micro-batch and its place in the batch; returns what is back-propagated."""
@@ -311,7 +311,7 @@ class Pipeline:
         return pytree.tree_map(lambda value: value[:-missing] if isinstance(value, Tensor) else value, output)
 
     def _call_loss(self, output: Tensor, place: Tensor) -> Tensor:
-        # An evaluation asks for a loss that nobody reads.
+        # An evaluation asks for a loss that nothing reads.
         return torch.zeros(()) if self._loss is None else self._loss(output, int(place))
 
     # Schedules

@@ -14,7 +14,7 @@ from .axes import AXES, Axes, axes_with
 
 
 class Topology:
-    """Where this process stands on the parallel axes, and the groups it belongs to.
+    """The place of this process on the parallel axes, and the groups it belongs to.
 
     Axes of degree 1 are not part of the mesh and cost no communicator; a domain that covers every rank uses the default group.
     What does not fit is refused before the first group is made.

@@ -119,7 +119,7 @@ class BaseRunner(metaclass=MetaRunner):
         scheduler: The learning-rate scheduler, or `None`.
         datasets: Datasets by split, from which loaders are built.
         dataloaders: Loaders by split; a loader that the user sets is used as it is.
-        metrics: Metrics that evaluation computes beside the loss: a callable `(pred, target)`, an object with `update` / `compute` /
+        metrics: Metrics that evaluation computes besides the loss: a callable `(pred, target)`, an object with `update` / `compute` /
             `reset` (torchmetrics included), a mapping of these, or `None`.
         meters: Running averages that a user may add to in `train_step`; logged and reset with the loss, whose name they may not have.
         carry: What a micro-batch hands to the next, such as a hidden state: tensors, numbers, and lists, tuples and mappings of them.
@@ -511,7 +511,7 @@ class BaseRunner(metaclass=MetaRunner):
         """
         return self._data.of(split)
 
-    # Where the run stands. None of it communicates
+    # Progress of the run; none of it communicates
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""The checkpoint managers' public home beside the runners; `danling.checkpoints` holds them."""
+"""The checkpoint managers of `danling.checkpoints`, under the name that the contract gives them."""
 
 from __future__ import annotations
 

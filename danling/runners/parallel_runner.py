@@ -48,7 +48,7 @@ logger = logging.getLogger("danling")
 class ParallelRunner(TorchRunner):
     """Trains on a mesh of processes: FSDP2, HSDP, tensor, context, pipeline and expert parallelism, in any combination.
 
-    The degrees stand under `parallel.axes`; their product is the number of processes. A script for `TorchRunner` runs unchanged as
+    `parallel.axes` has the degrees; their product is the number of processes. A script for `TorchRunner` runs unchanged as
     long as the model can be cut along the axes that are asked for: `replicate` and `shard` need nothing, `pipeline` a model that is a
     chain of modules, `context`, `tensor`, `expert` and `expert_tensor` a method `parallelize(parallel_context)`.
 
@@ -212,7 +212,7 @@ class ParallelRunner(TorchRunner):
             self.initialize_part(part)
 
     def _sharded_roots(self, part: nn.Module) -> list[nn.Module]:
-        """Return what is gathered apart: the whole model, or, for optimizers by name, each network of it, which is called by itself."""
+        """Return the modules that FSDP2 gathers separately: the whole model, or, for optimizers by name, each network of it."""
         of_phases = isinstance(self.optimizer, JointOptimizer) and self.optimizer.named
         if not of_phases or any(True for _ in part.parameters(recurse=False)):
             return [part]

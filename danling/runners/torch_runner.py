@@ -364,7 +364,7 @@ class TorchRunner(BaseRunner):
     def save_pretrained(self, directory: str | Path, *, averaged: bool = False, **options: Any) -> None:
         """Write files that `from_pretrained` of transformers or peft reads: the main process calls the model's `save_pretrained`.
 
-        For a model with adapters, the adapters and the modules that are trained beside them are written.
+        For a model with adapters, the adapters and the modules that are trained with them are written.
 
         Args:
             directory: Directory for the files.
