@@ -40,15 +40,12 @@ class Meter:
         self.total, self.lock = 0.0, iter(())
 
     def add(self, value: float) -> None:
-        """Add to the sum."""
         self.total += value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values."""
         return {"total": self.total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
         self.total = state["total"]
 
 
@@ -70,7 +67,6 @@ class Recurrent(nn.Module):
         self.register_buffer("mean", torch.zeros(4), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Move the mean in training, and subtract it."""
         hidden: Tensor = self.linear(inputs)
         if self.training:
             self.mean = self.mean * 0.5 + hidden.detach().mean(0)
@@ -228,14 +224,12 @@ class Keeping(dl.Runner):
         self.api_token, self.out_dir, self.constant = "t", "here", constant
 
     def train_epoch(self, split: str = "train") -> dict[str, float]:
-        """Train the second layer from the second epoch on."""
         if self.state.train.epoch == 1:
             model: Any = self.unwrapped_model
             model[1].requires_grad_(True)
         return super().train_epoch(split)
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Change every attribute, and weigh the loss by what they come to."""
         step = self.state.train.global_step + 1
         if step == self.dies_at:
             import os

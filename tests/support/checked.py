@@ -33,7 +33,6 @@ class Checked(dl.Runner):
         self.datasets = {"train": NoisyPoints(64)}
 
     def train_step(self, data: Any) -> tuple[Any, Any]:
-        """Flip a bit before or after forward and backward; of a weight or a buffer it is right again at the next use."""
         kind = self._due("weight", "buffer", "gradient")
         if kind in ("weight", "buffer"):
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -48,7 +47,6 @@ class Checked(dl.Runner):
         return found
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        """Scale the prediction by the buffer, and flip a bit of the loss."""
         return self._struck(super().compute_loss(pred * self._scale(), target))
 
     def _struck(self, loss: Tensor) -> Tensor:
@@ -60,7 +58,6 @@ class Checked(dl.Runner):
         return next(buffer for name, buffer in self.unwrapped_model.named_buffers() if name == "scale")
 
     def _due(self, *kinds: str) -> str:
-        """Return what flips now, once, on this rank; empty where nothing does."""
         if self._flip is None:
             return ""
         kind, step, rank = self._flip
@@ -80,7 +77,6 @@ class CheckedText(Checked):
         self.datasets = {"train": Sentences(64)}
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        """Return the mean over the targets that count."""
         return self._struck(super(Checked, self).compute_loss(pred.flatten(0, 1), target.flatten()))
 
 

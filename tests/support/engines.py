@@ -75,7 +75,6 @@ class AnyStackRunner(dl.Runner):
         self.datasets = {"train": Points(38), "val": Points(9)}
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        """Read the 12 outputs as four classes of three positions; spoil the loss where it is asked for."""
         loss: Tensor = super().compute_loss(pred.reshape(len(pred), 4, 3), target)
         spoil = (
             self.mode == "train" and self.poisoned == self.state.train.global_step + self.state.train.skipped_updates
@@ -83,7 +82,6 @@ class AnyStackRunner(dl.Runner):
         return loss * torch.nan if spoil and self.rank == self.world_size - 1 else loss
 
     def step(self) -> Any:
-        """Note loss, weight and norm; ask for a stop one update ahead."""
         if self.stop_at is not None and self.state.train.global_step == self.stop_at - 1:
             self.stop()
         outcome = super().step()

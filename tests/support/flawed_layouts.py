@@ -96,7 +96,6 @@ class Block(nn.Module):
         self.rank = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, T, WIDTH) to the same shape."""
         if self.group is None:
             alone: Tensor = x + self.down(self.dropout(self.up(self.norm(x)).relu()))
             return alone
@@ -118,7 +117,6 @@ class Block(nn.Module):
         return result
 
     def parallelize(self, mesh: Any, rank: int) -> None:
-        """Divide the layers."""
         self.group, self.rank = mesh.get_group(), rank
         if self.flaw.startswith("permuted"):
             order = torch.arange(2 * WIDTH).flip(0)
@@ -149,7 +147,6 @@ class Net(nn.Module):
             nn.init.ones_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of shape (B * T, VOCABULARY) for tokens of shape (B, T)."""
         x = self.embedding(x)
         for block in self.blocks:
             x = block(x)
@@ -157,7 +154,6 @@ class Net(nn.Module):
         return logits
 
     def parallelize(self, context: Any) -> None:
-        """Divide the blocks over `tensor`."""
         if self.flaw == "untied":
             self.head.weight = nn.Parameter(self.embedding.weight.detach().clone())
         for block in self.blocks:
@@ -193,23 +189,19 @@ class FlawedRunner(dl.Runner):
         self.datasets = {"train": Tokens(flaw)}
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        """Return the mean over the targets that count."""
         loss = super().compute_loss(pred, target.flatten())
         if self.flaw == "diverges" and self.distributed:
             loss = loss * float("inf")
         return loss / self.world_size if self.flaw == "divided twice" else loss
 
     def batch_weight(self, data: Any, target: Any) -> float | Tensor:
-        """Return the targets that count; where that is the mistake, 1 for a batch."""
         return 1.0 if self.flaw == "batches alike" else super().batch_weight(data, target)
 
     def complete_gradients(self) -> None:
-        """Sum the gradient over the ranks, but for a mistake."""
         if self.flaw != "not summed" or not self.distributed:
             super().complete_gradients()
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Clip by the norm of this rank, where that is the mistake."""
         if self.flaw == "clipped alone" and self.distributed:
             for parameter in self.parameters:
                 if parameter.grad is not None:

@@ -17,7 +17,6 @@ class Encoding(UserDict):  # type: ignore[type-arg]
     """A batch as tokenizers return it: a mapping that is no `dict`, and moves itself."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Encoding:
-        """Move all tensors."""
         self.data = {name: value.to(device, non_blocking=non_blocking) for name, value in self.data.items()}
         return self
 
@@ -44,7 +43,6 @@ class Tokens(nn.Module):
             self.double()
 
     def logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return logits `(batch, sequence, vocabulary)`."""
         hidden = self.embedding(input_ids) * attention_mask[..., None]
         out: Tensor = self.head(torch.tanh(hidden.cumsum(1)))
         return out
@@ -54,7 +52,6 @@ class TinyForCausalLM(Tokens):
     """Predicts the next token: its labels are shifted inside."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
-        """Return `loss` and `logits`."""
         logits = self.logits(input_ids, attention_mask)
         loss = None
         if labels is not None:
@@ -68,12 +65,10 @@ class NextTokens(Tokens):
     shifts_labels: bool | None = True
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
-        """Return `loss` and `logits`."""
         logits = self.logits(input_ids, attention_mask)
         return Output(loss=None if labels is None else self.loss(logits[:, :-1], labels[:, 1:]), logits=logits)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean over the labels that count."""
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -83,7 +78,6 @@ class OwnTokens(NextTokens):
     shifts_labels = False
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
-        """Return `loss` and `logits`."""
         logits = self.logits(input_ids, attention_mask)
         return Output(loss=None if labels is None else self.loss(logits, labels), logits=logits)
 
@@ -98,7 +92,6 @@ class TinyForMaskedLM(Tokens):
     """Predicts the tokens themselves: its labels are not shifted."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
-        """Return `loss` and `logits`."""
         logits = self.logits(input_ids, attention_mask)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) if labels is not None else None
         return Output(loss=loss, logits=logits)

@@ -48,17 +48,14 @@ class LayoutRunner(dl.Runner):
         self.gradients: list[dict[str, Tensor]] = []
 
     def build(self, model: Mapping[str, Any]) -> nn.Module:
-        """Return the model; its weights follow from the seed."""
         settings = {"context": LENGTH, "width": 16, "depth": 2, "heads": 4, "tied": False, "dtype": "float64", **model}
         dtype: torch.dtype = getattr(torch, settings.pop("dtype"))
         return GPT(VOCABULARY, **settings).to(dtype)
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        """Return the mean over the targets that count; 0 where there is none, which leaves NaN out of a weighted sum."""
         return super().compute_loss(pred.flatten(0, 1), target.flatten())
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Note what is about to be clipped."""
         self.norms.append(float(grad_norm))
         self.gradients.append(
             {name: whole(p.grad).clone() for name, p in self.named_parameters() if p.grad is not None}

@@ -22,16 +22,13 @@ class Seeing(dl.Runner):
         self.stop_at: int | None = None
 
     def values(self, data: Any) -> list[Any]:
-        """Return what is compared of a batch."""
         raise NotImplementedError
 
     def train_step(self, data: Any) -> Any:
-        """Note the batch, then train as usual."""
         self.seen += self.values(data)
         return super().train_step(data)
 
     def optimizer_step(self) -> None:
-        """Ask for a stop with the update that is to be the last one."""
         super().optimizer_step()
         if self.train_state.global_step + 1 == self.stop_at:
             self.stop()

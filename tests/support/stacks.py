@@ -55,7 +55,6 @@ class Stack:
 
     @property
     def is_here(self) -> bool:
-        """Whether what it needs is installed."""
         return find_spec(self.package) is not None
 
 
@@ -128,7 +127,6 @@ class AnyStack(dl.Runner):
         self.moved: list[str] = []
 
     def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
-        """Note the samples; ask, spoil what is read, or die, in the middle of an update."""
         last = self.rank == self.world_size - 1
         if last and self.dies and self.train_state.global_step == KILLED_IN - 1 and self.ids[-1]:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -139,19 +137,15 @@ class AnyStack(dl.Runner):
         return super().train_step((data["input"] * torch.nan if spoiled else data["input"], data["target"]))
 
     def evaluate_step(self, data: dict[str, Any]) -> tuple[Any, Tensor | None]:
-        """Evaluate as usual."""
         return super().evaluate_step((data["input"], data["target"]))
 
     def infer_step(self, data: dict[str, Any]) -> Any:
-        """Predict as usual."""
         return super().infer_step((data["input"], data["target"]))
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        """Read the outputs as three positions with four classes."""
         return super().compute_loss(pred.reshape(len(pred), 4, 3), target)
 
     def step(self) -> Any:
-        """Note how the update ended, and what moved though it was not made."""
         if self.stop_at is not None and self.train_state.global_step == self.stop_at - 1:
             self.stop()
         before = self.still() if len(self.seen) in self.spoiled else None
@@ -165,7 +159,6 @@ class AnyStack(dl.Runner):
         return outcome
 
     def still(self) -> dict[str, Any]:
-        """Return what an update that is not made must leave alone."""
         state = copied(whole_state(self))
         for name in ("rng", "train"):
             del state["state"][name]
@@ -173,7 +166,6 @@ class AnyStack(dl.Runner):
         return {"step": self.train_state.global_step, **state}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return copies of the whole weights. Call on all ranks."""
         with self.whole_weights():
             named = self.unwrapped_model.named_parameters()
             return {canonical_name(name): value.detach().clone() for name, value in named}
@@ -190,7 +182,6 @@ class Watched(AnyStack):
         self.path: list[dict[str, Tensor]] = []
 
     def step(self) -> Any:
-        """Look at the weights before and after."""
         if not self.path:
             self.path.append(self.weights())
         outcome = super().step()

@@ -49,7 +49,6 @@ class Target(FeatureProducer):
         self.captured: list[int] = []
 
     def capture(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Note which were asked for, and return point and output."""
         self.captured += batch["id"].tolist()
         return {"input": batch["point"], "target": self.model(batch["point"])}
 
@@ -79,7 +78,6 @@ class Draft(dl.TorchRunner):
         self.stop_at = stop_at
 
     def train_step(self, data: dict[str, Tensor]) -> tuple[Any, Tensor]:
-        """Train as usual."""
         if self.state.train.global_step == self.stop_at:
             raise Stopped
         pred, loss = super().train_step(data)
@@ -87,7 +85,6 @@ class Draft(dl.TorchRunner):
         return pred, loss
 
     def end(self) -> tuple[list[tuple[int, float]], dict[str, Tensor]]:
-        """Return losses by update, and the weights."""
         return self.trace, {name: value.clone() for name, value in self.unwrapped_model.state_dict().items()}
 
 

@@ -56,16 +56,13 @@ class TracingRunner(dl.TorchRunner):
         self.metrics = {"acc": dl.metrics.accuracy}
 
     def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
-        """Note the ids, then train as usual."""
         self.ids += data["index"].tolist()
         return super().train_step((data["input"], data["target"]))
 
     def evaluate_step(self, data: dict[str, Any]) -> tuple[Any, Tensor | None]:
-        """Evaluate as usual."""
         return super().evaluate_step((data["input"], data["target"]))
 
     def step(self) -> Any:
-        """Ask for a stop one update ahead, so that all ranks hear of it with the update that is the last one."""
         if self.stop_at is not None and self.state.train.global_step == self.stop_at - 1:
             self.stop()
         rate = self.optimizer.param_groups[0]["lr"]
