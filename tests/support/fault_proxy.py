@@ -119,10 +119,6 @@ class FaultProxy:
         """Close the connection after so many bytes of a request's body."""
         return self._add(Fault(when, times, cut_request=after))
 
-    def cut_download(self, after: int, *, when: When = lambda r: r.method == "GET", times: int = 1) -> Fault:
-        """Close the connection after so many bytes of an answer's body."""
-        return self._add(Fault(when, times, cut_answer=after))
-
     def lose_answer(self, *, when: When, times: int = 1) -> Fault:
         """Do what is asked for, and close the connection without an answer."""
         return self._add(Fault(when, times, cut_answer=0))
