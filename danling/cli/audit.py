@@ -13,9 +13,14 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .output import DAMAGED, OK, add_json, print_json
+
+if TYPE_CHECKING:
+    from danling.audit.rerun import AuditResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +55,7 @@ def run(options: argparse.Namespace) -> int:
     tolerance = options.tolerance
     is_accepted = found.is_same if tolerance is None else found.is_within(tolerance)
     if options.json:
-        divergences = [
-            {"figure": p.figure, "what": p.what, "step": p.step, "values": p.values}
-            for p in found.comparison.divergences
-        ]
+        figures = ("figure", "what", "step", "values")
         facts = {
             "from": first,
             "to": found.end.step,
@@ -63,14 +65,14 @@ def run(options: argparse.Namespace) -> int:
             "ranks": found.ranks,
             "differing": found.differing,
             "shares": {each.path: each.share for each in found.differences} | dict(found.comparison.shares),
-            "divergences": divergences,
+            "divergences": [{name: getattr(p, name) for name in figures} for p in found.comparison.divergences],
+            "environment": found.comparison.environment,
+            "settings": found.comparison.settings,
         }
-        print_json({**facts, "environment": found.comparison.environment, "settings": found.comparison.settings})
-    else:
-        show(found, first)
-        if not found.is_same:
-            show_shares(found, tolerance, is_accepted=is_accepted)
-    if found.failed is not None and not options.json:
+        print_json(facts)
+        return OK if is_accepted else DAMAGED
+    _show(found, first, tolerance, is_accepted=is_accepted)
+    if found.failed is not None:
         last = found.failed.strip().rpartition("\n")[2]
         print(
             f"The program failed after this stretch, which is not compared: {last} A checkpoint that the stretch does not make may be "
@@ -79,36 +81,22 @@ def run(options: argparse.Namespace) -> int:
     return OK if is_accepted else DAMAGED
 
 
-def show(found: object, first: int) -> None:
-    """Print the result."""
-    from danling.audit.rerun import AuditResult
-
+def _show(found: AuditResult, first: int, tolerance: float | None, *, is_accepted: bool) -> None:
+    """Print whether the stretch is the same; if not, by how much it differs, and whether that is accepted."""
     from .diff import show_divergences, show_environment
 
-    assert isinstance(found, AuditResult)
-    names = ("stored", "trained again")
     stretch = f"updates {first + 1} to {found.end.step}"
+    print(f"{stretch}: {'bitwise' if found.is_same else 'not'} the same as {found.end.path}")
     if found.is_same:
-        print(f"{stretch}: bitwise the same as {found.end.path}")
         return
-    print(f"{stretch}: not the same as {found.end.path}")
+    names, figures = ("stored", "trained again"), found.comparison.shares
     if found.differing:
-        shown = ", ".join(found.differing[:5])
-        print(
-            f"{len(found.differing)} entries of the checkpoints differ: {shown}{', ...' if len(found.differing) > 5 else ''}"
-        )
+        print(f"{len(found.differing)} entries of the checkpoints differ: {_some(found.differing)}")
     show_divergences(found.comparison.divergences, names=names)
     print()
     show_environment(found.comparison, names=names)
-
-
-def show_shares(found: object, tolerance: float | None, *, is_accepted: bool) -> None:
-    """Print by how much the stretch differs, and whether that is accepted."""
-    from danling.audit.rerun import AuditResult
-
-    assert isinstance(found, AuditResult)
     entries = {each.path: each.share for each in found.differences if each.share is not None}
-    for what, of, shares in (("entries", "norm", entries), ("figures", "value", found.comparison.shares)):
+    for what, of, shares in (("entries", "norm", entries), ("figures", "value", figures)):
         if shares:
             name = max(shares, key=lambda name: shares[name])
             print(f"{len(shares)} {what} differ by at most {shares[name]:.1e} of their {of} ({name})")
@@ -119,9 +107,13 @@ def show_shares(found: object, tolerance: float | None, *, is_accepted: bool) ->
             "the same; see --tolerance."
         )
     if tolerance is not None:
-        names = found.beyond(tolerance)
-        beyond = f": {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
-        print(f"{'Accepted' if is_accepted else 'Not accepted'} with a tolerance of {tolerance:g}{beyond}.")
+        beyond = found.beyond(tolerance)
+        verdict = "Accepted" if is_accepted else "Not accepted"
+        print(f"{verdict} with a tolerance of {tolerance:g}{f': {_some(beyond)}' if beyond else ''}.")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _tolerance(text: str) -> float:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .output import DAMAGED, OK, WRONG_USAGE, add_json, print_json
 
-if TYPE_CHECKING:
-    from danling.audit.layout_report import LayoutReport
+_FACTS = (
+    *("undecided", "updates", "samples", "parameters", "step", "losses", "summary", "layer"),
+    *("moved", "buffers", "notes"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,30 +68,12 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="danling-layout-") as temporary:
         found = check_layout(options.program, layout, options.scratch or Path(temporary), how)
     if options.json:
-        print_json(_facts(found))
+        facts = {name: getattr(found, name) for name in _FACTS}
+        whole = {"same": found.is_same, "layout": dict(found.layout.degrees), "stack": found.layout.stack}
+        differing = {name: [vars(each) for each in getattr(found, name)] for name in ("gradients", "weights")}
+        print_json({**whole, **facts, **differing})
     else:
         print(found)
     if found.undecided:
         return WRONG_USAGE
     return OK if found.is_same else DAMAGED
-
-
-def _facts(found: LayoutReport) -> dict[str, object]:
-    return {
-        "same": found.is_same,
-        "undecided": found.undecided,
-        "layout": dict(found.layout.degrees),
-        "stack": found.layout.stack,
-        "updates": found.updates,
-        "samples": found.samples,
-        "parameters": found.parameters,
-        "step": found.step,
-        "losses": found.losses,
-        "summary": found.summary,
-        "layer": found.layer,
-        "moved": list(found.moved),
-        "gradients": [vars(each) for each in found.gradients],
-        "weights": [vars(each) for each in found.weights],
-        "buffers": list(found.buffers),
-        "notes": list(found.notes),
-    }

@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from danling.audit.divergence import Comparison, Divergence, Pair, compare_runs, loss_differences
 from danling.workspace.plots import draw_differences, png
-from danling.workspace.runs import Run, is_run
+from danling.workspace.runs import Run
 
 from .output import (
     DAMAGED,
@@ -29,7 +28,7 @@ from .output import (
     print_table,
     write_drawing,
 )
-from .source import is_url, runs_at
+from .source import one_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,21 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print where the runs diverge."""
     check_drawing(options.output)
-    urls = [path for path in (options.first, options.second) if is_url(path)]
-    with runs_at(*urls) as brought:
-        there = dict(zip(urls, brought))
-        first, second = (
-            _only(there[path], path) if path in there else run_at(path) for path in (options.first, options.second)
-        )
+    with one_run(options.first) as first, one_run(options.second) as second:
         return _compare(options, first, second)
-
-
-def _only(runs: list[Run], url: str) -> Run:
-    if len(runs) != 1:
-        raise FileNotFoundError(
-            f"Expected the URL of one run. Received: {url!r}, below which there are {len(runs)}. Name one of `danling runs`."
-        )
-    return runs[0]
 
 
 def _compare(options: argparse.Namespace, *runs: Run) -> int:
@@ -74,15 +60,6 @@ def _compare(options: argparse.Namespace, *runs: Run) -> int:
     if not found.figures:
         return max(code, NOTHING_THERE)
     return max(code, DAMAGED if found.divergences else OK)
-
-
-def run_at(path: str) -> Run:
-    """Return the run of a directory."""
-    if not is_run(path):
-        raise FileNotFoundError(
-            f"Expected a run directory. Received: {path!r}, which is none. Name one of `danling runs`."
-        )
-    return Run(Path(path), Path(path).resolve().name)
 
 
 def show(found: Comparison, *, names: tuple[str, str]) -> None:

@@ -130,7 +130,7 @@ def model_shapes(source: str) -> dict[str, tuple[int, ...]]:
 
     Of a checkpoint with an optimizer, only what it updates counts as a parameter, so that buffers do not.
     """
-    from .contents import read_contents
+    from .inspection import read_contents
 
     contents = read_contents(source)
     own = contents.kind in ("file", "sharded")

@@ -18,7 +18,7 @@ from typing import Any
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.store import FILE_SUMS, TARGETS, is_engine_target
 
-from .contents import read_contents
+from .inspection import read_contents
 from .output import OK, add_json, as_bytes, print_json
 from .source import checkpoint_at, locate
 

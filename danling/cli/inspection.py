@@ -9,15 +9,24 @@ Example: danling inspect experiments/digits/e3551df201ca5a2c --config
 from __future__ import annotations
 
 import argparse
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from danling.checkpoints.outline import Outline
+from danling.checkpoints.errors import CheckpointDamaged
+from danling.checkpoints.outline import Entry, Outline
+from danling.checkpoints.reading import locate, read_outline
+from danling.utils.files import open_file
 from danling.utils.messages import as_text
-from danling.utils.plain import flatten
+from danling.utils.plain import flatten, parse_json
 
-from .contents import read_contents
 from .output import OK, add_json, as_bytes, print_json, print_table
 from .source import checkpoint_at, shown
+
+_HEADER_LIMIT = 100 << 20
+_MODEL = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,14 +45,20 @@ def run(options: argparse.Namespace) -> int:
         contents = read_contents(path)
     place = shown(contents.path, options.checkpoint)
     if options.json:
-        print_json({**_as_json(contents, tensors=options.tensors, config=options.config), "path": place})
+        facts: dict[str, Any] = {"path": place, "kind": contents.kind, **describe(contents)}
+        facts["sections"] = contents.sections()
+        if options.tensors:
+            facts["tensors"] = [vars(entry) for entry in contents.entries]
+        if options.config:
+            facts["config"] = contents.plain.get("runner", {})
+        print_json(facts)
         return OK
     print(f"{as_text(place)} ({contents.kind})")
     for name, value in describe(contents).items():
         print(f"{name}: {as_text(value)}")
     print()
     rows = [
-        (name, row["tensors"], row["elements"], as_bytes(row["bytes"]), _dtypes(row))
+        (name, row["tensors"], row["elements"], as_bytes(row["bytes"]), ", ".join(sorted(row["dtypes"])))
         for name, row in contents.sections().items()
     ]
     print_table(("section", "tensors", "elements", "size", "dtypes"), rows)
@@ -87,15 +102,54 @@ def _last_result(results: dict[str, Any]) -> str | None:
     )
 
 
-def _dtypes(row: dict[str, Any]) -> str:
-    return ", ".join(sorted(row["dtypes"]))
+def read_contents(source: str | Path) -> Outline:
+    """Return what is in a checkpoint, a `.safetensors` file, or any file of `torch.save`."""
+    path = Path(source)
+    if path.suffix == ".safetensors" and path.is_file():
+        return read_safetensors(path)
+    # As `danling export` and the Hugging Face libraries write weights in a directory.
+    files = sorted(path.glob("model*.safetensors")) if path.is_dir() else []
+    exported = [file for file in files if _MODEL.fullmatch(file.name)]
+    if exported:
+        parts = [read_safetensors(file) for file in exported]
+        return Outline("safetensors", path, [entry for part in parts for entry in part.entries], parts[0].plain)
+    store, found = locate(path)
+    target = store.target(found)
+    if target.is_dir():
+        # Tensors stay unread, so that sizes are enough.
+        store.verify(found, "size")
+    contents = read_outline(target)
+    if contents.is_own and not target.is_dir():
+        store.verify(found, "size")
+    try:
+        record = store.record(found)
+    except CheckpointDamaged:
+        return contents
+    names = ("run", "sequence", "step", "epoch")
+    contents.record = {name: getattr(record, name) for name in names}
+    return contents
 
 
-def _as_json(contents: Outline, *, tensors: bool, config: bool) -> dict[str, object]:
-    facts: dict[str, Any] = {"path": str(contents.path), "kind": contents.kind, **describe(contents)}
-    facts["sections"] = contents.sections()
-    if tensors:
-        facts["tensors"] = [vars(entry) for entry in contents.entries]
-    if config:
-        facts["config"] = contents.plain.get("runner", {})
-    return facts
+def read_safetensors(path: Path) -> Outline:
+    """Return what the header of a safetensors file says (https://huggingface.co/docs/safetensors): eight bytes with its length,
+    then JSON.
+    """
+    try:
+        with open_file(path) as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _HEADER_LIMIT:
+                raise ValueError(f"a header of {length} bytes")
+            header = parse_json(file.read(length))
+        plain = {"metadata": dict(header.pop("__metadata__", {}))}
+        entries = [_safetensors_entry(name, about) for name, about in sorted(header.items())]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointDamaged(f"Expected a header of safetensors. Received: {path}: {error}") from error
+    return Outline("safetensors", path, entries, plain)
+
+
+def _safetensors_entry(name: str, about: Mapping[str, Any]) -> Entry:
+    start, end = about["data_offsets"]
+    dtype, shape = about["dtype"], list(about["shape"])
+    if not isinstance(dtype, str) or not all(type(size) is int and size >= 0 for size in (*shape, start, end - start)):
+        raise ValueError(f"{name!r} is no tensor")
+    return Entry(name, dtype, tuple(shape), end - start)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,22 +58,14 @@ def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, An
         # What else it says of numbers is `precision`; the rest is where it runs.
         kept["accelerate"] = {"mixed_precision": "fp8"} if kept["accelerate"].get("mixed_precision") == "fp8" else {}
     if isinstance(kept.get("dataloader"), Mapping):
-        kept["dataloader"] = _without_loading(kept["dataloader"])
-    result = _without_empty(kept)
-    return dict(sorted(result.items()))
+        kept["dataloader"] = _reduced(kept["dataloader"], LOADING)
+    return dict(sorted(_reduced(kept).items()))
 
 
-def _without_loading(settings: Mapping[str, object]) -> dict[str, Any]:
-    return {
-        name: _without_loading(value) if isinstance(value, Mapping) else value
-        for name, value in settings.items()
-        if name not in LOADING
-    }
-
-
-def _without_empty(settings: Mapping[str, object]) -> dict[str, Any]:
-    # Reading `config.model` creates it, so an empty section means nothing.
-    result = {name: _without_empty(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
+def _reduced(settings: Mapping[str, object], left_out: Collection[str] = ()) -> dict[str, Any]:
+    """Return settings without some names, and without empty sections: reading `config.model` creates one, so it means nothing."""
+    kept = {name: value for name, value in settings.items() if name not in left_out}
+    result = {n: _reduced(value, left_out) if isinstance(value, Mapping) else value for n, value in kept.items()}
     return {name: value for name, value in result.items() if value != {}}
 
 
@@ -121,10 +113,23 @@ def differences(
     skipped = set(RESUMABLE)
     if before.get("seed") is None or after.get("seed") is None:
         skipped.add("seed")
-    lines = _difference_of_mode(stored, now)
-    if update_sizes(stored, stored_replicas).keys() & update_sizes(now, replicas).keys():
+    lines = []
+    modes = [
+        next((name for name in ("epochs", "steps") if settings.get(name) is not None), None)
+        for settings in (stored, now)
+    ]
+    if None not in modes and modes[0] != modes[1]:
+        shown = [f"{mode} ({mode}={settings[mode]!r})" for mode, settings in zip(modes, (stored, now)) if mode]
+        lines.append(f"mode: stored {shown[0]}, now {shown[1]}")
+    sizes, sizes_now = update_sizes(stored, stored_replicas), update_sizes(now, replicas)
+    common = [place for place in sizes if place in sizes_now]
+    if common:
         skipped.update(key for key in (*before, *after) if is_update_key(key))
-        lines += size_differences(stored, now, stored_replicas=stored_replicas, replicas=replicas)
+        lines += [
+            f"{sizes_now[place].key}: stored {sizes[place]}, now {sizes_now[place]}"
+            for place in common
+            if sizes[place].samples != sizes_now[place].samples
+        ]
     for key in sorted(before.keys() | after.keys()):
         if key not in skipped and _normal_numbers(before.get(key)) != _normal_numbers(after.get(key)):
             lines.append(f"{key}: stored {_shown(before, key)}, now {_shown(after, key)}")
@@ -155,20 +160,6 @@ def _compiled(settings: Mapping[str, object]) -> dict[str, Any]:
 
 def _shown(flat: Mapping[str, object], key: str) -> str:
     return repr(flat[key]) if key in flat else "absent"
-
-
-def _difference_of_mode(stored: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    modes = [_mode(settings) for settings in (stored, now)]
-    if None in modes or modes[0] == modes[1]:
-        return []
-    shown = [f"{mode} ({mode}={settings[mode]!r})" for mode, settings in zip(modes, (stored, now)) if mode]
-    return [f"mode: stored {shown[0]}, now {shown[1]}"]
-
-
-def _mode(settings: Mapping[str, object]) -> str | None:
-    if settings.get("epochs") is not None:
-        return "epochs"
-    return "steps" if settings.get("steps") is not None else None
 
 
 def overlay(base: dict[str, Any], other: Mapping[str, object]) -> None:
@@ -277,16 +268,3 @@ def _with_size(section: Mapping[str, object], size: UpdateSize | None, *, is_kno
 def is_update_key(key: str) -> bool:
     """Return whether a dotted key is one that the samples of an update follow from."""
     return key == "accum_steps" or (key.startswith("dataloader.") and key.rpartition(".")[2] in SIZES)
-
-
-def size_differences(
-    stored: Mapping[str, object], now: Mapping[str, object], *, stored_replicas: int, replicas: int
-) -> list[str]:
-    """Return in which sections two configurations make updates of another number of samples, a line each."""
-    before, after = update_sizes(stored, stored_replicas), update_sizes(now, replicas)
-    common = [place for place in before if place in after]
-    return [
-        f"{after[place].key}: stored {before[place]}, now {after[place]}"
-        for place in common
-        if before[place].samples != after[place].samples
-    ]

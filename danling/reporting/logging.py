@@ -54,7 +54,7 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record, with its level in front when it is a warning or worse."""
-        if (bar_is_open() and getattr(record, SHOWN_ON_BAR, False)) or _root_writes_to_terminal():
+        if (_open_bars and getattr(record, SHOWN_ON_BAR, False)) or _root_writes_to_terminal():
             return
         try:
             text = self.format(record)
@@ -92,7 +92,12 @@ def open_run_log(
     Raises:
         OSError: If the file cannot be opened; nothing stays open then.
     """
-    file_handler = _open_file(Path(file), level) if file is not None and is_main else None
+    file_handler = None
+    if file is not None and is_main:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        file_handler = logging.FileHandler(file, encoding="utf-8")
+        file_handler.setLevel(level)
+        file_handler.setFormatter(logging.Formatter(_FILE_FORMAT))
     with _lock:
         log = RunLog(_shared_console(is_main, rank, level), file_handler)
         if file_handler is not None:
@@ -139,14 +144,6 @@ def close_run_log(log: RunLog) -> None:
             LOGGER.setLevel(log.level_before)
 
 
-def _open_file(path: Path, level: int) -> logging.FileHandler:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setLevel(level)
-    handler.setFormatter(logging.Formatter(_FILE_FORMAT))
-    return handler
-
-
 def _shared_console(is_main: bool, rank: int | None, level: int) -> logging.Handler:
     if _open_logs:
         return _open_logs[-1].console
@@ -169,11 +166,6 @@ def bar_closed(bar: Any) -> None:
     """Forget a bar; one that is not registered is ignored."""
     if bar in _open_bars:
         _open_bars.remove(bar)
-
-
-def bar_is_open() -> bool:
-    """Return whether a bar is drawn on the terminal at the moment."""
-    return bool(_open_bars)
 
 
 def beside_bar(stream: TextIO) -> AbstractContextManager[object]:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from html import escape
 from typing import TYPE_CHECKING, Any, TextIO
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from danling.utils.messages import Paced, format_count
 from danling.utils.process import in_notebook
 
-from .logging import SHOWN_ON_BAR, Printer, bar_closed, bar_opened
+from .logging import SHOWN_ON_BAR, bar_closed, bar_opened
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,9 +48,6 @@ class Progress:
         total: Steps of the whole run; `None` when not known.
         initial: Steps done before this attempt.
         desc: Name in front of the bar and of each line.
-        unit: What is counted.
-        enabled: Whether this process speaks; usually the main one does.
-        leave: Whether the bar stays on the screen at the end.
         stream: Where the bar is drawn; `None` is `sys.stderr`, or the output of the cell in a notebook.
         seconds_between_lines: Seconds at least from one line to the next.
         clock: Seconds, monotonic.
@@ -62,9 +59,6 @@ class Progress:
         *,
         initial: int = 0,
         desc: str = "",
-        unit: str = "step",
-        enabled: bool = True,
-        leave: bool = True,
         stream: TextIO | None = None,
         seconds_between_lines: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
@@ -74,13 +68,9 @@ class Progress:
         self.total = total
         self.initial = initial
         self.desc = desc
-        self.unit = unit
-        self.enabled = enabled
         self.step = initial
         self.epoch = ""
         """What stands behind the name, such as `epoch 2/5`."""
-        self.print = Printer(enabled)
-        """Print on this process without tearing the bar, when enabled."""
         self._clock = clock
         self._started = clock()
         self._lines = Paced(seconds_between_lines, clock=clock)
@@ -90,11 +80,11 @@ class Progress:
         self._bar: Any = None
         self._curves: NotebookBar | None = None
         self._doing = ""
-        if enabled and notebook:
+        if notebook:
             self._bar = self._curves = NotebookBar(total, initial=initial, clock=clock)
             bar_opened(self._bar)
-        elif enabled and is_terminal(self._stream):
-            self._bar = _open_bar(total=total, initial=initial, desc=desc, unit=unit, leave=leave, file=self._stream)
+        elif is_terminal(self._stream):
+            self._bar = _open_bar(total=total, initial=initial, desc=desc, file=self._stream)
             bar_opened(self._bar)
 
     @property
@@ -108,9 +98,8 @@ class Progress:
         Args:
             step: The count itself, not what was added to it.
         """
-        bar = self._bar
-        if bar is not None:
-            bar.update(step - self.step)
+        if self._bar is not None:
+            self._bar.update(step - self.step)
         self.step = step
 
     def doing(self, what: str) -> None:
@@ -137,29 +126,22 @@ class Progress:
 
     def _description(self) -> str:
         """Return what stands before the bar: as much as leaves room for it."""
-        shown = list(self._figures.items())
-        whole = self._described(self.desc, shown)
-        room = self._room()
+        room = math.inf
+        if self._curves is None:
+            with suppress(OSError, ValueError):
+                columns = os.get_terminal_size(self._stream.fileno()).columns
+                room = columns - _BESIDE_BAR - 2 * len(str(self.total or self.step)) - _NARROWEST_BAR
+        doing, figures = f"[{self._doing}]" if self._doing else "", list(self._figures.items())
+        whole = _joined(self.desc, self.epoch, doing, figures=figures)
         if self._note and len(whole) + 2 + len(self._note) <= room:
             return f"{whole}  {self._note}"
-        if len(whole) <= room:
-            return whole
-        shorter = [self._described("", shown[:count]) for count in range(len(shown), 0, -1)]
-        return next((text for text in shorter if len(text) <= room), shorter[-1] if shorter else whole)
-
-    def _room(self) -> float:
-        """Return how many columns are left beside the smallest bar."""
-        if self._curves is not None:
-            return math.inf
-        try:
-            columns = os.get_terminal_size(self._stream.fileno()).columns
-        except (OSError, ValueError):
-            return math.inf
-        return columns - _BESIDE_BAR - 2 * len(str(self.total or self.step)) - _NARROWEST_BAR
-
-    def _described(self, name: str, figures: Sequence[tuple[str, float]]) -> str:
-        head = " ".join(part for part in (name, self.epoch, f"[{self._doing}]" if self._doing else "") if part)
-        return "  ".join(part for part in (head, format_scores(dict(figures))) if part)
+        # The name gives way first, then one metric after the other from the last on.
+        text = whole
+        for count in range(len(figures), 0, -1):
+            if len(text) <= room:
+                break
+            text = _joined(self.epoch, doing, figures=figures[:count])
+        return text
 
     def show(self, step: int, values: Mapping[str, float], *, speed: str = "", note: str = "") -> None:
         """Show metrics at `step`: on the bar, and as a line of the log when one is due.
@@ -171,8 +153,6 @@ class Progress:
             note: What else there is to say, behind everything else.
         """
         self.update(step)
-        if not self.enabled:
-            return
         self._figures, self._note = dict(values), note
         if self._bar is not None:
             self._bar.set_description_str(self._description(), refresh=False)
@@ -208,11 +188,11 @@ class Progress:
     def line(self, figures: str = "", speed: str = "") -> str:
         """Return the state as one plain line: name, steps, share, metrics, speed and time left."""
         share = f"/{self.total} ({100 * self.step / self.total:.0f}%)" if self.total else ""
-        head = f"{self.desc or self.unit}{f' {self.epoch}' if self.epoch else ''} {self.step}{share}"
+        head = f"{self.desc or 'step'}{f' {self.epoch}' if self.epoch else ''} {self.step}{share}"
         done, elapsed = self.step - self.initial, self._clock() - self._started
         pace = speed
         if done > 0 and elapsed > 0:
-            pace = pace or f"{format_count(done / elapsed)} {self.unit}s/s"
+            pace = pace or f"{format_count(done / elapsed)} steps/s"
             if self.total:
                 pace += f", {format_duration(elapsed / done * (self.total - self.step))} left"
         return "  ".join(part for part in (head, figures, pace) if part)
@@ -230,6 +210,10 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _joined(*head: str, figures: Sequence[tuple[str, float]]) -> str:
+    return "  ".join(part for part in (" ".join(filter(None, head)), format_scores(dict(figures))) if part)
 
 
 def is_terminal(stream: Any) -> bool:

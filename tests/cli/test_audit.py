@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.warm import interpreter
 
-from danling.audit.rerun import Difference, Stored, differences_of, stretch_of
+from danling.audit.rerun import Stored, differences_of, stretch_of
 from danling.cli.audit import stretch
 from danling.cli.main import main
 from danling.utils.locks import FileLock
@@ -214,22 +214,6 @@ def test_parts_of_a_command_line_and_stretches() -> None:
     stored = [Stored(Path(), 4, 0), Stored(Path(), 8, 0), Stored(Path(), 8, 1)]
     assert stretch_of(stored, None, None) == (stored[0], stored[2]) and stretch_of(stored, 0, 4) == (None, stored[0])
     assert stretch_of(stored[:1], None, None) == (None, stored[0])
-
-
-def test_differences_are_those_of_bits() -> None:
-    first = {
-        "runner": 1,
-        "model": {"a": torch.zeros(2), "b": torch.tensor([float("nan")])},
-        "state": {"elastic": 1, "x": [1, 2]},
-    }
-    second = {
-        "runner": 2,
-        "model": {"a": -torch.zeros(2), "b": torch.tensor([float("nan")])},
-        "state": {"elastic": 2, "x": [1, 3]},
-    }
-    assert differences_of(first, first) == []
-    assert [found.path for found in differences_of(first, second)] == ["model/a", "state/x/1"]
-    assert differences_of({"model": {}}, {"model": {}, "ema": {}}) == [Difference("ema", None)]
 
 
 @pytest.mark.parametrize(

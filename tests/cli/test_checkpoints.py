@@ -14,7 +14,7 @@ from support.recorded import danling, record_run
 from torch import nn
 
 from danling.checkpoints.reading import read_payload
-from danling.cli.contents import read_contents
+from danling.cli.inspection import read_contents
 from danling.cli.main import main
 from danling.cli.source import locate
 

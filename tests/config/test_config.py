@@ -180,26 +180,14 @@ def test_own_names_are_fine(key: str) -> None:
     assert RunnerConfig({f"{key}.path": 1})[f"{key}.path"] == 1
 
 
-SLIPS = {
-    "step": "steps",
-    "epoch": "epochs",
-    "accum_step": "accum_steps",
-    "presicion": "precision",
-    "sed": "seed",
-    "Steps": "steps",
-    "auto-resume": "auto_resume",
-    "logs": "log",
-    "checkpoints": "checkpoint",
-    "optm": "optim",
-}
-UNKNOWN = {
-    "checkpoint.intervall": "interval",
-    "parallel.axes.shards": "shard",
-    "parallel.axis": "axes",
-    "ema.decy": "decay",
-    "wandb.projct": "project",
-    "gc.intervl.x": "interval",
-}
+SLIPS: dict[str, str] = yaml.safe_load("""
+{step: steps, epoch: epochs, accum_step: accum_steps, presicion: precision, sed: seed, Steps: steps, auto-resume: auto_resume, logs: log,
+checkpoints: checkpoint, optm: optim}
+""")
+UNKNOWN: dict[str, str] = yaml.safe_load("""
+{checkpoint.intervall: interval, parallel.axes.shards: shard, parallel.axis: axes, ema.decy: decay, wandb.projct: project,
+gc.intervl.x: interval}
+""")
 
 
 @pytest.mark.parametrize(("key", "meant"), [*SLIPS.items(), *UNKNOWN.items()])
@@ -314,40 +302,16 @@ def test_converted_without_loss(key: str, value: Any, kept: Any) -> None:
     assert got == kept and type(got) is type(kept)
 
 
-WRONG_TYPES = {
-    "steps": [1.5, "many", True, float("inf")],
-    "tensorboard": ["yes please", 1],
-    "accum_steps": [None],
-    "lineage": [3],
-    "max_grad_norm": ["a lot"],
-    "checkpoint.interval": [[1]],
-    "wandb.tags": [3],
-    "compile.options": [4],
-    "dataloader.global_batch_size": [1.5, True, "auto"],
-    "optim.lr": ["fast"],
-}
-OUT_OF_BOUNDS = {
-    "precision": "fp8",
-    "score_mode": "best",
-    "checkpoint.async_mode": "maybe",
-    "checkpoint.verify": "some",
-    "checkpoint.backend": "zip",
-    "ft.process_group": "mpi",
-    "scheduler.interval": "never",
-    "steps": -1,
-    "accum_steps": 0,
-    "dataloader.global_batch_size": 0,
-    "dataloader.micro_batch_size": -1,
-    "dataloader.train.micro_batch_size": "fast",
-    "checkpoint.interval": 0,
-    "checkpoint.keep_latest_k": -1,
-    "checkpoint.remote.part_size": 1000,
-    "max_grad_norm": 0.0,
-    "ema.decay": 1.0,
-    "gc.generation": 3,
-    "seed": -3,
-    "heartbeat.interval_seconds": 0,
-}
+WRONG_TYPES: dict[str, list[Any]] = yaml.safe_load("""
+{steps: [1.5, many, true, .inf], tensorboard: [yes please, 1], accum_steps: [null], lineage: [3], max_grad_norm: [a lot],
+checkpoint.interval: [[1]], wandb.tags: [3], compile.options: [4], dataloader.global_batch_size: [1.5, true, auto], optim.lr: [fast]}
+""")
+OUT_OF_BOUNDS: dict[str, Any] = yaml.safe_load("""
+{precision: fp8, score_mode: best, checkpoint.async_mode: maybe, checkpoint.verify: some, checkpoint.backend: zip,
+ft.process_group: mpi, scheduler.interval: never, steps: -1, accum_steps: 0, dataloader.global_batch_size: 0,
+dataloader.micro_batch_size: -1, dataloader.train.micro_batch_size: fast, checkpoint.interval: 0, checkpoint.keep_latest_k: -1,
+checkpoint.remote.part_size: 1000, max_grad_norm: 0.0, ema.decay: 1.0, gc.generation: 3, seed: -3, heartbeat.interval_seconds: 0}
+""")
 COMBINATIONS = {
     "parallel axes to be >= 1": {"parallel.axes.shard": 0},
     "at most one": {"parallel.axes.shard": -1, "parallel.axes.tensor": -1},

@@ -10,50 +10,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import danling as dl
 from danling.config.names import place_of
 from danling.config.runner_config import continued
 
 # What was tried on a runner and passed without a word, and the key that each of them meant.
-TRIED = {
-    "lr": "optim.lr",
-    "learning_rate": "optim.lr",
-    "weight_decay": "optim.weight_decay",
-    "momentum": "optim.momentum",
-    "betas": "optim.betas",
-    "optimizer": "optim.type",
-    "batch_size": "dataloader.batch_size",
-    "per_device_train_batch_size": "dataloader.batch_size",
-    "num_workers": "dataloader.num_workers",
-    "shuffle": "dataloader.shuffle",
-    "pin_memory": "dataloader.pin_memory",
-    "max_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "max_steps": "steps",
-    "accumulate_grad_batches": "accum_steps",
-    "gradient_accumulation_steps": "accum_steps",
-    "bf16": "precision",
-    "fp16": "precision",
-    "mixed_precision": "precision",
-    "gradient_clip_val": "max_grad_norm",
-    "grad_clip": "max_grad_norm",
-    "output_dir": "workspace_root or dir",
-    "default_root_dir": "workspace_root or dir",
-    "eval_steps": "evaluate_interval",
-    "save_steps": "checkpoint.interval",
-    "save_total_limit": "checkpoint.keep_latest_k",
-    "logging_steps": "log_interval",
-    "log_every_n_steps": "log_interval",
-    "warmup_steps": "scheduler.warmup_steps",
-    "warmup_ratio": "scheduler.warmup_steps",
-    "lr_scheduler_type": "scheduler.type",
-    "ema_decay": "ema.decay",
-    "resume_from_checkpoint": "auto_resume",
-    "metric_for_best_model": "score_name",
-    "keep_latest_k": "checkpoint.keep_latest_k or checkpoint.remote.keep_latest_k",
-    "shard": "parallel.axes.shard",
-}
+PLACES = """
+optim.lr: lr learning_rate
+optim.weight_decay: weight_decay
+optim.momentum: momentum
+optim.betas: betas
+optim.type: optimizer
+dataloader.batch_size: batch_size per_device_train_batch_size
+dataloader.num_workers: num_workers
+dataloader.shuffle: shuffle
+dataloader.pin_memory: pin_memory
+epochs: max_epochs num_train_epochs
+steps: max_steps
+accum_steps: accumulate_grad_batches gradient_accumulation_steps
+precision: bf16 fp16 mixed_precision
+max_grad_norm: gradient_clip_val grad_clip
+workspace_root or dir: output_dir default_root_dir
+evaluate_interval: eval_steps
+checkpoint.interval: save_steps
+checkpoint.keep_latest_k: save_total_limit
+log_interval: logging_steps log_every_n_steps
+scheduler.warmup_steps: warmup_steps warmup_ratio
+scheduler.type: lr_scheduler_type
+ema.decay: ema_decay
+auto_resume: resume_from_checkpoint
+score_name: metric_for_best_model
+checkpoint.keep_latest_k or checkpoint.remote.keep_latest_k: keep_latest_k
+parallel.axes.shard: shard
+"""
+TRIED = {name: place for place, names in yaml.safe_load(PLACES).items() for name in names.split()}
 
 
 # The command line and files

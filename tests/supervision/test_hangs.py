@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -128,23 +127,6 @@ def jobs(tmp_path: Path) -> Iterator[Any]:
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.WARNING, "danling")
     return caplog
-
-
-def test_a_rank_that_gives_no_sign_is_named(jobs: Any, said: pytest.LogCaptureFixture) -> None:
-    job = jobs(in_collective, in_collective, in_collective)
-    job.notes["host/2"] = f"{os.uname().nodename} {2**22 + 1}"
-    job.updates(3, 1.0)
-    job.silent = {2}
-    job.seconds(60)
-    (record,) = said.records
-    assert record.getMessage().endswith(
-        f"Rank 2 gives no sign: process {2**22 + 1} on {os.uname().nodename}, which is no more."
-    )
-    # Where the one that has the log gives none, the next one speaks, and one alone.
-    job.updates(3, 1.0)
-    job.silent = {0}
-    job.seconds(60)
-    assert len(said.records) == 2 and "Rank 0 gives no sign: nothing is known of it." in said.records[1].getMessage()
 
 
 @pytest.mark.parametrize("least", [20.0, 21.0])
