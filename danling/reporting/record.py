@@ -60,7 +60,6 @@ class RunRecorder(Observer):
         self._runner = runner
 
     def training_started(self) -> None:
-        """Write the record of this training over that of an earlier one."""
         runner = self._runner
         model = self._model()  # on all ranks
         if runner.is_main_process and not runner.config.checkpoint.load_only:

@@ -200,17 +200,14 @@ class Reporter(Observer):
     # Events
 
     def batch_wait_started(self) -> None:
-        """Count the time until the batch is there."""
         if self._runner is not None and self.telemetry is not None:
             self.telemetry.wait_started()
 
     def batch_wait_ended(self) -> None:
-        """End the wait."""
         if self._runner is not None and self.telemetry is not None:
             self.telemetry.wait_ended()
 
     def update_started(self) -> None:
-        """Remember what is counted; micro-batches that are computed again count once."""
         if self.telemetry is None:
             return
         if self._update_began is not None:
@@ -218,17 +215,14 @@ class Reporter(Observer):
         self._update_began = self.telemetry.tokens, self.flops.counts_next
 
     def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
-        """Count the tokens of a micro-batch, and of the first one its operations."""
         if self._runner is not None and self.telemetry is not None:
             self.telemetry.tokens += self._runner.count_tokens(read)
             self.flops.micro_batch_started(samples)
 
     def micro_batch_ended(self) -> None:
-        """End the count of operations."""
         self.flops.micro_batch_ended()
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
-        """Count an update, and log it where that is due."""
         runner, self._update_began = self._runner, None
         if runner is None or self.telemetry is None:
             return
@@ -240,23 +234,18 @@ class Reporter(Observer):
             self.bar.update(step)
 
     def evaluation_started(self, split: str) -> None:
-        """Leave an evaluation out of the speed of training."""
         self._pause(split)
 
     def evaluation_batch_started(self, split: str, number: int) -> None:
-        """Show the batch on the bar."""
         self._show_doing(f"{split} {number}")
 
     def evaluation_ended(self, split: str) -> None:
-        """Continue to measure."""
         self._resume()
 
     def save_started(self) -> None:
-        """Leave a save out of the speed of training."""
         self._pause("checkpoint")
 
     def save_ended(self) -> None:
-        """Continue to measure, and flush the trackers with the checkpoint."""
         self._resume()
         if self._owner._session.running:  # else they are flushed at the end
             self.flush()

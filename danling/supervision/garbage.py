@@ -37,15 +37,12 @@ class GcPacer(Observer):
         self._was_enabled = self._has_been_active = False
 
     def training_started(self) -> None:
-        """Switch automatic collection off."""
         self._switch_off()
 
     def training_ended(self) -> None:
-        """Give collection back to Python."""
         self._switch_back()
 
     def evaluation_started(self, split: str) -> None:
-        """Switch automatic collection off."""
         self._switch_off()
 
     def evaluation_batch_started(self, split: str, number: int) -> None:
@@ -57,15 +54,12 @@ class GcPacer(Observer):
             self._collect_after(number)
 
     def evaluation_ended(self, split: str) -> None:
-        """Give collection back to what was before."""
         self._switch_back()
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
-        """Count an update, and collect when the interval is full: all ranks do so at the same update."""
         self.boundary_reached()
 
     def boundary_reached(self) -> None:
-        """Count an update of a loop by hand."""
         self._updates += 1
         self._collect_after(self._updates)
 

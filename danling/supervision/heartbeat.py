@@ -55,15 +55,12 @@ class Heartbeat(Observer):
         self._thread.start()
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
-        """Note that an update is done, be it that it was skipped; nothing is written."""
         self.beat()
 
     def boundary_reached(self) -> None:
-        """Note that a loop by hand is between two updates."""
         self.beat()
 
     def evaluation_batch_started(self, split: str, number: int) -> None:
-        """Note that an evaluation makes progress."""
         self.beat()
 
     def beat(self) -> None:

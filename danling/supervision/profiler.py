@@ -72,7 +72,6 @@ class Profiler(Observer):
         return cls(runner, directory, **settings)
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
-        """Count an update, committed or not."""
         if self._profile is None:
             return
         self._profile.step()
@@ -82,7 +81,6 @@ class Profiler(Observer):
                 self.close()
 
     def training_ended(self) -> None:
-        """Stop profiling."""
         self.close()
 
     def close(self) -> None:

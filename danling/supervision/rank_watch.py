@@ -191,13 +191,11 @@ class RankWatch(Observer):
     # Events
 
     def training_started(self) -> None:
-        """Begin to look."""
         if self._share is not None:
             self._runner._reporter.rank_times = RankTimes(self, self._share)
         self._watcher.start()
 
     def training_ended(self) -> None:
-        """Look no more. A second call does nothing."""
         self._runner._reporter.rank_times = None
         if not self._stopping.is_set():
             self._stopping.set()
@@ -207,27 +205,21 @@ class RankWatch(Observer):
                 self.thread.close()
 
     def batch_wait_started(self) -> None:
-        """The loop waits for data."""
         self._parts = (*self._parts, "data")
 
     def batch_wait_ended(self) -> None:
-        """The loop continues."""
         self._parts = self._parts[:-1]
 
     def evaluation_started(self, split: str) -> None:
-        """The loop evaluates."""
         self._parts = (*self._parts, "evaluating")
 
     def evaluation_ended(self, split: str) -> None:
-        """The loop continues."""
         self._parts = self._parts[:-1]
 
     def save_started(self) -> None:
-        """The loop saves."""
         self._parts = (*self._parts, "checkpointing")
 
     def save_ended(self) -> None:
-        """The loop continues."""
         self._parts = self._parts[:-1]
 
     def part(self) -> str:
