@@ -11,20 +11,15 @@ Example: danling verify experiments/digits/e3551df201ca5a2c
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from danling.checkpoints import storage
-from danling.checkpoints.errors import (
-    CheckpointDamaged,
-    CheckpointError,
-    CheckpointMismatch,
-    CheckpointNotFound,
-)
-from danling.checkpoints.manifest import Manifest, is_name
+from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
+from danling.checkpoints.manifest import is_name
 from danling.checkpoints.reading import is_of_ranks, locate, stores_in
-from danling.checkpoints.store import FILE_SUMS, SUFFIX, SUMS, CheckpointStore, has_sums, is_of_run, verify_alone
+from danling.checkpoints.store import FILE_SUMS, SUFFIX, SUMS, has_sums, is_of_run, verify_alone
 from danling.utils.messages import as_text
 from danling.workspace.run_directory import is_in_use
 from danling.workspace.workspace import litter_in_run
@@ -119,28 +114,23 @@ def checkpoints_of(path: Path) -> Iterator[Path]:
             yield from store.listed()
 
 
-def _verdict(path: Path, level: str) -> dict[str, object]:
-    manifest: Manifest | None = None
+def _verdict(path: Path, level: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"path": str(path), "step": None, "epoch": None, "problems": [], "note": None}
     try:
         if path.suffix == SUFFIX and path.is_file() and not has_sums(path) and not is_of_run(path.parent):
-            return _verdict_alone(path, level)
-        manifest, problems = _store_of(path).examine(path, level)
+            found |= _facts_of_a_copy(path, level)
+        else:
+            known = stores_in(path.parent)
+            store = next((store for store in known if store.claims(path)), known[-1])
+            manifest, found["problems"] = store.examine(path, level)
+            found |= {"step": manifest.record.step, "epoch": manifest.record.epoch}
     except (CheckpointDamaged, OSError) as error:
-        problems = [str(error)]
-    record = manifest.record if manifest is not None else None
-    return {
-        "path": str(path),
-        "step": record.step if record else None,
-        "epoch": record.epoch if record else None,
-        "problems": problems,
-        "note": None,
-    }
+        found["problems"] = [str(error)]
+    return found
 
 
-def _verdict_alone(path: Path, level: str) -> dict[str, Any]:
-    """Judge a file that was copied without its checksums by those inside of it."""
-    facts: Mapping[str, Any] = {}
-    problems: list[str] = []
+def _facts_of_a_copy(path: Path, level: str) -> dict[str, Any]:
+    """Return what is known of a file that was copied without its checksums, which those inside of it verify."""
     note = f"{path.name}{FILE_SUMS} is missing: compared with the CRC-32 checksums inside of the file"
     try:
         verify_alone(path, level)
@@ -149,18 +139,7 @@ def _verdict_alone(path: Path, level: str) -> dict[str, Any]:
 
         facts = read_payload(path, sections=["state"], mmap=True).get("state", {}).get("train", {})
     except CheckpointMismatch:
-        note += "; it is no checkpoint of this library"
+        return {"note": f"{note}; it is no checkpoint of this library"}
     except CheckpointError as error:
-        problems = [str(error)]
-    return {
-        "path": str(path),
-        "step": facts.get("global_step"),
-        "epoch": facts.get("epoch"),
-        "problems": problems,
-        "note": note,
-    }
-
-
-def _store_of(path: Path) -> CheckpointStore:
-    known = stores_in(path.parent)
-    return next((store for store in known if store.claims(path)), known[-1])
+        return {"note": note, "problems": [str(error)]}
+    return {"note": note, "step": facts.get("global_step"), "epoch": facts.get("epoch")}
