@@ -131,7 +131,7 @@ def test_the_environment_is_noted_and_compared(usual: Path, tmp_path: Path, caps
 
 def test_what_is_no_run_is_refused(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", str(usual), str(tmp_path / "none")]) == 3
-    assert "Expected a run at" in capsys.readouterr().err
+    assert "Expected a directory with runs" in capsys.readouterr().err
     assert main(["diff", str(usual), str(usual), "-o", "a.pdf"]) == 2
 
 
