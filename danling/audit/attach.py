@@ -167,7 +167,7 @@ class UpdateReplay:
         return dict(zip(named, torch.stack(digests).tolist()))
 
     def _differ(self, first: dict[str, int], second: dict[str, int]) -> bool:
-        """Whether any rank has come to other bits. A small collective on several ranks."""
+        """Whether any rank computed other bits. A small collective on several ranks."""
         domain = self._runner.placement.optimizer
         differs = torch.tensor(float(first != second), dtype=torch.float64)
         return bool(domain.all_reduce(differs, "max").item() if domain.size > 1 else differs.item())
@@ -187,7 +187,7 @@ class UpdateReplay:
         if not own and len(ranks) > 1:
             reduced = " The gradient is reduced over these ranks: one of them is at fault."
         mend = (
-            "A third computation came to other bits again: a step depends on something that is not put back, such as a variable "
+            "A third computation gave other bits again: a step depends on something that is not put back, such as a variable "
             "of a module or the time, or a kernel is not deterministic."
         )
         if all(repeats for _, repeats, _ in told):
@@ -196,7 +196,7 @@ class UpdateReplay:
                 "with auto_resume from the state before this update, which is saved."
             )
         return ReplayMismatchError(
-            f"Expected forward and backward of update {self._runner.state.train.global_step + 1} to come to the same bits when they are "
+            f"Expected forward and backward of update {self._runner.state.train.global_step + 1} to give the same bits when they are "
             f"computed again. Received: {where}.{reduced} {mend}"
         )
 
@@ -207,7 +207,7 @@ def check_replay(runner: TorchRunner) -> None:
         return
     if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
         raise ValueError(
-            "Expected deterministic=true with audit.replay_interval: other kernels may come to other bits each time, which would look like "
+            "Expected deterministic=true with audit.replay_interval: other kernels may give other bits each time, which would look like "
             "a fault. Received: deterministic=False. Set it."
         )
     refused = {"ft.enabled=True": runner.config.ft.enabled, "stack='deepspeed'": runner.stack == "deepspeed"}
@@ -400,7 +400,7 @@ class UpdateAudit(Observer):
     # What travels with the collective of an update
 
     def values(self) -> Tensor | None:
-        """Return what is to be summed over the ranks with the collective of this update, float64; `None` where nothing waits."""
+        """Return the vector to sum over the ranks with the collective of this update, float64; `None` where nothing waits."""
         self._sent, self._waiting = self._waiting, None
         return None if self._sent is None else self._packed(self._sent)
 
@@ -451,7 +451,7 @@ class UpdateAudit(Observer):
         if self._domain.rank == 0:
             loss, norm = values[-2:]
             totals = self._table.totals(rows)
-            # What no tensor stands in has no digest.
+            # A column without tensors has no digest.
             shown = {name: value for name, value in totals.items() if value or name == "samples"}
             self._write(DigestLine(taken.step, loss, norm if taken.has_norm else None, shown))
 

@@ -109,7 +109,7 @@ class Drift:
 
 
 class DigestTable:
-    """Says where the digests of each rank stand in the vector that is summed over the ranks, and reads the sum.
+    """Places the digests of each rank in the vector that is summed over the ranks, and reads the sum.
 
     Every rank fills its own place and leaves zeros in those of others, so that a sum over the ranks has all of them. A digest of 64 bits
     goes as two numbers of 32 bits, which float64 holds exactly.

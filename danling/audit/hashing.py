@@ -121,7 +121,7 @@ class Hasher:
         )
 
     def _of_vector(self, bits: Tensor, start: int) -> Tensor:
-        # Rows of a fixed length of the whole, whatever part of it this is: what is left of a row, whole rows, the beginning of one.
+        # Rows of a fixed length of the whole tensor: the rest of a row, whole rows, the beginning of one.
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         done = 0
         while done < len(bits):

@@ -82,7 +82,7 @@ class Layout:
         return prod(degree for axis, degree in self.degrees.items() if axis in axes_with(reads_data=True))
 
     def settings(self, *, alone: bool) -> dict[str, object]:
-        """Return what is imposed on a program."""
+        """Return the settings imposed on a program."""
         if self.stack != "parallel":
             return {"stack": "ddp" if alone else self.stack}
         degrees = {} if alone else self.degrees
@@ -177,7 +177,7 @@ def recording_settings(
     weights: Path | None = None,
     samples: int | None = None,
 ) -> dict[str, object]:
-    """Return what is imposed on a program that records its first updates."""
+    """Return the settings imposed on a program that records its first updates."""
     settings = {
         **scratch_settings(place / "run"),
         **layout.settings(alone=alone),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ _FITS = 1e-3
 
 
 class NotChecked(ValueError):
-    """The program could not be brought to make the updates, or not the same ones."""
+    """The program did not make the updates, or not of the same samples."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,12 @@ def _compare_update(
     degrees = {axis: degree for axis, degree in ranks[0].degrees.items() if degree > 1}
     tolerance = Tolerance(relative, 32 * eps * wanted.norm)
     names = list(dict.fromkeys([*wanted.gradients, *(name for update in made for name in update.gradients)]))
-    gradients = []
-    for name in names:
-        held = [(r, u.gradients[name]) for r, u in zip(ranks, made) if name in u.gradients]
-        part = wanted.gradients.get(name)
-        found = compare(name, None if part is None else part.tensor, held, degrees, tolerance)
-        if found is not None:
-            gradients.append(found)
-    weights = [] if gradients else _weights(wanted, made, ranks, degrees, Tolerance(relative, 32 * eps))
+    gradients = _findings(names, wanted.gradients, [(r, u.gradients) for r, u in zip(ranks, made)], degrees, tolerance)
+    held_weights = [(r, u.weights) for r, u in zip(ranks, made)]
+    there = [name for name in wanted.weights if any(name in held for _, held in held_weights)]
+    weights = []
+    if not gradients:
+        weights = _findings(there, wanted.weights, held_weights, degrees, Tolerance(relative, 32 * eps))
     buffers = [] if gradients else _buffers(wanted, made, relative)
     same_loss = abs(made[0].loss - wanted.loss) <= max(relative * abs(wanted.loss), 32 * eps)
     # Ranks that all read the same samples come to the same mean.
@@ -252,19 +250,18 @@ def _describe(
 # One update
 
 
-def _weights(
-    wanted: UpdateRecord,
-    made: Sequence[UpdateRecord],
-    ranks: Sequence[RankRecord],
+def _findings(
+    names: Iterable[str],
+    wanted: Mapping[str, Part],
+    made: Sequence[tuple[RankRecord, Mapping[str, Part]]],
     degrees: Mapping[str, int],
     tolerance: Tolerance,
 ) -> list[Finding]:
-    """Return the weights that differ after an update whose gradients do not."""
+    """Return which of the named tensors are not those of one process."""
     found = []
-    for name, part in wanted.weights.items():
-        held = [(r, u.weights[name]) for r, u in zip(ranks, made) if name in u.weights]
-        if part.tensor is not None and held:
-            found.append(compare(name, part.tensor, held, degrees, tolerance))
+    for name in names:
+        one = wanted[name].tensor if name in wanted else None
+        found.append(compare(name, one, [(r, held[name]) for r, held in made if name in held], degrees, tolerance))
     return [each for each in found if each is not None]
 
 

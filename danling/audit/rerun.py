@@ -95,7 +95,7 @@ class AuditResult:
 
 
 class ProgramFailed(ValueError):
-    """The program did not come to the end of the stretch."""
+    """The program did not reach the end of the stretch."""
 
 
 def checkpoints_of(run: Path, *, is_ours: bool = False) -> list[Stored]:
@@ -106,7 +106,7 @@ def checkpoints_of(run: Path, *, is_ours: bool = False) -> list[Stored]:
         )
     if not is_ours and is_in_use(run):
         raise ValueError(
-            f"Expected a run that nobody writes to. Received: {str(run)!r}, whose writer is running. Stop it, or wait until it has ended."
+            f"Expected a run that no process writes to. Received: {str(run)!r}, whose writer is running. Stop it, or wait for its end."
         )
     directory = run / "checkpoints"
     names = sorted(path.name for path in directory.glob("ckpt-*") if path.suffix in ("", ".pth"))
@@ -199,7 +199,7 @@ class Retraining:
 
     @classmethod
     def of(cls, run: Path, scratch: Path, *, start: int | None, end: int | None, is_ours: bool = False) -> Retraining:
-        """Return what is to be done to train a stretch again."""
+        """Return how a stretch is trained again."""
         first, last = stretch_of(checkpoints_of(run, is_ours=is_ours), start, end)
         of_run, directory = Run(run, "stored"), scratch.absolute() / "run"
         every = of_run.config.get("audit.digest_interval") or (None if read_digests(run) else 1)

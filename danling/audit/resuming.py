@@ -1,7 +1,7 @@
-"""Whether a user's own program comes back bitwise: it is stopped by SIGTERM, killed by SIGKILL, resumed, and compared with itself.
+"""Checks whether a user's program resumes bitwise: stops it by SIGTERM, kills it by SIGKILL, resumes it, and compares it with itself.
 
-Three times the program trains in a scratch directory, each time the same command: once without a break, and once stopped and resumed, and
-killed and resumed. The digests of each update say whether all of it is the same, and what diverged first where it is not.
+The same command trains in a scratch directory without a break, and a second time with both interruptions. The digests of each update are
+compared.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _BEGINNING = (
     "threads keep OMP_NUM_THREADS at one number"
 )
 _FAILS = (
-    "Mend that first. It has to come through when it is started again where it was before. Where it makes several runs, name the lineage "
-    "of the one that is looked at, by --lineage: all of them would train in one directory."
+    "Mend that first. The program must run again in the same directory. If it makes several runs, name the lineage of one of them by "
+    "--lineage: all of them would train in one directory."
 )
 _LONGER_SECONDS = 3.0
 
 Leave = Callable[[subprocess.Popen[bytes]], None]
-"""How a program is left where it is awaited."""
+"""How a program is stopped."""
 
 
 class ScriptFailed(ValueError):
-    """The program could not be brought to where it is stopped."""
+    """The program did not reach the update at which it is stopped."""
 
 
 class ResumeCheck:
@@ -67,7 +67,7 @@ class ResumeCheck:
         whole, parts, updates = self.place / "whole", self.place / "parts", self.updates
         begin = time.monotonic()
         announce(f"1 of 4: the program trains {4 * updates} updates without a break, within {self.timeout:g} s")
-        # Longer than the other: a quick program goes on for a while before it hears that it is to stop.
+        # Longer than the other: a quick program makes more updates before a signal stops it.
         self._train(whole, 4 * updates, leave=kill_program, seconds=_LONGER_SECONDS)
         reference = read_digests(whole)
         took = time.monotonic() - begin
@@ -87,8 +87,8 @@ class ResumeCheck:
         )
         killed = self._train(parts, stopped + updates, leave=kill_program, resumes=True)
         divergence = _first(reference, parts, stopped + 1, killed)
-        told = f"stopped after update {stopped}; updates {stopped + 1} to {min(killed, max(reference))} after it"
-        yield _verdict("resumes after SIGTERM", divergence, told)
+        detail = f"stopped after update {stopped}; updates {stopped + 1} to {min(killed, max(reference))} after it"
+        yield _verdict("resumes after SIGTERM", divergence, detail)
         if divergence is not None:
             return
         self._check_length(reference, killed)
@@ -96,11 +96,11 @@ class ResumeCheck:
         end = self._train(parts, killed + updates, leave=kill_program, resumes=True)
         # What was trained after the last checkpoint is trained again, and compared again.
         divergence = _first(reference, parts, 1, end)
-        told = f"killed at update {killed}; the updates up to {min(end, max(reference))}"
-        yield _verdict("resumes after SIGKILL", divergence, told)
+        detail = f"killed at update {killed}; the updates up to {min(end, max(reference))}"
+        yield _verdict("resumes after SIGKILL", divergence, detail)
 
     def _train(self, run: Path, updates: int, *, leave: Leave, resumes: bool = False, seconds: float = 0.0) -> int:
-        """Train until a run has so many updates, for so many seconds from the first one on; leave it so and return how many it has then."""
+        """Train until a run has so many updates and so many seconds have passed since the first; stop it and return how many it has."""
         settings = {**scratch_settings(run), "auto_resume": resumes, "audit.digest_interval": 1}
         process = start_program(self.command, settings, log=self._log, environment=self._meant(run))
         begin, first = time.monotonic(), None
@@ -148,7 +148,7 @@ class ResumeCheck:
         fails = "exit code" in received and not received.startswith("exit code 0")
         made = sorted({path.name for path in self.place.glob("others-of-*/*")})
         if made:
-            received = f"{received} of lineage {self.lineage!r}, beside runs of {', '.join(made)}"
+            received = f"{received} of lineage {self.lineage!r}, besides runs of {', '.join(made)}"
         return ScriptFailed(
             f"Expected a program that trains a runner for at least {4 * self.updates} updates, and can be stopped on its way. Received: "
             f"{received}; the end of what it printed:\n{tail}\n{_FAILS if fails else 'Give it more to do, or set --updates.'}"
@@ -164,8 +164,8 @@ def _first(reference: Mapping[int, DigestLine], run: Path, begin: int, end: int)
     return found[0] if found else None
 
 
-def _verdict(name: str, divergence: Divergence | None, told: str, mend: str | None = None) -> Found:
+def _verdict(name: str, divergence: Divergence | None, detail: str, mend: str | None = None) -> Found:
     if divergence is None:
-        return name, "ok", f"{told} are bitwise the same"
+        return name, "ok", f"{detail} are bitwise the same"
     mended = f": {mend}" if mend else ""
     return name, "failed", f"{divergence.what} diverged first, at update {divergence.step}{mended}"

@@ -45,7 +45,7 @@ def test_a_flip_ends_the_run_with_the_state_from_before_saved_and_the_run_resume
     kind: str, named: str, tmp_path: Path
 ) -> None:
     clean = train(settings(tmp_path / "clean", **OFF))
-    expected = f"forward and backward of update 4 to come to the same bits.*{named}.*A third computation agrees"
+    expected = f"forward and backward of update 4 to give the same bits.*{named}.*A third computation agrees"
     with pytest.raises(ReplayMismatchError, match=expected):
         train(settings(tmp_path / "run", **SAVING), (kind, 4, 0))
     assert torch.load(tmp_path / "run" / "checkpoints" / "latest.pth")["state"]["train"]["global_step"] == 3
@@ -126,7 +126,7 @@ class Writing(Checked):
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        (Restless, ReplayMismatchError, "A third computation came to other bits again"),
+        (Restless, ReplayMismatchError, "A third computation gave other bits again"),
         (Writing, ValueError, "Change a clone of it"),
     ],
 )

@@ -118,7 +118,9 @@ def test_programs_that_cannot_be_tried(command: list[str], tmp_path: Path, flaw:
 
 
 def test_a_program_that_cannot_be_started_again_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(ScriptFailed, match=r"(?s)exit code 1 after 0 updates.*Mend that first. It has to come through"):
+    with pytest.raises(
+        ScriptFailed, match=r"(?s)exit code 1 after 0 updates.*Mend that first. The program must run again"
+    ):
         _examined([sys.executable, "-S", "-c", "open('/no/such/place')"], tmp_path / "scratch")
 
 

@@ -205,7 +205,7 @@ def test_what_cannot_be_audited_is_refused_before_anything_is_started(capsys: py
     )
     lock = FileLock(Path("run", ".lock").absolute())
     assert lock.acquire() and audit("run") == 2
-    assert "a run that nobody writes to" in capsys.readouterr().err
+    assert "a run that no process writes to" in capsys.readouterr().err
     del lock
 
 
