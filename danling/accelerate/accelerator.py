@@ -224,7 +224,7 @@ class AccelerateReduction(DDPReduction):
         self.accelerator.backward(loss)
 
     def apply(self, step: int) -> None:
-        """Let Accelerate step the optimizer, which it would leave out between updates of its own counting."""
+        """Let Accelerate step the optimizer, which it would leave out between updates by its own count."""
         self.accelerator.sync_gradients = True
         super().apply(step)
         if getattr(self.stepped, "step_was_skipped", False):

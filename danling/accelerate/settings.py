@@ -171,7 +171,7 @@ def _asks(value: object) -> bool:
 def _decided(received: str, name: str, own: Mapping[str, object]) -> ValueError:
     mend = _OF_THE_LIBRARY[name]
     key = next((key for key in own if f"Set {key}" in mend), "stack")
-    return ValueError(f"Expected the library to decide this. Received: {received} beside {key}={own[key]!r}. {mend}")
+    return ValueError(f"Expected the library to decide this. Received: {received} and {key}={own[key]!r}. {mend}")
 
 
 def _mixed_precision(section: Mapping[str, object], environment: Mapping[str, str]) -> tuple[str, str] | None:

@@ -1,6 +1,6 @@
 """Records the first updates of a run on each rank, and makes them comparable between layouts.
 
-The run is one that `danling check-layout` has started. The recorder makes no collective of its own: a mistake of a plan must show in what
+The run is one that `danling check-layout` has started. The recorder makes no collective: a mistake of a plan must show in what
 is recorded, not in how it is recorded.
 """
 

@@ -124,9 +124,9 @@ def end_program(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_program(process: subprocess.Popen[bytes]) -> None:
-    """End a program at this instant by SIGKILL, with everything that it has started, also in sessions of their own (torchrun's workers)."""
+    """End a program at this instant by SIGKILL, with everything that it has started, also in other sessions (torchrun's workers)."""
     found = [process.pid]
-    # Held first, so that none starts another that is not seen; who was held is killed all the same.
+    # All are stopped first, so that none starts another one unseen.
     for pid in found:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGSTOP)

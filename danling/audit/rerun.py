@@ -47,7 +47,7 @@ class AuditResult:
         start: The checkpoint that it was begun from; `None` where it was begun from scratch.
         end: The checkpoint that the end was compared with.
         differences: What is not bitwise the same in the checkpoints, and by how much.
-        comparison: The run beside the stretch that was trained again: settings, environments, figures.
+        comparison: The run compared with the stretch that was trained again: settings, environments, figures.
         ranks: How many ranks made the stored checkpoint, and the other one; `None` where it does not say.
         failed: How the program failed after the stretch, such as without a checkpoint of the run that is not there; `None` where it
             ended well.

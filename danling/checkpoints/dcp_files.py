@@ -332,7 +332,7 @@ def nest(flat: Mapping[str, object], paths: Mapping[str, Place]) -> dict[str, ob
 
 
 def _with_lists(value: object) -> Any:
-    # Only what `nest` has built is looked into: a plain leaf may be a dictionary with integer keys of its own.
+    # Only what `nest` has built is looked into: a plain leaf may be a dictionary with integer keys.
     if isinstance(value, _Leaf):
         return value.content
     if type(value) is not dict:

@@ -96,7 +96,7 @@ class CheckpointDirectory:
             self._sources.release()
 
     def share(self, sharing: DiskSharing) -> None:
-        """Note whether machines have disks of their own: checkpoints there are kept as before, and read from where all of each is."""
+        """Note whether machines have separate disks: checkpoints there are kept as before, and read from where all of each is."""
         self.sharing = sharing
         for store in self.stores:
             store.is_part = sharing.is_split and not store.is_elsewhere
@@ -109,7 +109,7 @@ class CheckpointDirectory:
         store.verify(path, self._settings.verify)
         if store.lacks_sums(path) and path not in self._alone:
             self._alone.add(path)
-            logger.warning("%s has no checksums beside it%s", path, _ALONE[self._settings.verify])
+            logger.warning("%s has no checksums next to it%s", path, _ALONE[self._settings.verify])
         self._record_of(store, path)
         return store.is_elsewhere or path in self._brought, store.target(path)
 
@@ -301,7 +301,7 @@ class CheckpointDirectory:
             self.stores[0].prune(self._line, keep=keep, resumed=self.resumed, pending=pending)
 
     def follow(self, sequence: int, exchange: Callable[[object], list[Any]], *, is_main: bool) -> None:
-        """Remove on machines with disks of their own what the main process has removed. On all ranks, in background too."""
+        """Remove on machines with separate disks what the main process has removed. On all ranks, in background too."""
         if self.sharing.is_split:
             kept = exchange(self.stores[0].targets() if is_main else None)[0]
             if self.sharing.follows:

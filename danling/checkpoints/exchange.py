@@ -180,7 +180,7 @@ def _is_foreign(path: Path) -> bool:
 
 
 def _read_torch_file(path: Path) -> object:
-    """Read a file of `torch.save` after comparing it with its checksums, or with those inside of it where it has none of its own."""
+    """Read a file of `torch.save` after comparing it with its checksums, or with those inside of it if there are none next to it."""
     if has_sums(path):
         read_file_manifest(path, "full")
         return read_file(path)

@@ -119,7 +119,7 @@ def _canonical(entry: str) -> tuple[str, str, str]:
 
 
 def _drop(holder: dict[str, Any], name: str, path: str) -> bool:
-    """Remove `path` below `holder[name]` in copies; names below may have dots of their own."""
+    """Remove `path` below `holder[name]` in copies; names below may contain dots."""
     section = holder[name]
     if not isinstance(section, Mapping):
         return False

@@ -54,7 +54,7 @@ class SnapshotBuffers:
     """Host memory for copies of a state.
 
     One set of buffers is kept between saves, since fresh memory costs several times the copy itself: it is taken by the first
-    save and by every later one that finds it free. A save that comes while it is taken gets memory of its own.
+    save and by every later one that finds it free. A save that comes while it is taken gets other memory.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -73,7 +73,7 @@ class SnapshotBuffers:
         def on_tensor(tensor: Tensor) -> Tensor:
             local = local_part(tensor)
             if is_traceable_wrapper_subclass(local):
-                # Such as a weight in 8 bits: it has no memory of its own, and need not know how an empty one is made.
+                # Such as a weight in 8 bits: it owns no memory, and may not support empty copies.
                 return with_local_part(tensor, _with_parts(local, on_tensor))
             if local.layout != torch.strided:
                 return tensor.cpu().clone()

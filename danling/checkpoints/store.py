@@ -373,7 +373,7 @@ def is_of_run(directory: Path) -> bool:
 def missing_sums(path: Path) -> CheckpointDamaged:
     """Return the error for a file in the directory of a run that has no checksums."""
     return CheckpointDamaged(
-        f"Expected a checkpoint with its checksums beside it. Received: {path}; {path.name}{FILE_SUMS} is missing, which in the directory "
+        f"Expected a checkpoint with its checksums next to it. Received: {path}; {path.name}{FILE_SUMS} is missing, which in the directory "
         "of a run is damage. Use another checkpoint; or, if you put the file there, move it to its own directory, where it is "
         "verified by the checksums inside of it."
     )
@@ -384,7 +384,8 @@ def verify_alone(path: Path, level: str, *, required: bool = True) -> None:
     problems = [] if level == "none" else archive_complaints(path, tensors=level == "full", required=required)
     if problems:
         raise CheckpointDamaged(
-            f"Expected {path} as it was written. Received: {'; '.join(problems[:5])}. Copy it again, with {path.name}{FILE_SUMS} beside it."
+            f"Expected {path} as it was written. Received: {'; '.join(problems[:5])}. Copy it again, "
+            f"with {path.name}{FILE_SUMS} next to it."
         )
 
 

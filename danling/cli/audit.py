@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="accept differences of at most this share of the stored value: of losses, metrics, and the norm of each tensor",
     )
     add_json(parser)
-    parser.epilog = "Behind `--` stands the program that trained the run, as you start it."
+    parser.epilog = "After `--` comes the program that trained the run, as you start it."
 
 
 def run(options: argparse.Namespace) -> int:

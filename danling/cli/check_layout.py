@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scratch", type=Path, help="directory to train in, which is kept (default: one that is removed)"
     )
     add_json(parser)
-    parser.epilog = "Behind `--` stands the program, as you start it for one process."
+    parser.epilog = "After `--` comes the program, as you start it for one process."
 
 
 def run(options: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="instead",
         choices=("instead", "beside"),
-        help="write the averaged weights instead of the trained ones, or beside them",
+        help="write the averaged weights instead of the trained ones, or both",
     )
     parser.add_argument(
         "--max-shard-size", type=size_in_bytes, metavar="SIZE", help="of files in a directory, such as 5GB or 2GiB"
@@ -166,7 +166,7 @@ def _read_ranks(options: argparse.Namespace) -> dict[str, Any]:
 def read_weights(
     source: str, ema: str | None, *, trust: bool = False, complete: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any] | None, int | None]:
-    """Return the weights to write as the model, those to write beside them, and the step of a verified checkpoint."""
+    """Return the weights to write as the model, the averaged ones to write as well, and the step of a verified checkpoint."""
     from danling.checkpoints.reading import moment, read_payload
 
     store, found = locate(source)
@@ -194,7 +194,7 @@ def read_weights(
         )
     if alone:
         print(
-            f"danling: {found} has no checksums beside it: verified by those inside of it, {moment(payload)}",
+            f"danling: {found} has no checksums next to it: verified by those inside of it, {moment(payload)}",
             file=sys.stderr,
         )
     step = payload.get("state", {}).get("train", {}).get("global_step") if alone else store.record(found).step

@@ -45,7 +45,7 @@ SUBCOMMANDS = {
 }
 """By name: the module, and what it does in one line."""
 WITH_PROGRAM = frozenset({"audit", "check-layout", "doctor"})
-"""Those that start a program, which stands behind `--`; they find it under `options.program`."""
+"""Commands that start the program after `--`, which is in `options.program`."""
 
 
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -91,7 +91,7 @@ class _Escaping:
 
 def _main(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # What stands behind `--` is a program with its arguments, of which none is one of this command.
+    # The arguments after `--` belong to the program.
     end = words.index("--") if "--" in words else len(words)
     # The root has no option with a value, so the first word without a dash is the subcommand.
     chosen = next((word for word in words[:end] if not word.startswith("-")), "")

@@ -1,4 +1,4 @@
-"""Say what the ranks of a run spent their time with, which of them held the others up, and by what.
+"""Print what the ranks of a run spent their time on, and which of them slowed the others down by what.
 
 Examples: danling ranks experiments/lin/run
           danling ranks s3://bucket/prefix/lin/run

@@ -134,7 +134,7 @@ def _facts_of_a_copy(path: Path, level: str) -> dict[str, Any]:
     note = f"{path.name}{FILE_SUMS} is missing: compared with the CRC-32 checksums inside of the file"
     try:
         verify_alone(path, level)
-        # torch is needed to say more: what a file is stands in a manifest, and else only in what torch reads.
+        # torch is needed to say more: a manifest says which checkpoint a file is, otherwise only torch can read it.
         from danling.checkpoints.reading import read_payload
 
         facts = read_payload(path, sections=["state"], mmap=True).get("state", {}).get("train", {})

@@ -194,7 +194,7 @@ class UpdateSize:
 
 
 def update_sizes(settings: Mapping[str, Any], replicas: int) -> dict[str, UpdateSize]:
-    """Return the samples of an update by section: `dataloader`, or `dataloader.<split>` for splits with sizes of their own.
+    """Return the samples of an update by section: `dataloader`, or `dataloader.<split>` for splits with their own sizes.
 
     Empty where the configuration does not say, as for a loader of the user's.
     """
@@ -205,7 +205,7 @@ def update_sizes(settings: Mapping[str, Any], replicas: int) -> dict[str, Update
     own = {f"dataloader.{name}": section for name, section in train_sections(settings)}
     found = {place: _size_of(section, place, accum_steps, replicas) for place, section in own.items()}
     named = settings.get("train_splits") or ()
-    # What all splits share is that of an update where some split that is trained on has no size of its own.
+    # What all splits share is that of an update if a split that is trained on has no size in its section.
     if not any(found.values()) or any(found.get(f"dataloader.{split}") is None for split in named):
         found["dataloader"] = _size_of(common, "dataloader", accum_steps, replicas)
     sizes = {place: size for place, size in found.items() if size is not None}

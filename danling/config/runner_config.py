@@ -122,7 +122,7 @@ class RunnerConfig(TopLevelConfig):
         slip = slip_of(name, fields_of(RunnerConfig))
         if slip:
             raise ValueError(
-                f"Expected a key of the configuration, or one of your own that is not so near to {slip!r}. Received: "
+                f"Expected a key of the configuration, or your own key with a name less close to {slip!r}. Received: "
                 f"{name}{received}. Did you mean {slip!r}?"
             )
         if "_received" in self.__dict__:

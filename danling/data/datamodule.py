@@ -36,7 +36,7 @@ _IGNORED = {
 
 
 class LoaderSettings:
-    """A dataset with the settings that its loader was made with: in `self.datasets` it stands for the dataset, loaded so.
+    """A dataset with the settings that its loader was made with: in `self.datasets` it replaces the dataset.
 
     Settings in the section `dataloader.<split>` come before these, and these before the ones in `dataloader` that all splits share.
 
@@ -198,7 +198,7 @@ def _taken_over(loader: Any) -> Any:
     batches = loader.batch_sampler
     if type(batches) not in (BatchSampler, type(None)):
         return loader
-    # A loader that was handed a batch sampler has a sampler and a batch size beside it that it does not use.
+    # A loader that was handed a batch sampler also has a sampler and a batch size that it does not use.
     order = loader if batches is None else batches
     sampler = order.sampler
     in_turn, at_random = type(sampler) is SequentialSampler, type(sampler) is RandomSampler

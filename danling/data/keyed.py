@@ -50,7 +50,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         seed: Base seed.
         split: Name of the split.
         by: `"batch"` seeds before each batch; `"sample"` before each sample with its own position, and reads them one by one.
-        ranks: The rank, where ranks have orders of their own; else empty.
+        ranks: The rank, if each rank has its own order; else empty.
         collate_fn: The user's, which makes the batch; `None` leaves that to the loader.
         states: States that the dataset has in the workers of a resumed run, by worker and path.
     """
@@ -196,7 +196,7 @@ class KeyedLoader(TorchDataLoader[Any]):
         batch_size: As the user gave it; `None` delivers items as they are.
         drop_last: As the user gave it.
         split: Name of the split.
-        ranks: The rank, where ranks have orders of their own.
+        ranks: The rank, if each rank has its own order.
         batched: Batches are made.
         keyed: What reading is seeded by, `"batch"` or `"sample"`.
         collate_fn: Makes a batch of a list of samples; `None` is `danling.data.collation.collate`.
@@ -303,7 +303,7 @@ class KeyedLoader(TorchDataLoader[Any]):
         return (finish(read(key)) for key in keys)
 
     def held_state(self) -> dict[str, object]:
-        """Return the state that the dataset has of its own, under `dataset`; nothing where it has none."""
+        """Return the dataset's own state under `dataset`, if it has one."""
         return {"dataset": self.dataset_state.state_dict()} if self.dataset_state else {}
 
     def load_held_state(self, state: Mapping[str, Any]) -> None:

@@ -41,8 +41,8 @@ class Mixture(OrderedDataset):
     """Samples of several map-style datasets in given proportions.
 
     In every stretch from the beginning of the weights on, each source has its share of the samples to less than one. A source is
-    read in passes of its own, each in a new order, and goes on where it was when an epoch of the mixture ends: a small one is
-    repeated while a large one is read once. Which sample stands at a position follows from the seed, the epoch and the position
+    read in separate passes, each in a new order, and goes on where it was when an epoch of the mixture ends: a small one is
+    repeated while a large one is read once. Which sample is at a position follows from the seed, the epoch and the position
     alone and is found in constant time, so a run resumes exactly at any position, with any number of workers and processes.
 
     The order is the mixture's own: the loader neither shuffles it nor is asked to.
@@ -116,7 +116,7 @@ class Mixture(OrderedDataset):
         return number, self._order(number, passes).indices(place, 1)[0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; sources with `set_epoch` are told of it, those with their own order of their own passes."""
+        """Go to an epoch; sources with `set_epoch` get it, those with their own order get the number of their own pass."""
         self.epoch = epoch
         self._begin()
         for source in self.sources.values():
@@ -326,7 +326,7 @@ def _fraction(name: str, weight: Any) -> Fraction:
 
 
 def _rounded(shares: Mapping[str, Fraction]) -> dict[str, Fraction]:
-    """Return multiples of one in a million by largest remainders, so that they add up to one; nobody is left without a turn."""
+    """Return multiples of one in a million by largest remainders, so that they add up to one; each source keeps at least one."""
     parts = {name: share * LARGEST_PERIOD for name, share in shares.items()}
     whole = {name: max(int(part), 1 if part else 0) for name, part in parts.items()}
     missing = LARGEST_PERIOD - sum(whole.values())
@@ -397,7 +397,7 @@ def turns_of(shares: tuple[Fraction, ...]) -> Turns:
 
 def _assign(shares: list[int], period: int) -> list[int]:
     """Return whose turn each of a period is."""
-    # The number-th turn of a party comes after `number * period / share` turns at the earliest, and is due one later of its own.
+    # The number-th turn of a party comes after `number * period / share` turns at the earliest, and is due one period later.
     waiting = [(0, party) for party, share in enumerate(shares) if share]
     waiting.sort()
     had = [0] * len(shares)

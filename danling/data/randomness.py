@@ -86,7 +86,7 @@ def seed_streams(seed: int, device: torch.device | None = None) -> None:
 
     Args:
         seed: A seed of `derive_seed`.
-        device: Whose generator to seed besides the CPU's; `None` is the current CUDA device, where there is CUDA.
+        device: Device whose generator is seeded in addition to the CPU's; `None` is the current CUDA device, where there is CUDA.
     """
     seed_host_streams(seed)
     if device is None:

@@ -179,7 +179,7 @@ class RunData:
         return {split: source.metrics() for split, source in self._trained()}
 
     def streams(self) -> dict[str, Mapping[str, object]]:
-        """Return by split how far its loader and those who fill it are; empty where nobody does. May be called on one rank."""
+        """Return the progress of each split's loader and of its producers; empty without producers. May be called on one rank."""
         standings = {split: source.standing() for split, source in self._trained()}
         return {split: standing for split, standing in standings.items() if standing}
 

@@ -191,7 +191,7 @@ def divide_updates(
 ) -> tuple[dict[str, Any], Division | None]:
     """Return the arguments of a loader, and with `global_batch_size` how an update is divided over ranks and micro-batches.
 
-    A split that is not trained on has no updates. It may have a `batch_size` beside `global_batch_size`; without one, a
+    A split that is not trained on has no updates. It may have a `batch_size` in addition to `global_batch_size`; without one, a
     rank holds as many samples at once as in training, which are known to fit into memory.
 
     Args:
@@ -213,7 +213,7 @@ def divide_updates(
     if samples is None:
         if held is not None and train:
             raise ValueError(
-                f"Expected dataloader.global_batch_size beside dataloader.micro_batch_size, which says how it is cut. "
+                f"Expected dataloader.global_batch_size together with dataloader.micro_batch_size, which divides it. "
                 f"Received: micro_batch_size={held!r} and no global_batch_size for split {split!r}. Set it, or leave "
                 "micro_batch_size out: batch_size is what a rank holds at once."
             )

@@ -77,7 +77,7 @@ class Splits:
         return self._listed("evaluate_splits", lambda name: name not in trained and not name.startswith(_NOT_EVALUATED))
 
     def to_infer(self, evaluated: Sequence[str]) -> list[str]:
-        """Return the split that is predicted where nobody names one: the first one named for it, else the first one evaluated."""
+        """Return the split that is predicted by default: the first one named for it, else the first one evaluated."""
         named = [name for name in self.names if name.startswith(("infer", "predict"))]
         return [*named, *evaluated][:1]
 
@@ -184,7 +184,7 @@ class Splits:
             for key in self.replaced(split):
                 splits.setdefault(key, []).append(split)
         return [
-            f"dataloader.{key} has no effect on {', '.join(without)}: the loaders of the data module have settings of their own, which "
+            f"dataloader.{key} has no effect on {', '.join(without)}: the loaders of the data module have their own settings, which "
             f"come first. Set dataloader.{without[0]}.{key}."
             for key, without in splits.items()
         ]

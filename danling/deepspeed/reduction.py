@@ -97,8 +97,8 @@ class EngineReduction(LocalReduction):
         return gradients
 
     def _unscale_shares(self, scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
-        # The scaler looks for infinities where it unscales: here in one share, so all ranks are shown what any of them has. In a gradient
-        # of its own, since nothing clears the padding at the end of a share again.
+        # The scaler looks for infinities where it unscales: here in one share, so all ranks are shown what any of them has. In
+        # a separate gradient, since nothing clears the padding at the end of a share again.
         finite = math.isfinite(float(self.norm(gradients)))
         flag = torch.full((1,), 0.0 if finite else torch.inf, device=self.device)
         shown = [*gradients, flag]

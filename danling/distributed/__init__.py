@@ -1,4 +1,4 @@
-"""Where a run stands: environment, process groups, domains and the votes of an update."""
+"""The ranks of a run: environment, process groups, domains and the votes of an update."""
 
 from __future__ import annotations
 

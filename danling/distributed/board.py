@@ -1,4 +1,4 @@
-"""Notes that ranks leave for each other beside the training: no collective, and none of them has to be there."""
+"""Notes that ranks leave for each other during training: no collective, and none of them has to be there."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def world_of(size: int, device: torch.device) -> Domain:
         device: Device on which collectives run.
 
     Raises:
-        ValueError: If there are several, and nobody has joined them.
+        ValueError: If there are several, and no process group joins them.
     """
     if size > 1 and not dist.is_initialized():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where this process stands among the others, and the process group that joins them."""
+"""The rank of this process, and the process group that joins the ranks."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def collective_timeout(device: torch.device) -> float | None:
 
 
 def destroy_process_group() -> None:
-    """Leave the process group, if there is one and nobody else uses it.
+    """Leave the process group, if there is one that no other code uses.
 
     Modules that still hold a reducer when the group goes can abort the process on exit, so garbage is collected first.
     """

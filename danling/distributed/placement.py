@@ -26,7 +26,7 @@ class Placement:
         reads_data: Whether this rank reads batches.
         counts_loss: Whether the loss of this rank counts: of the ranks that compute the same one, the first does.
         counts_samples: Whether the samples of this rank count: of the ranks that see the same ones, the first does.
-        forward_place: Joins the keys of random numbers in a forward, where ranks that see the same samples need noise of their own.
+        forward_place: Joins the keys of random numbers in a forward, if ranks that see the same samples need different noise.
         update_place: Joins the keys of random numbers in an optimizer step, where no rank with another one holds a copy of a parameter.
         replica_group: Index of the replica group of this process, and how many there are.
     """
@@ -44,7 +44,7 @@ class Placement:
 
     @classmethod
     def alike(cls, world: Domain) -> Placement:
-        """Return the place of a rank where every rank holds the whole model and reads samples of its own."""
+        """Return the place of a rank if every rank holds the whole model and reads its own samples."""
         return cls(data=world, optimizer=world, metrics=world)
 
     def in_group(self, index: int, number: int) -> Placement:

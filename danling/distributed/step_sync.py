@@ -36,7 +36,7 @@ class StepTotals:
 
 
 class Rider(Protocol):
-    """Sums numbers over the ranks in the collective of an update, and needs no collective of its own for it."""
+    """Sums numbers over the ranks in the collective of an update."""
 
     def values(self) -> Tensor | None:
         """Return them, float64 of one dimension, on the device of the collective; the same length on all ranks, or `None` on all."""

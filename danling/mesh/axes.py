@@ -26,7 +26,7 @@ class AxisTraits:
         forward_communicates: A forward or a backward is a collective of the ranks.
         sums_gradient: The gradient is the sum over the ranks, which saw other samples or positions.
         counts_loss: The losses of the ranks add up; along other axes the ranks compute the same loss, and the first one counts.
-        own_noise: The ranks see the same samples and need random numbers of their own in a forward: the coordinate joins the key of a
+        own_noise: The ranks see the same samples and need different random numbers in a forward: the coordinate joins the key of a
             micro-batch. Along other axes the samples, or the stage, tell the numbers apart, or the ranks must draw the same.
     """
 
@@ -111,7 +111,7 @@ def axes_with(**traits: bool) -> tuple[str, ...]:
 class Axes:
     """The degrees of all axes; their product is the world size.
 
-    The expert axes are axes of their own and not folded into the others: a rank has one coordinate on each axis. Ranks
+    The expert axes are separate axes, not folded into the others: a rank has one coordinate on each axis. Ranks
     that differ only on `expert` hold different experts, those that differ only on `expert_tensor` hold parts of the same
     experts, and all of them see the same batch and hold the same copy of everything outside the experts.
 

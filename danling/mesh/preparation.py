@@ -126,9 +126,9 @@ def wholly(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]
 
 
 def initialize_weights(part: nn.Module, topology: Topology, *, seed: int, number: int = 0) -> None:
-    """Call the model's `init_weights()`, else `reset_parameters()` of every module that has parameters or buffers of its own.
+    """Call the model's `init_weights()`, else `reset_parameters()` of every module that directly owns parameters or buffers.
 
-    Each coordinate, and each part of a rank by its `number`, draws from streams of its own; copies are made equal afterwards.
+    Each coordinate, and each part of a rank by its `number`, draws from its own streams; copies are made equal afterwards.
     """
     # The seeds of a run depend on this order: modules first, then pieces of tensors.
     axes = [axis for cut in (True, False) for axis in axes_with(divides_parameters=True, cuts_modules=cut)]

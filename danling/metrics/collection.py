@@ -28,7 +28,7 @@ class MetricSet:
     object of its class.
 
     Args:
-        metrics: Metrics by name; a name of `""` is for an object whose metrics have names of their own.
+        metrics: Metrics by name; a name of `""` is for an object that names its metrics itself.
     """
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:

@@ -128,7 +128,7 @@ class BestScore:
 
     Args:
         runner: The runner, whose `scores` and `best_index` are read.
-        own: Whether the program has scores of its own.
+        own: Whether the program overrides the scores.
     """
 
     def __init__(self, runner: BaseRunner, *, own: bool = False) -> None:

@@ -138,7 +138,8 @@ def build_scheduler(settings: Mapping[str, Any], optimizer: object, *, steps: in
     if "type" not in options:
         received = ", ".join(f"scheduler.{name}={value!r}" for name, value in options.items()) or "none"
         raise ValueError(
-            f"Expected scheduler.type next to other keys of the section. Received: {received}. Set scheduler.type, such as to 'cosine'."
+            f"Expected scheduler.type next to other keys of the section. Received: {received}. "
+            "Set scheduler.type, such as to 'cosine'."
         )
     length = epochs if scheduler_interval(settings, name=options["type"]) == "epoch" else steps
     if length is not None and "total_steps" not in options and SCHEDULERS.accepts(options["type"], "total_steps"):

@@ -233,7 +233,7 @@ def say_replaced(asked: Options, loaded: Options, *, given: Collection[str], sch
 def adopt_options(optimizer: Optimizer, scheduler: object, options: Options, wanted: Callable[[str], bool]) -> None:
     """Put options into an optimizer that was restored. No communication: call it on every rank.
 
-    A learning rate is put in as that which the schedule begins from: where the schedule stands, it is that share of the new one.
+    A learning rate is the base rate of the schedule: the rate becomes the same fraction of the new one.
     """
     for group, own in zip(optimizer.param_groups, options):
         for name, value in own.items():

@@ -246,7 +246,7 @@ class Lease:
             if waits is None and not holder.is_alive:
                 waits = tag
                 logger.info(
-                    "%s/%s is held by process %d on %s, which may be gone: waiting until its lease ends, in %.0f s.",
+                    "%s/%s is leased by process %d on %s, which may be gone: waiting until its lease ends, in %.0f s.",
                     self.store.url,
                     self.key,
                     holder.pid,

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 LOGGER = logging.getLogger("danling")
 SHOWN_ON_BAR = "shown_on_bar"
-"""Attribute of records that a progress bar shows as well: the console skips them beside a bar, the file never."""
+"""Attribute of records that a progress bar shows as well: the console skips them while a bar is open, the file never."""
 
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CONSOLE_FORMAT = "%(asctime)s %(message)s"
@@ -42,7 +42,7 @@ class RunLog:
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at the moment, beside an open progress bar.
+    """Writes to the current `sys.stderr`, above an open progress bar.
 
     It is silent where the program has configured the root logger to write to the terminal: the line is there already.
     """

@@ -70,7 +70,7 @@ class Progress:
         self.desc = desc
         self.step = initial
         self.epoch = ""
-        """What stands behind the name, such as `epoch 2/5`."""
+        """Return the text after the name, such as `epoch 2/5`."""
         self._clock = clock
         self._started = clock()
         self._lines = Paced(seconds_between_lines, clock=clock)
@@ -103,7 +103,7 @@ class Progress:
         self.step = step
 
     def doing(self, what: str) -> None:
-        """Say on the bar what goes on besides steps, such as `val 12` or `checkpoint`; nothing is written elsewhere.
+        """Show an activity other than steps on the bar, such as `val 12` or `checkpoint`; nothing is written elsewhere.
 
         Args:
             what: In a few words; an empty text when it is over.
@@ -125,7 +125,7 @@ class Progress:
                 self._bar.set_description_str(self._description(), refresh=True)
 
     def _description(self) -> str:
-        """Return what stands before the bar: as much as leaves room for it."""
+        """Return the text before the bar, shortened to leave room for it."""
         room = math.inf
         if self._curves is None:
             with suppress(OSError, ValueError):
@@ -299,7 +299,7 @@ class NotebookBar:
         self._draw()
 
     def set_description_str(self, text: str, refresh: bool = True) -> None:
-        """Set what stands above the bar."""
+        """Set the lines above the bar."""
         self._text = text
         if refresh:
             self._draw(at_once=True)
@@ -315,7 +315,7 @@ class NotebookBar:
                         del points[1:-1:2]  # every second point: a long run keeps its shape
 
     def external_write_mode(self, file: TextIO | None = None, nolock: bool = False) -> AbstractContextManager[object]:
-        """Return a context in which somebody else may write: lines of a cell stand below its bar."""
+        """Return a context in which other code may write; in a notebook its lines appear below the bar."""
         return nullcontext()
 
     def close(self) -> None:

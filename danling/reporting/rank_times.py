@@ -21,7 +21,7 @@ ACTIVITIES = ("data", "computing", "waiting", "checkpointing", "evaluating")
 
 _WAITING = ACTIVITIES.index("waiting")
 _JUDGED_SECONDS = 60.0
-"""After how much time what was seen is forgotten, if it named nobody."""
+"""Seconds after which samples that named no rank are forgotten."""
 
 _CERTAIN = 3.0
 """Standard deviations by which a rank must differ beyond what the largest of so many even ones does."""

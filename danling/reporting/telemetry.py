@@ -27,7 +27,7 @@ class Shared:
         tokens: Tokens of all ranks since the last report.
         waited: Seconds since then that the rank waited for batches which waited longest; the others waited for it.
         memory: Peaks of the rank that has the highest, as `memory_figures`.
-        own: What each rank gave of its own, by rank; empty where it gave nothing.
+        own: The contributions of the ranks, by rank; empty without any.
     """
 
     tokens: float

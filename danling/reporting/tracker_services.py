@@ -245,7 +245,7 @@ class MlflowTracker:
         """What was logged is in the store."""
 
     def set_status(self, status: RunStatus) -> None:
-        """Give the run the status that MLflow has for this one, at once: nobody needs to close what was told how it ended."""
+        """Set the run's status in MLflow at once, so that nothing is left to close."""
         if status == self._status:
             return
         self._status = status
@@ -268,8 +268,8 @@ class TrackioTracker:
     """Writes to a run of trackio, which has the name of the run, so that a resumed run continues its own curves.
 
     trackio keeps whatever it is given, and a resumed run logs some steps again: those that the local database has of a metric are left
-    out. The database lies where trackio's `TRACKIO_DIR` says. A run that the program opened before with `trackio.init` is used as it is,
-    and is left open.
+    out. trackio's `TRACKIO_DIR` names the directory of the database. A run that
+    the program opened before with `trackio.init` is used as it is, and is left open.
 
     Args:
         project: Project of the run.

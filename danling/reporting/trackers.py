@@ -23,7 +23,7 @@ RunStatus = Literal["running", "finished", "failed", "preempted", "interrupted"]
 """What a run is: it trains, has ended by itself, has failed, or was stopped by SIGTERM or SIGUSR1, or by SIGINT."""
 
 _OWN_NAMES = ("step", "time", "ranks")
-"""What lines of metrics.jsonl have beside the metrics."""
+"""Entries of a line of metrics.jsonl other than metrics."""
 
 _LONGEST_LINE = 16 << 20
 _LARGEST_FILE = 4 << 30
@@ -268,7 +268,7 @@ class JsonlTracker(JsonLines):
         for name in _OWN_NAMES:
             if name in values:
                 raise ValueError(
-                    "Expected names of metrics other than 'step', 'time' and 'ranks', which lines of metrics.jsonl have of their own. "
+                    "Expected names of metrics other than 'step', 'time' and 'ranks', which every line of metrics.jsonl has. "
                     f"Received: values={dict(values)}. Rename {name!r}, for example to 'train/{name}'."
                 )
         numbers = {name: float(value) for name, value in values.items()}
@@ -276,7 +276,7 @@ class JsonlTracker(JsonLines):
         self.write({"step": int(step), "time": round(time.time(), 3), **figures, **beside})
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: nothing is buffered."""
 
 
 def read_jsonl(file: PathLike) -> list[dict[str, object]]:

@@ -28,7 +28,7 @@ class AccelerateRunner(TorchRunner):
     """Trains through Accelerate, which picks the device, wraps the model, runs the backward and steps the optimizer.
 
     Weighing, finiteness, clipping, skipping, schedules, data, random streams and checkpoints are those of `TorchRunner`: on one process or
-    several a run ends bitwise as on the stack `ddp`. `self.accelerator` is the accelerator of this process; make none of your own.
+    several a run ends bitwise as on the stack `ddp`. `self.accelerator` is the accelerator of this process; do not make another one.
 
     Settings come from `config.accelerate`, from a file of `accelerate config` and from `ACCELERATE_*` variables; what the library
     decides is refused there with the key that says it here.

@@ -812,7 +812,7 @@ class BaseRunner(metaclass=MetaRunner):
     def remote_credentials(self) -> Mapping[str, Any] | None:
         """Return credentials of the object store of `checkpoint.remote.url`; `None` leaves them to the environment.
 
-        Override it where credentials expire: it is called whenever new ones are needed, in threads of its own and at any time, first within
+        Override it where credentials expire: it is called whenever new ones are needed, in other threads and at any time, first within
         `super().__init__()`, so it must not need what your `__init__` sets, touch the model or communicate. Called on all ranks that upload
         or read.
 

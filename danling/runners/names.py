@@ -122,6 +122,6 @@ def _may_replace(original: object, value: object) -> bool:
 
 def _refused(received: str, name: str, owner: str) -> AttributeError:
     return AttributeError(
-        f"Expected names of your own on a runner. Received: {received}, where {name!r} is a name of the library's ({owner}). Call it "
-        f"otherwise, such as 'my_{name.strip('_')}'."
+        f"Expected another name for an attribute of a runner. Received: {received}, where {name!r} is a name "
+        f"of the library's ({owner}). Call it otherwise, such as 'my_{name.strip('_')}'."
     )

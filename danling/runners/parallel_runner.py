@@ -117,7 +117,7 @@ class ParallelRunner(TorchRunner):
         return Topology(self._degrees(), device=self.device, mesh_device_type=device_type)
 
     def init_model_parallel_groups(self) -> None:
-        """Make the process groups that training needs besides those of single axes."""
+        """Make the process groups that training needs in addition to those of single axes."""
         self.parallel_context = ParallelContext(self.topology)
         self.pipeline_domain: Domain = self.topology.domain("pipeline")
 
@@ -219,7 +219,7 @@ class ParallelRunner(TorchRunner):
         return [child for child in part.children() if any(True for _ in child.parameters())]
 
     def _blocks_here(self, part: nn.Module) -> Sequence[str] | None:
-        # Other stages hold blocks of their own.
+        # Other stages have other blocks.
         wanted = self.config.fsdp.blocks
         if wanted is None or self.degree("pipeline") == 1:
             return wanted
@@ -301,7 +301,7 @@ class ParallelRunner(TorchRunner):
         """Give weights to a model, or a part, that was built on the meta device.
 
         The default calls the model's `init_weights()`, else `reset_parameters()` of every module that has parameters or buffers of
-        its own. Each coordinate draws from streams of its own; copies are made equal afterwards.
+        its own. Each coordinate draws from its own streams; copies are made equal afterwards.
         """
         initialize_weights(part, self.topology, seed=self.seed, number=self._initialized)
         self._initialized += 1

@@ -58,7 +58,7 @@ class ElasticState:
 
 @dataclass
 class RngState:
-    """What the random numbers of a run follow from, besides their place.
+    """What the random numbers of a run follow from, in addition to their place.
 
     Attributes:
         seed: Seed of the run.

@@ -479,7 +479,7 @@ class TorchRunner(BaseRunner):
     def check_layout(self, layout: str, **options: Any) -> LayoutReport:
         """Compare the first updates of this program on a layout with those in one process, as `danling check-layout` does.
 
-        The program is started anew, as it was started, in processes of its own; each ends where it comes to this call, or to a training.
+        The program is started anew, as it was started, in separate processes; each ends where it comes to this call, or to a training.
         This runner is left as it is.
 
         Args:

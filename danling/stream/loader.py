@@ -163,7 +163,7 @@ class StreamLoader:
         on_gap: With `retain="step"`, what a resumed run does about samples that are gone: `"error"`, or `"skip"`, which counts them in the
             log of the run.
         prefetch: Micro-batches that are read ahead in a thread.
-        idle_timeout: Seconds that the log may stand still while the run waits for it.
+        idle_timeout: Seconds without a new sample after which the run gives up waiting.
 
     Raises:
         ValueError: If an argument is out of bounds.
@@ -326,7 +326,7 @@ class StreamLoader:
             "(If they were kept with retain='all', pass that.)"
         )
         raise RuntimeError(
-            f"Expected the features of stream {name} from sample {self.consumed} on, where this run stands. Received: {missing} samples "
+            f"Expected the features of stream {name}, which this run needs from sample {self.consumed} on. Received: {missing} samples "
             f"less, since those before {self.consumed + missing} were freed. {mend}"
         )
 

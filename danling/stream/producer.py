@@ -89,7 +89,7 @@ def _check_tensor(name: object, tensor: object, sample: str) -> None:
 
 
 def check_like(sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str, TensorSpec]) -> None:
-    """Refuse features that those of the first sample of the log cannot stand in one batch with.
+    """Refuse features that cannot be batched with those of the first sample of the log.
 
     Names, dtypes and numbers of dimensions are the same in all samples, and so is the last dimension, the width of a state. Other
     dimensions, such as the length of a sequence, may differ; so may the only dimension of integers, and of what is as long as another
@@ -98,7 +98,9 @@ def check_like(sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str,
     for name in sorted({**specs, **first}):
         one, other = specs.get(name), first.get(name)
         if one is None or other is None:
-            received = f"none (it has {', '.join(specs)})" if one is None else f"{name!r} beside {', '.join(first)}"
+            received = (
+                f"none (it has {', '.join(specs)})" if one is None else f"{name!r} in addition to {', '.join(first)}"
+            )
             raise _differs(sample, f"{'a' if one is None else 'no'} feature {name!r}", received)
         if one.dtype != other.dtype:
             raise _differs(sample, f"dtype {other.dtype} of feature {name!r}", one.dtype)
@@ -133,7 +135,7 @@ class Publisher:
         self._first: Mapping[str, TensorSpec] | None = None
 
     def credit(self) -> int | None:
-        """Return how many samples may be published now; `None` for any number. It is read from the log, whoever published before."""
+        """Return how many samples may be published now; `None` for any number. It is read from the log."""
         if self._max_in_flight is None:
             return None
         return max(self._max_in_flight - (self._channel.published() - self._channel.committed()), 0)
@@ -145,7 +147,7 @@ class Publisher:
             if _ALLOWED in sample.meta or not sample.features:
                 received = f"metadata with {_ALLOWED!r}, which the log keeps" if sample.features else "none"
                 raise ValueError(
-                    f"Expected features of sample {sample.id!r}, and metadata by names of its own. Received: {received}. Nothing of it was "
+                    f"Expected features of sample {sample.id!r}, and metadata under other names. Received: {received}. Nothing of it was "
                     "stored: mend `capture` or `metadata` and start the producer again, which goes on here."
                 )
             specs = {name: TensorSpec.of(tensor) for name, tensor in sample.features.items()}
@@ -202,7 +204,7 @@ class Production:
         self._samples: list[Captured] = []
 
     def meet(self, number: int) -> int:
-        """Hear of samples that need not be made, since the log holds them or they stand twice in their batch; return how many are repeated.
+        """Hear of samples that need not be made, since the log has them or they are twice in their batch; return how many are repeated.
 
         They are counted, and their ids not kept: a pass meets each sample of the log that it has not appended itself at most once, so that
         when it has met more than there are, some came again. Where the log was empty and has no other producer, the first one that comes
@@ -304,7 +306,7 @@ class FeatureProducer(Runner):
     It may be given the configuration of its trainer, one file for both: what concerns only training is left out, which the log says. Its
     run has its own identity, and so its own directory; a `dir` that is set is for one of both.
 
-    Several producers may fill one log, each with data of its own: give each its `part` out of `parts`. The log is complete when all have
+    Several producers may fill one log, each with its own data: give each its `part` out of `parts`. The log is complete when all have
     come to their end.
 
     Args:

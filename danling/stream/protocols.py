@@ -195,7 +195,7 @@ class StreamEnd:
     """How the log of a stream ended.
 
     Args:
-        kind: `complete` after the last sample, `failed` by an error of the producer, `stopped` by somebody's wish.
+        kind: `complete` after the last sample, `failed` by an error of the producer, `stopped` on request.
         published: Samples in the log.
         reason: The error, or who stopped it.
     """
@@ -272,8 +272,8 @@ class RefChannel(Protocol):
     def claim(self, run: str) -> bool:
         """Take the log for one trainer, and return whether it may move the watermark and discard features.
 
-        The claim ends with the process, the ownership with the log. Whoever is told no reads a complete log beside its owner, and leaves
-        everything where it is.
+        The claim ends with the process, the ownership with the log. A process that gets False may
+        read a complete log too, but moves and frees nothing.
 
         Args:
             run: The lineage of the run, which alone goes on with this log while it is not complete.

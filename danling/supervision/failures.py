@@ -30,7 +30,7 @@ _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None
 def record_failures() -> bool:
     """Write the error file of `torch.distributed.elastic` when an exception ends this process.
 
-    torchrun shows the traceback of the rank that failed first at its end, and needs that file for it. There it stands once: ranks that
+    torchrun shows the traceback of the rank that failed first at its end, and needs that file for it. It appears there once: ranks that
     failed with the same error say so in one line, none prints it again, and frames inside of danling and torch are left out
     (`DANLING_FULL_TRACEBACK=1` keeps them). Where torchrun is going to restart the ranks it shows nothing, so the first one prints it.
     A script that is wrapped in torch's `record` has written its own, which stays. The hook is set once a process and remains: an exception
@@ -125,7 +125,7 @@ def write_memory_snapshot(
     """Write what is known of the memory after it ran out. Nothing that goes wrong here hides the error.
 
     `oom-rank-00000-step-000000000005.json` holds the error, the peaks in GiB and the counters of the allocator. With
-    CUDA a `.pickle` beside it is the allocator's own snapshot, for https://pytorch.org/memory_viz; it tells where blocks were
+    CUDA a `.pickle` next to it is the allocator's own snapshot, for https://pytorch.org/memory_viz; it tells where blocks were
     allocated when `profiling.profile_memory` was on.
 
     Returns:

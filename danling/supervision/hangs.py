@@ -489,7 +489,7 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def spot(frame: FrameType) -> str:
-    """Return file, line and function of a frame, and what stands there."""
+    """Return file, line and function of a frame, and its source line."""
     code, line = frame.f_code, frame.f_lineno
     text = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line} in {code.co_name}" + (f" ({text})" if text else "")

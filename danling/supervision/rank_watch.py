@@ -46,7 +46,7 @@ _COMPUTES, _WAITS, _SKIPPED, _BACKWARD = range(4)
 
 _COMMUNICATION = (
     f"{_TORCH}distributed{os.sep}",
-    # Broadcasts buffers before a forward; the forward itself has frames of its own.
+    # Broadcasts buffers before a forward; the forward itself has other frames.
     f"{_TORCH}{os.path.join('nn', 'parallel', 'distributed.py')}",
     f"{_DANLING}distributed{os.sep}",
     f"{_DANLING}torchft{os.sep}",
@@ -65,7 +65,7 @@ class WatchedThread:
 
     Args:
         thread: The thread.
-        on_accelerator: Whether a backward runs in threads of its own, for which the calling one sleeps.
+        on_accelerator: Whether a backward runs in other threads while the calling one sleeps.
     """
 
     def __init__(self, thread: threading.Thread, *, on_accelerator: bool = False) -> None:

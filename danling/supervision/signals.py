@@ -34,7 +34,7 @@ _GRACE_SECONDS = 3.0
 class SignalWatcher:
     """Notes signals and does nothing else: a handler interrupts anything, also a collective or a save half-way.
 
-    The first signal stands, but SIGTERM and SIGINT replace a SIGUSR1. A second SIGINT raises `KeyboardInterrupt` at
+    The first signal counts, but SIGTERM and SIGINT replace a SIGUSR1. A second SIGINT raises `KeyboardInterrupt` at
     once, for users who do not want to wait, whatever came before the two; one after a SIGTERM does not, since a launcher
     may send both. A signal that was ignored before (`nohup`, a background job of a shell
     script) stays ignored.
@@ -105,7 +105,7 @@ class SignalWatcher:
         self._close_pipe()
         while self._previous:
             number, handler = self._previous.popitem()
-            # None stands for a handler that was not installed from Python and cannot be put back.
+            # None means a handler that was not installed from Python and cannot be put back.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def clear(self) -> None:

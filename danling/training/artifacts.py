@@ -124,7 +124,7 @@ def _has_own_cache() -> bool:
 
 
 def _user_key() -> bytes:
-    """Return the secret with which this user signs compiled code, so that code in a run of somebody else is not loaded."""
+    """Return the secret with which this user signs compiled code, so that code in another user's run is not loaded."""
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "danling" / "key"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -264,7 +264,7 @@ class ArtifactDirectory:
         return hmac.new(self._key, json_text(files).encode(), hashlib.sha256).hexdigest()
 
     def _sum(self, name: str) -> str | None:
-        # Neither a name of a manifest that somebody else wrote nor a link must lead out of the folder.
+        # Neither a name in a foreign manifest nor a link may lead out of the folder.
         try:
             path = self.path / plain_path(name)
             if not path.resolve().is_relative_to(self.path.resolve()):

@@ -115,8 +115,8 @@ def check_metrics(metrics: object, reserved: Iterable[str]) -> None:
     taken = [name for name in reserved if isinstance(metrics, Mapping) and name in metrics]
     if taken:
         raise ValueError(
-            f"Expected metrics by names of their own. Received: a metric called {taken[0]!r}, which is what the criterion returns. Call it "
-            f"'{taken[0]}_of_...', or override `compute_loss`."
+            f"Expected metrics with names that are not taken. Received: a metric called {taken[0]!r}, which is what the criterion "
+            f"returns. Call it '{taken[0]}_of_...', or override `compute_loss`."
         )
 
 

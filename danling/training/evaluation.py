@@ -231,7 +231,7 @@ class Evaluator:
                     )
                 self._has_said_averaged = True
                 stack.enter_context(preparation.averaged(runner.ema))
-                # Averaged on each rank from buffers of its own, of which a checkpoint keeps rank 0's.
+                # Each rank averages its own buffers; a checkpoint keeps rank 0's.
                 runner.broadcast_buffers()
             bare.eval()
             runner.model, runner.mode, runner.carry = bare, mode, None

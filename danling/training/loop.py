@@ -470,7 +470,7 @@ class TrainingLoop:
             results.check()
 
     def _after_update(self, outcome: UpdateOutcome) -> None:
-        """What happens at every update boundary, besides evaluation and periodic checkpoints."""
+        """Do the work of every update boundary other than evaluation and periodic checkpoints."""
         runner, session, step = self._runner, self._session, self._runner.state.train.global_step
         if outcome.committed and not session.updated_once:
             session.updated_once = True

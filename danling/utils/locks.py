@@ -81,7 +81,7 @@ class Holder:
 
 
 class FileLock:
-    """An exclusive lock on a file, held by one process at a time until it ends.
+    """An exclusive lock on a file. One process has it at a time, until it ends.
 
     It is a record lock of the kernel (`fcntl.lockf`): a killed holder gives it back, and children do not inherit it, so that a loader
     worker that outlives the holder does not keep it (one of `flock` it would). A record lock falls when *any* descriptor of the file
@@ -333,7 +333,7 @@ def _share(handle: int, path: Path, seconds: float) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"Expected to read beside {path} within {seconds:g} seconds. Received: it is locked by a process that "
+                    f"Expected to read {path} within {seconds:g} seconds. Received: it is locked by a process that "
                     "writes. See whether a producer hangs or was suspended, and let it go on or end it."
                 ) from None
         except OSError as error:

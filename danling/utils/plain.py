@@ -31,7 +31,7 @@ def parse_yaml(text: str) -> object:
 
 
 def check_yaml(text: str) -> None:
-    """Refuse YAML that costs more than its size: a few aliases of aliases stand for billions of values."""
+    """Refuse YAML that costs more than its size: a few aliases of aliases expand to billions of values."""
     nodes = 0
     open_nodes: list[tuple[str | None, int]] = []
     sizes: dict[str | None, int] = {}

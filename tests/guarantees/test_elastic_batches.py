@@ -194,7 +194,7 @@ def test_a_product_that_ends_its_passes_elsewhere_is_refused(tmp_path: Path) -> 
         (
             {"batch_size": 4, "micro_batch_size": 2},
             {},
-            r"Expected dataloader.global_batch_size beside .*micro_batch_size",
+            r"Expected dataloader.global_batch_size together with .*micro_batch_size",
         ),
         (
             {"global_batch_size": 8, "micro_batch_size": 2},

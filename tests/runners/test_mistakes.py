@@ -386,7 +386,10 @@ METRICS: dict[str, Mistake] = {
         lambda: train(metrics=[dl.metrics.accuracy]),
         "to be a callable (pred, target) or an object with update",
     ),
-    "called loss": (lambda: train(metrics={"loss": dl.metrics.accuracy}), "Expected metrics by names of their own."),
+    "called loss": (
+        lambda: train(metrics={"loss": dl.metrics.accuracy}),
+        "Expected metrics with names that are not taken.",
+    ),
     "a word": (lambda: train(metrics={"a": lambda pred, target: "x"}), "Expected metric 'a' to return a mean"),
     "a matrix": (lambda: train(metrics={"a": lambda pred, target: pred}), "Expected metric 'a' to return a mean"),
     "one argument": (lambda: train(metrics={"a": lambda pred: 1.0}), "takes 1 positional argument but 2 were given"),

@@ -99,7 +99,7 @@ def test_a_copy_is_read_on_every_road_and_said_to_lack_its_sums_once(
     with caplog.at_level(logging.INFO, "danling"):
         loaded = _pretrained(copied, tmp_path)
     assert all(torch.equal(loaded[name], whole["model"][name]) for name in whole["model"])
-    lacking = [record.message for record in caplog.records if "no checksums beside it" in record.message]
+    lacking = [record.message for record in caplog.records if "no checksums next to it" in record.message]
     assert len(lacking) == 1 and str(copied) in lacking[0]
     step = whole["state"]["train"]["global_step"]
     assert f"{copied} holds the weights of step {step}, epoch " in caplog.text
@@ -107,7 +107,7 @@ def test_a_copy_is_read_on_every_road_and_said_to_lack_its_sums_once(
         road(copied, tmp_path)
     told = capsys.readouterr()
     assert "best.pth.sha256 is missing" in told.out and f"step {step}" in told.out
-    assert "no checksums beside it" in told.err
+    assert "no checksums next to it" in told.err
 
 
 @pytest.mark.parametrize("road", ROADS)

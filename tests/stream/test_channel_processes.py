@@ -171,7 +171,9 @@ def test_what_a_reader_sees_of_an_append_is_never_taken_back(tmp_path: Path, mon
 
     def write_half(handle: int, data: memoryview) -> int:
         write(handle, data[: len(data) // 2])
-        with pytest.raises(TimeoutError, match=f"beside {tmp_path / 'lock'} .*by a process that writes. See whether a"):
+        with pytest.raises(
+            TimeoutError, match=f"to read {tmp_path / 'lock'} .*by a process that writes. See whether a"
+        ):
             seen.extend(ids(reader))
         raise OSError(errno.ENOSPC, "full")
 
@@ -326,7 +328,8 @@ def test_the_claim_of_a_trainer_ends_with_its_process(open_channel: Open) -> Non
     os.close(pipe)
     second = open_channel()
     with pytest.raises(
-        RuntimeError, match=f"to be read by one trainer at a time. Received: one more, beside process {child} on"
+        RuntimeError,
+        match=f"to be read by one trainer at a time. Received: one more, in addition to process {child} on",
     ):
         second.claim("run-a")
     assert kill(child) == -signal.SIGKILL

@@ -160,7 +160,7 @@ def test_the_same_bytes_again_are_no_error_and_other_bytes_are_refused(make: Mak
 def test_a_budget_is_enforced_and_freed_bytes_can_be_used_again(make: Make) -> None:
     tensors = features()
     store = make(max_bytes=5_000)
-    with pytest.raises(BufferError, match="Expected at most 5000 bytes.*Received: object '.*' of .* bytes beside"):
+    with pytest.raises(BufferError, match="Expected at most 5000 bytes.*Received: object '.*' of .* bytes in addition"):
         for index in range(100):
             store.put(str(index), tensors)
     assert 1 < index < 100 and store.usage() <= 5_000

@@ -37,7 +37,7 @@ class FileChannel:
     Lines are appended and synced under a lock, which keeps other producers out, and readers too: they see an append that is whole, or
     nothing of it. Where a producer hangs in an append, readers go on with what they have seen. What a killed producer has left of a line
     is no line: readers skip it, and the next producer cuts it off. Readers keep 8 bytes a sample in memory, producers about 100. The
-    watermark and the run that owns the log are in small files beside it.
+    watermark and the run that owns the log are in small files next to it.
 
     Args:
         path: The directory, which is made.
@@ -196,7 +196,7 @@ class FileChannel:
             self._absorb()
             self._has_looked = True
             if self._log.stat().st_size > self._scanned:
-                os.truncate(self._log, self._scanned)  # nobody writes: a producer was killed in the middle of a line
+                os.truncate(self._log, self._scanned)  # no writer: a producer was killed in the middle of a line
             yield
 
     def _write(self, lines: bytes, what: str) -> None:
@@ -227,7 +227,7 @@ class FileChannel:
         self._has_looked = True
 
     def _absorb(self) -> None:
-        """Take in the whole lines that were appended since the last look; nobody writes meanwhile."""
+        """Take in the whole lines that were appended since the last look. No process writes meanwhile."""
         size = self._log.stat().st_size
         if size < self._scanned:
             raise ValueError(
@@ -295,7 +295,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _key(line: bytes) -> bytes:
-    """Return the id of a sample as it stands in its line: JSON, so that no quotation mark is in it."""
+    """Return the id of a sample as its line has it: as JSON, without a quotation mark inside."""
     return line[len(_SAMPLE) :].partition(_AFTER_ID)[0]
 
 

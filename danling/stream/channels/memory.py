@@ -20,7 +20,7 @@ class MemoryChannel(SQLiteChannel):
 
     Args:
         name: What messages call it. Features in a store are named after it, so that no two logs over one store may have the same; where it
-            is left out, each log of this machine has one of its own.
+            is left out, each log of this machine has its own.
     """
 
     def __init__(self, name: str | None = None) -> None:

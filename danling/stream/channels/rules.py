@@ -118,7 +118,7 @@ class Claim:
             if complete:
                 return False
             raise RuntimeError(
-                f"Expected the live stream {self._name} to be read by one trainer at a time. Received: one more, beside "
+                f"Expected the live stream {self._name} to be read by one trainer at a time. Received: one more, in addition to "
                 f"{self._lock.holder}. Wait until that one has ended, or begin another stream."
             )
         owner = self.owner()

@@ -32,8 +32,8 @@ _PATIENCE_SECONDS = 60.0
 class SQLiteChannel:
     """A log in a database: `samples` with unique ids, `facts` with the watermark and the end.
 
-    Write-ahead logging lets readers go on beside a producer; every transaction is synced before it counts. The database is on a file
-    system of this machine, since shared memory is a part of it. A connection never goes through a fork: it is closed before, and both
+    Write-ahead logging lets readers continue while a producer writes; every transaction is synced before it counts. The database must
+    be on a local file system, since shared memory is a part of it. A connection never goes through a fork: it is closed before, and both
     sides open their own.
 
     Args:

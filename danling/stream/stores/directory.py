@@ -291,7 +291,7 @@ def _can_hold(dtype: torch.dtype) -> bool:
 
 
 def _load(file: Path, object_id: str) -> dict[str, Tensor]:
-    """Return the tensors of an object, read through a memory map into memory of their own, and verified."""
+    """Return the tensors of an object, read through a memory map into new memory, and verified."""
     import safetensors
 
     open_file(file).close()  # safetensors would wait for the writer of a named pipe

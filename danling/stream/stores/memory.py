@@ -82,7 +82,7 @@ class MemoryStore(FeatureStore):
             return self._usage
 
     def close(self) -> None:
-        """Do nothing: the objects stay for whoever else holds the store."""
+        """Do nothing: the objects stay for other users of the store."""
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ def dense(object_id: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of tensors, bit for bit, in memory that nobody else holds."""
+    """Return copies of tensors, bit for bit, in separate memory."""
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
 
 
@@ -108,7 +108,7 @@ def check_budget(object_id: str, size: int, usage: int, max_bytes: int | None) -
     """Check that an object fits into a store."""
     if max_bytes is not None and usage + size > max_bytes:
         raise BufferError(
-            f"Expected at most {max_bytes} bytes in the store (max_bytes). Received: object {object_id!r} of {size} bytes beside "
+            f"Expected at most {max_bytes} bytes in the store (max_bytes). Received: object {object_id!r} of {size} bytes in addition to "
             f"{usage} that are in use. Raise max_bytes, or lower the number of samples that the producer may be ahead."
         )
 
