@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def rank_files(directory: Path) -> dict[int, Path]:
         CheckpointMismatch: If the weights are in other files.
     """
     # Torch's safe reader knows divided tensors after this import only.
-
+    import_module("torch.distributed.tensor")
     found = {int(match[1]): path for path in directory.iterdir() if (match := _FILE.fullmatch(path.name))}
     if not found:
         raise CheckpointMismatch(
