@@ -247,9 +247,6 @@ class BaseRunner(metaclass=MetaRunner):
         """Return a validated copy of `config` that belongs to this runner.
 
         Settings that the environment imposes, as `danling audit` does on the programs that it starts, are put over it.
-
-        Args:
-            config: What the user passed.
         """
         own = deepcopy(config) if isinstance(config, RunnerConfig) else self.config_class(config)
         impose(own)
@@ -482,12 +479,7 @@ class BaseRunner(metaclass=MetaRunner):
                 self.dataloaders[split] = self.build_dataloader(split, dataset)
 
     def build_dataloader(self, split: str, dataset: Any) -> Any:
-        """Return the loader of one split over the data domain, an iterable of batches.
-
-        Args:
-            split: The split.
-            dataset: What the user put into `datasets` for it.
-        """
+        """Return the loader of one split over the data domain, an iterable of batches."""
         return self._data.build_loader(split, dataset)
 
     def build_datasampler(self, split: str, dataset: Any) -> Any:
@@ -496,19 +488,11 @@ class BaseRunner(metaclass=MetaRunner):
         By default a loader of the library has its own sampler, which divides the dataset over the ranks. A sampler of yours has to divide
         itself; its order is restored exactly on the same number of processes. If you return a batch sampler, which yields lists of
         indices, leave `dataloader.batch_size` out.
-
-        Args:
-            split: The split.
-            dataset: What the user put into `datasets` for it.
         """
         return None
 
     def source(self, split: str) -> BatchSource:
-        """Return the batches of a split and the position in them, also of a loader or dataset that was added after construction.
-
-        Args:
-            split: The split.
-        """
+        """Return the batches of a split and the position in them, also of a loader or dataset that was added after construction."""
         return self._data.of(split)
 
     # Progress of the run; none of it communicates
@@ -1078,11 +1062,7 @@ class BaseRunner(metaclass=MetaRunner):
     # Ending
 
     def unwrap(self, model: Any) -> Any:
-        """Return the user's module out of the wrapper of a stack. No communication: may be called on one rank.
-
-        Args:
-            model: The model, wrapped or not.
-        """
+        """Return the user's module out of the wrapper of a stack. No communication: may be called on one rank."""
         return model
 
     @property

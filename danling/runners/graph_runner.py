@@ -74,11 +74,7 @@ class GraphRunner(TorchRunner):
         return self.criterion is not None or self._parts.loss.own_loss
 
     def compile_modules(self, modules: Iterable[nn.Module]) -> None:
-        """Set up how forward and loss are compiled; the modules themselves are not.
-
-        Args:
-            modules: The model.
-        """
+        """Set up how forward and loss are compiled; the modules themselves are not."""
         (model,) = modules
         policy = MemoryPolicy.parse(self.config.compile.memory_policy)
         # As on the parallel stack: the layers of its lists of modules; the whole model where it has none.

@@ -232,9 +232,6 @@ class ParallelRunner(TorchRunner):
         The default calls `model.parallelize(parallel_context)`. What is divided must become a DTensor over the mesh of its axis
         (`parallel_context.mesh("tensor")`); a plain parameter is taken as the same on all ranks of these axes, where every rank must
         compute its whole gradient.
-
-        Args:
-            model: The model, or a part of it.
         """
         transform = getattr(model, "parallelize", None)
         if not callable(transform):
@@ -372,11 +369,7 @@ class ParallelRunner(TorchRunner):
         return self.split_context(data) if self.degree("context") > 1 else data
 
     def split_context(self, data: Any) -> Any:
-        """Return this rank's stretch of every sequence; override it where dimension 1 is not the sequence.
-
-        Args:
-            data: A batch. Tensors of two or more dimensions are cut along dimension 1, others are left whole.
-        """
+        """Return this rank's stretch of every sequence; override it where dimension 1 is not the sequence."""
 
         def stretch(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.ndim < 2:

@@ -295,11 +295,7 @@ class TorchRunner(BaseRunner):
             self.ema = EMA(self.model, **settings)
 
     def compile_modules(self, modules: Iterable[nn.Module]) -> None:
-        """Compile modules in place when `compile.enable`; they are left uncompiled by `close`.
-
-        Args:
-            modules: The modules that training calls: the model, or blocks of it.
-        """
+        """Compile modules in place when `compile.enable`; they are left uncompiled by `close`."""
         if not self.config.compile.enable:
             return
         if self.compilation is None:
@@ -310,11 +306,7 @@ class TorchRunner(BaseRunner):
             self.compilation.compile(module)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the model that training calls: DistributedDataParallel when there are several ranks.
-
-        Args:
-            model: The model, on its device.
-        """
+        """Return the model that training calls: DistributedDataParallel when there are several ranks."""
         if self._parts.canonical is not None:
             # Gradients are added after the backward; ranks only begin alike.
             for tensor in (
@@ -430,21 +422,11 @@ class TorchRunner(BaseRunner):
         return (self.train_steps if self.is_step_mode else self.train_epochs)(train_splits, evaluate_splits)
 
     def train_epochs(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
-        """Train epoch by epoch until `epochs` are completed, as `train` does.
-
-        Args:
-            train_splits: As for `train`.
-            evaluate_splits: As for `train`.
-        """
+        """Train epoch by epoch until `epochs` are completed, as `train` does."""
         return self._train_by("epochs", train_splits, evaluate_splits)
 
     def train_steps(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
-        """Train update by update until `steps` are committed, pass after pass over the data, as `train` does.
-
-        Args:
-            train_splits: As for `train`.
-            evaluate_splits: As for `train`.
-        """
+        """Train update by update until `steps` are committed, pass after pass over the data, as `train` does."""
         return self._train_by("steps", train_splits, evaluate_splits)
 
     def _train_by(self, unit: str, train_splits: SplitNames, evaluate_splits: SplitNames) -> Results:
@@ -467,9 +449,6 @@ class TorchRunner(BaseRunner):
         An override returns the metrics of the split. Called by a user, it trains the next pass, and closes the epoch once every split to
         train on has had its pass: `epoch` is increased, the metrics go into `results`, a schedule by epochs advances. Evaluating and
         saving are left to the caller; a signal, `stop()` and `max_time` end it as they end `train`.
-
-        Args:
-            split: The split to train on.
 
         Returns:
             The weighted mean loss of the pass over all ranks and the means of `meters`; empty if the pass was stopped half-way.
@@ -524,9 +503,6 @@ class TorchRunner(BaseRunner):
         """Called on all ranks at the first batch of a pass over a split to train on, before it is trained on; override it.
 
         It is not called for the rest of a pass after a resume: what a pass begins with, such as `self.carry`, is made here.
-
-        Args:
-            split: The split.
         """
 
     def build_agreement(self) -> PassAgreement:
@@ -565,9 +541,6 @@ class TorchRunner(BaseRunner):
 
         The default counts the elements of an integer input of two dimensions `(batch, sequence)`. It is called for every
         micro-batch: read shapes rather than values, which would synchronize with the device.
-
-        Args:
-            data: The batch, before it is moved to the device.
         """
         return count_tokens(data)
 
@@ -605,9 +578,6 @@ class TorchRunner(BaseRunner):
 
         Override it to compute the loss in your own way, and call `self.backward(loss)` with the mean-reduced loss of the batch. Called by
         a user, it runs one micro-batch of the open window, moved to the device and weighted as in the loops; `step()` makes the update.
-
-        Args:
-            data: The batch; within a loop it is on the device.
 
         Returns:
             The prediction and the loss; in an override both may be `None`.
@@ -806,9 +776,6 @@ class TorchRunner(BaseRunner):
         """Return the batch on the runner's device; copies from pinned memory do not block the host.
 
         No communication: may be called on one rank.
-
-        Args:
-            data: The batch as its loader gives it.
         """
         return data if self.device.type == "cpu" else move_to_device(data, self.device)
 
@@ -875,9 +842,6 @@ class TorchRunner(BaseRunner):
     def evaluate_epoch(self, split: str) -> dict[str, float]:
         """Evaluate all of one split.
 
-        Args:
-            split: The split.
-
         Returns:
             The mean loss and the metrics over every sample of every rank, each counted once; empty when there is none.
         """
@@ -902,9 +866,6 @@ class TorchRunner(BaseRunner):
 
         Called by a user, it runs as in an evaluation: on the unwrapped model in evaluation mode, with the EMA weights if there are any; the
         random streams of training are restored.
-
-        Args:
-            data: The batch; within an evaluation it is on the device.
 
         Returns:
             The prediction, and the loss as the criterion reduces it; `None` for a batch that has none.
@@ -956,9 +917,6 @@ class TorchRunner(BaseRunner):
         """Return the prediction of one batch; its target, if any, is ignored.
 
         Called by a user, it runs as in `infer`, in evaluation mode without gradients.
-
-        Args:
-            data: The batch; within `infer` it is on the device.
 
         Returns:
             A tensor, list, tuple or mapping with an entry per sample, which `infer` splits.
