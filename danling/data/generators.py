@@ -11,7 +11,7 @@ import types
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -31,27 +31,6 @@ _LEAVES = (
 _FOREIGN = ("builtins", "torch", "typing", "abc", "collections")
 
 
-class Place(NamedTuple):
-    """Where a generator is held. It is looked up at each use, since a user may put another one in its place.
-
-    Attributes:
-        path: Attributes, keys and indices from the root, such as `transform.transforms[2].rng`.
-        container: A mapping or sequence, such as the `__dict__` of an object.
-        key: Its key.
-    """
-
-    path: str
-    container: Any
-    key: Any
-
-    def current(self) -> Any:
-        """Return what is held now, `None` where nothing is any more."""
-        try:
-            return self.container[self.key]
-        except (LookupError, ValueError):
-            return None
-
-
 class Generators:
     """The generators of torch, NumPy and `random.Random` that objects hold.
 
@@ -63,7 +42,8 @@ class Generators:
 
     def __init__(self, roots: Mapping[str, object]) -> None:
         self._roots = dict(roots)
-        self.places: list[Place] = []
+        self.found: dict[str, Any] = {}
+        """Generators by path, such as `transform.transforms[2].rng`."""
         self._seeded: list[tuple[Any, int]] = []
         self.look()
 
@@ -72,79 +52,66 @@ class Generators:
 
     def look(self) -> bool:
         """Look again; return whether there is something to seed that was not there before."""
-        known = {id(_target(held)) for held, _ in self._seeded}
-        self.places, asking, _ = _walk(self._roots)
-        holders = tuple(place.path for place in self.places)
-        silent = [
-            (path, held)
-            for path, held in asking
-            if not any(name.startswith((f"{path}.", f"{path}[")) for name in holders)
-        ]
-        self._seeded = [(place, crc32(place.path.encode())) for place in self.places]
-        self._seeded += [(held, crc32(path.encode())) for path, held in silent]
-        return any(id(_target(held)) not in known for held, _ in self._seeded)
+        before = self._seeded
+        known = {id(held) for held, _ in before}
+        self.found, asking = _walk(self._roots)
+        silent = {
+            path: held
+            for path, held in asking.items()
+            if not any(name.startswith((f"{path}.", f"{path}[")) for name in self.found)
+        }
+        self._seeded = [(held, crc32(path.encode())) for path, held in {**self.found, **silent}.items()]
+        return any(id(held) not in known for held, _ in self._seeded)
 
     def seed(self, seed: int) -> None:
         """Seed each generator with its own member of a family. Seed the global streams afterwards: a method may touch them."""
         for held, salt in self._seeded:
-            target = _target(held)
-            if not isinstance(held, Place) or is_generator(target):  # a user may have put something else there
-                seed_generator(target, mix_seed(seed, salt))
+            seed_generator(held, mix_seed(seed, salt))
 
 
-def _target(held: Any) -> Any:
-    return held.current() if isinstance(held, Place) else held
-
-
-def _walk(roots: dict[str, Any]) -> tuple[list[Place], list[tuple[str, Any]], list[Any]]:
-    """Return where generators are held, breadth first, the objects by path that can be asked to seed themselves, and all that was met."""
-    places: list[Place] = []
-    asking: list[tuple[str, Any]] = []
+def _walk(roots: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return by path, breadth first, the generators, and the objects that can be asked to seed themselves."""
+    found: dict[str, Any] = {}
+    asking: dict[str, Any] = {}
     # With the objects, so that none is freed and its id given to another one.
     seen: dict[int, Any] = {id(stream): stream for stream in _global_streams()}
-    queue = deque(Place(name, roots, name) for name in roots)
+    queue = deque(roots.items())
     while queue and len(seen) < _OBJECTS:
-        place = queue.popleft()
-        value = place.current()
+        path, value = queue.popleft()
         if isinstance(value, _LEAVES) or id(value) in seen or _is_array(value):
             continue
         seen[id(value)] = value
         if is_generator(value):
-            places.append(place)
+            found[path] = value
         elif not _trains(value):
-            held = list(_held_by(place.path, value))
-            if _asks_for_seed(value) and not any(is_generator(part.current()) for part in held):
-                asking.append((place.path, value))
+            held = list(_held_by(path, value))
+            if _asks_for_seed(value) and not any(is_generator(part) for _, part in held):
+                asking[path] = value
             queue.extend(held)
-    return places, asking, list(seen.values())
+    return found, asking
 
 
-def _held_by(path: str, value: Any) -> Iterator[Place]:
-    """Yield the places of what an object holds."""
+def _held_by(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds, by path."""
     if isinstance(value, dict):
-        yield from (Place(f"{path}[{key!r}]", value, key) for key in list(itertools.islice(value, _WIDTH)))
-    elif isinstance(value, (list, tuple, deque)):
-        yield from (Place(f"{path}[{number}]", value, number) for number in range(min(len(value), _WIDTH)))
-    elif isinstance(value, (set, frozenset)):
-        members = list(itertools.islice(value, _WIDTH))
-        yield from (Place(f"{path}{{{number}}}", members, number) for number in range(len(members)))
+        yield from ((f"{path}[{key!r}]", item) for key, item in itertools.islice(list(value.items()), _WIDTH))
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+        yield from ((f"{path}[{number}]", item) for number, item in enumerate(itertools.islice(value, _WIDTH)))
     elif isinstance(value, functools.partial):
-        parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
-        yield from (Place(f"{path}.{name}", parts, name) for name in parts)
+        yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
     elif isinstance(value, types.MethodType):
-        yield Place(f"{path}.__self__", {"self": value.__self__}, "self")
+        yield f"{path}.__self__", value.__self__
     held = _attribute(value, "__dict__")
     if isinstance(held, dict):
-        yield from (Place(f"{path}.{name}", held, name) for name in list(held))
+        yield from ((f"{path}.{name}", item) for name, item in list(held.items()))
     for kind in type(value).__mro__:
         if kind.__module__.partition(".")[0] in _FOREIGN:
             continue
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            yield Place(f"{path}.{name}", {name: _attribute(value, name)}, name)
-        yield from (
-            Place(f"{path}.{name}", vars(kind), name) for name, found in list(vars(kind).items()) if is_generator(found)
-        )
+            yield f"{path}.{name}", _attribute(value, name)
+        own = list(vars(kind).items())
+        yield from ((f"{path}.{kind.__name__}.{name}", found) for name, found in own if is_generator(found))
 
 
 def _attribute(value: Any, name: str) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler, Subset, TensorDataset, get_worker_info
 
 from .collation import collate
-from .dataset_state import DatasetState, Stamped, parts_of, set_states, stateful_parts
+from .dataset_state import check_savable, get_states, is_equal, parts_of, set_states, stateful_parts
 from .generators import Generators
 from .order import OrderedDataset
 from .randomness import derive_seed, mix_seed, seed_host_streams
@@ -52,7 +52,6 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         by: `"batch"` seeds before each batch; `"sample"` before each sample with its own position, and reads them one by one.
         ranks: The rank, if each rank has its own order; else empty.
         collate_fn: The user's, which makes the batch; `None` leaves that to the loader.
-        states: States that the dataset has in the workers of a resumed run, by worker and path.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         by: str = "batch",
         ranks: tuple[int, ...] = (),
         collate_fn: Callable[[Any], Any] | None = None,
-        states: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         self.dataset = dataset
         self.seed, self.split, self.ranks = seed, split, ranks
@@ -72,7 +70,6 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         self.draws = not draws_nothing(dataset)
         self.by_sample = self.draws and by == "sample"
         self.reads_batches = reads_batches(dataset) and not self.by_sample
-        self._states = dict(states or {})
         self._generators: Generators | None = None
         self._epoch = -1
         self._base = 0
@@ -93,16 +90,23 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         return self._settled(key, single=False)
 
     def _settled(self, key: BatchKey, *, single: bool) -> Any:
-        if self._states:
-            self._take_over_state()
-        if not (self.draws or self.collate_fn is not None) or key.epoch == self._epoch:
+        if key.epoch == self._epoch:
             return self._read(key, single)
         self._epoch = key.epoch
-        self._base = derive_seed(self.seed, "read", self.split, key.epoch, *self.ranks)
-        self._generators = self._generators or Generators(self._roots())
-        self._generators.look()
+        parts = stateful_parts(self.dataset) if get_worker_info() is not None else {}
+        before = get_states(parts)
+        if self.draws or self.collate_fn is not None:
+            self._base = derive_seed(self.seed, "read", self.split, key.epoch, *self.ranks)
+            self._generators = self._generators or Generators(self._roots())
+            self._generators.look()
         data = self._read(key, single)
-        return self._read(key, single) if self._generators.look() else data
+        if not is_equal(get_states(parts), before):
+            raise RuntimeError(
+                f"Expected dataloader.num_workers=0 for split {self.split!r}: reading changes the state of its dataset, "
+                f"{type(self.dataset).__name__}, of which each worker has a copy that is not saved. Received: a worker. Set it to 0, or "
+                "let what changes follow from set_epoch."
+            )
+        return self._read(key, single) if self._generators is not None and self._generators.look() else data
 
     def _roots(self) -> dict[str, object]:
         return {**({"dataset": self.dataset} if self.draws else {}), "collate_fn": self.collate_fn}
@@ -136,12 +140,6 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         if self._generators:
             self._generators.seed(seed)
         seed_host_streams(seed)
-
-    def _take_over_state(self) -> None:
-        info = get_worker_info()
-        if info is not None and info.id in self._states:
-            set_states(stateful_parts(self.dataset), self._states[info.id])
-        self._states = {}
 
 
 def reads_batches(dataset: object) -> bool:
@@ -182,6 +180,21 @@ def index_number(index: Any) -> int:
         return derive_seed(repr(index))
 
 
+class KeySampler(Sampler[BatchKey]):
+    """The keys of an order of batches, for a loader."""
+
+    def __init__(self, order: Any, *, batched: bool) -> None:
+        self.order = order
+        self.batched = batched
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        keys: Iterator[BatchKey] = self.order.keys()
+        return keys if self.batched else (key._replace(indices=key.indices[0]) for key in keys)
+
+
 def as_is(data: object) -> Any:
     """Return a batch that is already made."""
     return data
@@ -192,7 +205,7 @@ class KeyedLoader(TorchDataLoader[Any]):
 
     Args:
         dataset: A map-style dataset.
-        keys: Yields keys.
+        order: Yields keys by `keys()`, and has the seed, the pass and what of it is consumed.
         batch_size: As the user gave it; `None` delivers items as they are.
         drop_last: As the user gave it.
         split: Name of the split.
@@ -206,17 +219,11 @@ class KeyedLoader(TorchDataLoader[Any]):
     """
 
     dataset: Any
-    seed: int
-    """Base seed of order and randomness."""
-    epoch: int
-    """The pass that the position is in."""
-    consumed: int
-    """How far the pass is consumed, 0 at its beginning."""
 
     def __init__(
         self,
         dataset: object,
-        keys: Sampler[BatchKey],
+        order: Any,
         *,
         batch_size: int | None,
         drop_last: bool,
@@ -229,11 +236,15 @@ class KeyedLoader(TorchDataLoader[Any]):
         worker_init_fn: Callable[[int], Any] | None = None,
         **settings: Any,
     ) -> None:
+        self.order = order
         self.split, self.keyed = split, keyed
         self._ranks = ranks
+        keys = KeySampler(order, batched=batched)
         self._collates = collate_fn is not None
         draws_nothing(dataset)  # refuses a declaration that is none
-        self.dataset_state = DatasetState(dataset, split, num_workers)
+        self.stateful = stateful_parts(dataset)
+        for part in self.stateful.values():
+            check_savable(part, split)
         super().__init__(
             dataset,  # type: ignore[arg-type]
             batch_size=1 if batched else None,
@@ -250,6 +261,21 @@ class KeyedLoader(TorchDataLoader[Any]):
         if num_workers:
             end_with_process(self)
 
+    @property
+    def seed(self) -> int:
+        """Base seed of order and randomness."""
+        return int(self.order.seed)
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the position is in."""
+        return int(self.order.epoch)
+
+    @property
+    def consumed(self) -> int:
+        """How far the pass is consumed: samples over all ranks, or batches of this rank in the order of a sampler of the user's."""
+        return int(self.order.consumed)
+
     def __iter__(self) -> Any:
         """Return an iterator over the batches from the position to the end of the pass."""
         told = hasattr(self.dataset, "set_epoch")
@@ -257,17 +283,13 @@ class KeyedLoader(TorchDataLoader[Any]):
             self.dataset.set_seed(self.seed)
         if told:
             self.dataset.set_epoch(self.epoch)
-        if told or self.dataset_state:
-            # Persistent workers hold copies of the dataset that would not hear of it.
+        if told or self.stateful:
+            # Persistent workers have copies of the dataset that would not hear of it.
             shut_down_workers(self)
-        if self.dataset_state:
-            self.dataset_state.begin(first=not self.consumed)
         if not self.num_workers and not self.pin_memory:
             return self._read_here()
-        iterator = self._iterator = super().__iter__()
-        if self.dataset_state and self.num_workers:
-            return self.dataset_state.unwrapped(iterator)
-        return iterator
+        self._iterator = super().__iter__()
+        return self._iterator
 
     def _get_iterator(self) -> Any:
         # The iterator sees keys; `loader.dataset` is the user's own dataset.
@@ -275,8 +297,6 @@ class KeyedLoader(TorchDataLoader[Any]):
         view.__dict__["dataset"] = self._reading()
         if self._collates:
             view.__dict__["collate_fn"] = as_is
-        if self.dataset_state and self.num_workers:
-            view.__dict__["collate_fn"] = Stamped(view.collate_fn, self.dataset)
         with signals_blocked():
             return super(KeyedLoader, view)._get_iterator()
 
@@ -288,7 +308,6 @@ class KeyedLoader(TorchDataLoader[Any]):
             by=self.keyed,
             ranks=self._ranks,
             collate_fn=self.collate_fn if self._collates else None,
-            states=self.dataset_state.of_workers,
         )
 
     def _read_here(self) -> Iterator[object]:
@@ -304,22 +323,22 @@ class KeyedLoader(TorchDataLoader[Any]):
 
     def held_state(self) -> dict[str, object]:
         """Return the dataset's own state under `dataset`, if it has one."""
-        return {"dataset": self.dataset_state.state_dict()} if self.dataset_state else {}
+        return {"dataset": get_states(self.stateful)} if self.stateful else {}
 
     def load_held_state(self, state: Mapping[str, Any]) -> None:
         """Put the dataset into the state that `held_state` returned.
 
         Raises:
-            ValueError: If there is none, or it was kept by another number of workers.
+            ValueError: If that is of other parts.
         """
-        if self.dataset_state and "dataset" not in state:
+        saved = state.get("dataset", {})
+        if self.stateful and saved.keys() != self.stateful.keys():
             raise ValueError(
-                f"Expected the state of the dataset of split {self.split!r}, which has state_dict. Received: a position "
-                f"without it (keys={sorted(state)}). Restore the dataset that the run was saved with, or exclude "
-                "'dataloaders' from loading."
+                f"Expected the state of what has state_dict in the dataset of split {self.split!r} ({', '.join(self.stateful)}). Received: "
+                f"that of {', '.join(saved) or 'none'}. Restore the dataset that the run was saved with, or exclude 'dataloaders' from "
+                "loading."
             )
-        if self.dataset_state:
-            self.dataset_state.load_state_dict(state["dataset"], within=self.consumed > 0)
+        set_states(self.stateful, saved)
 
     def close(self) -> None:
         """End the worker processes; the loader can be iterated again."""

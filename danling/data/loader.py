@@ -7,7 +7,7 @@ from typing import Any
 
 from .keyed import KeyedLoader
 from .order import OrderedDataset
-from .sampler import KeySampler, PositionedBatchSampler
+from .sampler import PositionedBatchSampler
 from .shares import Division
 from .windows import Batch
 
@@ -41,6 +41,8 @@ class DataLoader(KeyedLoader):
             is not one that an exact position allows.
     """
 
+    order: PositionedBatchSampler
+
     def __init__(
         self,
         dataset: Any,
@@ -67,7 +69,7 @@ class DataLoader(KeyedLoader):
             )
         length = _checked_length(dataset, split)
         check_settings(settings, num_workers, split)
-        self.positions = PositionedBatchSampler(
+        self.order = PositionedBatchSampler(
             length,
             batch_size=_checked_batch_size(batch_size, split),
             division=division,
@@ -81,7 +83,7 @@ class DataLoader(KeyedLoader):
         self._check_not_empty()
         super().__init__(
             dataset,
-            KeySampler(self.positions, batched=batch_size is not None),
+            self.order,
             batch_size=batch_size if division is None else division.micro_batch_size,
             drop_last=drop_last,
             split=split,
@@ -93,7 +95,7 @@ class DataLoader(KeyedLoader):
         )
 
     def _check_not_empty(self) -> None:
-        plan = self.positions
+        plan = self.order
         if plan.drop_last and plan.length < plan.global_batch_size:
             whole = plan.division.is_update
             key = "global_batch_size" if whole else "batch_size"
@@ -107,59 +109,44 @@ class DataLoader(KeyedLoader):
     # Position
 
     @property
-    def seed(self) -> int:  # type: ignore[override]
-        """Base seed of order and randomness."""
-        return self.positions.seed
-
-    @property
-    def epoch(self) -> int:  # type: ignore[override]
-        """The pass that the position is in."""
-        return self.positions.epoch
-
-    @property
-    def consumed(self) -> int:  # type: ignore[override]
-        """Samples of this pass that are consumed, over all ranks."""
-        return self.positions.consumed
-
-    @property
     def length(self) -> int:
         """Samples of a pass, as the dataset had them when the pass began."""
-        return self.positions.length
+        return self.order.length
 
     def take_length(self) -> None:
         """Take over the length that the dataset has now. Call between two passes."""
-        self.positions.length = _checked_length(self.dataset, self.split)
+        self.order.length = _checked_length(self.dataset, self.split)
         self._check_not_empty()
         self.close()  # workers that are kept hold a copy of the dataset
 
     @property
     def remaining_batches(self) -> int:
         """Batches on this rank from the position to the end of the pass."""
-        return self.positions.num_batches(self.consumed)
+        return self.order.num_batches(self.consumed)
 
     @property
     def division(self) -> Division | None:
         """How updates are divided; `None` where `accum_steps` says how many batches make one."""
-        return self.positions.division if self.positions.division.is_update else None
+        return self.order.division if self.order.division.is_update else None
 
     @property
     def num_updates(self) -> int | None:
         """Updates of a whole pass; `None` where `accum_steps` says how many batches make one."""
-        return self.positions.num_stretches(0) if self.division is not None else None
+        return self.order.num_stretches(0) if self.division is not None else None
 
     @property
     def held_at_once(self) -> int:
         """The most samples that a rank holds at once of the next update; 0 at the end of the pass."""
-        return self.positions.division.largest(self.positions.next_stretch)
+        return self.order.division.largest(self.order.next_stretch)
 
     def hold_at_most(self, samples: int) -> None:
         """Cut updates into micro-batches of at most so many samples, from the next iterator on. Call on all ranks."""
-        self.positions.division = self.positions.division.capped(samples)
-        self.__dict__.update(batch_size=self.positions.division.micro_batch_size)
+        self.order.division = self.order.division.capped(samples)
+        self.__dict__.update(batch_size=self.order.division.micro_batch_size)
 
     def micro_batches(self, data: Iterable[Any]) -> Iterator[Batch]:
         """Yield data of the batches from the position on with what is known of each. Padding has 0 samples."""
-        plan = self.positions
+        plan = self.order
         for each, (samples, total), closes, place, ordinal in zip(
             data, plan.counts(), plan.closings(), plan.places(), plan.ordinals()
         ):
@@ -170,13 +157,11 @@ class DataLoader(KeyedLoader):
 
     def advance(self, batches: int) -> None:
         """Move the position: an update consumed `batches` batches of each rank."""
-        self.positions.consumed = self.positions.position_after(self.positions.consumed, batches)
-        if self.num_workers:
-            self.dataset_state.advance(batches)
+        self.order.consumed = self.order.position_after(self.order.consumed, batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
-        self.positions.epoch, self.positions.consumed = epoch, 0
+        self.order.epoch, self.order.consumed = epoch, 0
 
     # State
 
@@ -186,9 +171,9 @@ class DataLoader(KeyedLoader):
             "seed": self.seed,
             "epoch": self.epoch,
             "consumed": self.consumed,
-            "length": self.positions.length,
-            "end": self.positions.end,
-            "shuffle": self.positions.shuffle,
+            "length": self.order.length,
+            "end": self.order.end,
+            "shuffle": self.order.shuffle,
             **({"order": self.dataset.fingerprint(self.epoch)} if isinstance(self.dataset, OrderedDataset) else {}),
             **self.held_state(),
         }
@@ -203,10 +188,10 @@ class DataLoader(KeyedLoader):
         if state_dict["seed"] != self.seed:
             # Workers that are kept hold a copy of the old seed.
             self.close()
-        self.positions.seed = state_dict["seed"]
-        self.positions.epoch = state_dict["epoch"]
+        self.order.seed = state_dict["seed"]
+        self.order.epoch = state_dict["epoch"]
         # Between two passes, the dataset may have got another length.
-        self.positions.consumed = self.positions.end if self._is_over(state_dict) else state_dict["consumed"]
+        self.order.consumed = self.order.end if self._is_over(state_dict) else state_dict["consumed"]
         self.load_held_state(state_dict)
 
     def _is_over(self, state: Mapping[str, Any]) -> bool:
@@ -219,7 +204,7 @@ class DataLoader(KeyedLoader):
                 f"Expected the position of split {self.split!r}. Received: a state without {', '.join(missing)} "
                 f"(keys={sorted(state)}). It was saved by another kind of loader; exclude 'dataloaders' from loading."
             )
-        length = self.positions.length
+        length = self.order.length
         if state["length"] != length and state["consumed"] and not self._is_over(state):
             raise ValueError(
                 f"Expected split {self.split!r} to have {state['length']} samples, as when its position was saved. "
@@ -233,10 +218,10 @@ class DataLoader(KeyedLoader):
                 f"Expected a position of split {self.split!r} between 0 and {length}. Received: "
                 f"consumed={state['consumed']}."
             )
-        if state["consumed"] and bool(state["shuffle"]) != self.positions.shuffle:
+        if state["consumed"] and bool(state["shuffle"]) != self.order.shuffle:
             raise ValueError(
                 f"Expected shuffle={state['shuffle']} for split {self.split!r}, as when its position was saved within "
-                f"an epoch. Received: shuffle={self.positions.shuffle}. Restore the setting, or exclude 'dataloaders' "
+                f"an epoch. Received: shuffle={self.order.shuffle}. Restore the setting, or exclude 'dataloaders' "
                 "from loading."
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import lru_cache
@@ -43,7 +44,7 @@ class Mixture(OrderedDataset):
     In every stretch from the beginning of the weights on, each source has its share of the samples to less than one. A source is
     read in separate passes, each in a new order, and goes on where it was when an epoch of the mixture ends: a small one is
     repeated while a large one is read once. Which sample is at a position follows from the seed, the epoch and the position
-    alone and is found in constant time, so a run resumes exactly at any position, with any number of workers and processes.
+    alone and is found by a binary search, so a run resumes exactly at any position, with any number of workers and processes.
 
     The order is the mixture's own: the loader neither shuffles it nor is asked to.
 
@@ -350,43 +351,26 @@ class Turns:
         self.in_period = [int(share * self.period) for share in shares]
         """Turns of each party in a period."""
         self._party = array("I", _assign(self.in_period, self.period))
-        self._number = array("I", bytes(4 * self.period))
-        had = [0] * len(shares)
+        self._turns = [array("I") for _ in shares]
+        """Turns of each party within a period, rising."""
         for turn, party in enumerate(self._party):
-            self._number[turn] = had[party]
-            had[party] += 1
+            self._turns[party].append(turn)
 
     def at(self, turn: int) -> tuple[int, int]:
         """Return whose turn it is, and the how manieth of that party, both from 0."""
         periods, rest = divmod(turn, self.period)
         party = self._party[rest]
-        return party, periods * self.in_period[party] + self._number[rest]
+        return party, periods * self.in_period[party] + bisect_left(self._turns[party], rest)
 
     def counts(self, turns: int) -> list[int]:
         """Return how many of the first turns each party has had."""
         periods, rest = divmod(turns, self.period)
-        counts = [periods * count for count in self.in_period]
-        missing = set(range(len(counts))) if rest else set()
-        # Not later than one turn after its share of them, so the last turn of each is near.
-        for turn in range(rest - 1, -1, -1):
-            if not missing:
-                break
-            party = self._party[turn]
-            if party in missing:
-                counts[party] += self._number[turn] + 1
-                missing.discard(party)
-        return counts
+        return [periods * len(own) + bisect_left(own, rest) for own in self._turns]
 
     def turns_until(self, party: int, number: int) -> int:
-        """Return how many turns there are until a party has had so many."""
-        if number <= 0:
-            return 0
+        """Return how many turns there are until a party has had so many, at least one."""
         periods, rest = divmod(number - 1, self.in_period[party])
-        begin = int(rest / self.shares[party])
-        for turn in range(max(begin - int(1 / self.shares[party]) - 1, 0), self.period):
-            if self._party[turn] == party and self._number[turn] == rest:
-                return periods * self.period + turn + 1
-        raise AssertionError("a party has all its turns within a period")
+        return periods * self.period + self._turns[party][rest] + 1
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,7 @@ from .build import build_dataloader, order_setting
 from .datamodule import LoaderSettings
 from .keyed import KeyedLoader
 from .loader import DataLoader
-from .source import BatchSource, open_source
+from .source import BatchSource, WindowSource, open_source
 from .splits import DividedSettings, Splits
 from .stream_loader import StreamLoader
 from .windows import ReaderPlace, WindowLoader
@@ -149,39 +149,39 @@ class RunData:
             over=lambda: run._session.leave_pass(),
         )
 
+    # Loaders of windows, such as streams, which free what is trained on
+
+    def _windows(self) -> dict[str, WindowLoader]:
+        sources = self.sources.among(self._run.train_splits)
+        return {split: source.read for split, source in sources.items() if isinstance(source, WindowSource)}
+
     def commit_saved(self, payload: Mapping[str, Any]) -> None:
         """Let loaders free what is before their positions in a checkpoint that is on the disk.
 
         May be called on one rank, and from another thread.
         """
-        self._commit({split: payload.get("dataloaders", {}).get(split) for split in self._run.train_splits})
+        states = payload.get("dataloaders", {})
+        for split, loader in self._windows().items():
+            if (state := states.get(split)) is not None and state.get("kind") == WindowSource.kind:
+                loader.commit_state(state)
 
     def commit_loaded(self) -> None:
         """Do the same for the positions that the run was restored to."""
-        self._commit({split: source.state_dict() for split, source in self._trained() if not source.is_rank_local})
-
-    def _commit(self, states: Mapping[str, Mapping[str, object] | None]) -> None:
-        for split, source in self._trained():
-            state = states.get(split)
-            if state is not None:
-                source.commit_state(state)
-
-    def _trained(self) -> list[tuple[str, BatchSource]]:
-        return list(self.sources.among(self._run.train_splits).items())
+        for loader in self._windows().values():
+            loader.commit_state(loader.state_dict())
 
     def free(self) -> None:
         """Let loaders free now what is due. May be called on one rank."""
-        for _, source in self._trained():
-            source.free()
+        for loader in self._windows().values():
+            loader.free()
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return by split what is shown of the loaders beside the metrics of an update. May be called on one rank."""
-        return {split: source.metrics() for split, source in self._trained()}
+        return {split: loader.metrics() for split, loader in self._windows().items()}
 
     def streams(self) -> dict[str, Mapping[str, object]]:
         """Return the progress of each split's loader and of its producers; empty without producers. May be called on one rank."""
-        standings = {split: source.standing() for split, source in self._trained()}
-        return {split: standing for split, standing in standings.items() if standing}
+        return {split: found for split, loader in self._windows().items() if (found := loader.standing())}
 
     def open_all(self) -> str | None:
         """Open every loader that is there now, and return the split whose metrics select the best checkpoint, if there is one."""

@@ -27,7 +27,6 @@ from .dataset_state import from_plain, is_stateful, to_plain
 from .generators import Generators
 from .keyed import BatchKey, KeyedLoader, index_number
 from .randomness import derive_seed, mix_seed, seed_host_streams
-from .sampler import KeySampler
 
 _OWN_ORDER = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 """Samplers that draw an order for one rank, never one of which each rank takes a part."""
@@ -73,9 +72,9 @@ class SampledBatches(Sampler[BatchKey]):
         self.rank = rank
         self.world_size = world_size
         self.epoch = 0
-        self.consumed = 0
+        self.position = 0
         """Indices of the pass that are consumed on this rank; lists of them, where the sampler yields lists."""
-        self.batches = 0
+        self.consumed = 0
         """Batches of the pass that are consumed on this rank."""
         self._digest = 0
         self._ahead: deque[tuple[int, int]] = deque()
@@ -98,7 +97,7 @@ class SampledBatches(Sampler[BatchKey]):
     def remaining(self) -> int | None:
         """Return the batches from the position to the end of the pass, `None` where the sampler has no length."""
         length = self.length
-        return None if length is None else max(self._num_batches(length - self.consumed), 0)
+        return None if length is None else max(self._num_batches(length - self.position), 0)
 
     def _num_batches(self, length: int) -> int:
         if self.batched:
@@ -112,26 +111,26 @@ class SampledBatches(Sampler[BatchKey]):
         if epoch != self.epoch:
             self._found = None
         self.epoch = epoch
-        self.consumed = self.batches = self._digest = 0
+        self.position = self.consumed = self._digest = 0
         self._order = None
         self._ahead.clear()
 
     def advance(self, batches: int) -> None:
         """Move the position by so many batches that were given."""
         for _ in range(batches):
-            self.batches += 1
+            self.consumed += 1
             if self._ahead:
-                self.consumed, self._digest = self._ahead.popleft()
+                self.position, self._digest = self._ahead.popleft()
             else:
-                self.consumed += 1 if self.batched else self.batch_size
+                self.position += 1 if self.batched else self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the state of a sampler that has one: as the pass found it, and as it is."""
         state: dict[str, Any] = {
             "seed": self.seed,
             "epoch": self.epoch,
-            "consumed": self.batches,
-            "position": self.consumed,
+            "consumed": self.consumed,
+            "position": self.position,
         }
         state |= {"digest": self._digest, "length": self.length, "world_size": self.world_size}
         held = _stateful(self.sampler)
@@ -155,7 +154,7 @@ class SampledBatches(Sampler[BatchKey]):
             )
         # A pass that is over is not begun again, and the next one finds the sampler as this one left it.
         self._load_sampler(state.get("sampler"))
-        self.consumed, self.batches, self._digest = state["position"], state["consumed"], state["digest"]
+        self.position, self.consumed, self._digest = state["position"], state["consumed"], state["digest"]
 
     def _load_sampler(self, state: object) -> None:
         held = _stateful(self.sampler)
@@ -170,7 +169,7 @@ class SampledBatches(Sampler[BatchKey]):
     def keys(self) -> Iterator[BatchKey]:
         """Yield what is to be read of each batch from the position on."""
         order = self._order
-        if order is None or order.position != self.consumed:
+        if order is None or order.position != self.position:
             order = self._order = self._begin()
         self._ahead.clear()
         size = 1 if self.batched else self.batch_size
@@ -190,11 +189,11 @@ class SampledBatches(Sampler[BatchKey]):
         self._tell_epoch()
         order = _Order(self)
         size = 1 if self.batched else self.batch_size
-        while order.position < self.consumed and order.take(min(size, self.consumed - order.position)):
+        while order.position < self.position and order.take(min(size, self.position - order.position)):
             pass
-        if (order.position, order.digest) != (self.consumed, self._digest):
+        if (order.position, order.digest) != (self.position, self._digest):
             raise ValueError(
-                f"Expected the sampler of split {self.split!r} to give the {self.consumed} "
+                f"Expected the sampler of split {self.split!r} to give the {self.position} "
                 f"{'batches' if self.batched else 'indices'} of epoch {self.epoch} again that were consumed when the run "
                 f"was saved. Received: others from {type(self.sampler).__name__}. Define set_epoch(epoch) on it, which its order follows "
                 "from, or state_dict and load_state_dict for what it changes; and let it draw from the global streams or from a generator "
@@ -249,6 +248,7 @@ class _Order:
         self._items: Iterator[Any] = self._begun()
         if self._generators.look():  # what drawing has made is seeded too
             self._items = self._begun()
+            self._generators.look()
 
     def _begun(self) -> Iterator[Any]:
         self._seed_all(self._seed)
@@ -284,6 +284,8 @@ class SampledLoader(KeyedLoader):
     The sampler is not divided over ranks: that is its own business.
     """
 
+    order: SampledBatches
+
     def __init__(
         self,
         dataset: object,
@@ -299,7 +301,7 @@ class SampledLoader(KeyedLoader):
         **settings: Any,
     ) -> None:
         batched = batch_sampler is not None
-        self.order = SampledBatches(
+        order = SampledBatches(
             batch_sampler if batched else sampler,
             batched=batched,
             batch_size=batch_size or 1,
@@ -312,7 +314,7 @@ class SampledLoader(KeyedLoader):
         batched = batched or batch_size is not None
         super().__init__(
             dataset,
-            KeySampler(self.order, batched=batched),
+            order,
             batch_size=batch_size,
             drop_last=drop_last,
             split=split,
@@ -321,21 +323,6 @@ class SampledLoader(KeyedLoader):
             **settings,
         )
 
-    @property
-    def seed(self) -> int:  # type: ignore[override]
-        """Base seed of order and randomness."""
-        return self.order.seed
-
-    @property
-    def epoch(self) -> int:  # type: ignore[override]
-        """The pass that the position is in."""
-        return self.order.epoch
-
-    @property
-    def consumed(self) -> int:  # type: ignore[override]
-        """Batches of the pass that are consumed on this rank."""
-        return self.order.batches
-
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
         self.order.set_epoch(epoch)
@@ -343,7 +330,6 @@ class SampledLoader(KeyedLoader):
     def advance(self, batches: int) -> None:
         """Move the position by so many batches."""
         self.order.advance(batches)
-        self.dataset_state.advance(batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, islice, repeat
-from typing import Any
 
 from torch.utils.data import Sampler
 
@@ -202,18 +201,3 @@ class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
     def _counts(self, samples: int) -> list[tuple[int, int]]:
         totals = self.division.totals(samples)
         return [(size, total) for (_, size), total in zip(self._cut(samples), totals, strict=False)]
-
-
-class KeySampler(Sampler[BatchKey]):
-    """The keys of an order of batches, for a loader."""
-
-    def __init__(self, order: Any, *, batched: bool) -> None:
-        self.order = order
-        self.batched = batched
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[BatchKey]:
-        keys: Iterator[BatchKey] = self.order.keys()
-        return keys if self.batched else (key._replace(indices=key.indices[0]) for key in keys)

@@ -262,26 +262,6 @@ class BatchSource(ABC):
             )
         self._load({key: value for key, value in state.items() if key != "kind"})
 
-    def commit_state(self, state: Mapping[str, object]) -> None:  # noqa: B027
-        """Let the loader free what is before a position that is in a checkpoint on the disk, where it frees anything.
-
-        May be called on one rank, and from another thread.
-
-        Args:
-            state: What `state_dict` returned.
-        """
-
-    def free(self) -> None:  # noqa: B027
-        """Let the loader free now what is due; called in the thread that reads. May be called on one rank."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return what is shown of the loader beside the metrics of an update. May be called on one rank."""
-        return {}
-
-    def standing(self) -> Mapping[str, object]:
-        """Return how far the loader and those who fill it are; empty where nothing fills it. May be called on one rank."""
-        return {}
-
     def close(self) -> None:
         """End the loader's worker processes."""
         shut_down_workers(self.read)
@@ -374,10 +354,10 @@ class PositionSource(_KeptSource):
     @property
     def is_rank_local(self) -> bool:  # type: ignore[override]
         """Whether each rank has a dataset whose own state is to be saved."""
-        return bool(self.read.dataset_state)
+        return bool(self.read.stateful)
 
     def _is_even(self) -> bool:
-        return self.read.positions.even
+        return self.read.order.even
 
     @property
     def num_batches(self) -> int | None:
@@ -445,23 +425,6 @@ class WindowSource(_KeptSource):
 
     def _unread_batches(self) -> Iterator[Batch]:
         return (batch._replace(data=PLACEHOLDER) for batch in self.read.micro_batches(read=False))
-
-    def commit_state(self, state: Mapping[str, object]) -> None:
-        """Free what is before a position that is in a checkpoint on the disk."""
-        if state.get("kind") == self.kind:
-            self.read.commit_state({key: value for key, value in state.items() if key != "kind"})
-
-    def free(self) -> None:
-        """Let the loader free what is due."""
-        self.read.free()
-
-    def metrics(self) -> dict[str, float]:
-        """Return what is shown of the loader."""
-        return self.read.metrics()
-
-    def standing(self) -> Mapping[str, object]:
-        """Return how far the loader and those who fill it are."""
-        return self.read.standing()
 
     def close(self) -> None:
         """Close the loader."""

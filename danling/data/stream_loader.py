@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -286,7 +287,7 @@ class StreamLoader(DataLoader[Any]):
             every=1 if self.keyed == "sample" else size or 1,
             rank=self.rank,
             collate_fn=self._own_collate,
-            make=self._collate if size is not None else _Single(self._collate),
+            make=self._collate if size is not None else partial(_made_of_one, self._collate),
             size=size or 1,
             drop_last=self.drop_last,
             states=self._states,
@@ -309,14 +310,8 @@ class StreamLoader(DataLoader[Any]):
         self._is_loaded = True
 
 
-class _Single:
-    """Makes what is delivered of a single item."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
-        self.collate_fn = collate_fn
-
-    def __call__(self, items: list[Any]) -> Any:
-        return self.collate_fn(items[0])
+def _made_of_one(collate_fn: Callable[[Any], Any], items: list[Any]) -> Any:
+    return collate_fn(items[0])
 
 
 def stream_twin(loader: Any, *, split: str, seed: int, rank: int = 0) -> StreamLoader | None:

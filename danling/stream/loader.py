@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
@@ -62,59 +61,6 @@ class FeatureDataset(Dataset[Any]):
 
 _POLL_SECONDS = (0.001, 0.05)
 """The first and the longest pause between two looks at the log."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """The samples of one update over all ranks.
-
-    Attributes:
-        start: Place in the log of the first one.
-        refs: The samples.
-    """
-
-    start: int
-    refs: list[SampleRef]
-
-    @property
-    def stop(self) -> int:
-        """The place after the last one."""
-        return self.start + len(self.refs)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One micro-batch of a rank.
-
-    Attributes:
-        start: Place in the log of its first sample; padding has the place that it would have.
-        refs: Its samples; for padding the first one of the window.
-        samples: How many of them count on this rank; none of padding does.
-        total: How many count over all ranks.
-        closes: Whether it is the last one of the update.
-    """
-
-    start: int
-    refs: list[SampleRef]
-    samples: int
-    total: int
-    closes: bool
-
-
-def parts_of(window: Window, division: Division, rank: int) -> list[Part]:
-    """Return the micro-batches of a rank: as many as every other one makes, with padding where a rank has fewer samples."""
-    samples = len(window.refs)
-    cuts = list(zip(division.cut(samples, rank), division.totals(samples), strict=True))
-    return [
-        Part(
-            window.start + offset,
-            window.refs[offset : offset + size] or window.refs[:1],
-            size,
-            total,
-            closes=number == len(cuts),
-        )
-        for number, ((offset, size), total) in enumerate(cuts, start=1)
-    ]
 
 
 def _ended_early(name: str, kind: str, reason: str, published: int, position: int) -> str:
@@ -211,7 +157,8 @@ class StreamLoader:
         """Brings the log forward from within a wait, where producer and trainer share a process; returns whether it did."""
         self._place = ReaderPlace()
         self._last_id = ""
-        self._opened: deque[tuple[Window, int]] = deque()
+        self._opened: deque[tuple[int, str, int]] = deque()
+        """Of each window that is opened and not consumed: the place behind it, its last sample, and its micro-batches on a rank."""
         self._done = 0
         self._division: Division
         self._next = self._published = 0
@@ -273,7 +220,7 @@ class StreamLoader:
             yield from self._read()
         else:
             while parts := self._open(wait=True):
-                yield from (_batch(part, None) for part in parts)
+                yield from (batch for batch, _ in parts)
 
     def _is_over(self) -> bool:
         """Whether this would be another pass over features that are freed, which ends the training."""
@@ -361,8 +308,9 @@ class StreamLoader:
             f"{self.channel.name}. Give the loader that log, or exclude 'dataloaders' from loading to begin with this one."
         )
 
-    def _open(self, *, wait: bool) -> list[Part]:
-        """Return the micro-batches of the next window; none where the log is at its end or, without waiting, is not that far yet.
+    def _open(self, *, wait: bool) -> list[tuple[Batch, list[SampleRef]]]:
+        """Return the micro-batches of the next window, with their samples; none at the end of the log or, without waiting, before the window
+        is there.
 
         A window is opened once the log holds all of it. A shorter one is the last one, and is opened once the log says that it is complete:
         both are facts of the log that never change, so every rank that looks comes to the same windows, whenever it looks.
@@ -383,12 +331,17 @@ class StreamLoader:
                 )
             return []
         self._next = stop
-        window = Window(start, self.channel.read(start, stop))
+        refs = self.channel.read(start, stop)
         if not self._opened and start == self.consumed:
-            self._check_credit(window.refs)
-        parts = parts_of(window, self._division, self._place.rank)
-        self._opened.append((window, len(parts)))
-        return parts
+            self._check_credit(refs)
+        samples, division = len(refs), self._division
+        cuts = list(zip(division.cut(samples, self._place.rank), division.totals(samples), strict=True))
+        self._opened.append((start + samples, refs[-1].id, len(cuts)))
+        # Padding has the place that its sample would have, and the first sample of the window.
+        return [
+            (Batch(None, size, total, number == len(cuts), (start + offset,)), refs[offset : offset + size] or refs[:1])
+            for number, ((offset, size), total) in enumerate(cuts, start=1)
+        ]
 
     def _find_end(self, stop: int, *, wait: bool) -> int | None:
         """Return `None` once the log holds all up to `stop`, else where it ends, the place of the window where that is not known yet."""
@@ -421,29 +374,29 @@ class StreamLoader:
         return None
 
     def _read(self) -> Iterator[Batch]:
-        known: deque[Part] = deque()
-        ahead: deque[tuple[Part, Future[list[Sample]] | None]] = deque()
+        known: deque[tuple[Batch, list[SampleRef]]] = deque()
+        ahead: deque[tuple[Batch, list[SampleRef], Future[list[Sample]] | None]] = deque()
         while True:
             while len(ahead) <= self.prefetch:
                 if not known:
                     known.extend(self._open(wait=not ahead))
                 if not known:
                     break
-                part = known.popleft()
-                ahead.append((part, self._pooled().submit(self._fetch, part.refs) if self.prefetch else None))
+                batch, refs = known.popleft()
+                ahead.append((batch, refs, self._pooled().submit(self._fetch, refs) if self.prefetch else None))
             if not ahead:
                 return
-            part, fetched = ahead.popleft()
-            samples = self._fetch(part.refs) if fetched is None else fetched.result()
-            yield _batch(part, self._collated(part, samples))
+            batch, refs, fetched = ahead.popleft()
+            samples = self._fetch(refs) if fetched is None else fetched.result()
+            yield batch._replace(data=self._collated(batch.place[0], samples))
 
     def _fetch(self, refs: Sequence[SampleRef]) -> list[Sample]:
         return [Sample(self.store.get(ref), ref) for ref in refs]
 
-    def _collated(self, part: Part, samples: list[Sample]) -> Any:
+    def _collated(self, place: int, samples: list[Sample]) -> Any:
         if self.collate_fn is None:
             return default_collate([dict(sample) for sample in samples])
-        seed_host_streams(derive_seed(self._place.seed, "read", self._place.split, self.epoch, part.start))
+        seed_host_streams(derive_seed(self._place.seed, "read", self._place.split, self.epoch, place))
         return self.collate_fn(samples)
 
     def _pooled(self) -> ThreadPoolExecutor:
@@ -498,10 +451,9 @@ class StreamLoader:
             batches: How many.
         """
         self._done += batches
-        while self._opened and self._done >= self._opened[0][1]:
-            window, count = self._opened.popleft()
+        while self._opened and self._done >= self._opened[0][2]:
+            self.consumed, self._last_id, count = self._opened.popleft()
             self._done -= count
-            self.consumed, self._last_id = window.stop, window.refs[-1].id
             if self.retain == "step":
                 # Every rank has read its share: the update took all of them.
                 self.commit(self.consumed)
@@ -617,10 +569,6 @@ class StreamLoader:
         self._thread = threading.get_ident()
         if self._owns:
             self.free()
-
-
-def _batch(part: Part, data: Any) -> Batch:
-    return Batch(data, part.samples, part.total, part.closes, (part.start,))
 
 
 def _check(name: str, value: object, expected: str, holds: bool) -> None:

@@ -138,8 +138,8 @@ class KeptAttributes:
         runner = self._runner
 
         def keyed() -> set[int]:
-            places = Generators({"datasets": runner.datasets, "dataloaders": runner.dataloaders}).places
-            return {id(place.current()) for place in places}
+            found = Generators({"datasets": runner.datasets, "dataloaders": runner.dataloaders}).found
+            return set(map(id, found.values()))
 
         return Encoder(self._components, keyed=keyed, secret_keys=runner.config.secret_keys or ())
 

@@ -5,15 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.datasets import Augmented, Stream, drain, stateful_loader
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, TensorDataset
+from support.datasets import Augmented, stateful_loader
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from danling.data import DataLoader, build_dataloader, open_source, order_setting
-from danling.data.sampled import SampledLoader
+from danling.data import DataLoader, build_dataloader, order_setting
 from danling.data.shares import merge_settings
-from danling.data.stream_loader import StreamLoader
-from danling.data.workers import WorkerInit
 
 
 def build(dataset: Any, settings: dict[str, Any] | None = None, *, train: bool = True, **others: Any) -> Any:
@@ -24,8 +21,8 @@ def test_defaults_follow_the_split() -> None:
     dataset = Augmented(10)
     train, test = build(dataset, {"batch_size": 4}), build(dataset, {"batch_size": 4}, train=False)
     assert isinstance(train, DataLoader) and isinstance(test, DataLoader)
-    assert (train.positions.shuffle, train.drop_last, train.positions.pad) == (True, True, True)
-    assert (test.positions.shuffle, test.drop_last, test.positions.pad) == (False, False, False)
+    assert (train.order.shuffle, train.drop_last, train.order.pad) == (True, True, True)
+    assert (test.order.shuffle, test.drop_last, test.order.pad) == (False, False, False)
     assert (len(train), len(test)) == (2, 3)
     assert not train.pin_memory
     assert build(dataset, device=torch.device("cuda")).pin_memory
@@ -34,50 +31,14 @@ def test_defaults_follow_the_split() -> None:
 
 def test_settings_win_over_defaults() -> None:
     loader = build(Augmented(10), {"batch_size": 4, "shuffle": False, "drop_last": False, "generator": None})
-    assert (loader.positions.shuffle, loader.drop_last) == (False, False)
-    assert build(Augmented(10), {"shuffle": None}).positions.shuffle is True
-
-
-def test_ranks_share_a_dataset() -> None:
-    loaders = [build(range(10), {"batch_size": 2}, rank=rank, world_size=2) for rank in range(2)]
-    seen = [int(index) for loader in loaders for batch in loader for index in batch]
-    assert len(seen) == len(set(seen)) == 8
+    assert (loader.order.shuffle, loader.drop_last) == (False, False)
+    assert build(Augmented(10), {"shuffle": None}).order.shuffle is True
 
 
 def test_loaders_are_returned_untouched() -> None:
     generator = (number for number in range(3))
     for loader in (TorchDataLoader(range(3)), stateful_loader(range(3)), generator):  # type: ignore[arg-type]
         assert build(loader, {"batch_size": 7}) is loader
-
-
-def test_sequences_are_datasets() -> None:
-    assert isinstance(build([1, 2, 3]), DataLoader)
-
-
-def test_iterable_dataset_keeps_its_own_state() -> None:
-    loader = build(Stream(10), {"batch_size": 4})
-    assert type(loader) is StreamLoader
-    source = open_source(loader, split="train", rank=0, world_size=1)
-    assert source.kind == "stateful"
-    assert [batch.tolist() for batch in drain(source)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    test = build(Stream(10), {"batch_size": 4, "num_workers": 1}, train=False)
-    assert [batch.tolist() for batch in test][-1] == [8, 9]
-    assert isinstance(test.worker_init_fn, WorkerInit)
-
-
-def test_samplers_of_the_user_are_used() -> None:
-    data = TensorDataset(torch.arange(10))
-    sampled = build(data, {"batch_size": 4, "sampler": SequentialSampler(data)})
-    batched = build(data, {"batch_sampler": BatchSampler(SequentialSampler(data), 3, False)})
-    for loader, count in ((sampled, 2), (batched, 4)):
-        assert type(loader) is SampledLoader
-        assert open_source(loader, split="train", rank=0, world_size=1).kind == "sampled"
-        assert len(list(loader)) == count
-
-
-def test_without_batch_size() -> None:
-    assert len(list(build(range(5), {"batch_size": None}))) == 5
-    assert len(list(build(Stream(5), {"batch_size": None}))) == 5
 
 
 def test_a_split_without_workers_is_not_asked_about_them() -> None:

@@ -236,7 +236,7 @@ def test_samples_and_epochs_and_generators_draw_differently() -> None:
     assert len(torch.cat([draws, torch.cat(drain(source))[:, 1].frac()]).unique()) == 2 * LENGTH
     found = Generators({"dataset": Drawing(Jitter(first), Jitter(random.Random(1)))})
     found.seed(3)
-    assert len({draw(place.current()) for place in found.places}) == 2
+    assert len({draw(generator) for generator in found.found.values()}) == 2
 
 
 def test_a_collate_function_with_a_generator_is_keyed_by_batch() -> None:

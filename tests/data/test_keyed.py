@@ -8,14 +8,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.datasets import Augmented, BatchAugmented, drain
+from support.datasets import Augmented, BatchAugmented
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from danling.data import BatchSource, KeyedDataset, build_dataloader, open_source
+from danling.data import KeyedDataset, build_dataloader
 from danling.data.keyed import BatchKey, draws_nothing
-
-LENGTH = 12
 
 
 def read(dataset: Dataset[Any], key: tuple[int, int, list[int]], **settings: Any) -> Any:
@@ -110,59 +108,3 @@ def test_a_declaration_that_is_none_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"Expected Perhaps\.draws_random to be True or False.*'perhaps' \(str\)"):
         build_dataloader(Perhaps(4), {}, split="train", train=True, seed=0)
-
-
-def mixed(samples: list[Any]) -> Tensor:
-    rows = [sample[0] if isinstance(sample, tuple) else sample for sample in samples]
-    return torch.stack(rows) + torch.rand(()) + random.random()
-
-
-@pytest.mark.parametrize("data", [TensorDataset(torch.arange(LENGTH)), Augmented(LENGTH), BatchAugmented(LENGTH)])
-@pytest.mark.parametrize("keyed", ["batch", "sample"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_collate_function_that_draws_is_resumed(data: Dataset[Any], keyed: str, workers: int) -> None:
-    def make() -> BatchSource:
-        settings = {"batch_size": 3, "collate_fn": mixed, "keyed": keyed, "num_workers": workers}
-        return open_source(build_dataloader(data, settings, split="train", train=True, seed=3), split="train", seed=3)
-
-    whole, first, second = drain(make()), make(), make()
-    assert len({float(batch.flatten()[0] % 1) for batch in whole}) == len(whole)
-    drain(first, 2)
-    second.load_state_dict(first.state_dict())
-    torch.manual_seed(11)
-    assert same(drain(second), whole[2:])
-    for source in (first, second):
-        source.close()
-
-
-class Lazy(Dataset[Tensor]):
-    """Makes a generator when the first sample is read, as augmentation libraries do."""
-
-    rng: Any = None
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Tensor:
-        if self.rng is None:
-            self.rng = numpy.random.default_rng(torch.initial_seed() % 2**32)
-        return torch.tensor([index, self.rng.random()], dtype=torch.float64)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_generator_made_lazily_in_a_worker_is_keyed(workers: int, persistent: bool) -> None:
-    def make() -> BatchSource:
-        settings = {"batch_size": 3, "num_workers": workers, "persistent_workers": persistent and workers > 0}
-        return open_source(build_dataloader(Lazy(), settings, split="train", train=True, seed=3), split="train", seed=3)
-
-    whole = make()
-    batches = drain(whole)
-    whole.finish_pass()
-    batches += drain(whole)
-    for stop in (1, 3, 5):
-        resumed = make()
-        resumed.load_state_dict({**whole.state_dict(), "epoch": stop // 4, "consumed": stop % 4 * 3})
-        assert same(drain(resumed), batches[stop : 4 * (stop // 4 + 1)])
-        resumed.close()
-    whole.close()

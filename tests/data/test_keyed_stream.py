@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.datasets import Stream, drain, read, stateful_loader
+from support.datasets import drain, read, stateful_loader
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
@@ -212,27 +212,6 @@ def test_resumes_with_workers(name: str, kind: str, persistent: bool) -> None:
     check(name, kind, range(2, 14, 5), num_workers=2, persistent_workers=persistent)
 
 
-def test_a_generator_that_was_seeded_by_chance_comes_back() -> None:
-    class Chance(Share):
-        def __init__(self) -> None:
-            self.rng = numpy.random.default_rng()
-
-        def order(self) -> list[int]:
-            order: list[int] = self.rng.permutation(LENGTH).tolist()
-            return order
-
-    def make() -> BatchSource:
-        return open_source(TorchDataLoader(Chance(), batch_size=4), split="train", seed=3)
-
-    for stop in (3, 6, 8):
-        source = make()
-        read(source, stop)
-        second = make()
-        second.load_state_dict(copy.deepcopy(source.state_dict()))
-        expected = read(source, 6)
-        assert all(torch.equal(one, other) for one, other in zip(read(second, 6), expected, strict=True))
-
-
 def test_workers_see_the_users_dataset() -> None:
     def divide(worker: int) -> None:
         info = get_worker_info()
@@ -260,20 +239,6 @@ def test_what_is_read_again_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         read(second, 9)
     (record,) = caplog.records
     assert "'train' (Permutes) cannot be positioned: its first 8 items of epoch 0 are read again" in record.getMessage()
-
-
-@pytest.mark.parametrize("state", [{"lock": object()}, {"inner": [lambda: None]}, RuntimeError("not yet")])
-def test_a_state_that_cannot_be_saved_is_refused(state: Any) -> None:
-    class Unsavable(Stream):
-        def state_dict(self) -> Any:
-            if isinstance(state, Exception):
-                raise state
-            return state
-
-        def load_state_dict(self, state: Any) -> None: ...
-
-    with pytest.raises(ValueError, match=r"Expected Unsavable.state_dict\(\) of split 'train'.*Received: "):
-        build_dataloader(Unsavable(4), {}, split="train", train=True, seed=3)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

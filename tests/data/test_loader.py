@@ -17,8 +17,7 @@ from support.warm import interpreter
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from danling.data import BatchSource, DataLoader, derive_seed, open_source, seed_streams
-from danling.data.order import KeyedPermutation
+from danling.data import BatchSource, DataLoader, open_source, seed_streams
 
 LENGTH = 23
 
@@ -67,17 +66,6 @@ def test_resumes_at_every_position_of_three_passes(workers: int, straight: list[
             assert sorted(dataset.reads) == sorted(ids(rest)), "a consumed sample was read again"
         second.finish_pass()
         assert same(rest + passes(second, 1), straight[stop : (epoch + 2) * a_pass])
-
-
-def test_last_batch_consumed_but_pass_not_finished(straight: list[Tensor]) -> None:
-    first = source_of(make())
-    drain(first)
-    second = source_of(make(2))
-    second.load_state_dict(first.state_dict())
-    assert second.remaining_batches() == 0
-    assert drain(second) == []
-    second.finish_pass()
-    assert same(drain(second), straight[6:12])
 
 
 @pytest.mark.parametrize(
@@ -180,20 +168,12 @@ def test_without_batch_size_items_are_delivered(workers: int) -> None:
 
 def test_evaluation_gives_each_sample_once_and_nothing_to_idle_ranks() -> None:
     loaders = [make(dataset=Augmented(5), shuffle=False, pad=False, rank=rank, world_size=4) for rank in range(4)]
-    sources = [source_of(loader, loader.positions.rank, 4) for loader in loaders]
+    sources = [source_of(loader, loader.order.rank, 4) for loader in loaders]
     counts = [[(batch.samples, batch.total) for batch in source.batches()] for source in sources]
     assert counts == [[(2, 5)], [(1, 5)], [(1, 5)], [(1, 5)]]
     loaders = [make(dataset=Augmented(2), shuffle=False, pad=False, rank=rank, world_size=4) for rank in range(4)]
     assert [len(list(loader)) for loader in loaders] == [1, 1, 0, 0]
-    assert not loaders[0].positions.even
-
-
-def test_it_looks_like_a_loader_of_torch() -> None:
-    dataset = Augmented(LENGTH)
-    loader = make(dataset=dataset, drop_last=True)
-    assert loader.dataset is dataset
-    assert (loader.batch_size, loader.drop_last, len(loader)) == (4, True, 5)
-    assert make(batch_size=None).batch_size is None
+    assert not loaders[0].order.even
 
 
 def test_dataset_hears_of_the_epoch_also_in_persistent_workers() -> None:
@@ -386,19 +366,3 @@ class Numbers:
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-def test_a_long_dataset_is_read_in_an_order_that_is_not_written_down() -> None:
-    length = 10**12
-    ranks = [make_long(length, rank=rank, world_size=3) for rank in range(3)]
-    for loader in ranks:
-        loader.load_state_dict({**loader.state_dict(), "epoch": 4, "consumed": length - 30})
-    seen = [[int(index) for batch in loader for index in batch] for loader in ranks]
-    together = [seen[rank][first : first + 4] for first in (0, 4) for rank in range(3)]
-    together += [seen[rank][8:10] for rank in range(3)]
-    expected = list(KeyedPermutation(length, derive_seed(7, "order", 4)).indices(length - 30, 30))
-    assert [index for part in together for index in part] == expected
-
-
-def make_long(length: int, **settings: Any) -> DataLoader:
-    return DataLoader(Numbers(length), **{"batch_size": 4, "shuffle": True, "seed": 7, "pad": True, **settings})

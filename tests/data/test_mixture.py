@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import signal
-import subprocess
-import textwrap
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from support.datasets import drain
-from support.warm import interpreter
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -136,17 +130,6 @@ def test_each_source_is_read_in_passes_of_its_own() -> None:
         assert size < 4 or len({*whole, tuple(range(size))}) == len(whole) + 1  # of three samples there are six orders
 
 
-def test_the_order_follows_from_the_seed_and_without_shuffling_from_the_source() -> None:
-    orders = []
-    for seed in (3, 4, 3):
-        mixture = make_mixture()
-        loader = build_dataloader(mixture, {"batch_size": 5}, split="train", train=True, seed=seed)
-        orders.append(rows(list(loader))[:, 0].tolist())
-    assert orders[0] == orders[2] != orders[1]
-    plain = [make_mixture(shuffle=False).locate(position) for position in range(20)]
-    assert [index for number, index in plain if number == 0] == list(range(14))
-
-
 @pytest.mark.parametrize(("length", "expected"), [("longest", 58), ("shortest", 34), (17, 17)])
 def test_how_long_an_epoch_is(length: Any, expected: int) -> None:
     """Found by counting: how often the mixture reads each source in so many samples."""
@@ -183,16 +166,6 @@ def test_weights_change_by_epoch_and_sources_go_on_where_they_were(weights: Any)
     assert mixture.samples(1, 3)["web"] + mixture.samples(1, 3)["code"] == 15
 
 
-def test_the_position_is_found_wherever_it_is() -> None:
-    mixture = Mixture({"web": range(10**12), "code": range(5)}, {"web": 0.9, "code": 0.1}, length=10**12)
-    mixture.set_epoch(10**6)
-    first = [mixture[10**12 - 1 - position] for position in range(20)]
-    again = Mixture({"web": range(10**12), "code": range(5)}, {"web": 0.9, "code": 0.1}, length=10**12)
-    again.set_epoch(10**6)
-    assert [again[10**12 - 20 + position] for position in range(20)] == first[::-1]
-    assert sum(mixture.samples(10**6, 7).values()) == 10**18 + 7
-
-
 # Resuming
 
 
@@ -211,20 +184,6 @@ def test_a_run_goes_on_at_every_position(workers: int) -> None:
         second.close()
 
 
-def test_an_epoch_goes_on_with_another_number_of_ranks() -> None:
-    whole = epochs(source_of(make_mixture(), batch_size=2, keyed="sample"), 1)
-    first = source_of(make_mixture(), batch_size=2, keyed="sample")
-    taken = drain(first, 6)
-    state = first.state_dict()
-    ranks = []
-    for rank in range(2):
-        source = source_of(make_mixture(), rank, 2, batch_size=1, keyed="sample")
-        source.load_state_dict(state)
-        ranks.append(drain(source))
-    taken += [torch.cat(pair) for pair in zip(*ranks, strict=True)]
-    assert torch.equal(rows(taken), whole)
-
-
 def test_another_mixture_is_refused_and_later_weights_are_not() -> None:
     def state() -> dict[str, Any]:
         source = source_of(make_mixture())
@@ -241,58 +200,6 @@ def test_another_mixture_is_refused_and_later_weights_are_not() -> None:
     ):
         with pytest.raises(ValueError, match=what):
             source_of(other).load_state_dict(state())
-
-
-SCRIPT = textwrap.dedent(
-    """
-    import json, os, signal, sys, torch
-    from torch import nn
-    from torch.utils.data import TensorDataset
-    import danling as dl
-
-    class Toy(dl.Runner):
-        def __init__(self, config):
-            super().__init__(config)
-            web, code = torch.arange(40.0).reshape(40, 1), -torch.arange(7.0).reshape(7, 1)
-            sources = {"web": TensorDataset(web, web), "code": TensorDataset(code, code)}
-            weights = {0: {"web": 0.7, "code": 0.3}, 1: {"web": 0.5, "code": 0.5}}
-            self.datasets = {"train": dl.data.Mixture(sources, weights, length=24)}
-            self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
-
-        def train_step(self, data):
-            with open(sys.argv[1], "a") as file:
-                file.write(json.dumps([self.train_state.global_step, data[0].flatten().tolist()]) + "\\n")
-            if self.train_state.global_step == int(sys.argv[2]):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().train_step(data)
-
-    if __name__ == "__main__":
-        settings = {"seed": 1, "steps": 14, "dir": sys.argv[3], "auto_resume": True, "log": False}
-        loader = {"batch_size": 4, "num_workers": int(sys.argv[4])}
-        optim = {"type": "sgd", "lr": 1e-4}
-        with Toy({**settings, "dataloader": loader, "optim": optim, "checkpoint": {"interval": 3}}) as runner:
-            runner.train()
-            print(json.dumps(runner.model.weight.tolist()))
-    """
-)
-
-
-def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-
-    def start(name: str, kill: int, workers: int) -> subprocess.CompletedProcess[str]:
-        command = [interpreter(), "script.py", f"{name}.txt", str(kill), name, str(workers)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-
-    alone = start("alone", -1, 0)
-    assert alone.returncode == 0, alone.stderr
-    assert start("killed", 8, 0).returncode == -signal.SIGKILL
-    ended = start("killed", -1, 2)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == alone.stdout.splitlines()[-1]
-    lines = [json.loads(line) for line in (tmp_path / "killed.txt").read_text().splitlines()]
-    expected = [json.loads(line) for line in (tmp_path / "alone.txt").read_text().splitlines()]
-    assert [dict(lines)[step] for step in range(14)] == [samples for _, samples in expected]
 
 
 # Figures by source
@@ -387,23 +294,6 @@ def test_an_impossible_length_and_a_loader_that_shuffles_are_named() -> None:
         source_of(make_mixture(), shuffle=True)
     with pytest.raises(IndexError, match="between 0 and 49"):
         make_mixture()[50]
-
-
-def test_a_copy_goes_on_as_the_original() -> None:
-    """Weights that stay as they are begin nothing anew, whoever compares them."""
-    original = make_mixture(lambda epoch: WEIGHTS, length=7)
-    copied = copy.deepcopy(original)
-    for mixture in (original, copied):
-        mixture.set_epoch(3)
-    assert [original.locate(position) for position in range(7)] == [copied.locate(position) for position in range(7)]
-    assert original.fingerprint(3) == copied.fingerprint(3)
-
-
-def test_weights_that_were_refused_are_refused_again() -> None:
-    mixture = make_mixture(lambda epoch: {} if epoch == 2 else WEIGHTS)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="at epoch 2. Received"):
-            mixture.set_epoch(3)
 
 
 def test_a_mixture_in_a_mixture_takes_its_order_from_the_seed_too() -> None:

@@ -70,16 +70,6 @@ def test_a_length_out_of_range_is_refused() -> None:
             KeyedPermutation(length, 0)
 
 
-def test_it_takes_no_memory_that_grows() -> None:
-    import tracemalloc
-
-    tracemalloc.start()
-    KeyedPermutation(10**12, 4).indices(5 * 10**11, 256)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 200_000
-
-
 # As random as a permutation that is drawn. The statistics are those of uniform permutations; each bound is five standard
 # deviations of its statistic, over many keys, and what is counted was chosen before it was looked at.
 
@@ -100,19 +90,6 @@ def test_positions_are_uniform(length: int) -> None:
         assert chi < 15 + 5 * math.sqrt(30), (place, counts)
 
 
-@pytest.mark.parametrize("length", [*LENGTHS, 10**8, 10**12])
-def test_neighbours_are_independent(length: int) -> None:
-    """What follows an index says nothing of it: no correlation, at several distances, nor of the lowest bits."""
-    for key in range(3):
-        values = numpy.array(KeyedPermutation(length, key).indices(length // 3, 20_000), dtype="float64") / length
-        for distance in (1, 2, 3, 16, 255, 256, 257):
-            correlation = numpy.corrcoef(values[:-distance], values[distance:])[0, 1]
-            assert abs(correlation) < 5 / math.sqrt(len(values) - distance), (key, distance)
-        bits = numpy.array(KeyedPermutation(length, key).indices(0, 20_000)) & 1
-        assert abs(bits.mean() - 0.5) < 5 * 0.5 / math.sqrt(20_000)
-        assert abs((bits[:-1] ^ bits[1:]).mean() - 0.5) < 5 * 0.5 / math.sqrt(20_000)
-
-
 @pytest.mark.parametrize("length", [65_537, 99_991])
 def test_inversions_and_fixed_points_are_those_of_a_random_permutation(length: int) -> None:
     size = 2000
@@ -126,14 +103,6 @@ def test_inversions_and_fixed_points_are_those_of_a_random_permutation(length: i
         fixed += int((values == numpy.arange(length)).sum())
     # A Poisson count with a mean of one for each key.
     assert abs(fixed - 8) < 5 * math.sqrt(8)
-
-
-def test_epochs_are_independent() -> None:
-    length = 100_003
-    orders = [numpy.array(KeyedPermutation(length, key).indices(0, length), dtype="float64") for key in range(6)]
-    for first in range(6):
-        for second in range(first):
-            assert abs(numpy.corrcoef(orders[first], orders[second])[0, 1]) < 5 / math.sqrt(length)
 
 
 def test_short_lengths_draw_every_permutation_equally_often() -> None:

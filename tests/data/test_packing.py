@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from support.datasets import drain
-from support.processes import run_outcomes, run_processes
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -65,14 +64,6 @@ def test_each_document_comes_once_an_epoch_in_an_order_of_its_own(make: Any) -> 
     in_turn = make(shuffle=False)
     assert documents_of(in_turn, 1) == documents_of(in_turn, 0)
     assert {index // 64 for index in documents_of(in_turn)[:40]} == {0}
-
-
-def test_a_position_is_found_without_those_before_it() -> None:
-    whole, lone = packed(), packed()
-    for position in reversed(range(0, len(whole), 7)):
-        assert lone.pieces(position) == packed().pieces(position)
-    with pytest.raises(IndexError, match="between 0 and"):
-        whole[len(whole)]
 
 
 def test_what_a_block_holds() -> None:
@@ -330,7 +321,6 @@ class Words(dl.TorchRunner):
         self.seen, self.kill_at = seen, kill_at
 
     def train_step(self, data: dict[str, Tensor]) -> Any:
-        """Note the first token of each row, then train on the next tokens."""
         step = self.state.train.global_step
         with open(f"{self.seen}-{self.rank}", "a") as file:
             print(json.dumps([step, data["input_ids"][:, 0].tolist()]), file=file)
@@ -342,16 +332,7 @@ class Words(dl.TorchRunner):
         return None, loss
 
     def batch_weight(self, data: dict[str, Tensor], target: object) -> Tensor:
-        """Weigh by the tokens that are predicted."""
         return (data["labels"][:, 1:] != -100).sum()
-
-
-def train(root: Path, name: str, kind: str, loader: dict[str, Any], kill_at: int = -1) -> Tensor:
-    config = {"seed": 1, "steps": 7, "dir": str(root / name), "auto_resume": True, "log": False}
-    config |= {"dataloader": loader, "optim": {"type": "sgd", "lr": 0.1}, "checkpoint": {"interval": 2}}
-    with Words(config, kind, root / f"{name}.seen", kill_at) as runner:
-        runner.train()
-        return torch.cat([parameter.detach().flatten() for parameter in runner.unwrapped_model.parameters()])
 
 
 def test_a_budget_has_no_canonical_sum(tmp_path: Path) -> None:
@@ -365,26 +346,3 @@ def test_a_budget_has_no_canonical_sum(tmp_path: Path) -> None:
     }
     with pytest.raises(ValueError, match="gradient_sum='canonical'. Received: a TokenBudget"):
         Words(settings, "budget", tmp_path / "seen")
-
-
-@pytest.mark.parametrize("kind", ["packed", "budget"])
-def test_a_killed_run_ends_as_one_that_was_left_alone(kind: str, tmp_path: Path) -> None:
-    """Blocks also when the number of processes changes: then sums have another order. Batches of a budget are one a process."""
-    loader = {"global_batch_size": 6} if kind == "packed" else {}
-    (expected, *_) = run_processes(train, tmp_path, "alone", kind, loader, world_size=2)
-    outcomes = run_outcomes(train, tmp_path, "killed", kind, loader, 5, world_size=2, grace=0.5)
-    assert [outcome.exit_code for outcome in outcomes if outcome.rank == 1] == [-signal.SIGKILL]
-    size = 1 if kind == "packed" else 2
-    for found in run_processes(train, tmp_path, "killed", kind, {**loader, "num_workers": 2}, world_size=size):
-        assert torch.equal(found, expected) if size == 2 else (found - expected).abs().max() < 1e-12
-
-    def updates(name: str) -> dict[int, list[int]]:
-        lines = [
-            json.loads(line)
-            for rank in range(2)
-            for line in Path(f"{tmp_path / name}.seen-{rank}").read_text().splitlines()
-        ]
-        return {step: sorted(row for number, rows in lines if number == step for row in rows) for step in range(7)}
-
-    again = updates("killed")
-    assert [set(rows) for rows in updates("alone").values()] == [set(rows) for rows in again.values()]

@@ -93,8 +93,8 @@ def test_data_that_is_added_or_replaced_is_taken_in_and_an_unknown_split_is_refu
     assert run.data.of("train") is first
     run.dataloaders["train"] = DataLoader(run.datasets["train"], batch_size=4)
     assert run.data.of("train") is not first and run.data.of("train").num_batches == 2
-    run.datasets["more"] = TensorDataset(torch.arange(2.0))
-    assert run.data.of("more").num_batches == 1
+    run.datasets["more"], run.state.train.epoch = TensorDataset(torch.arange(2.0)), 3
+    assert (run.data.of("more").num_batches, run.data.of("more").epoch) == (1, 3)
     with pytest.raises(ValueError, match="'nowhere'"):
         run.data.of("nowhere")
     run.data.sources.close()

@@ -16,7 +16,6 @@ from torch.utils.data import (
     BatchSampler,
     RandomSampler,
     SequentialSampler,
-    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -125,7 +124,6 @@ SAMPLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
-    """Return a source as a new process makes it."""
     data = Augmented(LENGTH)
     options = {**SAMPLERS[name](data), **settings}
     if "sampler" in options:
@@ -289,24 +287,3 @@ def test_a_sampler_that_changes_itself_in_silence_is_refused_within_a_later_epoc
         ValueError, match=r"epoch 1 again.*Define set_epoch\(epoch\) on it.*or state_dict and load_state_dict"
     ):
         drain(second)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_drawn_twice_in_a_pass_of_the_librarys_order_is_augmented_differently(workers: int) -> None:
-    """The key is the position in the order of the pass, not the index."""
-
-    def noise(keyed: str) -> list[float]:
-        data = Subset(Augmented(LENGTH), [3, 3, 3, 3])
-        source = open_source(
-            build_dataloader(
-                data, {"batch_size": 2, "keyed": keyed, "num_workers": workers}, split="train", train=True, seed=3
-            ),
-            split="train",
-        )
-        rows = torch.cat(drain(source))
-        source.close()
-        assert rows[:, 0].tolist() == [3.0] * 4
-        return rows[:, 1].tolist()
-
-    for keyed in ("batch", "sample"):
-        assert len(set(noise(keyed))) == 4 and noise(keyed) == noise(keyed)

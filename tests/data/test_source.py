@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import multiprocessing
-import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +14,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from danling.data import Batch, BatchSource, DataLoader, open_source, seed_streams
+from danling.data import BatchSource, DataLoader, open_source, seed_streams
 
 LENGTH = 22
 
@@ -31,7 +28,6 @@ def distributed_sampler(dataset: Any) -> DistributedSampler[Any]:
 
 
 def user_loaders() -> dict[str, Callable[[], Any]]:
-    """Return factories of loaders as users write them; each call stands for a new process."""
     data = Augmented(LENGTH)
     plain: dict[str, Any] = {"batch_size": 4}
     return {
@@ -116,15 +112,6 @@ def _snapshot(source: BatchSource, position: int) -> tuple[dict[str, Any], int]:
     return copy.deepcopy(source.state_dict()), position
 
 
-def test_passes_of_a_users_loader_are_shuffled_differently() -> None:
-    source = source_of(TorchDataLoader(Augmented(LENGTH), batch_size=4, shuffle=True))
-    first = ids(drain(source))
-    source.finish_pass()
-    second = ids(drain(source))
-    assert sorted(first) == sorted(second) == list(range(LENGTH))
-    assert first != second
-
-
 def test_data_ranks_shuffle_differently_and_ranks_of_one_coordinate_alike() -> None:
     def order(rank: int) -> list[int]:
         loader = TorchDataLoader(Augmented(LENGTH), batch_size=4, shuffle=True)
@@ -194,28 +181,6 @@ def test_another_number_of_workers_of_a_stateful_loader_is_refused_by_name() -> 
     first.close()
     with pytest.raises(ValueError, match=r"Expected num_workers=2 .*split 'train'.*Received: num_workers=0"):
         source_of(stateful_loader(Stream(8))).load_state_dict(state)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_stateful_loader_with_workers_is_saved_where_it_was_consumed(workers: int) -> None:
-    def make() -> BatchSource:
-        return source_of(stateful_loader(Stream(LENGTH // workers), batch_size=3, num_workers=workers))
-
-    straight = drain(make())
-    for stop in range(1, len(straight)):
-        first = make()
-        drain(first, stop)
-        second = make()
-        second.load_state_dict(copy.deepcopy(first.state_dict()))
-        first.close()
-        assert [batch.tolist() for batch in drain(second)] == [batch.tolist() for batch in straight[stop:]]
-        second.close()
-
-
-def test_saving_before_the_first_batch_starts_no_worker() -> None:
-    loader = stateful_loader(Augmented(8), num_workers=2)
-    source_of(loader).state_dict()
-    assert loader._iterator is None
 
 
 def test_going_on_in_the_same_process_reads_nothing_twice() -> None:
@@ -370,10 +335,6 @@ def test_not_a_loader() -> None:
         source_of(3)
 
 
-def test_batches_of_a_users_loader_are_not_inspected() -> None:
-    assert list(source_of(["abc"]).batches()) == [Batch("abc", None, None, place=(0, 0))]
-
-
 def test_states_are_readable_without_pickle(tmp_path: Any) -> None:
     for make in [*user_loaders().values(), lambda: DataLoader(Augmented(LENGTH))]:
         source = source_of(make())
@@ -382,19 +343,6 @@ def test_states_are_readable_without_pickle(tmp_path: Any) -> None:
         torch.save(state, tmp_path / "state.pt")
         assert differences(torch.load(tmp_path / "state.pt", weights_only=True), state) == []
         source.close()
-
-
-@pytest.mark.parametrize("kind", [TorchDataLoader, stateful_loader])
-def test_workers_of_a_users_loader_survive_a_signal_to_the_group(kind: Any) -> None:
-    before = set(multiprocessing.active_children())
-    source = source_of(kind(Augmented(LENGTH), batch_size=4, num_workers=1))
-    batches = source.batches()
-    next(batches)
-    (worker,) = set(multiprocessing.active_children()) - before
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGTERM)
-    assert len(list(batches)) == 5
-    source.close()
 
 
 def test_batches_out_of_order_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -111,17 +111,6 @@ def test_a_wrong_choice_is_named(asked: Any, message: str) -> None:
         Run("train", "val").splits.choose(asked, [], "evaluate")
 
 
-def test_a_choice_is_one_or_several_or_the_default() -> None:
-    splits = Run("train", "val").splits
-    assert splits.choose("val", [], "evaluate") == ["val"]
-    assert splits.choose(("val", "train"), [], "evaluate") == ["val", "train"]
-    assert splits.choose(None, ["train"], "evaluate") == ["train"]
-    for key in ("train_splits", "evaluate_splits"):
-        twice = Run("a", **{key: ["a", "a"]}).splits
-        with pytest.raises(ValueError, match=f"every split of {key} once"):
-            twice.to_train() if key == "train_splits" else twice.to_evaluate()
-
-
 def test_a_split_has_the_common_settings_and_its_own() -> None:
     section = {"batch_size": 8, "num_workers": 2, "prefetch_factor": 4, "val": {"num_workers": 0}, "shuffle": None}
     splits = Run("train", "val", dataloader=section).splits
@@ -147,14 +136,6 @@ def test_an_update_of_a_given_size_is_divided_over_ranks_and_micro_batches() -> 
     assert division is not None and run.splits.division("val") is not None
     assert (division.samples, division.world_size, division.micro_batches, division.micro_batch_size) == (12, 3, 2, 2)
     assert (run.splits.micro_batches, run.splits.batch_size) == (2, 2)
-
-
-def test_a_program_without_data_has_no_batches() -> None:
-    run = Run(train_splits=[], dataloader={"global_batch_size": 12})
-    assert run.splits.division() is None and not run.splits.finds_micro_batch_size
-    run = Run("val")
-    run.dataloaders["val"] = [1, 2]
-    assert run.splits.division() is None and run.splits.batch_size is None
 
 
 def test_less_is_held_at_once_only_where_the_size_is_to_be_found() -> None:

@@ -55,7 +55,6 @@ class Slow(Draft):
         self.most: list[tuple[int, int]] = []
 
     def train_step(self, data: Any) -> Any:
-        """Wait, and note how much the store and the log hold."""
         loader = self.dataloaders["train"]
         while not is_full(loader.channel):
             time.sleep(0.001)

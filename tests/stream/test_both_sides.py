@@ -53,7 +53,6 @@ def configuration(root: Path, **changes: Any) -> str:
 
 
 def draft(config: Any, store: Any, channel: Any, **options: Any) -> Draft:
-    """Return a trainer whose optimizer is that of the configuration."""
 
     class Configured(Draft):
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -187,7 +186,6 @@ def train(root: Path, config: str, stop_at: int | None) -> None:
 
 
 def shown(root: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the one stream that `danling runs` shows, as JSON and as the cells of its row."""
     assert main(["runs", str(root / "runs"), "--json"]) == 0
     (stream,) = json.loads(capsys.readouterr().out)["streams"]
     assert main(["runs", str(root / "runs")]) == 0

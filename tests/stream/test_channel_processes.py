@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import itertools
 import json
 import os
@@ -16,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +37,6 @@ def ids(channel: RefChannel) -> list[str]:
 
 @pytest.fixture(params=["file", "sqlite"])
 def open_channel(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Return what opens one log, each time by another object."""
     if request.param == "file":
         return lambda: FileChannel(tmp_path / "log")
     return lambda: SQLiteChannel(tmp_path / "log.sqlite")
@@ -118,51 +115,6 @@ def test_what_a_killed_producer_left_of_a_line_is_no_sample_and_spoils_none(tmp_
     assert [json.loads(text)["id"] for text in (tmp_path / "log.jsonl").read_text().splitlines()] == ["a", "b", "d"]
 
 
-def _act_before_read(patch: pytest.MonkeyPatch, log: Path, number: int, action: Callable[[], object]) -> None:
-    """Let a producer act before one of the calls by which its log is read from now on, unless it would have to wait for the reader."""
-    calls, opened = itertools.count(), Path.open
-
-    class Raw(io.FileIO):
-        def readinto(self, buffer: Any) -> int | None:
-            if next(calls) == number and not _is_locked(log.parent / "lock"):
-                action()
-            return super().readinto(buffer)
-
-    def open_log(path: Path, mode: str = "r", buffering: int = -1) -> Any:
-        if path != log or mode != "rb":
-            return opened(path, mode, buffering)
-        return io.BufferedReader(Raw(path), buffering if buffering > 0 else io.DEFAULT_BUFFER_SIZE)
-
-    patch.setattr(Path, "open", open_log)
-
-
-def _is_locked(file: Path) -> bool:
-    with file.open("ab") as opened:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("torn", [100, 600_000])
-def test_half_a_line_and_the_one_that_takes_its_place_are_not_read_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, torn: int
-) -> None:
-    producer, reader = FileChannel(tmp_path), FileChannel(tmp_path)
-    producer.append([ref("a")])
-    log = tmp_path / "log.jsonl"
-    with log.open("ab") as file:
-        file.write(b'{"id":"' + b"x" * torn)
-    names = [f"{index:06}" for index in range(6000)]
-    with monkeypatch.context() as patch:
-        _act_before_read(patch, log, number, lambda: FileChannel(tmp_path).append([ref(name) for name in names]))
-        assert reader.published() in (1, 6001)
-    FileChannel(tmp_path).append([ref(name) for name in names])
-    assert ids(reader) == ["a", *names]
-
-
 def test_what_a_reader_sees_of_an_append_is_never_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, reader = FileChannel(tmp_path), FileChannel(tmp_path)
     producer.append([ref("a")])
@@ -224,17 +176,6 @@ def test_a_log_is_read_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: 
     assert ids(FileChannel(tmp_path)) == ["a"]
 
 
-def test_zeros_that_a_power_cut_left_at_the_end_are_cut_off(tmp_path: Path) -> None:
-    channel = FileChannel(tmp_path)
-    channel.append([ref("a")])
-    channel.end("failed")
-    with (tmp_path / "log.jsonl").open("ab") as file:
-        file.write(bytes(5000))
-    channel = FileChannel(tmp_path)
-    channel.reopen()
-    assert channel.append([ref("b")]) == 1 and ids(FileChannel(tmp_path)) == ["a", "b"]
-
-
 @pytest.mark.parametrize("line", ["{}", "", '{"object":1}', '{"end":"part"}', '{"end":', "\0\0"])
 def test_a_line_that_is_none_is_named_with_its_place(tmp_path: Path, line: str) -> None:
     FileChannel(tmp_path).append([ref("a")])
@@ -292,25 +233,6 @@ def test_stock_readers_read_both_logs(tmp_path: Path) -> None:
     assert [json.loads(row[2]) for row in rows] == lines[:2]
     assert stock.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     stock.close()
-
-
-def _bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().splitlines()[0].split()[1])
-
-
-def test_a_part_of_a_long_log_is_read_without_the_rest(tmp_path: Path) -> None:
-    producer = FileChannel(tmp_path)
-    producer.append([ref(str(index)) for index in range(20_000)])
-    size = (tmp_path / "log.jsonl").stat().st_size
-    reader = FileChannel(tmp_path)
-    assert reader.published() == 20_000
-    before = _bytes_read()
-    assert [found.id for found in reader.read(19_000, 19_010)] == [str(index) for index in range(19_000, 19_010)]
-    assert reader.published() == 20_000 and reader.ended() is None
-    producer.append([ref("one more")])
-    assert reader.read(20_000, 20_002) == [ref("one more")]
-    assert _bytes_read() - before < size // 20
-    assert reader.holds("17") and reader.holds("one more") and not reader.holds("20000")
 
 
 def _claim_and_wait(open_channel: Open, pipe: int) -> None:

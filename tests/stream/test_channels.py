@@ -16,13 +16,11 @@ KINDS = ["memory", "file", "sqlite"]
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of the channel."""
     return str(request.param)
 
 
 @pytest.fixture
 def open_channel(kind: str, tmp_path: Path) -> Iterator[Open]:
-    """Return what opens the same log, each time by another object where the log is not in memory."""
     opened: list[RefChannel] = []
     memory = MemoryChannel("the-name")
 
@@ -42,7 +40,6 @@ def open_channel(kind: str, tmp_path: Path) -> Iterator[Open]:
 
 
 def ref(index: int, *, object_id: str = "") -> SampleRef:
-    """Return a reference that has something of everything."""
     tensors = {"hidden": TensorSpec((index % 5, 4), "bfloat16")}
     return SampleRef(
         f"prompt\n{index} ü", object_id or f"object-{index}", tensors, {"version": index, "of": [None, 0.5]}

@@ -23,19 +23,16 @@ from danling.stream import DirectoryStore, SampleRef, TensorSpec
 
 
 def reference(object_id: str, tensors: dict[str, Tensor]) -> SampleRef:
-    """Return what the log would say."""
     return SampleRef("sample 7", object_id, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
 
 
 def files(store: DirectoryStore) -> list[Path]:
-    """Return all that lies below the two folders of a store."""
     return sorted(
         path for folder in ("objects", "writing") for path in (store.path / folder).rglob("*") if path.is_file()
     )
 
 
 def bytes_of(store: DirectoryStore) -> int:
-    """Return the bytes of published objects, as `du` would count them."""
     return sum(path.stat().st_size for path in (store.path / "objects").rglob("*") if path.is_file())
 
 
@@ -132,14 +129,6 @@ def test_a_file_in_the_place_of_another_is_no_stale_object(tmp_path: Path) -> No
     os.replace(next(tmp_path.rglob("a.safetensors")), next(tmp_path.rglob("b.safetensors")))
     with pytest.raises(ValueError, match="sample 'sample 7' in .* Received: object 'a'"):
         store.get(reference("b", {"x": torch.ones(1)}))
-
-
-def test_what_is_read_stays_when_the_object_goes(tmp_path: Path) -> None:
-    store, tensors = DirectoryStore(tmp_path), {"x": torch.arange(100_000)}
-    store.put("a", tensors)
-    found = store.get(reference("a", tensors))
-    next(tmp_path.rglob("a.safetensors")).write_bytes(b"")
-    assert torch.equal(found["x"], tensors["x"])
 
 
 def test_a_store_that_is_read_only_changes_nothing(tmp_path: Path) -> None:
@@ -321,49 +310,6 @@ def test_many_objects_are_stored_as_far_as_the_budget_goes(tmp_path: Path) -> No
     assert list((tmp_path / "store" / "writing").iterdir()) == []
     with pytest.raises(ValueError, match="Received: '0', which holds other bytes"):
         store.put_many({"0": MANY["1"]})
-
-
-def _put_many_for_ever(store: DirectoryStore, round_: int, said: Path) -> None:
-    with said.open("ab", buffering=0) as file:
-        for index in itertools.count():
-            store.put_many({f"{round_}-{index}-{name}": tensors for name, tensors in MANY.items()})
-            file.write(f"{index}\n".encode())
-
-
-def test_a_writer_of_many_that_is_killed_leaves_whole_objects_and_a_right_count(tmp_path: Path) -> None:
-    generator, store = random.Random(7), DirectoryStore(tmp_path / "store")
-    store.usage()
-    for round_ in range(8):
-        said = tmp_path / f"said-{round_}"
-        child = fork(_put_many_for_ever, store, round_, said)
-        while not said.exists():
-            time.sleep(0.001)
-        time.sleep(generator.random() / 10)
-        assert kill(child) == -9
-        assert store.usage() == bytes_of(store)
-        done = said.read_bytes().count(b"\n")
-        for index in range(done):
-            for name, tensors in MANY.items():
-                assert torch.equal(store.get(reference(f"{round_}-{index}-{name}", tensors))["x"], tensors["x"])
-        for file in (tmp_path / "store" / "objects").iterdir():
-            load_file(file)
-        # What the killed one had begun is put again as if nothing had happened.
-        DirectoryStore(tmp_path / "store").put_many({f"{round_}-{done}-{name}": MANY[name] for name in MANY})
-        assert list((tmp_path / "store" / "writing").iterdir()) == []
-
-
-def _write_with_a_limit(store: DirectoryStore) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-    store.put("a", {"x": torch.ones(100)})
-    with pytest.raises(OSError, match="Received: File too large. Free space") as caught:
-        store.put("b", {"x": torch.ones(10_000)})
-    assert caught.value.errno == errno.EFBIG
-
-
-def test_a_file_that_may_not_grow_is_named_and_removed(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path / "store")
-    assert wait(fork(_write_with_a_limit, store)) == 0
-    assert [path.name for path in files(store)] == ["a.safetensors"]
 
 
 def _put_and_discard(place: Path, samples: int) -> None:

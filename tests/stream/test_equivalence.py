@@ -38,7 +38,6 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def mooncake() -> Iterator[tuple[str, str] | None]:
-    """Return the addresses of a server of Mooncake with memory, and of its metrics; none where it does not run."""
     if WHY_NOT:
         yield None
         return
@@ -99,20 +98,11 @@ def trained(root: Path, store: FeatureStore, channel: RefChannel, producer: Targ
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the end of a run on a stream that is complete, in memory."""
     root = tmp_path_factory.mktemp("reference")
     store, channel = stream("memory", root, None)
     with target(root, store, channel, None) as producer:
         producer.produce()
     return trained(root, store, channel)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_offline(way: str, tmp_path: Path, mooncake: tuple[str, str] | None, reference: Any) -> None:
-    store, channel = stream(way, tmp_path, mooncake)
-    with target(tmp_path, store, channel, None) as producer:
-        producer.produce()
-    assert_same(trained(tmp_path, store, channel), reference)
 
 
 @pytest.mark.parametrize("way", ["memory", *WAYS])

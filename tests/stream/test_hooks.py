@@ -10,7 +10,6 @@ from danling.stream.hooks import capture_hidden_states
 
 
 def hooks_of(model: nn.Module) -> int:
-    """Return how many forward hooks there are."""
     return sum(len(module._forward_hooks) for module in model.modules())
 
 

@@ -22,7 +22,6 @@ Features = dict[str, Tensor]
 
 
 def stream(root: Path, *, end: bool = True) -> tuple[DirectoryStore, SQLiteChannel]:
-    """Return a store and a log with some samples."""
     store, channel = DirectoryStore(root / "store"), SQLiteChannel(root / "log.sqlite")
     publish(store, channel, range(SAMPLES), end=end)
     return store, channel
@@ -52,7 +51,6 @@ def test_what_is_freed_lies_behind_the_checkpoint_that_is_on_the_disk_at_that_mo
 
     class Witness(DirectoryStore):
         def discard(self, object_ids: Iterable[str]) -> None:
-            """Compare with what a crash at this instant would go on from."""
             names = list(object_ids)
             seen.extend((int(name.removeprefix("object-")), on_disk()) for name in names)
             super().discard(names)
@@ -139,7 +137,6 @@ def test_a_wrong_capture_is_named_by_its_sample_and_the_producer_goes_on_after_t
 ) -> None:
     class Spoilt(Target):
         def capture(self, batch: dict[str, Any]) -> Any:
-            """Return a wrong row for sample 9."""
             features = super().capture(batch)
             rows = [{name: tensor[i] for name, tensor in features.items()} for i in range(len(batch["id"]))]
             return [spoil(row) if int(index) == 9 else row for index, row in zip(batch["id"], rows, strict=True)]

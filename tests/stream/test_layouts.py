@@ -42,7 +42,6 @@ class StreamedLayout(LayoutRunner):
         self.read: list[tuple[int, list[int]]] = []
 
     def collate(self, samples: list[Sample]) -> tuple[Tensor, Tensor]:
-        """Note the samples, and return their tokens and targets."""
         self.read.append((self.state.train.global_step, [int(sample.ref.id) for sample in samples]))
         return torch.stack([sample["tokens"] for sample in samples]), torch.stack(
             [sample["target"] for sample in samples]
@@ -93,7 +92,6 @@ def complete_stream(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the end of one process."""
     root = complete_stream(tmp_path_factory.mktemp("alone"))
     one: dict[str, Any]
     (one,) = run_processes(train, root, {}, 4, world_size=1)

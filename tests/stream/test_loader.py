@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.streams import Draft, Stopped, assert_same, publish, settings
 
-from danling.data import Batch, Division, ReaderPlace
+from danling.data import Batch, ReaderPlace
 from danling.stream import (
     DirectoryStore,
     FeatureDataset,
@@ -21,29 +21,23 @@ from danling.stream import (
     MemoryChannel,
     MemoryStore,
     Sample,
-    SampleRef,
     SQLiteChannel,
     StreamLoader,
-    TensorSpec,
 )
-from danling.stream.loader import Window, parts_of
 
 
 def stream(samples: int, *, end: bool = True, **meta: Any) -> tuple[MemoryStore, MemoryChannel]:
-    """Return a store and a log with so many samples."""
     store, channel = MemoryStore(), MemoryChannel("a stream")
     publish(store, channel, range(samples), end=end, **meta)
     return store, channel
 
 
 def read(loader: StreamLoader, **place: Any) -> list[Batch]:
-    """Return what a rank reads of a stream."""
     loader.take_place(ReaderPlace(**place))
     return list(loader.micro_batches(read=True))
 
 
 def ids_of(batches: list[Batch]) -> list[list[str]]:
-    """Return the ids of the samples that count."""
     return [[sample.ref.id for sample in batch.data][: batch.samples] for batch in batches]
 
 
@@ -78,16 +72,6 @@ def test_a_rank_that_reads_nothing_counts_the_same_batches() -> None:
     known = [batch[1:] for batch in loader.micro_batches(read=True)]
     store.discard(ref.object_id for ref in channel.read(0, 13))
     assert [batch[1:] for batch in loader.micro_batches(read=False)] == known
-
-
-def test_parts_of_a_window_are_those_of_its_division() -> None:
-    refs = [SampleRef(str(i), str(i), {"x": TensorSpec((1,), "float32")}) for i in range(5)]
-    division = Division.of_update(8, 2, micro_batch_size=2)
-    parts = [parts_of(Window(10, refs), division, rank) for rank in (0, 1)]
-    assert [[(p.start, [r.id for r in p.refs], p.samples, p.closes) for p in rank] for rank in parts] == [
-        [(10, ["0", "1"], 2, False), (12, ["2"], 1, True)],
-        [(13, ["3"], 1, False), (14, ["4"], 1, True)],
-    ]
 
 
 def test_prefetched_batches_do_not_move_the_position() -> None:
@@ -205,16 +189,6 @@ def test_a_live_log_of_another_run_is_refused_and_a_complete_one_is_left_as_it_i
     assert store.usage() > 0
 
 
-def test_a_wrong_object_is_named_by_its_sample() -> None:
-    store, channel = stream(2, end=False)
-    store.put("other", {"input": torch.zeros(5), "target": torch.zeros(3)})
-    spec = channel.read(0, 1)[0].tensors
-    channel.append([SampleRef("the wrong one", "other", spec)])
-    channel.end()
-    with pytest.raises(ValueError, match="'input' of sample 'the wrong one'"):
-        read(StreamLoader(store, channel, 1))
-
-
 def test_another_log_than_the_one_trained_on_is_refused() -> None:
     store, channel = stream(6)
     loader = StreamLoader(store, channel, 2)
@@ -271,19 +245,6 @@ def test_credit_that_ends_before_a_save_is_refused(retain: Any, unsaved: int | N
     else:
         with pytest.raises(ValueError, match=expected):
             next(loader.micro_batches(read=True))
-    loader.close()
-
-
-def test_credit_for_less_than_an_update_is_refused() -> None:
-    store, channel = stream(8, end=False, max_in_flight=8)
-    loader = StreamLoader(store, channel, 8, retain="step")
-    loader.take_place(ReaderPlace())
-    assert next(loader.micro_batches(read=True)).samples == 8
-    larger = StreamLoader(store, channel, 5, retain="step")
-    larger.take_place(ReaderPlace(accum_steps=2))
-    publish(store, channel, range(8, 12), end=False, max_in_flight=8)
-    with pytest.raises(ValueError, match="at least 10 samples ahead.*lower batch_size"):
-        next(larger.micro_batches(read=True))
     loader.close()
 
 
@@ -355,7 +316,6 @@ def run(directory: Path, stream: tuple[MemoryStore, MemoryChannel], **options: A
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Iterator[Any]:
-    """Return the end of a run that nothing has interrupted."""
     yield run(tmp_path / "whole", stream(19))
 
 
@@ -374,20 +334,6 @@ def test_a_run_that_is_resumed_ends_as_the_whole_one(
     assert_same((before + last[0], last[1]), whole)
     assert found[0].usage() == 0
     assert found[1].committed() == 19
-
-
-def test_nothing_is_freed_before_a_save_is_on_the_disk(tmp_path: Path) -> None:
-    found = stream(19)
-    seen: list[tuple[int, int]] = []
-
-    class Watched(Draft):
-        def train_step(self, data: Any) -> Any:
-            seen.append((self.state.train.global_step, found[1].committed()))
-            return super().train_step(data)
-
-    with Watched(settings(tmp_path), *found) as runner:
-        runner.train()
-    assert seen[::2] == [(0, 0), (1, 0), (2, 8), (3, 8), (4, 16)]
 
 
 class Validated(Draft):

@@ -21,20 +21,17 @@ needs_mooncake = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 def reference(object_id: str, tensors: dict[str, Tensor]) -> SampleRef:
-    """Return what the log would say."""
     return SampleRef("sample 7", object_id, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
 
 
 @pytest.fixture(scope="module")
 def master() -> Iterator[tuple[str, str]]:
-    """Return the addresses of a server with 16 MB that a process of its own lends, and of its metrics."""
     with mooncake_master() as addresses, lender(addresses[0], "16MB"):
         yield addresses
 
 
 @pytest.fixture(scope="module")
 def opened(master: tuple[str, str]) -> Iterator[MooncakeStore]:
-    """Return a store that lends nothing, one for all tests since it takes a second to close."""
     store = MooncakeStore(master[0], metrics=master[1])
     yield store
     store.close()
@@ -42,7 +39,6 @@ def opened(master: tuple[str, str]) -> Iterator[MooncakeStore]:
 
 @pytest.fixture
 def store(opened: MooncakeStore) -> Iterator[MooncakeStore]:
-    """Return a store that holds nothing."""
     assert opened.usage() == 0
     yield opened
     opened._store.remove_all(True)

@@ -25,7 +25,6 @@ SAMPLES = 45
 
 
 def channel_of(root: Path, kind: str) -> Any:
-    """Return the log of a stream below a directory."""
     return SQLiteChannel(root / "log.sqlite") if kind == "sqlite" else FileChannel(root / "log")
 
 
@@ -88,30 +87,15 @@ class Side:
         self._outcome = pool.submit(run_outcomes, function, *arguments, world_size=1, timeout=200, stop=self._stop)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self._stop.set()
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended by itself."""
         return self._outcome.done()
 
     def end(self) -> Outcome:
-        """Return how it ended."""
         (outcome,) = self._outcome.result(timeout=patience(200))
         return outcome
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "file"])
-def test_two_processes_are_bitwise_as_one(tmp_path: Path, kind: str) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        sides = [Side(pool, train, tmp_path, kind, {}), Side(pool, produce, tmp_path, kind)]
-        trained, produced = (side.end() for side in sides)
-    assert produced.error is None
-    assert produced.value == SAMPLES
-    assert trained.error is None
-    assert_same(trained.value, alone(tmp_path))
-    assert_nothing_left(tmp_path, kind)
 
 
 def kill_and_end(
@@ -267,31 +251,3 @@ def test_a_signal_ends_a_wait_for_samples_with_a_checkpoint(tmp_path: Path, worl
     ranks = run_processes(signalled_in_a_wait, tmp_path, comes, world_size=world_size, timeout=60)
     assert len(set(ranks)) == 1
     assert ranks[0] in ([(143, 1, 4), (143, 2, 8)] if comes else [(143, 1, 4)])
-
-
-def test_pages_that_changed_places_while_the_trainer_was_dead_are_named_and_nothing_is_trained_on_them(
-    tmp_path: Path,
-) -> None:
-    config = {"checkpoint": {"interval": 2}}
-    with ThreadPoolExecutor(2) as pool:
-        sides = [Side(pool, produce, tmp_path, "sqlite"), Side(pool, train, tmp_path, "sqlite", config, 0.05)]
-        channel = channel_of(tmp_path, "sqlite")
-        while channel.committed() < 8 and not sides[1].ended:
-            time.sleep(0.002)
-        sides[1].kill()
-        assert isinstance(sides[1].end().error, ProcessFailure)
-        while channel.published() <= channel.committed():
-            time.sleep(0.002)
-        ref = channel.read(channel.published() - 1, channel.published())[0]
-        file = tmp_path / "store" / "objects" / f"{ref.object_id}.safetensors"
-        whole = file.read_bytes()
-        # Two words change places, which leaves their sum as it was.
-        file.write_bytes(whole[:-16] + whole[-8:] + whole[-16:-8])
-        error = Side(pool, train, tmp_path, "sqlite", config).end().error
-        assert f"features of sample '{ref.id}' in {file}. Received: a damaged object: its checksum" in str(error)
-        file.write_bytes(whole)
-        trained = Side(pool, train, tmp_path, "sqlite", config).end()
-        assert trained.error is None and sides[0].end().error is None
-    assert_same(([], trained.value[1]), ([], alone(tmp_path, **config)[1]))
-    assert_nothing_left(tmp_path, "sqlite")
-    channel.close()

@@ -13,7 +13,6 @@ import torch
 from support.processes import run_processes
 from support.streams import Draft, Points, Stopped, Target, assert_same, frozen_target, settings
 
-from danling.data import ReaderPlace
 from danling.stream import (
     DirectoryStore,
     EqualLengthBatches,
@@ -22,7 +21,6 @@ from danling.stream import (
     MemoryChannel,
     MemoryStore,
     SQLiteChannel,
-    StreamLoader,
     TensorSpec,
     run_together,
 )
@@ -30,7 +28,6 @@ from danling.stream.producer import Captured, Production, Publisher, by_sample, 
 
 
 def captured(number: int, width: int = 4) -> Captured:
-    """Return a sample."""
     return Captured(str(number), {"x": torch.full((width,), float(number))}, {})
 
 
@@ -138,7 +135,6 @@ def test_a_dtype_that_a_store_cannot_hold_is_named_with_its_sample(tmp_path: Pat
 
 
 def spec(*shape: int, dtype: str = "float32") -> TensorSpec:
-    """Return a spec."""
     return TensorSpec(shape, dtype)
 
 
@@ -164,15 +160,6 @@ def test_features_unlike_those_of_the_first_sample_are_refused(
         return
     with pytest.raises(ValueError, match=rf"{message}.*in sample 's'"):
         check_like("s", specs, first)
-
-
-def test_a_wrong_width_is_named_before_anything_is_stored() -> None:
-    store, channel = MemoryStore(), MemoryChannel()
-    publish(publisher(store, channel), captured(0))
-    used = store.usage()
-    with pytest.raises(ValueError, match="width 4 of feature 'x' in sample '2'"):
-        publish(publisher(store, channel), captured(1), captured(2, width=5))
-    assert (store.usage(), channel.published()) == (used, 1)
 
 
 # Publishing
@@ -290,7 +277,6 @@ class Answering(MemoryChannel):
         return before
 
     def free(self) -> None:
-        """Free all that is in the log."""
         published = super().published()
         self.store.discard(ref.object_id for ref in self.read(0, published))
         self.commit(published)
@@ -343,7 +329,6 @@ def test_a_producer_ends_when_its_stream_is_stopped() -> None:
 
 
 def producer(tmp_path: Path, kind: type[Target] = Target, **options: Any) -> Target:
-    """Return a producer of ten points."""
     options.setdefault("indices", range(10))
     config = {"dir": str(tmp_path / f"producer{options.get('part', 0)}"), "auto_resume": True}
     return kind({**config, "dataloader": {"batch_size": 4}}, **options)
@@ -640,41 +625,10 @@ def test_a_producer_of_sequences_pads_nothing(tmp_path: Path) -> None:
         assert store.get(ref)["states"].shape == (lengths[int(ref.id)], 4)
 
 
-def test_ten_thousand_samples_leave_nothing_and_the_store_stays_as_small_as_the_credit() -> None:
-    store, channel = MemoryStore(), MemoryChannel()
-    batches = ([captured(number + i) for i in range(50)] for number in range(0, 10_000, 50))
-    production = Production(publisher(store, channel, 64), channel, batches)
-    most = 0
-
-    def pump() -> bool:
-        nonlocal most
-        progress = production.advance()
-        most = max(most, store.usage())
-        if progress == "done":
-            channel.end()
-        return progress == "made"
-
-    loader = StreamLoader(store, channel, 16, idle_timeout=10)
-    loader.take_place(ReaderPlace(unsaved_updates=lambda: 3))
-    loader.pump = pump
-    seen = 0
-    for number, batch in enumerate(loader, start=1):
-        assert batch["x"][:, 0].tolist() == [float(seen + i) for i in range(len(batch["x"]))]
-        seen += len(batch["x"])
-        if number % 2 == 0:
-            loader.commit(loader.consumed)  # as behind a checkpoint
-    loader.commit(loader.consumed)
-    assert seen == channel.committed() == production.made == 10_000
-    assert most <= 64 * 16
-    assert store.usage() == 0
-    loader.close()
-
-
 class Unreachable(SQLiteChannel):
     """A log that nothing can be appended to, as for one who is killed between store and log."""
 
     def append(self, refs: Any) -> int:
-        """Fail."""
         raise OSError("killed")
 
 
@@ -702,7 +656,6 @@ class Signalled(Target):
     """Gets a SIGTERM on the last rank in its second batch."""
 
     def capture(self, batch: Any) -> Any:
-        """Send it, and go on."""
         if self.rank == self.world_size - 1 and self.captured:
             signal.raise_signal(signal.SIGTERM)
         return super().capture(batch)
@@ -742,7 +695,6 @@ class Signalling(SQLiteChannel):
     armed = False
 
     def ended(self) -> Any:
-        """Send it once."""
         if self.armed:
             self.armed = False
             signal.raise_signal(signal.SIGTERM)
@@ -755,7 +707,6 @@ class Capturing(Target):
     in_wait = False
 
     def capture(self, batch: Any) -> Any:
-        """Wait for the other rank."""
         features = super().capture(batch)
         if self.rank == 1:
             self.channel.armed = self.in_wait and len(self.captured) > 2

@@ -39,7 +39,6 @@ class AnyDraft(dl.Runner):
         self.stop_at = stop_at
 
     def to_device(self, data: Any) -> Any:
-        """Stop where it is told, before a batch is trained on; on all ranks."""
         if self.state.train.global_step == self.stop_at:
             raise Stopped
         return super().to_device(data)

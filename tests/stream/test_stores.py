@@ -22,7 +22,6 @@ KINDS = ["memory", "directory", pytest.param("mooncake", marks=pytest.mark.skipi
 
 @pytest.fixture(scope="module")
 def mooncake_store() -> Iterator[MooncakeStore | None]:
-    """Return a store of Mooncake, one for all tests since it takes seconds to close; none where it does not run."""
     if WHY_NOT:
         yield None
         return
@@ -34,7 +33,6 @@ def mooncake_store() -> Iterator[MooncakeStore | None]:
 
 @pytest.fixture(params=KINDS)
 def make(request: pytest.FixtureRequest, tmp_path: Path, mooncake_store: MooncakeStore | None) -> Iterator[Make]:
-    """Return what makes an empty store of a kind."""
     made: list[FeatureStore] = []
 
     def memory(**options: int) -> FeatureStore:
@@ -57,7 +55,6 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, mooncake_store: Mooncak
 
 
 def features(seed: int = 0, rows: int = 3) -> dict[str, Tensor]:
-    """Return features of all kinds of dtypes, with bits that arithmetic would change."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 256, (rows, 32), generator=generator, dtype=torch.uint8)
     bits[0, :8] = 255  # NaN with a payload
@@ -77,12 +74,10 @@ def features(seed: int = 0, rows: int = 3) -> dict[str, Tensor]:
 
 
 def reference(object_id: str, tensors: dict[str, Tensor], sample_id: str = "sample") -> SampleRef:
-    """Return what the log would say."""
     return SampleRef(sample_id, object_id, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether names, order, dtypes, shapes and bits are the same."""
     return list(one) == list(other) and all(
         one[name].dtype == other[name].dtype
         and one[name].shape == other[name].shape
