@@ -309,8 +309,8 @@ class StreamLoader:
         )
 
     def _open(self, *, wait: bool) -> list[tuple[Batch, list[SampleRef]]]:
-        """Return the micro-batches of the next window, with their samples; none at the end of the log or, without waiting, before the window
-        is there.
+        """Return the micro-batches of the next window, with their samples; none at the end of the log or, without waiting, before the
+        window is there.
 
         A window is opened once the log holds all of it. A shorter one is the last one, and is opened once the log says that it is complete:
         both are facts of the log that never change, so every rank that looks comes to the same windows, whenever it looks.
