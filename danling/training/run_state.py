@@ -417,12 +417,12 @@ def _differences_of_passes(runner: BaseRunner, stored: Mapping[str, Any]) -> lis
         if not isinstance(state, Mapping):
             raise CheckpointDamaged(f"Expected a mapping as dataloaders.{split}. Received: {type(state).__name__}.")
         before = state.get("end")
-        if before is None or not isinstance(loader, DataLoader) or state.get("length") != loader.positions.length:
+        if before is None or not isinstance(loader, DataLoader) or state.get("length") != loader.order.length:
             continue
-        if before != loader.positions.end:
+        if before != loader.order.end:
             lines.append(
-                f"dataloader.batch_size: stored passes of {before} out of {loader.positions.length} samples over split {split!r}, "
-                f"now of {loader.positions.end} (drop_last leaves out what does not fill batch_size x ranks: keep that product too)"
+                f"dataloader.batch_size: stored passes of {before} out of {loader.order.length} samples over split {split!r}, "
+                f"now of {loader.order.end} (drop_last leaves out what does not fill batch_size x ranks: keep that product too)"
             )
     return lines
 
