@@ -1,4 +1,4 @@
-"""What an update costs on the stack `accelerate`, beside a loop of Accelerate's by hand and beside the stack `ddp`.
+"""What an update costs on the stack `accelerate`, compared with a loop by hand with Accelerate, and with the stack `ddp`.
 
     OMP_NUM_THREADS=1 python benchmarks/accelerate_cost.py                     # about two minutes
     OMP_NUM_THREADS=1 python benchmarks/accelerate_cost.py --rounds 5 --json accelerate_cost.json

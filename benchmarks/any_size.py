@@ -1,4 +1,4 @@
-"""What `gradient_sum: canonical` costs beside `fast`: time of an update, and bytes that a rank sends, on 1, 2 and 4 processes.
+"""What `gradient_sum: canonical` costs compared with `fast`: time of an update, and bytes that a rank sends, on 1, 2 and 4 processes.
 
     OMP_NUM_THREADS=1 python benchmarks/any_size.py                          # about six minutes on two idle cores
     OMP_NUM_THREADS=1 python benchmarks/any_size.py --processes 1 2 --micro-batches 16 --rounds 5

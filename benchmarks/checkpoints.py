@@ -1,10 +1,10 @@
-"""What a save costs the training loop, beside what it cannot cost less than, and what it costs to be sure of what is loaded.
+"""What a save costs the training loop, compared with its lower bound, and what it costs to be sure of what is loaded.
 
     python benchmarks/checkpoints.py                                       # 210 MB in the current directory, half a minute
     python benchmarks/checkpoints.py --megabytes 2100 --directory /dev/shm --json checkpoints.json
 
 Saves a state of so many megabytes with `torch.save` and with every manager, several times in turn so that a change of the machine's speed
-hits all alike, and prints medians. Beside them: one copy of the state in memory, which a save in the background needs before training may
+hits all alike, and prints medians. Also: one copy of the state in memory, which a save in the background needs before training may
 go on; the same bytes written by `cp` and `dd` and brought to the disk, which a save that survives a power cut needs. Targets: a save in the
 background stops the loop for at most 25 % of a bare `torch.save` and checkpoints are verified at 500 MB/s or more; exits with 1 if one is
 missed.

@@ -1,6 +1,6 @@
 """How long the command `danling` takes to start: `python benchmarks/command_start.py`.
 
-Prints the median of 15 starts of each, in milliseconds, beside that of a Python that does nothing.
+Prints the median of 15 starts of each, in milliseconds, and of a Python that does nothing.
 """
 
 from __future__ import annotations

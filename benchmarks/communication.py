@@ -1,4 +1,4 @@
-"""What each layout communicates in one update: collectives and bytes of rank 0, counted, beside what theory says.
+"""What each layout communicates in one update: collectives and bytes of rank 0, counted and as predicted by theory.
 
 python benchmarks/communication.py            # 2 to 8 processes on this machine, about a minute
 python benchmarks/communication.py --json communication.json

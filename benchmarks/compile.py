@@ -8,7 +8,7 @@ An MLP of ten thousand parameters and a GPT of 4 layers with dropout. *Starts* a
 end of the first update, each in its own process with imports done: `cold` with an empty folder of compiled code, `warm` with the
 folder that the cold one has left, `portable` with an empty folder and what `torch.compiler.save_cache_artifacts` had saved. *Steps* are
 updates without compilation, with `compile.enable`, and on the graph stack, in interleaved blocks of one process; each round is divided by
-the round without compilation beside it. *Memory* is what a forward of one batch keeps for the backward, parameters left out, by policy.
+the adjacent round without compilation. *Memory* is what a forward of one batch keeps for the backward, parameters left out, by policy.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Benchmarked(dl.Runner):
 
 
 def settings(root: str, **changes: Any) -> dict[str, Any]:
-    """Return a configuration that writes nothing beside its training."""
+    """Return a configuration that only trains."""
     return {
         "workspace_root": root,
         "seed": 0,

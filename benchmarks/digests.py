@@ -1,4 +1,4 @@
-"""What digests cost: one digest of weights and both moments of AdamW, beside the time of an update, and its share at an interval.
+"""What digests cost: one digest of weights and both moments of AdamW, the time of an update, and its share at an interval.
 
     python benchmarks/digests.py                          # GPT-2 (124 M) on a GPU; 4 blocks of it on the CPU
     python benchmarks/digests.py --layers 12 --tokens 4096 --interval 100

@@ -1,4 +1,4 @@
-"""What an update costs on two processes, beside the same done by hand: DDP, and parameters sharded by FSDP2.
+"""What an update costs on two processes, compared with a loop by hand: DDP, and parameters sharded by FSDP2.
 
     OMP_NUM_THREADS=1 python benchmarks/distributed_cost.py                  # about four minutes on two idle cores
     OMP_NUM_THREADS=1 python benchmarks/distributed_cost.py --rounds 5 --only FSDP --json distributed_cost.json

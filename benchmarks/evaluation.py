@@ -1,4 +1,4 @@
-"""What an evaluation costs beside a loop written by hand: loss and accuracy, exact over ragged batches.
+"""What an evaluation costs compared with a loop written by hand: loss and accuracy, exact over ragged batches.
 
     OMP_NUM_THREADS=1 python benchmarks/evaluation.py                  # about half a minute
     OMP_NUM_THREADS=1 python benchmarks/evaluation.py --rounds 10 --json evaluation.json

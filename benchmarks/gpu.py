@@ -1,10 +1,10 @@
-"""A language model on one GPU: the runner beside the same loop written by hand.
+"""A language model on one GPU: the runner and the same loop written by hand.
 
     python benchmarks/gpu.py                          # GPT-2 with 124 million parameters in bf16, some minutes on one GPU
     python benchmarks/gpu.py --json gpu.json --batch-size 32
     python benchmarks/gpu.py --small                  # a tiny model, also on a CPU: shows that it runs, its figures mean nothing
 
-Tokens a second, eager and compiled, in interleaved blocks, each divided by the block of the loop by hand beside it; model FLOPs
+Tokens a second, eager and compiled, in interleaved blocks, each divided by the adjacent block of the loop by hand; model FLOPs
 utilisation, from 6 N + 12 L T W operations a token (Chowdhery et al., PaLM, 2022, appendix B) and the dense peak of the data sheet; the
 most memory; the share of time in which the device waits for the host, between kernels as `torch.profiler` saw them; and for how long a
 save stops the loop, synchronous and in the background. The batches are a user's `Dataset` of tokens through a `DataLoader`.

@@ -1,4 +1,4 @@
-"""What it costs to copy a run to an object store while it trains, beside the client library's own copy of the same files.
+"""What it costs to copy a run to an object store while it trains, compared with a copy of the same files by the client library.
 
     python benchmarks/object_stores.py                      # 250 MB to a server on this machine, a minute
     python benchmarks/object_stores.py --megabytes 1000 --url s3://bucket/prefix --json remote.json
@@ -43,7 +43,7 @@ SECONDS_OF_TRAINING = 4.0
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -97,7 +97,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def place(rank: int, ranks: int) -> Iterator[None]:
-    """Stand in the place of one rank of a job that is not there."""
+    """Take the place of one rank of a simulated job."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
@@ -224,7 +224,7 @@ def measure_coordinator() -> dict[str, list[float]]:
         derived = plan_of(plan, ranks - 1, ranks)
         assert sorted(map(str, derived.items)) == sorted(map(str, (i for i in last.items if i.tensor_data is not None)))
         plans = [plan, *(plan_of(plan, rank, ranks) for rank in range(1, ranks))]
-        # As they arrive: each plan with strings and sizes of its own.
+        # As they arrive: each plan with its own strings and sizes.
         plans, _, memory = timed(partial(_received, plans))
         (_, metadata), seconds, grown = timed(partial(planner.create_global_plan, plans))
         _, reading, _ = timed(partial(plan_reading, planner.state_dict, metadata))

@@ -1,4 +1,4 @@
-"""What an update costs beside a loop written by hand, where only overhead counts and where only computing does.
+"""What an update costs compared with a loop written by hand, where only overhead counts and where only computing does.
 
     OMP_NUM_THREADS=1 python benchmarks/step_cost.py                   # about four minutes
     OMP_NUM_THREADS=1 python benchmarks/step_cost.py --rounds 5 --json step_cost.json

@@ -7,7 +7,7 @@
     mooncake_client --master_server_address=127.0.0.1:50051 --metadata_server=P2PHANDSHAKE --global_segment_size=2GB --host=127.0.0.1 &
     OMP_NUM_THREADS=1 python benchmarks/streams.py --mooncake 127.0.0.1:50051
 
-A producer in its own process hands the same tensors to this one, which holds each as tensors of its own: through a
+A producer in its own process hands the same tensors to this one, which keeps each as its own tensors: through a
 `multiprocessing.Queue` (torch shares their memory there, and this process copies it), through files by hand (`torch.save`, a rename,
 no sync; and with a sync), and through the stores and logs of the library, which sync every object and every reference, except in
 Mooncake. The ways take turns; medians over the rounds. A trainer that computes half as long again as a way needs for the same samples, so
@@ -71,7 +71,7 @@ def own(tensors: Tensors) -> Tensors:
 
 
 class Way:
-    """One way of handing samples over; each process has one of its own.
+    """One way of handing samples over, an object for each process.
 
     Args:
         root: Its own directory.
@@ -212,7 +212,7 @@ class Pair:
         self.orders.send((tokens, width, names))
         self.orders.recv()
         batches = loader.micro_batches(read=True)
-        next(batches)  # until the first one is there, nobody could be faster
+        next(batches)  # until the first one is there: a lower bound
         loader.advance(1)
         begin, waited = time.perf_counter(), 0.0
         for _ in range(count // BATCH - 1):

@@ -1,11 +1,11 @@
-"""What telemetry and logging cost at the default interval, beside updates of about one millisecond.
+"""What telemetry and logging cost at the default interval, with updates of about one millisecond.
 
     OMP_NUM_THREADS=1 python benchmarks/telemetry.py                   # about a minute
     OMP_NUM_THREADS=1 python benchmarks/telemetry.py --rounds 10 --json telemetry.json
 
 Three runners train the same model on the same batches: one with telemetry, the log file, the JSONL file and lines at the default
 interval of a run of 2000 steps (every 20), one with telemetry and without a line, one without either: nothing is timed or counted
-there. Blocks of updates are interleaved; each round of the first two is divided by the round of the last one beside it. Medians and
+there. Blocks of updates are interleaved; each round of the first two is divided by the adjacent round of the last one. Medians and
 quartiles over the rounds, of processor time, so that other programs of the machine count as little as they can.
 """
 

@@ -70,7 +70,7 @@ class ContrastiveRunner(dl.Runner):
         super().__init__(config)
         images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
         self.images, self.labels = images.float().view(-1, 8, 8) / 16, labels
-        # The test images are nobody's, not even without their labels.
+        # The test images are not trained on, not even without labels.
         self.datasets = {"train": Views(self.images[:1300]), "val": Views(self.images[1300:])}
         self.model = Encoder()
         self.temperature = self.config.task.temperature

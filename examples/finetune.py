@@ -41,7 +41,7 @@ class DigitsRunner(dl.Runner):
         images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
         task = self.config.task
         images, labels = images.float() / 16, labels % task.classes
-        # The images of the first run come after those of the others, and the test images are nobody's.
+        # The images of the first run come after those of the others, and the test images are not trained on.
         chosen = slice(100, 1300) if task.classes == 10 else slice(0, 40)
         self.datasets = {
             "train": TensorDataset(images[chosen], labels[chosen]),

@@ -58,7 +58,7 @@ KINDS = (uniform, preferential, small_world)
 
 
 def make_graphs(count: int, seed: int) -> list[Data]:
-    """Return as many graphs of each kind as of the others; their nodes have no features of their own."""
+    """Return equally many graphs of each kind; their nodes have no features."""
     rng, graphs = random.Random(seed), []
     for index in range(count):
         kind = index % len(KINDS)

@@ -94,7 +94,7 @@ def attempt(directory: Path, epochs: int, *, until: int | None, then: float = 0.
         subprocess.Popen([*command, "--epochs", str(epochs)], stdout=output, stderr=output, env=environment) as process,
     ):
         if until is not None:
-            # The lines of the attempt before stand there until this one writes its first.
+            # The lines of the attempt before are there until this one writes its first.
             while (written_at(metrics) == before or last_step(metrics) < until) and process.poll() is None:
                 time.sleep(0.002)
             time.sleep(then)

@@ -1,6 +1,6 @@
 """Draw which room of the library imports which, from its source: `python scripts/draw_rooms.py [--check] [FILE]`.
 
-A room is a package below `danling`. It stands one floor above the highest room that it imports, so every arrow runs down. An arrow that
+A room is a package below `danling`. It is one floor above the highest room that it imports, so every arrow runs down. An arrow that
 follows from others (`a` imports `b`, `b` imports `c`, and so `a` may import `c`) is left out.
 """
 

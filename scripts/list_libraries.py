@@ -4,7 +4,7 @@
 
 A module of `tests/ecosystem` says in its docstring, a line each, what it shows with the real library: `Library:` its name on the package
 index, `Works:` what was tried, and `Exact:` what is the same to the bit, or to the rounding that the test allows. The version is that of
-`constraints.txt`, which the tests have passed with. The table stands between two comments of `docs/guides/libraries.md`.
+`constraints.txt`, which the tests have passed with. The table is between two comments of `docs/guides/libraries.md`.
 """
 
 from __future__ import annotations

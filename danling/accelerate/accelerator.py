@@ -212,7 +212,7 @@ class AccelerateReduction(DDPReduction):
             raise ValueError(
                 "Expected the runner to weigh the micro-batches of an update. Received: an Accelerator with "
                 f"gradient_accumulation_steps={steps}, which shares its state with runner.accelerator. Set accum_steps={steps} and make "
-                "no Accelerator of your own."
+                "no other Accelerator."
             )
 
     def context(self, *, last: bool) -> AbstractContextManager[object]:

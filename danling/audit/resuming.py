@@ -148,7 +148,7 @@ class ResumeCheck:
         fails = "exit code" in received and not received.startswith("exit code 0")
         made = sorted({path.name for path in self.place.glob("others-of-*/*")})
         if made:
-            received = f"{received} of lineage {self.lineage!r}, besides runs of {', '.join(made)}"
+            received = f"{received} of lineage {self.lineage!r}, and runs of {', '.join(made)}"
         return ScriptFailed(
             f"Expected a program that trains a runner for at least {4 * self.updates} updates, and can be stopped on its way. Received: "
             f"{received}; the end of what it printed:\n{tail}\n{_FAILS if fails else 'Give it more to do, or set --updates.'}"

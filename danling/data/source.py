@@ -207,7 +207,7 @@ class BatchSource(ABC):
     def batches(self) -> Iterator[Batch]:
         """Return an iterator over the rest of the pass, from the position on.
 
-        `set_epoch` of the loader, its samplers and its dataset is called first. Nothing is fetched ahead of what is asked for, besides
+        `set_epoch` of the loader, its samplers and its dataset is called first. Nothing is fetched ahead of what is asked for, except
         what workers prefetch.
         """
         return self._read_batches() if self.reads else self._unread_batches()

@@ -112,7 +112,7 @@ class WindowLoader(Protocol):
         """Free what such a position has left to be freed; called in the thread that reads."""
 
     def metrics(self) -> dict[str, float]:
-        """Return what is shown of the loader beside the metrics of an update. May be called on one rank."""
+        """Return the figures of the loader that are logged with the metrics of an update. May be called on one rank."""
 
     def standing(self) -> Mapping[str, object]:
         """Return how far the loader and those who fill it are, as plain values: `stream`, a name that both sides know, `side`,

@@ -342,7 +342,7 @@ class TrackioTracker:
 
             self.run.finish()
             if context_vars.current_run.get() is self.run:
-                context_vars.current_run.set(None)  # nobody takes it for one that the program has opened
+                context_vars.current_run.set(None)  # it does not count as one that the program has opened
         self.run = None
 
 

@@ -161,7 +161,7 @@ class TrackerSet:
                     logger.exception("A tracker could not be told that the run is %s.", status)
 
     def set_status_after(self, error: BaseException) -> None:
-        """Tell to every tracker that takes it what a run is that an exception has ended; `SystemExit` stands for its code."""
+        """Give the status of a run that an exception has ended to every tracker that takes it; `SystemExit` gives its code."""
         if isinstance(error, SystemExit):
             # Of anything else than a number Python prints it and ends with 1.
             code = error.code if error.code is None or isinstance(error.code, int) else 1
@@ -264,7 +264,7 @@ class JsonlTracker(JsonLines):
         self.log_with(values, step, {})
 
     def log_with(self, values: Mapping[str, float], step: int, beside: Mapping[str, object]) -> None:
-        """Append one line that also has plain values by names of their own, which are no metrics."""
+        """Append one line that also has plain values under other names than metrics."""
         for name in _OWN_NAMES:
             if name in values:
                 raise ValueError(

@@ -119,13 +119,13 @@ class BaseRunner(metaclass=MetaRunner):
         scheduler: The learning-rate scheduler, or `None`.
         datasets: Datasets by split, from which loaders are built.
         dataloaders: Loaders by split; a loader that the user sets is used as it is.
-        metrics: Metrics that evaluation computes besides the loss: a callable `(pred, target)`, an object with `update` / `compute` /
+        metrics: Further metrics of an evaluation: a callable `(pred, target)`, an object with `update` / `compute` /
             `reset` (torchmetrics included), a mapping of these, or `None`.
         meters: Running averages that a user may add to in `train_step`; logged and reset with the loss, whose name they may not have.
         carry: What a micro-batch hands to the next, such as a hidden state: tensors, numbers, and lists, tuples and mappings of them.
             Detached after each `train_step`, saved and restored for each rank, `None` at first and at the start of each evaluation.
         results: Metrics by completed epoch or global step, then by split.
-        standing: The best score, and how many evaluations ago it was reached.
+        standing: Holds the best score, and how many evaluations ago it was reached.
         run_state: The parts of a checkpoint, in the order in which they are restored.
         saver: Saves them, and knows the state of the last save.
 

@@ -66,7 +66,7 @@ _CALLED_BY_NAME = f"{_COLLECTIVES}distributed_c10d.py"
 """Where the collectives are that people know by their names."""
 _DOMAINS = f"{_DANLING}distributed{os.sep}"
 _OWN_CALLS = f"{_DANLING}audit{os.sep}layout_record.py"
-"""Stands between a program and all that it calls of torch, in a check of layouts."""
+"""Intercepts a program's calls of torch, in a check of layouts."""
 _STANDARD = str(Path(os.__file__).parent) + os.sep
 _MOST_FRAMES = 40
 

@@ -276,7 +276,7 @@ class ReplicaGroups:
         time.sleep(min(_PAUSE * self.failures, _LONGEST_PAUSE))
         return False
 
-    # Standing
+    # Membership
 
     @property
     def num_participants(self) -> int:

@@ -196,7 +196,7 @@ class Block(nn.Module):
             "mlp_norm": SequenceParallel(),
         }
         if isinstance(self.mlp, MixtureOfExperts):
-            # The experts have axes of their own: over `tensor` every rank does the same work with them.
+            # The experts have separate axes: over `tensor` every rank does the same work with them.
             plan["mlp"] = PrepareModuleInputOutput(
                 input_layouts=(stretch,),
                 desired_input_layouts=(everything,),

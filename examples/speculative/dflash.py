@@ -62,7 +62,7 @@ class DFlash(nn.Module):
     Args:
         width: d, that of the target.
         layers: m, layers of the target that it reads.
-        depth: Layers of its own.
+        depth: Number of its layers.
         heads: Attention heads.
         hidden: Width of the feed-forward networks; `None` is 4 d.
     """
@@ -137,7 +137,7 @@ def valid_anchors(supervised: Tensor) -> Tensor:
 def draw_anchors(supervised: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Return anchors of a sequence, and which of them are real.
 
-    Where there are fewer than asked for, the rest stands at 0 and counts nothing.
+    Where there are fewer than asked for, the rest is 0 and has no weight.
 
     Args:
         supervised: Whether a token is to be predicted, bool (S,).
@@ -171,7 +171,7 @@ def block_tokens(
         block: b.
 
     Returns:
-        x_a, ..., x_{a+b-1} as int64 (B, A, b), and bool (B, A, b - 1) for all but the first. Behind the end the last token stands and
+        x_a, ..., x_{a+b-1} as int64 (B, A, b), and bool (B, A, b - 1) for all but the first. Behind the end the last token is repeated and
         counts nothing.
     """
     places = anchors[..., None] + torch.arange(block, device=anchors.device)

@@ -22,7 +22,7 @@ class Domino(DFlash):
         state: Width of the state of the GRU.
         rank: That of the correction.
         layers: m, layers of the target that it reads.
-        depth: Layers of its own.
+        depth: Number of its layers.
         heads: Attention heads.
         hidden: Width of the feed-forward networks; `None` is 4 d.
     """

@@ -2,7 +2,7 @@
 
 With f_t = [h^(low); h^(middle); h^(high)]_t, the hidden states of the target at position t, and u^0_t = g_t = W_fc f_t:
 
-- Step j = 0, 1, ... at position t reads the token x_{t+1+j} and the state u^j_t, and stands at the rotary position t + j.
+- Step j = 0, 1, ... at position t reads the token x_{t+1+j} and the state u^j_t, and has the rotary position t + j.
   Its layer reads [norm(embed(x_{t+1+j})); norm(u^j_t)] for queries, keys and values, adds what it attends to to u^j_t, then a feed-forward
   network; what comes out is u^{j+1}_t. A norm and a head over the draft's vocabulary make of it the scores of x_{t+2+j}.
 - It sees the keys of step 0 at s <= t, and of the later steps its own, at t. That is what the draft sees when it goes on by itself from a
@@ -130,7 +130,7 @@ class Eagle3(nn.Module):
         Args:
             state: (B, 1, d), as `begin` or `extend` returned it.
             embedding: embed of the token, (B, 1, d).
-            cache: As it was returned beside the state.
+            cache: As it was returned with the state.
 
         Returns:
             Scores (B, v) of the next token, its state and cache.

@@ -32,7 +32,7 @@ def rotate(vectors: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor
 
 
 def shift_left(values: Tensor, places: int, dim: int = 1) -> Tensor:
-    """Return what stands `places` further along a dimension, and zeros behind the end.
+    """Return the entries `places` further along a dimension, and zeros behind the end.
 
     Args:
         values: Any tensor.

@@ -55,7 +55,7 @@ class DraftConfig(dl.RunnerConfig):
 
 
 def collate(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return a batch of samples, those that are shorter filled up with zeros behind their end, which nobody sees and nothing counts.
+    """Return a batch of samples, those that are shorter filled up with zeros behind their end, which have no weight.
 
     Args:
         samples: Each with the same names.
@@ -227,7 +227,7 @@ class DFlashRunner(DraftRunner):
         return anchors, real
 
     def prepare(self, samples: Tensors) -> dict[str, Tensors]:
-        """Return features and blocks, and the tokens that stand in their places."""
+        """Return features and blocks, and the tokens at their places."""
         block, supervised = self.config.draft.block, samples["loss_mask"]
         anchors, real = self.anchors(supervised, samples["index"])
         tokens, counts = block_tokens(samples["input_ids"], supervised, anchors, real, block)
@@ -235,7 +235,7 @@ class DFlashRunner(DraftRunner):
         inputs = {"features": samples["features"], "blocks": self.target.embed(masked), "anchors": anchors}
         target = {"tokens": tokens, "weights": block_weights(counts, decay_of(block)), "counts": counts}
         if self.mode == "evaluate":
-            # What the target says of x_{a+k} stands one position before it.
+            # What the target says of x_{a+k} is one position before it.
             places = (anchors[..., None] + torch.arange(block - 1, device=anchors.device)).clamp_max(
                 supervised.shape[1] - 1
             )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 class DraftVocabulary(nn.Module):
     """Which tokens of the target the draft has, under the names that published EAGLE-3 checkpoints use.
 
-    Token i of the draft is token `i + d2t[i]` of the target. The tokens of the draft stand in the order of the target.
+    Token i of the draft is token `i + d2t[i]` of the target. The tokens of the draft are in the order of the target.
 
     Args:
         tokens: Tokens of the target, int64 of shape (v,), each once.

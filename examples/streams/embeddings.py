@@ -3,7 +3,7 @@
 python examples/streams/embeddings.py                     # 26 s of processor time; a second time nothing is computed anew
 python examples/streams/embeddings.py --epochs 40 --optim.lr 1e-3      # another run on the same embeddings
 
-The encoder is a stand-in for a large frozen model: random features whose products are those of a Gaussian kernel (Rahimi and Recht, 2007,
+The encoder takes the place of a large frozen model: random features whose products are those of a Gaussian kernel (Rahimi and Recht, 2007,
 https://papers.nips.cc/paper/3182). A linear head on them has 0.942 test accuracy, on the images themselves 0.909.
 """
 

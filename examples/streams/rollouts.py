@@ -40,7 +40,7 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def play(policy: nn.Module, episodes: Sequence[int], seed: int) -> dict[str, Tensor]:
-    """Play episodes, each from a random square and with chances of its own.
+    """Play episodes, each from a random square and with its own random numbers.
 
     Args:
         policy: Who plays.

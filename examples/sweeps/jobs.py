@@ -33,7 +33,7 @@ class Training:
         """Train, and return the best score."""
         from sklearn.datasets import load_digits
 
-        # Within the function: a job knows none of the modules beside this program.
+        # Within the function: a job cannot import the modules next to this program.
         class Digits(dl.Runner):
             def __init__(self, config: dl.RunnerConfig) -> None:
                 super().__init__(config)

@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--root", type=Path, default=Path("search"))
     options = parser.parse_args()
-    # Workers find the modules beside this program, and whatever else this process finds.
+    # Workers can import the modules next to this program, and whatever else this process can.
     paths = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     ray.init(include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}, log_to_driver=False)
     results = search(options.root.resolve(), options.trials, options.epochs, options.at_once)

@@ -54,7 +54,7 @@ def main() -> None:
         "optim": {"type": "adamw", "lr": 1e-2},
         "model": {"width": 64},
     }
-    # Workers find the modules beside this program, and whatever else this process finds.
+    # Workers can import the modules next to this program, and whatever else this process can.
     paths = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     ray.init(runtime_env={"env_vars": {"PYTHONPATH": paths}})
     trainer = TorchTrainer(

@@ -1,7 +1,7 @@
 """datasets: map-style data and streams give the samples of the uninterrupted run, each once a pass.
 
 Library: datasets
-Works: `Dataset`, `DatasetDict`, `IterableDataset` with shards, shuffle buffers and `map(batched=True)`, in a `DataLoader` of one's own too
+Works: `Dataset`, `DatasetDict`, `IterableDataset` with shards, shuffle buffers and `map(batched=True)`, in your own `DataLoader` too
 Exact: each sample once a pass and on resume, with 0 and 2 workers
 """
 
