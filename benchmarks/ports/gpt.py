@@ -74,7 +74,7 @@ class LightningGPT(pl.LightningModule):  # type: ignore[misc]
         """Return optimizer and schedule."""
         options = self.options
         optimizer = torch.optim.AdamW(self.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
-        warmup = options.steps // 10
+        warmup: int = options.steps // 10
 
         def rate(step: int) -> float:
             if step < warmup:

@@ -56,6 +56,7 @@ class Phase:
         self.reduction: GradientReduction
         self.outcome: UpdateOutcome | None = None
         self.is_due = True
+        self.is_reached = False
         self.skips = 0
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
 
@@ -129,13 +130,15 @@ class Phases:
             runner.window, runner.reduction = window, whole
 
     def _checked(self, name: str, every: int) -> Phase:
-        if name not in self._phases:
+        if not isinstance(name, str) or name not in self._phases:
             raise ValueError(
                 f"Expected the name of an optimizer, one of {', '.join(self._phases)}. Received: optimizing({name!r})."
-                f"{did_you_mean(name, list(self._phases))}"
+                f"{did_you_mean(str(name), list(self._phases))}"
             )
-        if every < 1:
-            raise ValueError(f"Expected every to be at least 1. Received: optimizing({name!r}, every={every}).")
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(
+                f"Expected every to be at least 1, an integer. Received: optimizing({name!r}, every={every!r})."
+            )
         if self.current is not None or not self._runner._session.in_step:
             where = f"inside of optimizing({self.current.name!r})" if self.current else "outside of train_step"
             raise ValueError(
@@ -173,6 +176,14 @@ class Phases:
         if not last:
             phase.keep_gradients()
             return
+        if not phase.is_reached:
+            phase.is_reached = any(parameter.grad is not None for parameter in phase.reduction.parameters)
+            if not phase.is_reached:
+                window.reset()
+                raise ValueError(
+                    f"Expected the loss in the block of optimizing({phase.name!r}) to depend on a parameter of that optimizer. Received: "
+                    "a loss without a gradient for any. Compute it from these parameters, or name the optimizer that it is for."
+                )
         update: UpdateStep = runner._parts.update
         phase.outcome, requests = update.decide()
         self._requests |= requests

@@ -234,6 +234,8 @@ def step_of(*calls: str) -> Any:
                 if kind == "inner":
                     with self.optimizing("generator"):
                         self.backward(loss())
+                elif kind == "other":
+                    self.backward(self.model.generator(data[1]).sum())
                 elif kind != "empty":
                     self.backward(loss())
         return None, None
@@ -251,6 +253,7 @@ def step_of(*calls: str) -> Any:
         (["discriminator", ""], r"backward\(loss\) was called outside of optimizing"),
         (["", "discriminator"], r"backward\(loss\) was called outside of optimizing"),
         (["discriminator:never"], "Expected every to be at least 1"),
+        (["discriminator:other"], r"optimizing\('discriminator'\) to depend on a parameter of that optimizer"),
     ],
 )
 def test_slips_are_named(tmp_path: Path, calls: list[str], message: str) -> None:
