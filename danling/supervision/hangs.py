@@ -113,32 +113,19 @@ class HangWatch:
         thread: The thread that trains.
         board: Where the ranks leave notes for each other.
         part: Returns the part of the training that is under way.
-        clock: Seconds, monotonic.
-
-    Attributes:
-        limit: Returns the seconds that a collective may take, `None` where that is not known.
     """
 
-    def __init__(
-        self,
-        runner: TorchRunner,
-        thread: WatchedThread,
-        board: Board,
-        *,
-        part: Callable[[], str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._thread, self._board, self._part, self._clock = thread, board, part, clock
+    def __init__(self, runner: TorchRunner, thread: WatchedThread, board: Board, *, part: Callable[[], str]) -> None:
+        self._thread, self._board, self._part = thread, board, part
         self._cpu = _CpuTime(thread.ident)
         self._train = runner.state.train
         domain = runner.placement.optimizer
         self._rank, self._size = domain.rank, domain.size
         self._least = runner.config.comm.hang_warning_seconds
         self._directory = runner.workspace.dir / "hangs"
-        self._waits_on_device = runner.device.type != "cpu"
-        self.limit: Callable[[], float | None] = lambda: collective_timeout(runner.device)
+        self._device = runner.device
         self._host, self._pid = socket.gethostname(), os.getpid()
-        self._last_check = self._quiet_since = self._idle_since = self._waits_since = clock()
+        self._last_check = self._quiet_since = self._idle_since = self._waits_since = time.monotonic()
         self._seen = self._progress()
         self._updates: deque[float] = deque(maxlen=_KEPT_UPDATES)
         self._is_first, self._stepped = True, self._train.global_step
@@ -155,7 +142,7 @@ class HangWatch:
 
     def check(self) -> None:
         """Look once; called about once a second, by its own thread."""
-        now = self._clock()
+        now = time.monotonic()
         gap, self._last_check = now - self._last_check, now
         if gap > _STOPPED_SECONDS:
             self._quiet_since, self._idle_since = self._quiet_since + gap, self._idle_since + gap
@@ -208,7 +195,7 @@ class HangWatch:
 
     def _ending_after(self) -> tuple[float, float]:
         """Return the seconds in a collective after which there is just time enough to say what the ranks do, and how much that is."""
-        limit = self.limit()
+        limit = collective_timeout(self._device)
         if limit is None:
             return math.inf, math.inf
         lead = min(max(limit / 10, 5 * _GRACE_SECONDS), 60.0, limit / 2)
@@ -218,7 +205,7 @@ class HangWatch:
         frame, part = self._thread.frame(), self._part()
         waits = part != "data" and self._thread.waits(frame)
         collective, called = collective_of(frame) if waits else ("", "")
-        if self._waits_on_device and frame is not None and frame.f_code.co_name == "synchronize":
+        if self._device.type != "cpu" and frame is not None and frame.f_code.co_name == "synchronize":
             waits, collective = True, _DEVICE
         excuse = excuse_of(frame) or (part if part in ("evaluating", "checkpointing") else "")
         place, stack = place_of(frame), stack_text(frame)
@@ -315,14 +302,14 @@ class HangWatch:
         for rank in range(self._size):
             text = self._board.read(f"state/{rank}")
             note = RankState(**json.loads(text)) if text else None
-            notes[rank] = note if note is not None and self._is_of_now(note.time, self._clock()) else None
+            notes[rank] = note if note is not None and self._is_of_now(note.time, time.monotonic()) else None
         return notes
 
     def _say(
         self, signs: Mapping[int, RankState | None], notes: Mapping[int, RankState | None], now: float, alarm: str
     ) -> None:
         silent = {rank: self._fate(rank, notes[rank]) for rank, sign in signs.items() if sign is None}
-        seconds, limit = now - self._quiet_since, self.limit()
+        seconds, limit = now - self._quiet_since, collective_timeout(self._device)
         head = f"Update {self._train.global_step + 1} has not come to its end in {seconds:.0f} s"
         if self._updates:
             head += f"; those before it took up to {max(self._updates):.2g} s"

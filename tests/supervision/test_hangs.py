@@ -1,16 +1,13 @@
-"""What is said of a training that stands still, by itself: several ranks in one process, whose clocks are turned by hand."""
+"""The parts of a report of hung training by themselves: the fate of a process, stacks as people read them, and the text."""
 
 from __future__ import annotations
 
-import logging
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ import torch
 
 from danling.supervision.hangs import (
     BACKWARD,
-    HangWatch,
     RankState,
     collective_of,
     excuse_of,
@@ -27,130 +23,10 @@ from danling.supervision.hangs import (
     report,
     spans,
 )
-from danling.supervision.rank_watch import WatchedThread
 
 TORCH = Path(torch.__file__).parent
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the kernel has no table of threads")
-
-
-class Notes(dict[str, str]):
-    """Notes of ranks that live in one process."""
-
-    def write(self, key: str, text: str) -> None:
-        self[key] = text
-
-    def read(self, key: str) -> str | None:
-        return self.get(key)
-
-
-def defined(file: str, source: str, **names: Any) -> Any:
-    exec(compile(source, file, "exec"), names)
-    return names["go"]
-
-
-def in_collective(end: threading.Event) -> None:
-    source = "def all_reduce(end): end.wait()\ngo = all_reduce"
-    defined(str(TORCH / "distributed" / "c10d.py"), source)(end)
-
-
-def lost_in_thought(end: threading.Event) -> None:
-    defined("/home/me/train.py", "def go(end): end.wait()")(end)
-
-
-class Rank:
-    """A rank: a thread that stands still, and what watches it."""
-
-    def __init__(self, job: Job, rank: int, doing: Any) -> None:
-        self.end, self.global_step, self.skipped_updates, self.job = threading.Event(), 0, 0, job
-        self.thread = threading.Thread(target=doing, args=(self.end,), daemon=True)
-        self.thread.start()
-        runner: Any = SimpleNamespace(
-            state=SimpleNamespace(train=self),
-            placement=SimpleNamespace(optimizer=SimpleNamespace(rank=rank, size=len(job.doing))),
-            config=SimpleNamespace(comm=SimpleNamespace(hang_warning_seconds=job.least)),
-            workspace=SimpleNamespace(dir=job.directory.parent),
-            device=torch.device("cpu"),
-        )
-        self.watched = WatchedThread(self.thread)
-        notes: Any = job.notes
-        self.watch = HangWatch(runner, self.watched, notes, part=lambda: "computing", clock=lambda: job.now)
-        self.watch.limit = lambda: None
-
-
-class Job:
-    """Ranks that stand still together, each in a function."""
-
-    def __init__(self, directory: Path, *doing: Any, least: float = 20.0) -> None:
-        self.directory, self.doing, self.least = directory, doing, least
-        self.now, self.notes = 0.0, Notes()
-        self.silent: set[int] = set()
-        self.ranks = [Rank(self, rank, function) for rank, function in enumerate(doing)]
-        self.seconds(1.0)
-        # A thread that was just started may still run.
-        time.sleep(0.05)
-
-    def updates(self, number: int, seconds: float) -> None:
-        for _ in range(number):
-            for rank in self.ranks:
-                rank.global_step += 1
-            self.seconds(seconds)
-
-    def seconds(self, seconds: float) -> None:
-        for _ in range(int(seconds)):
-            self.now += 1.0
-            for number, rank in enumerate(self.ranks):
-                if number not in self.silent:
-                    rank.watch.check()
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.end.set()
-            rank.thread.join()
-            rank.watched.close()
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Any]:
-    made: list[Job] = []
-
-    def make(*doing: Any, **settings: Any) -> Job:
-        made.append(Job(tmp_path / "hangs", *doing, **settings))
-        return made[-1]
-
-    yield make
-    for job in made:
-        job.close()
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.WARNING, "danling")
-    return caplog
-
-
-@pytest.mark.parametrize("least", [20.0, 21.0])
-def test_a_rank_that_is_long_in_writing_its_stacks_is_not_taken_for_one_that_gives_no_sign(
-    least: float, jobs: Any, said: pytest.LogCaptureFixture
-) -> None:
-    job = jobs(in_collective, in_collective, lost_in_thought, least=least)
-    job.updates(3, 1.0)
-    while not job.notes.get("alarm"):
-        job.seconds(1)
-    job.seconds(1)
-    assert len(list(job.directory.glob("*.txt"))) == 3
-    job.silent = {1}
-    job.seconds(60)
-    (record,) = said.records
-    assert "gives no sign" not in record.getMessage() and "Ranks 0, 1 on" in record.getMessage()
-
-
-def test_a_process_that_was_stopped_with_its_clock_is_no_hang(jobs: Any, said: pytest.LogCaptureFixture) -> None:
-    job = jobs(in_collective, lost_in_thought)
-    job.updates(3, 1.0)
-    job.now += 10_000
-    job.seconds(15)
-    assert not said.records
 
 
 def becomes(pid: int, fate: str) -> None:
