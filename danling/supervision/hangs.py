@@ -59,15 +59,15 @@ WARNING, LIMIT = "warning", "limit"
 """What is said: that an update takes far longer than others, and that the time limit of a collective is near."""
 
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_DANLING = str(Path(__file__).parents[1]) + os.sep
-_COLLECTIVES = f"{_TORCH}distributed{os.sep}"
+TORCH = str(Path(torch.__file__).parent) + os.sep
+DANLING = str(Path(__file__).parents[1]) + os.sep
+_COLLECTIVES = f"{TORCH}distributed{os.sep}"
 _CALLED_BY_NAME = f"{_COLLECTIVES}distributed_c10d.py"
 """Where the collectives are that people know by their names."""
-_DOMAINS = f"{_DANLING}distributed{os.sep}"
-_OWN_CALLS = f"{_DANLING}audit{os.sep}layout_record.py"
+_DOMAINS = f"{DANLING}distributed{os.sep}"
+_OWN_CALLS = f"{DANLING}audit{os.sep}layout_record.py"
 """Intercepts a program's calls of torch, in a check of layouts."""
-_STANDARD = str(Path(os.__file__).parent) + os.sep
+STANDARD = str(Path(os.__file__).parent) + os.sep
 _MOST_FRAMES = 40
 
 BACKWARD = "the reduction of gradients at the end of a backward"
@@ -80,8 +80,8 @@ _EXCUSES = {
         os.path.join("_inductor", "async_compile.py"),
         os.path.join("triton", "compiler") + os.sep,
     ),
-    "waiting for a stream": (f"{_DANLING}stream{os.sep}",),
-    "waiting for other replica groups": (f"{_DANLING}torchft{os.sep}", f"{os.sep}torchft{os.sep}"),
+    "waiting for a stream": (f"{DANLING}stream{os.sep}",),
+    "waiting for other replica groups": (f"{DANLING}torchft{os.sep}", f"{os.sep}torchft{os.sep}"),
 }
 """What may take any time, by what the path of a source file has in it."""
 
@@ -451,7 +451,7 @@ def collective_of(frame: FrameType | None) -> tuple[str, str]:
             name = name or BACKWARD
         elif code.co_filename.startswith(_DOMAINS):
             name = name or code.co_name
-        elif name and not code.co_filename.startswith(_TORCH) and code.co_filename != _OWN_CALLS:
+        elif name and not code.co_filename.startswith(TORCH) and code.co_filename != _OWN_CALLS:
             return name, spot(found)
         elif not name and not _is_between(code.co_filename):
             return "", ""
@@ -459,13 +459,13 @@ def collective_of(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _is_between(file: str) -> bool:
-    return file.startswith((_TORCH, _STANDARD)) and "-packages" not in file.removeprefix(_TORCH)
+    return file.startswith((TORCH, STANDARD)) and "-packages" not in file.removeprefix(TORCH)
 
 
 def place_of(frame: FrameType | None) -> str:
     """Return where a thread is: in the innermost function that is of no library, else in the innermost one."""
     found = list(frames_of(frame))
-    own = [one for one in found if not one.f_code.co_filename.startswith((_STANDARD, _TORCH, _DANLING, "<"))]
+    own = [one for one in found if not one.f_code.co_filename.startswith((STANDARD, TORCH, DANLING, "<"))]
     own = [one for one in own if "-packages" not in one.f_code.co_filename]
     if not own:
         return spot(found[0]) if found else "nowhere"

@@ -19,13 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import torch
-
 from danling.distributed import Board, default_store
 from danling.reporting.rank_times import ACTIVITIES, RankTimes
 from danling.utils.observers import Observer
 
-from .hangs import HangWatch
+from .hangs import DANLING, STANDARD, TORCH, HangWatch
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -37,26 +35,23 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 
 _SECONDS_BETWEEN_CHECKS = 1.0
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_PACKAGES = str(Path(_TORCH).parent) + os.sep
-_DANLING = str(Path(__file__).parents[1]) + os.sep
-_STANDARD = str(Path(os.__file__).parent) + os.sep
+_PACKAGES = str(Path(TORCH).parent) + os.sep
 
 _COMPUTES, _WAITS, _SKIPPED, _BACKWARD = range(4)
 
 _COMMUNICATION = (
-    f"{_TORCH}distributed{os.sep}",
+    f"{TORCH}distributed{os.sep}",
     # Broadcasts buffers before a forward; the forward itself has other frames.
-    f"{_TORCH}{os.path.join('nn', 'parallel', 'distributed.py')}",
-    f"{_DANLING}distributed{os.sep}",
-    f"{_DANLING}torchft{os.sep}",
+    f"{TORCH}{os.path.join('nn', 'parallel', 'distributed.py')}",
+    f"{DANLING}distributed{os.sep}",
+    f"{DANLING}torchft{os.sep}",
     f"{_PACKAGES}torchft{os.sep}",
     f"{_PACKAGES}deepspeed{os.sep}comm{os.sep}",
 )
-_ENGINE = f"{_TORCH}{os.path.join('autograd', 'graph.py')}"
+_ENGINE = f"{TORCH}{os.path.join('autograd', 'graph.py')}"
 """A backward, at whose end DistributedDataParallel waits for its reductions in native code."""
 
-_NEUTRAL = tuple(f"{_TORCH}{name}" for name in ("_ops.py", "_tensor.py", f"utils{os.sep}", f"autograd{os.sep}"))
+_NEUTRAL = tuple(f"{TORCH}{name}" for name in ("_ops.py", "_tensor.py", f"utils{os.sep}", f"autograd{os.sep}"))
 """Files between a collective and its caller."""
 
 
@@ -136,7 +131,7 @@ def _kind_of(file: str) -> int:
     if file.startswith(_NEUTRAL):
         return _SKIPPED
     # Packages are below the standard library's directory.
-    is_standard = file.startswith(_STANDARD) and not file.startswith(_PACKAGES) and "-packages" not in file
+    is_standard = file.startswith(STANDARD) and not file.startswith(_PACKAGES) and "-packages" not in file
     return _SKIPPED if is_standard or file.startswith("<") else _COMPUTES
 
 
