@@ -271,7 +271,8 @@ def _entries(section: Config, prefix: str = "", *, nested: bool = True) -> Itera
         text = help_texts(type(section)).get(name, "")
         wrapped = textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
         owner = field.owner.__name__ if field is not None else "others"
-        yield owner, [f"  --{prefix}{name}  ({kind}{default})", *wrapped]
+        heading = "Settings outside of sections" if owner == "TopLevelConfig" else owner
+        yield heading, [f"  --{prefix}{name}  ({kind}{default})", *wrapped]
 
 
 def _shown(value: object) -> str:

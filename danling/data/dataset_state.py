@@ -1,4 +1,4 @@
-"""The state that a dataset keeps of its own, as a checkpoint holds it."""
+"""The state of a dataset with `state_dict`, as a checkpoint has it."""
 
 from __future__ import annotations
 

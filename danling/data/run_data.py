@@ -176,7 +176,7 @@ class RunData:
             loader.free()
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Return by split what is shown of the loaders beside the metrics of an update. May be called on one rank."""
+        """Return by split the figures of the loaders that are logged with the metrics of an update. May be called on one rank."""
         return {split: loader.metrics() for split, loader in self._windows().items()}
 
     def streams(self) -> dict[str, Mapping[str, object]]:

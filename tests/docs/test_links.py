@@ -35,6 +35,10 @@ def test_whole_links_pass_and_broken_ones_are_named(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`((?:examples|benchmarks|tests|scripts|danling)/[\w./]+\.(?:py|sh|sbatch))`", page.read_text())
+    rooms = {folder.name for folder in (ROOT / "danling").iterdir()}
+    named += [
+        f"danling/{name}" for name in re.findall(r"`(\w+/\w+\.py)`", page.read_text()) if name.split("/")[0] in rooms
+    ]
     named += re.findall(r"(?:python|bash|sbatch) ((?:examples|benchmarks)/[\w./]+)", page.read_text())
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
