@@ -292,16 +292,6 @@ def test_what_takes_a_seed_and_cannot_be_called_is_left_alone() -> None:
     assert not found
 
 
-def test_each_that_seeds_itself_draws_otherwise() -> None:
-    first, second = SeedsItself(), SeedsItself()
-    found = Generators({"dataset": Drawing(first, second)})
-    found.seed(3)
-    drawn = [first(0.0), second(0.0)]
-    assert drawn[0] != drawn[1]
-    found.seed(3)
-    assert [first(0.0), second(0.0)] == drawn
-
-
 def test_long_containers_and_circles_end() -> None:
     data: dict[str, Any] = {"samples": [object() for _ in range(100_000)], "names": ["a"] * 1_000_000}
     data["again"] = data

@@ -174,11 +174,6 @@ def test_resumes_at_every_position(name: str, kind: str) -> None:
     check(name, kind, range(14))
 
 
-@pytest.mark.parametrize("name", ["Told", "ShufflesFiles"])
-def test_resumes_where_the_last_batch_is_not_a_full_one(name: str) -> None:
-    check(name, "built", range(5, 8), drop_last=False)
-
-
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("name", sorted(STREAMS))
 def test_resumes_after_a_pass(name: str, finished: bool) -> None:

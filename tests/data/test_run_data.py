@@ -60,23 +60,6 @@ def test_loaders_are_built_opened_and_scored_by_the_first_evaluated_split() -> N
     assert run.data.open_all() is None
 
 
-def test_micro_batches_of_an_update_are_those_of_the_setting_unless_a_program_says_its_own() -> None:
-    run = Run()
-    assert run.data.splits.undivided() == 3
-    run.config.accum_steps = 4  # type: ignore[misc]
-    assert run.data.splits.undivided() == 4
-    assert RunData(run, own_accum_steps=True).splits.undivided() == 5
-
-
-def test_a_share_is_that_of_training_while_the_run_trains() -> None:
-    run = Run()
-    third = LocalDomain()
-    third.rank, third.size = 2, 4
-    run.placement = Placement(data=third, optimizer=third, metrics=third)
-    assert run.data.splits.share("train") == run.placement.share(trained=True) == (2, 4)
-    assert run.data.splits.share("val") == run.placement.share(trained=False)
-
-
 def test_a_sampler_of_the_users_own_gives_the_order() -> None:
     run = Run()
     run.sampler = SequentialSampler(run.datasets["train"])

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.datasets import Augmented, Stream, drain, ids, share_of, stateful_loader
 from support.toys import differences
-from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -21,95 +19,6 @@ LENGTH = 22
 
 def source_of(loader: Any, **settings: Any) -> BatchSource:
     return open_source(loader, **{"split": "train", "seed": 3, **share_of(loader), **settings})
-
-
-def distributed_sampler(dataset: Any) -> DistributedSampler[Any]:
-    return DistributedSampler(dataset, num_replicas=2, rank=1, seed=2)
-
-
-def user_loaders() -> dict[str, Callable[[], Any]]:
-    data = Augmented(LENGTH)
-    plain: dict[str, Any] = {"batch_size": 4}
-    return {
-        "torch": lambda: TorchDataLoader(data, shuffle=True, **plain),
-        "torch, 2 workers": lambda: TorchDataLoader(data, shuffle=True, num_workers=2, **plain),
-        "torch, persistent": lambda: TorchDataLoader(
-            data, shuffle=True, num_workers=2, persistent_workers=True, **plain
-        ),
-        "torch, generator": lambda: TorchDataLoader(
-            data, shuffle=True, generator=torch.Generator().manual_seed(1), **plain
-        ),
-        "torch, sampler with a generator": lambda: TorchDataLoader(
-            data, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(1)), **plain
-        ),
-        "torch, distributed": lambda: TorchDataLoader(data, sampler=distributed_sampler(data), **plain),
-        "stateful": lambda: stateful_loader(data, shuffle=True, **plain),
-        "stateful, generator": lambda: stateful_loader(
-            data, shuffle=True, generator=torch.Generator().manual_seed(1), **plain
-        ),
-        "stateful, distributed": lambda: stateful_loader(data, sampler=distributed_sampler(data), **plain),
-        "stateful, 2 workers": lambda: stateful_loader(data, shuffle=True, num_workers=2, **plain),
-        "stateful, persistent": lambda: stateful_loader(
-            data, shuffle=True, num_workers=2, persistent_workers=True, **plain
-        ),
-        "stateful, stream": lambda: stateful_loader(Stream(LENGTH), **plain),
-    }
-
-
-def resumed_loaders() -> list[Any]:
-    """Return each loader, told its place by its own state and by counting, and at every how many positions it stops.
-
-    With workers, which take long, it stops at every thirteenth one; at each of them as a slow variant.
-    """
-    slow = {("torch, 2 workers", False), ("stateful, 2 workers", True), ("stateful, persistent", True)}
-    cases: list[Any] = []
-    for name in sorted(user_loaders()):
-        workers = "workers" in name or "persistent" in name
-        for by_counting in (False, True):
-            if (name, by_counting) not in slow:
-                cases.append((name, by_counting, 13 if workers else 1))
-            if workers:
-                cases.append(pytest.param(name, by_counting, 1, marks=pytest.mark.slow))
-    return cases
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "by_counting", "every"), resumed_loaders())
-def test_user_loader_resumes_at_every_position(name: str, by_counting: bool, every: int) -> None:
-    """Batches go on as if nothing had happened, in this pass and the next, whatever else draws from the streams."""
-    make = user_loaders()[name]
-    source = source_of(make())
-    trace: list[Tensor] = []
-    saved = [_snapshot(source, 0)]
-    for _ in range(3):
-        while not (by_counting and source.remaining_batches() == 0) and (batch := drain(source, 1)):
-            trace.append(batch[0])
-            torch.rand(2)  # what training draws
-            saved.append(_snapshot(source, len(trace)))
-        saved.append(_snapshot(source, len(trace)))  # all consumed, the pass not finished
-        source.finish_pass()
-        saved.append(_snapshot(source, len(trace)))
-    source.close()
-
-    a_pass = len(trace) // 3
-    for state, position in saved[::every]:
-        resumed = source_of(make())
-        resumed.load_state_dict(copy.deepcopy(state))
-        seed_streams(position)
-        for data in trace[position : position + a_pass + 1]:
-            # A loop may find the end by asking for a batch, or by counting.
-            batch = [] if by_counting and resumed.remaining_batches() == 0 else drain(resumed, 1)
-            if not batch:
-                resumed.finish_pass()
-                batch = drain(resumed, 1)
-            # torchdata does not save its workers' streams, and kept workers go on with theirs: there the order is kept.
-            columns = 1 if name in ("stateful, 2 workers", "stateful, persistent", "torch, persistent") else 4
-            assert torch.equal(batch[0][..., :columns], data[..., :columns])
-        resumed.close()
-
-
-def _snapshot(source: BatchSource, position: int) -> tuple[dict[str, Any], int]:
-    return copy.deepcopy(source.state_dict()), position
 
 
 def test_data_ranks_shuffle_differently_and_ranks_of_one_coordinate_alike() -> None:
@@ -211,23 +120,6 @@ def test_a_stateful_loader_says_what_it_skips(caplog: pytest.LogCaptureFixture) 
     assert "1 batches of split 'train' were read and not used" in caplog.text
 
 
-def test_rewinding_begins_the_same_pass_again() -> None:
-    for make in user_loaders().values():
-        source = source_of(make())
-        first = drain(source, 2)
-        source.rewind()
-        assert (source.epoch, source.consumed) == (0, 0)
-        again = drain(source, 2)
-        assert len(first) == len(again) == 2
-        if (
-            source.kind == "counted"
-            and getattr(source.loader, "generator", None) is None
-            and source.loader.num_workers == 0
-        ):
-            assert torch.equal(first[0], again[0])
-        source.close()
-
-
 def test_set_epoch_reaches_every_holder() -> None:
     class Told:
         def __init__(self) -> None:
@@ -253,39 +145,6 @@ def test_set_epoch_reaches_every_holder() -> None:
         drain(source)
         source.finish_pass()
     assert [holder.epochs for holder in (loader, loader.sampler, loader.batch_sampler, loader.dataset)] == [[0, 1]] * 4
-
-
-def test_a_users_own_stateful_loader() -> None:
-    class Own:
-        def __init__(self) -> None:
-            self.position = 0
-
-        def __iter__(self) -> Iterator[int]:
-            while self.position < 5:
-                self.position += 1
-                yield self.position
-            self.position = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"position": self.position}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.position = state["position"]
-
-    for stop in range(11):
-        first, taken = source_of(Own()), []
-        for _ in range(stop):
-            batch = drain(first, 1)
-            if not batch:
-                first.finish_pass()
-                batch = drain(first, 1)
-            taken += batch
-        second = source_of(Own())
-        second.load_state_dict(first.state_dict())
-        taken += drain(second)
-        second.finish_pass()
-        taken += drain(second)
-        assert taken[: stop + 5] == ([1, 2, 3, 4, 5] * 4)[: stop + 5]
 
 
 def test_iterator_that_ends_for_good() -> None:
@@ -321,7 +180,7 @@ def test_lengths_and_evenness() -> None:
     assert source_of([1, 2]).num_batches == 2
     assert source_of(stateful_loader(Stream(4))).num_batches is None
     assert source_of([1], world_size=1).even and not source_of([1], world_size=2).even
-    assert source_of(TorchDataLoader(data, sampler=distributed_sampler(data)), world_size=2).even
+    assert source_of(TorchDataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=1)), world_size=2).even
     assert not source_of(TorchDataLoader(data), world_size=2).even
     source = source_of([1, 2, 3])
     drain(source, 1)
@@ -336,8 +195,11 @@ def test_not_a_loader() -> None:
 
 
 def test_states_are_readable_without_pickle(tmp_path: Any) -> None:
-    for make in [*user_loaders().values(), lambda: DataLoader(Augmented(LENGTH))]:
-        source = source_of(make())
+    data = Augmented(LENGTH)
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(1))
+    torchs = TorchDataLoader(data, sampler=sampler), stateful_loader(data), stateful_loader(Stream(LENGTH))
+    for loader in (*torchs, DataLoader(data)):
+        source = source_of(loader)
         drain(source, 2)
         state = source.state_dict()
         torch.save(state, tmp_path / "state.pt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,14 +24,3 @@ def test_all_ways_are_measured(tmp_path: Path) -> None:
     trainers = {f"trainer, {size} directory, {log}" for size in ("16 KiB", "4 MiB") for log in ("file", "sqlite")}
     assert all(0 <= figures[name]["waits (%)"] < 100 for name in trainers)
     assert set(figures) - set(list(figures)[:10]) == {"log, file", "log, sqlite", *trainers}
-
-
-def test_a_log_is_measured_at_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
-    from streams import log_at
-
-    from danling.stream import FileChannel
-
-    figures = log_at(300, partial(FileChannel, tmp_path / "log"), 2)
-    assert len(figures) == 9 and all(value >= 0 for value in figures.values())
-    assert FileChannel(tmp_path / "log").published() == 300 + 32

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from support.processes import run_processes
 from support.streams import Draft, Points, Stopped, Target, assert_same
 
-import danling as dl
 from danling.checkpoints import CheckpointMismatch
 from danling.cli.main import main
 from danling.stream import DirectoryStore, MemoryChannel, MemoryStore, SQLiteChannel, run_together
@@ -134,23 +132,6 @@ def test_a_producer_goes_over_the_split_of_evaluate_splits_that_it_has(
     assert ("it leaves evaluate_splits out" in caplog.text) == is_said
 
 
-def test_a_configuration_without_anything_of_training_is_told_nothing_and_is_another_run_all_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "danling")
-    config = dl.RunnerConfig({"seed": 1, "auto_resume": True, "workspace_root": str(tmp_path)})
-    store, channel = MemoryStore(), MemoryChannel()
-    with (
-        Target(config, indices=range(8), store=store, channel=channel) as first,
-        Draft(config, store, channel) as trainer,
-    ):
-        assert "trains nothing" not in caplog.text
-        assert first.workspace.dir != trainer.workspace.dir
-        place = first.workspace.dir
-    with Target(config, indices=range(8), store=store, channel=channel) as again:
-        assert again.workspace.dir == place
-
-
 def test_the_directory_of_a_trainer_is_refused(tmp_path: Path) -> None:
     config = {**CONFIG, "score_split": None, "dir": str(tmp_path / "run")}
     store, channel = MemoryStore(), MemoryChannel()
@@ -216,32 +197,3 @@ def test_both_sides_are_shown_as_one(tmp_path: Path, capsys: pytest.CaptureFixtu
     stream, row = shown(tmp_path, capsys)
     assert (stream["published"], stream["trained"], stream["waiting"], stream["end"]) == (19, 19, 0, "complete")
     assert len(stream["producers"]) == len(stream["trainers"]) == 1
-
-
-def test_in_one_process_both_sides_are_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = configuration(tmp_path, score_split=None, steps=3)
-    store, channel = MemoryStore(), MemoryChannel("a stream")
-    with (
-        Frozen(config, indices=range(19), store=store, channel=channel, max_in_flight=16) as target,
-        draft(config, store, channel) as runner,
-    ):
-        run_together(target, runner)
-    stream, _ = shown(tmp_path, capsys)
-    assert (stream["stream"], stream["trained"], stream["end"]) == ("a stream", 12, "stopped")
-    assert stream["published"] == channel.published()
-    assert [len(stream[name]) for name in ("producers", "trainers")] == [1, 1]
-
-
-def test_a_run_without_a_stream_shows_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Plain(dl.TorchRunner):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.model, self.criterion = torch.nn.Linear(4, 1), torch.nn.MSELoss()
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-            self.datasets = {"train": [(torch.ones(4), torch.ones(1))] * 4}
-
-    with Plain({"steps": 2, "dir": str(tmp_path / "runs" / "plain"), "log": False}) as runner:
-        runner.train()
-        assert not runner.workspace.streams_file.exists()
-    assert main(["runs", str(tmp_path / "runs")]) == 0
-    assert "streams" not in capsys.readouterr().out

@@ -213,12 +213,6 @@ def test_samples_are_on_the_disk_before_append_returns(tmp_path: Path, monkeypat
     assert channel.append([ref("a")]) == 0 and len(synced) == 1
 
 
-def test_the_database_is_synced_at_each_transaction(tmp_path: Path) -> None:
-    with SQLiteChannel(tmp_path / "log")._connected() as database:
-        assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-        assert database.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
-
-
 def test_stock_readers_read_both_logs(tmp_path: Path) -> None:
     files, database = FileChannel(tmp_path / "log"), SQLiteChannel(tmp_path / "log.sqlite")
     for channel in (files, database):
@@ -381,11 +375,3 @@ def test_a_fresh_database_is_opened_while_another_process_makes_it(
     monkeypatch.setattr(time, "sleep", lambda _: other.rollback())
     assert SQLiteChannel(tmp_path / "log").append([ref("a")]) == 1
     other.close()
-
-
-def test_a_reader_opens_a_database_while_a_producer_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    producer = SQLiteChannel(tmp_path / "log")
-    producer.append([ref("a")])
-    monkeypatch.setattr("danling.stream.channels.sqlite._PATIENCE_SECONDS", 0.05)
-    with producer._transaction():
-        assert ids(SQLiteChannel(tmp_path / "log")) == ["a"]

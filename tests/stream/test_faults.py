@@ -32,7 +32,6 @@ def faulty(faults: FaultyOs) -> Iterator[None]:
 
 
 def calls(make: Callable[[], Callable[[], object]]) -> FaultyOs:
-    """Return an `os` that has counted the calls of an action."""
     action, faults = make(), FaultyOs()
     with faulty(faults):
         action()
@@ -52,7 +51,6 @@ def struck(make: Callable[[], Callable[[], object]], fault: str, at: int) -> boo
 
 
 def bytes_of(store: DirectoryStore) -> int:
-    """Return the bytes of published objects."""
     return sum(path.stat().st_size for path in (store.path / "objects").rglob("*") if path.is_file())
 
 

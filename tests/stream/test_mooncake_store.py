@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,24 +129,6 @@ def test_what_a_killed_writer_has_begun_is_no_object_and_is_put_again() -> None:
 
 
 @needs_mooncake
-def test_a_damaged_object_names_the_sample(store: MooncakeStore) -> None:
-    tensors = {"x": torch.ones(100)}
-    store.put("whole", tensors)
-    raw = store._store.get(store._key("whole"))
-    for place, (name, data) in enumerate(
-        {"short": raw[:-64], "tiny": b"x", "flipped": raw[:-100] + b"\1" + raw[-99:], "renamed": raw}.items()
-    ):
-        if place < 3:
-            data = data.replace(b'"whole"', f'"{name}"'.encode()) if len(name) == 5 else data
-        assert store._store.put(store._key(name), data) == 0
-        with pytest.raises(
-            ValueError,
-            match="Expected the features of sample 'sample 7' in the store at .*Received: (a damaged )?object",
-        ):
-            store.get(reference(name, tensors))
-
-
-@needs_mooncake
 def test_what_is_read_is_not_overwritten_by_what_is_read_next(store: MooncakeStore) -> None:
     kept = []
     for index in range(20):
@@ -156,25 +136,6 @@ def test_what_is_read_is_not_overwritten_by_what_is_read_next(store: MooncakeSto
         found = store.get(reference(str(index), {"x": torch.ones(1000), "y": torch.tensor(0)}))
         kept.append((index, found["x"][10:20] if index % 2 else found["y"]))
     assert all(torch.equal(tensor, torch.full_like(tensor, index)) for index, tensor in kept)
-
-
-@needs_mooncake
-@pytest.mark.parametrize("samples", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_many_samples_leave_no_byte_and_no_descriptor(store: MooncakeStore, samples: int) -> None:
-    tensors = {"x": torch.ones(1000)}
-    ref = reference("0", tensors)
-    for index in range(samples):
-        name = str(index)
-        store.put(name, tensors)
-        store.get(SampleRef(name, name, ref.tensors))
-        if index % 50 == 49:
-            store.discard(str(place) for place in range(index - 49, index + 1))
-        if index == samples // 5:
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            descriptors = len(os.listdir("/proc/self/fd"))
-    assert store.usage() == 0
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 30_000  # KiB
 
 
 @needs_mooncake

@@ -50,6 +50,12 @@ def test_features_are_taken_apart_by_sample() -> None:
     assert by_sample(own, ["a", "b"]) == own
 
 
+class Divided(torch.Tensor):
+    """A tensor of which this rank has a part."""
+
+    full_tensor = None
+
+
 @pytest.mark.parametrize(
     ("features", "message"),
     [
@@ -59,23 +65,14 @@ def test_features_are_taken_apart_by_sample() -> None:
         ([{"x": torch.zeros(2)}, {"x": None}], r"sample 'b' to be tensors by name. Received: 'x': NoneType"),
         ([{"x": torch.zeros(2)}], r"for each of 2 samples. Received: 1 items"),
         (torch.zeros(2), r"Received: Tensor"),
+        (torch.empty(2, 3, device="meta").unbind(), r"Received: 2 items"),
+        ({"x": torch.empty(2, 3, device="meta")}, r"sample 'a' to be dense tensors with values. Received: 'x': a meta"),
+        ({"x": torch.zeros(2, 3).as_subclass(Divided)}, r"whole features of sample 'a'.*'x': a Divided.*full_tensor"),
     ],
 )
 def test_features_of_a_wrong_form_are_refused(features: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         by_sample(features, ["a", "b"])
-
-
-def test_a_part_of_a_tensor_is_refused() -> None:
-    class Divided(torch.Tensor):
-        def full_tensor(self) -> torch.Tensor:
-            return torch.cat([self, self])
-
-    part = torch.zeros(2, 3).as_subclass(Divided)
-    with pytest.raises(ValueError, match="whole features of sample 'a'. Received: 'x': a Divided.*full_tensor"):
-        by_sample({"x": part}, ["a", "b"])
-    with pytest.raises(TypeError, match="whole tensors in object 'o'. Received: 'x': a Divided.*full_tensor"):
-        MemoryStore().put("o", {"x": part})
 
 
 @pytest.mark.parametrize("name", ["a/b/../c", '日本語 \u0000\n"', "", "x" * 100_000])
@@ -101,16 +98,6 @@ def test_an_id_that_no_log_can_hold_is_refused_before_it_is_made(tmp_path: Path)
     ):
         target.produce()
     assert target.captured == []
-
-
-@pytest.mark.parametrize(
-    "features", [torch.empty(2, 3, device="meta"), torch.nested.nested_tensor([torch.ones(2)] * 2, layout=torch.jagged)]
-)
-def test_tensors_without_values_of_one_shape_are_refused(features: torch.Tensor) -> None:
-    with pytest.raises(
-        ValueError, match="features of sample 'a' to be dense tensors with values. Received: 'x': a (meta|nested)"
-    ):
-        by_sample({"x": features}, ["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -163,16 +150,6 @@ def test_features_unlike_those_of_the_first_sample_are_refused(
 
 
 # Publishing
-
-
-def test_credit_comes_from_the_log_and_not_from_a_counter_of_the_process() -> None:
-    store, channel = MemoryStore(), MemoryChannel()
-    publish(publisher(store, channel, 5), *map(captured, range(4)))
-    restarted = publisher(store, channel, 5)
-    assert restarted.credit() == 1
-    channel.commit(3)
-    assert restarted.credit() == 4
-    assert publisher(store, channel).credit() is None
 
 
 def test_an_object_left_by_a_kill_is_stored_once() -> None:
@@ -334,23 +311,6 @@ def producer(tmp_path: Path, kind: type[Target] = Target, **options: Any) -> Tar
     return kind({**config, "dataloader": {"batch_size": 4}}, **options)
 
 
-def test_what_is_in_the_log_is_what_the_target_says_of_every_point(tmp_path: Path) -> None:
-    store, channel = MemoryStore(), MemoryChannel()
-    with producer(tmp_path, store=store, channel=channel) as target:
-        assert target.produce() == 10
-        assert not target.model.training or not target.unwrapped_model.weight.grad_fn
-    end = channel.ended()
-    assert end is not None and (end.kind, end.published) == ("complete", 10)
-    points, model = Points(range(10)), frozen_target()
-    for index, ref in enumerate(channel.read(0, 10)):
-        features = store.get(ref)
-        assert ref.id == str(index)
-        assert ref.meta == {"max_in_flight": 1024}
-        assert torch.equal(features["input"], points[index]["point"])
-        torch.testing.assert_close(features["target"], model(points[index]["point"]))
-        assert not features["target"].requires_grad
-
-
 def test_a_restarted_producer_captures_only_what_is_missing(tmp_path: Path) -> None:
     store, channel = MemoryStore(), MemoryChannel()
 
@@ -371,19 +331,6 @@ def test_a_restarted_producer_captures_only_what_is_missing(tmp_path: Path) -> N
         assert target.produce() == 2
         assert target.captured == [8, 9]
         assert target.produce() == 0
-
-
-def test_a_sample_that_comes_twice_in_a_batch_is_published_once(tmp_path: Path) -> None:
-    class Twice(Target):
-        def sample_ids(self, batch: Any) -> list[int]:
-            return [index // 2 for index in batch["id"].tolist()]
-
-    store, channel = MemoryStore(), MemoryChannel()
-    with producer(tmp_path, Twice, store=store, channel=channel) as target:
-        assert target.produce() == 5
-    points = Points(range(10))
-    for place, ref in enumerate(channel.read(0, 9)):
-        assert torch.equal(store.get(ref)["input"], points[2 * place]["point"])
 
 
 @pytest.mark.parametrize("before", [0, 2])
@@ -412,30 +359,6 @@ def test_ids_that_come_again_in_later_batches_are_named_where_they_do(
     assert "6 samples were left out" in caplog.text
 
 
-def test_what_an_earlier_process_or_another_producer_has_made_is_not_repeated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, channel = MemoryStore(), MemoryChannel()
-    for part in (0, 1):
-        for indices in (range(part, part + 4), range(8)):
-            with producer(tmp_path, store=store, channel=channel, indices=indices, part=part, parts=3) as target:
-                target.produce()
-    assert channel.published() == 8 and "more than once" not in caplog.text
-
-
-def test_several_producers_fill_one_log(tmp_path: Path) -> None:
-    store, channel = MemoryStore(), MemoryChannel()
-    for part in (0, 1):
-        assert channel.ended() is None
-        with producer(
-            tmp_path, store=store, channel=channel, part=part, parts=2, indices=range(part * 6, part * 4 + 6)
-        ) as target:
-            target.produce()
-    end = channel.ended()
-    assert end is not None and end.published == 10
-    assert {int(ref.id) for ref in channel.read(0, 10)} == set(range(10))
-
-
 def test_what_is_not_overridden_is_named(tmp_path: Path) -> None:
     class Bare(FeatureProducer):
         def __init__(self, **options: Any) -> None:
@@ -451,17 +374,6 @@ def test_what_is_not_overridden_is_named(tmp_path: Path) -> None:
         bare.produce()
     with pytest.raises(ValueError, match="max_in_flight"):
         Bare(store=MemoryStore(), channel=channel, max_in_flight=0)
-
-
-def test_metadata_goes_with_the_sample(tmp_path: Path) -> None:
-    class Versioned(Target):
-        def metadata(self, batch: Any) -> Any:
-            return [{"version": int(index) // 2} for index in batch["id"]]
-
-    channel = MemoryChannel()
-    with producer(tmp_path, Versioned, store=MemoryStore(), channel=channel) as target:
-        target.produce()
-    assert [ref.meta["version"] for ref in channel.read(0, 5)] == [0, 0, 1, 1, 2]
 
 
 # Together
@@ -592,13 +504,6 @@ def test_a_target_on_two_ranks_publishes_each_sample_once(tmp_path: Path, stack:
     if stack == "fsdp":
         assert len({len(captured) > 0 for _, captured in ranks}) == 1
     channel.close()
-
-
-def test_batches_are_of_one_length_and_all_samples_are_in_one() -> None:
-    batches = list(EqualLengthBatches([3, 5, 3, 3, 5, 2, 3], 2))
-    assert batches == [[0, 2], [1, 4], [3, 6], [5]]
-    with pytest.raises(ValueError, match="batch_size"):
-        EqualLengthBatches([1], 0)
 
 
 def test_a_producer_of_sequences_pads_nothing(tmp_path: Path) -> None:
