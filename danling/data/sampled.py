@@ -107,7 +107,6 @@ class SampledBatches(Sampler[BatchKey]):
     # Position
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of a pass."""
         if epoch != self.epoch:
             self._found = None
         self.epoch = epoch
@@ -116,7 +115,6 @@ class SampledBatches(Sampler[BatchKey]):
         self._ahead.clear()
 
     def advance(self, batches: int) -> None:
-        """Move the position by so many batches that were given."""
         for _ in range(batches):
             self.consumed += 1
             if self._ahead:
@@ -125,7 +123,6 @@ class SampledBatches(Sampler[BatchKey]):
                 self.position += 1 if self.batched else self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the state of a sampler that has one: as the pass found it, and as it is."""
         state: dict[str, Any] = {
             "seed": self.seed,
             "epoch": self.epoch,
@@ -140,7 +137,6 @@ class SampledBatches(Sampler[BatchKey]):
         return {**state, "sampler": current, "sampler_found": current if self._found is None else self._found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position."""
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
         self._found = state.get("sampler_found")
@@ -324,19 +320,15 @@ class SampledLoader(KeyedLoader):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of a pass."""
         self.order.set_epoch(epoch)
 
     def advance(self, batches: int) -> None:
-        """Move the position by so many batches."""
         self.order.advance(batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
         return {**self.order.state_dict(), **self.held_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Go to a position. Another number of workers does not matter."""
         if state_dict["seed"] != self.seed:
             # Workers that are kept hold a copy of the old seed.
             self.close()

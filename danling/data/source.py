@@ -322,19 +322,16 @@ class _KeptSource(BatchSource):
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
-        """Pass of the position."""
         return int(self.read.epoch)
 
     @property
     def consumed(self) -> int:  # type: ignore[override]
-        """How far the pass is consumed, as the loader counts."""
         return int(self.read.consumed)
 
     def _advance(self, batches: int) -> None:
         self.read.advance(batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of pass `epoch`."""
         self.read.set_epoch(epoch)
 
     def _state(self) -> dict[str, object]:
@@ -361,11 +358,9 @@ class PositionSource(_KeptSource):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of a whole pass on this rank."""
         return len(self.read)
 
     def remaining_batches(self) -> int | None:
-        """Return the batches from the position on."""
         return self.read.remaining_batches
 
     def _read_batches(self) -> Iterator[Batch]:
@@ -387,11 +382,9 @@ class SampledSource(_KeptSource):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of a whole pass on this rank, `None` where the sampler has no length."""
         return None if self.read.order.length is None else len(self.read)
 
     def remaining_batches(self) -> int | None:
-        """Return the batches from the position on, `None` where the sampler has no length."""
         return self.read.order.remaining()
 
     def _read_batches(self) -> Iterator[Batch]:
@@ -413,11 +406,9 @@ class WindowSource(_KeptSource):
 
     @property
     def num_batches(self) -> int | None:
-        """`None`: the order may grow."""
         return None
 
     def remaining_batches(self) -> int | None:
-        """Return `None`: the order may grow."""
         return None
 
     def _read_batches(self) -> Iterator[Batch]:
@@ -427,7 +418,6 @@ class WindowSource(_KeptSource):
         return (batch._replace(data=PLACEHOLDER) for batch in self.read.micro_batches(read=False))
 
     def close(self) -> None:
-        """Close the loader."""
         self.read.close()
 
 
@@ -453,7 +443,6 @@ class _LiveSource(BatchSource):
 
     @property
     def num_batches(self) -> int | None:
-        """`len(loader)`; `None` if it has none or can only guess."""
         if isinstance(getattr(self.read, "dataset", None), IterableDataset):
             return None
         try:
@@ -462,7 +451,6 @@ class _LiveSource(BatchSource):
             return None
 
     def remaining_batches(self) -> int | None:
-        """Return the batches from the position on, `None` if unknown."""
         if self._exhausted:
             return 0
         total = self.num_batches
@@ -523,13 +511,11 @@ class _LiveSource(BatchSource):
         self.consumed += batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of pass `epoch`."""
         self.epoch = epoch
         self.consumed = self._fetched = 0
         self._live, self._exhausted = None, False
 
     def close(self) -> None:
-        """End the loader's worker processes and forget the pass under way."""
         self._live = None
         super().close()
 
@@ -643,7 +629,6 @@ class StatefulSource(_LiveSource):
         return self._iterate() if first is _END else chain([first], iterator)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of a pass; a state that was loaded from the middle of the very same one is given up."""
         if epoch == self.epoch and self.consumed:
             self._pending = None
         self._ahead = None

@@ -68,12 +68,10 @@ class FileChannel:
 
     @property
     def name(self) -> str:
-        """The directory, which messages call the channel."""
         return str(self._directory)
 
     @property
     def path(self) -> Path:
-        """The directory."""
         return self._directory
 
     def append(self, refs: Sequence[SampleRef]) -> int:
@@ -115,20 +113,17 @@ class FileChannel:
             return found
 
     def holds(self, sample_id: str) -> bool:
-        """Return whether a sample is in the log."""
         with self._current():
             self._look()
             self._index()
             return _digest(json.dumps(sample_id)[1:-1].encode()) in self._ids
 
     def published(self) -> int:
-        """Return the number of samples in the log, those of other processes included."""
         with self._current():
             self._look()
             return len(self._offsets)
 
     def committed(self) -> int:
-        """Return the watermark."""
         try:
             record = parse_json(read_text(self._watermark))
         except FileNotFoundError:
@@ -140,7 +135,6 @@ class FileChannel:
         return stored_watermark(self.name, record.get("committed") if isinstance(record, dict) else record)
 
     def commit(self, position: int) -> None:
-        """Move the watermark; see `RefChannel.commit`."""
         check_watermark(self.name, position, self.published())
         # Not the lock of those who write: a trainer goes on while one of them hangs in an append.
         with exclusive(self._directory / "committed.lock"):
@@ -148,13 +142,11 @@ class FileChannel:
                 write_atomically(self._watermark, json.dumps({"committed": position}) + "\n")
 
     def ended(self) -> StreamEnd | None:
-        """Return how the log ended, `None` while it is open."""
         with self._current():
             self._look()
             return self._end
 
     def end(self, kind: str = "complete", reason: str = "", *, part: int = 0, parts: int = 1) -> None:
-        """End the log, or the part of one producer; see `RefChannel.end`."""
         check_kind(kind)
         with self._writing():
             check_part(self.name, part, parts, self._parts)
@@ -167,18 +159,15 @@ class FileChannel:
             self._write(b"".join(_record(record) for record in records), "the end of the stream")
 
     def reopen(self) -> None:
-        """Go on after a failure or a stop; see `RefChannel.reopen`."""
         with self._writing():
             if self._end is not None and self._end.kind != "complete":
                 self._write(_record({"reopened": len(self._offsets)}), "that the stream goes on")
 
     def claim(self, run: str) -> bool:
-        """Take the log for one trainer; see `RefChannel.claim`."""
         end = self.ended()
         return self._claim.take(run, complete=end is not None and end.kind == "complete")
 
     def close(self) -> None:
-        """Give the claim back; no file stays open."""
         self._claim.release()
 
     @contextmanager

@@ -32,11 +32,9 @@ class MemoryChannel(SQLiteChannel):
 
     @property
     def name(self) -> str:
-        """What messages call the channel."""
         return self._name
 
     def claim(self, run: str) -> bool:
-        """Take the log for one run; see `RefChannel.claim`."""
         end = self.ended()
         if end is None or end.kind != "complete":
             check_owner(self._name, self._owner, run)

@@ -60,12 +60,10 @@ class SQLiteChannel:
 
     @property
     def name(self) -> str:
-        """The file, which messages call the channel."""
         return str(self._path)
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self._path
 
     def append(self, refs: Sequence[SampleRef]) -> int:
@@ -83,41 +81,34 @@ class SQLiteChannel:
             return place - first
 
     def read(self, start: int, stop: int) -> list[SampleRef]:
-        """Return the samples at these places; see `RefChannel.read`."""
         check_range(start, stop)
         with self._connected() as database:
             query = "SELECT ref FROM samples WHERE place >= ? AND place < ? ORDER BY place"
             return [SampleRef.from_json(line) for (line,) in database.execute(query, (start, stop))]
 
     def holds(self, sample_id: str) -> bool:
-        """Return whether a sample is in the log."""
         with self._connected() as database:
             return database.execute("SELECT 1 FROM samples WHERE id = ?", (sample_id,)).fetchone() is not None
 
     def published(self) -> int:
-        """Return the number of samples in the log, those of other processes included."""
         with self._connected() as database:
             return _published(database)
 
     def committed(self) -> int:
-        """Return the watermark."""
         with self._connected() as database:
             return _watermark(self.name, database)
 
     def commit(self, position: int) -> None:
-        """Move the watermark; see `RefChannel.commit`."""
         with self._transaction() as database:
             check_watermark(self.name, position, _published(database))
             if position > _watermark(self.name, database):
                 _write_fact(database, "committed", str(position))
 
     def ended(self) -> StreamEnd | None:
-        """Return how the log ended, `None` while it is open."""
         with self._connected() as database:
             return _end(database)
 
     def end(self, kind: str = "complete", reason: str = "", *, part: int = 0, parts: int = 1) -> None:
-        """End the log, or the part of one producer; see `RefChannel.end`."""
         check_kind(kind)
         with self._transaction() as database:
             done, known = database.execute("SELECT COUNT(*), COALESCE(MAX(parts), 0) FROM parts").fetchone()
@@ -129,19 +120,16 @@ class SQLiteChannel:
                 _write_fact(database, "end", json.dumps(record))
 
     def reopen(self) -> None:
-        """Go on after a failure or a stop; see `RefChannel.reopen`."""
         with self._transaction() as database:
             end = _end(database)
             if end is not None and end.kind != "complete":
                 database.execute("DELETE FROM facts WHERE name = 'end'")
 
     def claim(self, run: str) -> bool:
-        """Take the log for one trainer; see `RefChannel.claim`."""
         end = self.ended()
         return self._claim.take(run, complete=end is not None and end.kind == "complete")
 
     def close(self) -> None:
-        """Give the claim back and close the database; the next call opens it again."""
         self._claim.release()
         with self._lock:
             self._disconnect()

@@ -76,7 +76,6 @@ class DirectoryStore(FeatureStore):
             )
 
     def put(self, object_id: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write an object durably; see `put_many`."""
         self.put_many({object_id: tensors})
 
     def put_many(self, objects: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -136,7 +135,6 @@ class DirectoryStore(FeatureStore):
         return present
 
     def get(self, ref: SampleRef) -> dict[str, Tensor]:
-        """Return the features of a sample; see `FeatureStore.get`."""
         file = self._file(ref.object_id)
         try:
             found = _load(file, ref.object_id)
@@ -165,7 +163,6 @@ class DirectoryStore(FeatureStore):
                     usage.append(-size)
 
     def usage(self) -> int:
-        """Return the bytes of all files; those of a store that is read only are counted at each call."""
         if self.read_only:
             return self._recount()
         with self._exclusive():

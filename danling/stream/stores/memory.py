@@ -42,7 +42,6 @@ class MemoryStore(FeatureStore):
         self._pid = os.getpid()
 
     def put(self, object_id: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep a copy of the tensors; see `FeatureStore.put`."""
         copy = owned(dense(object_id, tensors))
         written = checksum(object_id, copy)
         with self._locked():
@@ -57,7 +56,6 @@ class MemoryStore(FeatureStore):
             self._usage += size
 
     def get(self, ref: SampleRef) -> dict[str, Tensor]:
-        """Return a copy of the features of a sample; see `FeatureStore.get`."""
         with self._locked():
             found = self._objects.get(ref.object_id)
         if found is None:
@@ -71,13 +69,11 @@ class MemoryStore(FeatureStore):
         return tensors
 
     def discard(self, object_ids: Iterable[str]) -> None:
-        """Free objects; see `FeatureStore.discard`."""
         with self._locked():
             for object_id in object_ids:
                 self._usage -= nbytes(self._objects.pop(object_id, ({}, ""))[0])
 
     def usage(self) -> int:
-        """Return the bytes of all objects."""
         with self._locked():
             return self._usage
 

@@ -213,7 +213,6 @@ class MooncakeStore(FeatureStore):
             ) from error
 
     def close(self) -> None:
-        """Leave the master, and take back the memory that was lent, with the objects in it."""
         if os.getpid() == self._pid and self._store is not None:
             self._pool.close()
             self._store.close()
