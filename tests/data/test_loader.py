@@ -353,16 +353,3 @@ def _alive(pid: int) -> bool:
         return False
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-class Numbers:
-    """A long map-style dataset that holds nothing."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -310,39 +307,13 @@ def test_losses_of_packed_blocks_are_those_of_single_documents() -> None:
         assert [sum(column) for column in zip(*found)] == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
-class Words(dl.TorchRunner):
-    """Predicts the next token from the last one; writes down what it trains on, and kills a process where it is told."""
-
-    def __init__(self, config: dict[str, Any], kind: str, seen: Path, kill_at: int = -1) -> None:
-        super().__init__(config)
-        data = Documents()
-        self.datasets = {"train": packed() if kind == "packed" else TokenBudget(data, 64, data.lengths, chunk=64)}
-        self.model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)).double()
-        self.seen, self.kill_at = seen, kill_at
-
-    def train_step(self, data: dict[str, Tensor]) -> Any:
-        step = self.state.train.global_step
-        with open(f"{self.seen}-{self.rank}", "a") as file:
-            print(json.dumps([step, data["input_ids"][:, 0].tolist()]), file=file)
-        if step == self.kill_at and self.rank == self.world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        labels = torch.where(data["labels"] == -100, -100, data["labels"] % 50)[:, 1:]
-        loss = nn.functional.cross_entropy(self.model(data["input_ids"] % 50)[:, :-1].transpose(1, 2), labels)
-        self.backward(loss)
-        return None, loss
-
-    def batch_weight(self, data: dict[str, Tensor], target: object) -> Tensor:
-        return (data["labels"][:, 1:] != -100).sum()
-
-
 def test_a_budget_has_no_canonical_sum(tmp_path: Path) -> None:
-    loader = {"global_batch_size": 2, "micro_batch_size": 1}
-    settings = {
-        "gradient_sum": "canonical",
-        "dataloader": loader,
-        "optim": {"type": "sgd"},
-        "dir": str(tmp_path),
-        "log": False,
-    }
+    class Budgeted(dl.TorchRunner):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__(config)
+            self.datasets = {"train": TokenBudget(Documents(), 64, Documents().lengths, chunk=64)}
+            self.model = nn.Linear(1, 1)
+
+    settings = {"gradient_sum": "canonical", "optim": {"type": "sgd"}, "dir": str(tmp_path), "log": False}
     with pytest.raises(ValueError, match="gradient_sum='canonical'. Received: a TokenBudget"):
-        Words(settings, "budget", tmp_path / "seen")
+        Budgeted({**settings, "dataloader": {"global_batch_size": 2, "micro_batch_size": 1}})

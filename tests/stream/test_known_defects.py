@@ -60,14 +60,6 @@ def test_what_is_freed_lies_behind_the_checkpoint_that_is_on_the_disk_at_that_mo
 # A producer that dies without a word
 
 
-def produce(root: Path) -> int:
-    """Produce in a process of its own, as far as the credit goes."""
-    store, channel = DirectoryStore(root / "store"), SQLiteChannel(root / "log.sqlite")
-    config = {"dir": str(root / "producer"), "auto_resume": True, "dataloader": {"batch_size": 4}}
-    with Target(config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=16) as target:
-        return target.produce()
-
-
 # A damaged object
 
 
