@@ -27,7 +27,7 @@ _OF_THE_LIBRARY = {
     "gradient_accumulation_plugin": "Set accum_steps, which weighs each micro-batch.",
     "step_scheduler_with_optimizer": "Set scheduler.interval.",
     "split_batches": "Set dataloader.global_batch_size.",
-    "dataloader_config": "Set what is meant under dataloader.",
+    "dataloader_config": "Use the settings under dataloader.",
     "rng_types": "Set seed: every random stream is the library's.",
     "device_placement": "Leave it out: the library places models and batches.",
     "log_with": "Set tensorboard or wandb.enabled, or call runner.add_tracker.",
@@ -77,7 +77,7 @@ _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class AccelerateSettings:
-    """What is left to tell Accelerate, after the library's own keys have taken their part.
+    """The settings for Accelerate, without those that the library's own keys replace.
 
     Attributes:
         precision: Autocast of the run: `config.precision`, else what Accelerate was told.

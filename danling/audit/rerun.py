@@ -46,7 +46,7 @@ class AuditResult:
     Attributes:
         start: The checkpoint that it was begun from; `None` where it was begun from scratch.
         end: The checkpoint that the end was compared with.
-        differences: What is not bitwise the same in the checkpoints, and by how much.
+        differences: Entries that differ between the checkpoints, and by how much.
         comparison: The run compared with the stretch that was trained again: settings, environments, figures.
         ranks: How many ranks made the stored checkpoint, and the other one; `None` where it does not say.
         failed: How the program failed after the stretch, such as without a checkpoint of the run that is not there; `None` where it
@@ -62,7 +62,7 @@ class AuditResult:
 
     @property
     def differing(self) -> list[str]:
-        """Paths of what is not bitwise the same in the checkpoints, such as `model/0.weight`."""
+        """Paths of entries that differ between the checkpoints, such as `model/0.weight`."""
         return [found.path for found in self.differences]
 
     @property

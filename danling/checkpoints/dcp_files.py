@@ -68,7 +68,7 @@ class HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        """Open a file; what is written is durable when the context ends."""
+        """Open a file whose content is durable when the context ends."""
         if mode != "wb":
             with os.fdopen(storage.open_regular(Path(path)), mode) as stream:
                 yield stream
@@ -253,7 +253,7 @@ def read_payload(
 
 
 def read_outline(path: Path) -> Outline:
-    """Return what is in a target: plain values, and the tensors that the index lists; see `reading.read_outline`."""
+    """Return the content of a target: plain values, and the tensors that the index lists; see `reading.read_outline`."""
     plain = read_target(path, sections=READ_WHOLE)
     outline = Outline("sharded", path, plain=without_tensors(plain))
     for name, about in sorted(read_index(path).state_dict_metadata.items()):

@@ -229,7 +229,7 @@ def export_deepspeed_checkpoint(
     Args:
         source: A checkpoint directory, one of its pointer files, or a target.
         path: As in `export_weights`: a file for `torch.load`, a `.safetensors` file, or a directory.
-        trust: Let DeepSpeed put the shares of several ranks, or of ZeRO 1 to 3, together: it unpickles them, which runs what is in them.
+        trust: Let DeepSpeed put the shares of several ranks, or of ZeRO 1 to 3, together: it unpickles them, which runs code in them.
         options: As in `export_weights`.
     """
     store = TargetStore(Path("checkpoints"), run_id="")

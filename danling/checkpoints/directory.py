@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: which one is meant, which is the newest intact one, where saves belong, and what is removed."""
+"""The directory of a run's checkpoints: which one is meant, which is the newest intact one, where saves belong, and retention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("danling")
 
 Found = tuple[Record, CheckpointStore]
-"""What is recorded of a checkpoint, and the store that has it."""
+"""The record of a checkpoint, and the store that has it."""
 
 _ALONE = {
     "full": ": it was verified by those inside of it, which tell damage, but not which save it is.",
@@ -121,7 +121,7 @@ class CheckpointDirectory:
             store.bring(path)
 
     def describe(self, source: str | Path) -> Record | None:
-        """Return what is recorded of a checkpoint, without reading it; `None` for one of another directory."""
+        """Return the record of a checkpoint, without reading it; `None` for one of another directory."""
         return self._record_of(*self._resolve(source))
 
     def _record_of(self, store: CheckpointStore, path: Path) -> Record | None:
@@ -202,7 +202,7 @@ class CheckpointDirectory:
     # All of them
 
     def records(self) -> list[Found]:
-        """Return what is recorded of every checkpoint, incomplete ones included, with the store that has it."""
+        """Return the record of every checkpoint, incomplete ones included, with the store that has it."""
         return [(record, store) for store in self.stores for record in store.records(complete=False)]
 
     def _whole(self) -> list[CheckpointStore]:

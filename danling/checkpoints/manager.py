@@ -48,7 +48,7 @@ class CheckpointSettings:
         verify: `"full"`, `"size"` or `"none"`.
         wait_timeout: Seconds to wait at close; `None` waits.
         load_only: Never write.
-        trust: Read engine files by unpickling them, which runs what is in them.
+        trust: Read engine files by unpickling them, which runs code in them.
         dedicated_async_process_group: Whether background saves have their own process group.
         async_process_group_backend: Its backend.
     """
@@ -434,7 +434,7 @@ class CheckpointManager(ABC):
         """Do nothing: a save has copied live tensors when it returns."""
 
     def close(self, timeout: float | None = None) -> None:
-        """Write what is left, or give up after `timeout` seconds; complete checkpoints stay as they are. May be called twice.
+        """Write the remaining saves, or give up after `timeout` seconds; complete checkpoints stay as they are. May be called twice.
 
         Nothing is agreed here: a rank that ends because of an error must not wait for the others. Call `wait` before it where all
         of them end together.

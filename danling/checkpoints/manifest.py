@@ -1,4 +1,4 @@
-"""What is recorded of each checkpoint, and how its files are compared with what was written.
+"""The record of each checkpoint, and how its files are compared with what was written.
 
 A manifest holds sizes and SHA-256 checksums in a form that `sha256sum -c` reads. An archive of `torch.save` also has the CRC-32 of each
 of its records, which `torch.load` does not compare.
@@ -36,7 +36,7 @@ _MAGIC = b"PK\x03\x04"
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a complete checkpoint without reading it.
+    """The facts about a complete checkpoint, known without reading it.
 
     Attributes:
         name: `latest`, `best`, `model` or a history name.
@@ -239,7 +239,7 @@ def is_archive(path: Path) -> bool:
 
 
 def archive_complaints(source: Path | BinaryIO, *, tensors: bool = True, required: bool = True) -> list[str]:
-    """Return what is wrong with the records of an archive; empty when each has its CRC-32."""
+    """Return the defects of the records of an archive; empty when each has its CRC-32."""
     try:
         opened = os.fdopen(storage.open_regular(source), "rb") if isinstance(source, Path) else nullcontext(source)
         with opened as file, ZipFile(file) as archive:

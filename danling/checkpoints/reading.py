@@ -94,7 +94,7 @@ def read_payload(
 
 
 def read_outline(path: Path) -> Outline:
-    """Return what is in a file or a target; the values of its tensors stay on disk."""
+    """Return the content of a file or a target; the values of its tensors stay on disk."""
     outline: Outline = _reader(path).read_outline(path)
     return outline
 

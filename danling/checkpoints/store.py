@@ -115,7 +115,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def record(self, path: Path) -> Record:
-        """Return what is recorded of the checkpoint at a path."""
+        """Return the record of the checkpoint at a path."""
 
     def describe(self, path: Path) -> Record | None:
         """Return the record of a checkpoint of this directory; `None` for one in another directory."""
@@ -609,7 +609,7 @@ def is_engine_target(target: Path) -> bool:
 
 
 def misled(pointer: Path, record: Record) -> list[str]:
-    """Return what is wrong with a pointer to a checkpoint of another step or epoch than its name says; empty when nothing is."""
+    """Return the defects of a pointer to a checkpoint of another step or epoch than its name says; empty when nothing is."""
     fitting = [history_name(step_mode=mode, epoch=record.epoch, global_step=record.step) for mode in (True, False)]
     if not is_history(pointer.name) or pointer.name in fitting:
         return []

@@ -19,7 +19,7 @@ from .outline import Outline, tensors_in, without_tensors
 from .store import FILE_SUMS, verify_alone
 
 FORMAT_VERSION = 1
-"""`format_version` of what is written, and the newest one that can be read."""
+"""`format_version` of new files, and the newest one that can be read."""
 
 _DEEPEST, _MOST_VALUES = 200, 20_000_000
 _MAPPINGS = (
@@ -122,7 +122,7 @@ def check_format(payload: Any, path: Path) -> dict[str, object]:
 
 
 def holds_format(path: Path) -> bool:
-    """Whether a file is a checkpoint of this library, by what is in it."""
+    """Whether a file is a checkpoint of this library, by its content."""
     check_foreign(path, "size")
     return is_own(read_file(path, mmap=True))
 
@@ -155,7 +155,7 @@ def read_payload(
 
 
 def read_outline(path: Path) -> Outline:
-    """Return what is in a file of `torch.save`, of this library or of another program; see `reading.read_outline`."""
+    """Return the content of a file of `torch.save`, of this library or of another program; see `reading.read_outline`."""
     check_foreign(path, "size")
     payload = read_file(path, mmap=True)
     if is_own(payload):

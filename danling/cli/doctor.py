@@ -48,7 +48,7 @@ _EXCEPTION = re.compile(
 
 @dataclass
 class Check:
-    """The result of one check; its state is `ok`, `failed`, or `absent` for what is not installed."""
+    """The result of one check; its state is `ok`, `failed`, or `absent` if something is not installed."""
 
     name: str
     state: str

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stage",
         type=int,
         default=3,
-        help="ZeRO stage, what is divided over shard: 0 nothing (DDP), 1 optimizer, 2 gradients too, 3 parameters too (FSDP)",
+        help="ZeRO stage, which decides what shard divides: 0 nothing (DDP), 1 optimizer, 2 gradients too, 3 parameters too (FSDP)",
     )
     parser.add_argument("--optimizer", default="adamw", help=", ".join(OPTIMIZER_STATES))
     parser.add_argument(
@@ -162,7 +162,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model: parameters outside the experts, those of the experts, and the shape of every parameter by name.
+    """The sizes of a model: parameters outside the experts, those of the experts, and the shape of every parameter by name.
 
     With shapes a division into uneven parts is exact for `shard`.
     """

@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="let DeepSpeed put the shares of its engine together: it unpickles them, which runs what is in them",
+        help="let DeepSpeed put the shares of its engine together: it unpickles them, which runs code in them",
     )
-    parser.add_argument("--force", action="store_true", help="replace what is there")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
     add_json(parser)
 
 
@@ -189,7 +189,7 @@ def read_weights(
             )
     if "frozen" in payload:
         raise CheckpointMismatch(
-            f"Expected all weights of the model for --format hf, since from_pretrained makes up what is missing. Received: {found}, which "
+            f"Expected all weights of the model for --format hf, since from_pretrained initialises missing ones. Received: {found}, which "
             "checkpoint.trainable_only=true has left the frozen ones out of. Resume the run and call `runner.save_pretrained(directory)`."
         )
     if alone:

@@ -1,4 +1,4 @@
-"""Show what is in a checkpoint without loading its tensors.
+"""Show the content of a checkpoint without loading its tensors.
 
 Checkpoints of this library (files and sharded ones), files of torch.save and safetensors are read. Use --tensors for a line
 a tensor, --config for the settings it was made with.
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def describe(contents: Outline) -> dict[str, Any]:
-    """Return what is known of a checkpoint in a few plain values; what is not known is left out."""
+    """Return the known facts about a checkpoint in a few plain values."""
     state = contents.plain.get("state", {}) if contents.is_own else {}
     scores = state.get("scores") or {}
     facts = {
@@ -103,7 +103,7 @@ def _last_result(results: dict[str, Any]) -> str | None:
 
 
 def read_contents(source: str | Path) -> Outline:
-    """Return what is in a checkpoint, a `.safetensors` file, or any file of `torch.save`."""
+    """Return the content of a checkpoint, a `.safetensors` file, or any file of `torch.save`."""
     path = Path(source)
     if path.suffix == ".safetensors" and path.is_file():
         return read_safetensors(path)

@@ -38,7 +38,7 @@ SUBCOMMANDS = {
     "diff": ("diff", "compare two runs: settings, versions, code, and the first step at which their figures differ"),
     "ranks": ("ranks", "print the times of each rank of a run, the slowest rank first"),
     "plot": ("plot", "draw curves of runs as a PNG or as one HTML report"),
-    "inspect": ("inspection", "show what is in a checkpoint without loading it"),
+    "inspect": ("inspection", "show the content of a checkpoint without loading it"),
     "verify": ("verify", "compare checkpoints with their SHA-256 checksums"),
     "export": ("export", "write weights as a plain torch file or safetensors"),
     "estimate": ("estimate", "estimate the memory on each rank in a layout"),

@@ -26,7 +26,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print valid JSON; what is not finite becomes null."""
+    """Print valid JSON; numbers that are not finite become null."""
     print(json_text(value), end="")
 
 

@@ -130,7 +130,7 @@ def _verdict(path: Path, level: str) -> dict[str, Any]:
 
 
 def _facts_of_a_copy(path: Path, level: str) -> dict[str, Any]:
-    """Return what is known of a file that was copied without its checksums, which those inside of it verify."""
+    """Return the facts about a file that was copied without its checksums, which those inside of it verify."""
     note = f"{path.name}{FILE_SUMS} is missing: compared with the CRC-32 checksums inside of the file"
     try:
         verify_alone(path, level)

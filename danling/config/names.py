@@ -138,7 +138,7 @@ _NO_SETTINGS = {
     "stack and parallel.axes": "strategy",
 }
 _DECIDING = ("optim", "scheduler", "ema", "dataloader")
-"""Sections that decide what is trained: their keys are refused at the top level."""
+"""Sections that change the training: their keys are refused at the top level."""
 METHODS_ELSEWHERE = {
     "training_step": "train_step",
     "validation_step": "evaluate_step",
@@ -158,7 +158,7 @@ METHODS_ELSEWHERE = {
     "optimizer_zero_grad": "zero_gradients",
     "configure_gradient_clipping": "clip_gradients",
 }
-"""Methods that other trainers call, and what is overridden here for the same."""
+"""Methods that other trainers call, and the hooks here for the same."""
 ATTRIBUTES_ELSEWHERE = {
     "net": "model",
     "network": "model",

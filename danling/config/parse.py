@@ -240,7 +240,7 @@ def help_text(config: Section, sections: Sequence[str] = ()) -> str:
 
 @contextmanager
 def usage_errors(enabled: bool = True) -> Iterator[None]:
-    """Turn a mistake on the command line into the usage, one line that says what is wrong, and exit code 2.
+    """Turn a mistake on the command line into the usage, one line with the error, and exit code 2.
 
     Of several processes under torchrun the first one says it.
     """

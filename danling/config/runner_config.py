@@ -47,7 +47,7 @@ class RunnerConfig(TopLevelConfig):
     class declares it.
 
     Subclasses declare keys with annotations and defaults, or set them in `__init__` after `super().__init__(...)`; a docstring
-    under an annotated key is its help text. What is passed to the constructor wins over what `__init__` sets.
+    under an annotated key is its help text. Arguments of the constructor override what `__init__` sets.
 
     Args:
         settings: A mapping, another configuration, the path of a YAML, JSON or TOML file, or what `argparse` returns, whose parser

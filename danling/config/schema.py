@@ -150,7 +150,7 @@ class CheckpointConfig(ClosedSection):
     load_only: bool = False
     """Never write a checkpoint."""
     verify: Literal["full", "size", "none"] = "full"
-    """What is checked on load: full (SHA-256 checksums), size, or none."""
+    """Checks of a checkpoint before it is loaded: full (SHA-256 checksums), size, or none."""
     trust: bool = False
     """Let DeepSpeed's converters unpickle engine files, which can run code in them; never taken from a checkpoint."""
     async_enabled: bool = True

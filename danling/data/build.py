@@ -47,7 +47,7 @@ def build_dataloader(
 
     A map-style dataset gets a `danling.data.DataLoader`, which divides it over the ranks, and with a `sampler` or
     `batch_sampler` a `SampledLoader`; both come back exactly. An `IterableDataset` gets a `StreamLoader`. Dividing
-    it, or the order of a sampler, over ranks is theirs. What is a loader already is returned as it is.
+    it, or the order of a sampler, over ranks is theirs. A loader is returned as it is.
 
     Args:
         dataset: A dataset, or a loader.

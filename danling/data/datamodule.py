@@ -60,7 +60,7 @@ def from_datamodule(datamodule: Any, *, splits: Iterable[str] | str | None = Non
     """Return the splits of a `LightningDataModule` for `self.datasets`, called as a trainer calls it.
 
     `prepare_data` is called in one process of each machine while the others wait (with `prepare_data_per_node=False` in one of all),
-    then `setup(stage)` in all of them, once a stage. What is returned by split:
+    then `setup(stage)` in all of them, once a stage. Returns by split:
 
     - Of a `torch.utils.data.DataLoader` over a map-style dataset in torch's own order, the dataset and the settings of the loader. The
       library divides it over the processes, shuffles it by the run's seed, and resumes it at once, where a trainer puts a

@@ -224,7 +224,7 @@ class Packed(_Grouped):
         lengths: Tokens of each document: an array; a function of its index; a path, where the lengths are kept once they are counted;
             `None` reads all documents to count them.
         keys: What of a document is packed; the first one has the tokens.
-        fields: What is added, out of `position_ids`, `labels` and `document_ids`.
+        fields: The fields to add, out of `position_ids`, `labels` and `document_ids`.
         too_long: `"error"` refuses documents longer than a block, `"split"` cuts them into blocks and a rest.
         pad: What fills the end of a block under `keys`.
         chunk: Documents of a chunk; `None` takes 4,096, or more where these make less than 256 blocks.

@@ -131,7 +131,7 @@ class BatchSource(ABC):
 
     Attributes:
         loader: What `open_source` was given.
-        read: What is read: the loader, or the keyed one that is read in its place.
+        read: The loader, or the keyed one that replaces it.
         split: Name of the split.
         reads: Whether batches are read on this rank.
         check: Called before the position moves; raises where the data was changed within a pass.

@@ -214,7 +214,7 @@ def check_divisible(axes: Axes, value: int, *names: str, what: str, mend: str) -
 
     Args:
         axes: The degrees.
-        value: What is divided.
+        value: The size to divide.
         names: The axes that it is divided over.
         what: Its name in the error.
         mend: What to change, a sentence.

@@ -74,7 +74,7 @@ class CanonicalReduceScatter(ReduceScatter):
         """Return the error for a micro-batch that leaves parameters without a gradient."""
         return ValueError(
             "Expected a gradient for each trained parameter in each micro-batch with gradient_sum='canonical' on parallel.axes.shard. "
-            f"Received: none for some of {', '.join(list(self.parameters)[:5])}. Freeze what is not used, use it in each forward, or train "
+            f"Received: none for some of {', '.join(list(self.parameters)[:5])}. Freeze unused ones, use them in each forward, or train "
             "on ddp."
         )
 
@@ -118,7 +118,7 @@ class CanonicalMeshReduction(MeshReduction):
         return super().context(last=True)
 
     def complete(self) -> None:
-        """Add the gradients of what is not sharded."""
+        """Add the gradients of parameters that are not sharded."""
         self.sums.complete()
 
     def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:

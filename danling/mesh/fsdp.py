@@ -1,4 +1,4 @@
-"""FSDP2: what is wrapped, how gradients are reduced, and when shards are gathered."""
+"""FSDP2: which modules are wrapped, how gradients are reduced, and when shards are gathered."""
 
 from __future__ import annotations
 

@@ -412,7 +412,7 @@ def _described(part: nn.Module) -> str:
 
 
 def _wrong_inputs(inputs: object) -> str | None:
-    """Return what is wrong with the input of a pipeline, `None` if nothing is."""
+    """Return the defect of a pipeline's input, or `None`."""
     if isinstance(inputs, Exception):
         return f"Expected the first stage to find the input of the batch. Received: {type(inputs).__name__}: {inputs}"
     args = _as_args(inputs)

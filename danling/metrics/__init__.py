@@ -1,4 +1,4 @@
-"""What is measured: weighted means, evaluation totals, common metrics and scores."""
+"""Weighted means, evaluation totals, common metrics and scores."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class RunMirror:
                 self.mirror.saved(Saved(record.sequence, record.step, names))
 
     def figures(self, step: int) -> dict[str, dict[str, float]]:
-        """Return what is logged of the copy, by group; see `CheckpointMirror.figures`."""
+        """Return the logged figures of the copy, by group; see `CheckpointMirror.figures`."""
         return {"remote": self.mirror.figures(step)}
 
 
@@ -258,7 +258,7 @@ class RemoteStores:
             self._mirror.run.store.starting = False
 
     def figures(self, step: int) -> Mapping[str, Mapping[str, float]]:
-        """Return what is logged of the copy, by group; nothing without one."""
+        """Return the logged figures of the copy, by group; nothing without one."""
         return self._mirror.figures(step) if self._mirror is not None else {}
 
 

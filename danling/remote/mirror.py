@@ -32,7 +32,7 @@ _PATIENCE = 10
 
 @dataclass(frozen=True)
 class MirrorSettings:
-    """What is copied, and what an error means."""
+    """Which files are copied, and the meaning of errors."""
 
     required: bool = False
     keep_latest_k: int = 0

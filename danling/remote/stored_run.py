@@ -101,7 +101,7 @@ class Described(NamedTuple):
 
     @property
     def record(self) -> Record:
-        """What is recorded of it, under this name."""
+        """Its record, under this name."""
         return replace(self.manifest.record, name=self.name)
 
     def key(self, file: str) -> str:
@@ -293,7 +293,7 @@ class RemoteRun:
         return f"{self.store.url}/{self.layout.root}"
 
     def open(self) -> None:
-        """List what is there and read the manifests."""
+        """List the objects and read the manifests."""
         stored = StoredRun(self.store, self.layout)
         names: dict[str, tuple[Record, str]] = {}
         for name, file in stored.names():
@@ -306,12 +306,12 @@ class RemoteRun:
         self._keys, self._names = set(stored.sizes), names
 
     def forget(self) -> None:
-        """List what is there anew before it is asked for the next time."""
+        """List the objects again before the next request."""
         self._keys = None
 
     @property
     def keys(self) -> set[str]:
-        """What is there, relative to the checkpoints' prefix."""
+        """The objects, relative to the checkpoints' prefix."""
         if self._keys is None:
             self.open()
         assert self._keys is not None

@@ -1,4 +1,4 @@
-"""What is seen of a run: metrics and their trackers, speed and FLOPs, progress, log, printing."""
+"""The output of a run: metrics and their trackers, speed and FLOPs, progress, log, printing."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 class RunRecorder(Observer):
-    """Writes `metadata/run.json` when a training begins: model, data, update, layout, environment, and what is saved when."""
+    """Writes `metadata/run.json` when a training begins: model, data, update, layout, environment, and the schedule of saves."""
 
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner

@@ -88,7 +88,7 @@ class Reporter(Observer):
             close_run_log(self._log)
 
     def speaking(self) -> AbstractContextManager[None]:
-        """Return the context in which what is logged belongs to this run alone."""
+        """Return the context in which log messages belong to this run alone."""
         return speaking_for(self._log) if self._log is not None else nullcontext()
 
     # Trackers
@@ -318,7 +318,7 @@ class Reporter(Observer):
         self.trackers.log(flat, step)
 
     def _figures_of_parts(self, runner: TorchRunner) -> Mapping[str, Mapping[str, float]]:
-        """Return what is logged of the loaders, by split, and of the copy of the run in an object store."""
+        """Return the logged figures of the loaders, by split, and of the copy of the run in an object store."""
         copied = runner._remote.figures(runner.state.train.global_step) if runner._has_remote() else {}
         return {**runner._data.metrics(), **copied}
 

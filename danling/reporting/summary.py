@@ -1,4 +1,4 @@
-"""What is said of a training when it begins, and at its end: the best score, and the commands to resume, to draw and to export."""
+"""The messages at the beginning and at the end of a training: the best score, and the commands to resume, to draw and to export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHOSEN = ("dir", "auto_resume", "resume", "pretrained")
 
 
 def describe_training(runner: TorchRunner) -> list[str]:
-    """Return what is going to be trained, in lines of at most 100 columns; a path alone may be longer."""
+    """Describe the training, in lines of at most 100 columns; a path alone may be longer."""
     train, size = runner.state.train, runner.world_size
     budget = f"step {runner.steps}" if runner.is_step_mode else f"epoch {runner.epochs}"
     processes = f"{size} {runner.device.type} process{'es' if size > 1 else ''}"

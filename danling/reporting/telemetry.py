@@ -323,7 +323,7 @@ class ModelFlops:
         self._samples = 0.0
 
     def begin(self, peak: float | None, *, known: bool, countable: bool) -> None:
-        """Say at the beginning of a training what is known.
+        """Log the beginning of a training.
 
         Args:
             peak: What one device could do at most, in FLOP/s; `None` when it is not known.

@@ -137,7 +137,7 @@ class WandbTracker:
             self.run.mark_preempting()
 
     def close(self) -> None:
-        """Upload what is pending and finish the run, unless the program opened it."""
+        """Upload pending values and finish the run, unless the program opened it."""
         if self._owned and self.run is not None:
             self.run.finish(exit_code=self._exit_code)
         self.run = None
@@ -336,7 +336,7 @@ class TrackioTracker:
                 self.run._flush_queues_inline()
 
     def close(self) -> None:
-        """Write what is pending and finish the run, unless the program opened it."""
+        """Write pending values and finish the run, unless the program opened it."""
         if self._owned and self.run is not None:
             from trackio import context_vars
 

@@ -57,7 +57,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is pending and let go of files and processes. A second call does nothing."""
+        """Write pending values and close files and processes. A second call does nothing."""
         ...
 
 
@@ -105,7 +105,7 @@ class TrackerSet:
             self._open(tracker)
 
     def open(self) -> None:
-        """Open what was added so far; what is added later is opened at once. A second call does nothing."""
+        """Open the trackers added so far; later ones are opened at once. A second call does nothing."""
         if not self.is_open:
             self.is_open = True
             for tracker in self._added:
@@ -234,7 +234,7 @@ class JsonLines:
             raise write_error("a line", self.file, error) from error
 
     def close(self) -> None:
-        """Close the file. A line after it opens it again and keeps what is there."""
+        """Close the file. A line after it opens it again and appends."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

@@ -155,7 +155,7 @@ class BaseRunner(metaclass=MetaRunner):
     metrics: Any
 
     saved: ClassVar[tuple[str, ...]] = ()
-    """Attributes that are always saved, such as what is too large to be compared."""
+    """Attributes that are always saved, such as values that are too large to be compared."""
     not_saved: ClassVar[tuple[str, ...]] = ()
     """Attributes that are never saved."""
 
@@ -664,7 +664,7 @@ class BaseRunner(metaclass=MetaRunner):
         """The entry of `results` with the best score."""
         return self.results.get(self.best_index) if self.best_index is not None else None
 
-    # What is seen of the run
+    # Output of the run
 
     def add_tracker(self, tracker: Tracker | Callable[[], Tracker]) -> None:
         """Also send every metric of the run to your own tracker; call it in `__init__` or before `train`, on all ranks.

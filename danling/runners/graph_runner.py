@@ -30,7 +30,7 @@ class GraphRunner(TorchRunner):
     and EMA stay outside, as on every stack. Evaluation and inference run the model as it is, uncompiled. `compile.enable` need not be
     set; `compile.fullgraph` is true and `compile.dynamic` false unless they are set.
 
-    `compile.memory_policy` says what is kept for the backward.
+    `compile.memory_policy` decides what the backward keeps.
 
     Raises:
         ValueError: If there is no compiler, `train_step` is overridden without calling that of the library, or a setting is none that can

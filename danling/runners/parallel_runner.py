@@ -229,7 +229,7 @@ class ParallelRunner(TorchRunner):
     def parallelize_model(self, model: nn.Module) -> None:
         """Apply tensor, context and expert parallelism to a model, or to one of its pipeline parts, in place.
 
-        The default calls `model.parallelize(parallel_context)`. What is divided must become a DTensor over the mesh of its axis
+        The default calls `model.parallelize(parallel_context)`. A divided parameter must become a DTensor over the mesh of its axis
         (`parallel_context.mesh("tensor")`); a plain parameter is taken as the same on all ranks of these axes, where every rank must
         compute its whole gradient.
         """

@@ -1,4 +1,4 @@
-"""The runner for one process or several copies of a model: construction, loops, one update, evaluation, and what is saved."""
+"""The runner for one process or several copies of a model: construction, loops, one update, evaluation, and checkpoints."""
 
 from __future__ import annotations
 
@@ -449,7 +449,7 @@ class TorchRunner(BaseRunner):
         return self.results
 
     def train_epoch(self, split: str = "train") -> dict[str, float]:
-        """Train what is left of one pass over one split.
+        """Train the rest of one pass over one split.
 
         An override returns the metrics of the split. Called by a user, it trains the next pass, and closes the epoch once every split to
         train on has had its pass: `epoch` is increased, the metrics go into `results`, a schedule by epochs advances. Evaluating and
@@ -928,7 +928,7 @@ class TorchRunner(BaseRunner):
         """
         return self._parts.evaluator.forward.infer(data)
 
-    # What is saved and restored
+    # Save and restore
 
     def build_model_states(self) -> ModelStates:
         """Return how the states of model, EMA and optimizer are read and loaded; a stack that divides them overrides this."""

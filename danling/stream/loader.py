@@ -1,4 +1,4 @@
-"""The loader that trains on a stream: a position in its log that a checkpoint holds, and what is freed behind it."""
+"""The loader that trains on a stream: a position in its log, which checkpoints save, and the features that are freed behind it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class StreamLoader:
             same samples on any number of ranks.
         collate_fn: Makes a batch of a list of `Sample`, mappings from names to tensors; by default each name is stacked. What it draws
             from the random streams is the same when the run is resumed.
-        retain: What is kept for how long.
+        retain: How long features are kept.
         on_gap: With `retain="step"`, what a resumed run does about samples that are gone: `"error"`, or `"skip"`, which counts them in the
             log of the run.
         prefetch: Micro-batches that are read ahead in a thread.

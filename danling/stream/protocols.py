@@ -75,7 +75,7 @@ class SampleRef:
             what a log in a file gives back: a tuple becomes a list, and keys become strings.
 
     Raises:
-        TypeError: If an id is no string, or `meta` holds what is no JSON, such as a tensor or a NaN.
+        TypeError: If an id is no string, or `meta` has a value that JSON lacks, such as a tensor or a NaN.
     """
 
     id: str

@@ -122,7 +122,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def write_memory_snapshot(
     directory: str | os.PathLike[str], error: BaseException, *, rank: int, global_step: int, device: torch.device
 ) -> list[Path]:
-    """Write what is known of the memory after it ran out. Nothing that goes wrong here hides the error.
+    """Write a report about the memory after it ran out. Nothing that goes wrong here hides the error.
 
     `oom-rank-00000-step-000000000005.json` holds the error, the peaks in GiB and the counters of the allocator. With
     CUDA a `.pickle` next to it is the allocator's own snapshot, for https://pytorch.org/memory_viz; it tells where blocks were

@@ -1,4 +1,4 @@
-"""Replica groups that may die and come back, by TorchFT: who takes part in an update, what is summed, which data each group reads."""
+"""Replica groups that may die and come back, by TorchFT: which groups take part in an update, the sums over them, and their data."""
 
 from __future__ import annotations
 

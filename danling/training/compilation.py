@@ -49,7 +49,7 @@ class Compilation:
         self.graphs = 0
         """Graphs that were compiled so far."""
         self.calls = 0
-        """Calls of what is compiled."""
+        """Calls of compiled functions."""
         self._artifacts = artifacts
         self._sealed = 0
         self._within = within

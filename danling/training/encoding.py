@@ -54,7 +54,7 @@ class Encoder:
         size: Bytes of it.
 
     Args:
-        components: Returns what is saved elsewhere, by path.
+        components: Returns the values that are saved elsewhere, by path.
         keyed: Returns the ids of generators that are seeded by keys.
         secret_keys: Keys of the configuration that name secrets.
     """

@@ -27,7 +27,7 @@ except ImportError:
 
 
 class RandomKeys:
-    """Seeds the streams of torch, NumPy, `random` and the device by the place of what is computed next.
+    """Seeds the streams of torch, NumPy, `random` and the device by the place of the next computation.
 
     A key is made of the seed of the run and of where the run is, never of a state that a stream was left in. So a resumed run draws
     what the uninterrupted one draws, and noise does not depend on the rank that draws it. `docs/guides/data.md` has the table of keys.

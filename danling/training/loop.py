@@ -105,7 +105,7 @@ class TrainingLoop:
 
     @contextmanager
     def training(self, *, whole: bool = True) -> Iterator[None]:
-        """Train inside: what is logged meanwhile is of this run, signals are watched, and the end is saved."""
+        """Train inside: log messages belong to this run, signals are watched, and the end is saved."""
         runner, session = self._runner, self._session
         session.begin(max_seconds=runner.config.max_time_seconds())
         session.running = True
@@ -244,7 +244,7 @@ class TrainingLoop:
             self._note_end_of_data(f"epoch {counters.epoch} of {runner.epochs}")
 
     def _train_splits(self, splits: Sequence[str]) -> bool:
-        """Train what is left of the pass over each split; `False` where it was left half-way."""
+        """Train the rest of the pass over each split; `False` where it was left half-way."""
         self.has_jumped = False
         for split in splits:
             if not self._is_trained(split):
@@ -261,7 +261,7 @@ class TrainingLoop:
         self._runner._parts.results.close(boundary)
 
     def train_epoch(self, split: str) -> dict[str, float]:
-        """Train what is left of one pass over one split, and return its metrics; none where it was left half-way."""
+        """Train the rest of one pass over one split, and return its metrics; none where it was left half-way."""
         for outcome in self._updates(split):
             self._after_update(outcome)
             if self._session.stop_reason:
@@ -324,7 +324,7 @@ class TrainingLoop:
             logger.warning("The stream of samples ended at %s: the run ends there.", where)
 
     def _train_pass(self, splits: Sequence[str], evaluated: Sequence[str]) -> bool:
-        """Train what is left of one pass over all splits, evaluating on the way; `False` where it was left half-way."""
+        """Train the rest of one pass over all splits, evaluating on the way; `False` where it was left half-way."""
         self.has_jumped = False
         for split in splits:
             if self._is_trained(split):
@@ -386,7 +386,7 @@ class TrainingLoop:
         return split in runner._parts.results.open
 
     def _updates(self, split: str) -> Iterator[UpdateOutcome]:
-        """Yield the outcome of every update of what is left of a pass: the one batch loop.
+        """Yield the outcome of every update in the rest of a pass: the one batch loop.
 
         The position of the source moves when an update is decided, even if it was skipped.
         """

@@ -205,7 +205,7 @@ def weights_to_export(
 
 
 class FrozenWeights:
-    """Tells what of a model is trained from what is frozen.
+    """Separates trained from frozen parts of a model.
 
     A parameter that required a gradient at construction or at any save of the run counts as trained, also where it was frozen afterwards;
     so do buffers. What is frozen must stay as it is: every save compares a sum over the bits and their places, for which the weights are
@@ -223,7 +223,7 @@ class FrozenWeights:
         """Whether the checkpoint that is being loaded has only trained weights."""
 
     def leaves_out(self) -> bool:
-        """Whether frozen weights are left out of what is saved now."""
+        """Whether the current save leaves frozen weights out."""
         return bool(self._runner.config.checkpoint.trainable_only)
 
     def note_trained(self) -> None:

@@ -117,7 +117,7 @@ class LocalReduction(GradientReduction):
         self.named_parameters = named_parameters
         self.scaler = scaler
         self.stepped: Any = optimizer
-        """What is stepped: the optimizer, or what a stack has made of it."""
+        """The optimizer, or a stack's replacement for it."""
         self.mean_over = 1
         self._list_parameters()
         own = getattr(getattr(optimizer, "zero_grad", None), "__func__", None)
@@ -361,7 +361,7 @@ def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
 
 
 def _single(value: float) -> float:
-    """Round to float32; what is too large becomes infinite."""
+    """Round to float32; values that are too large become infinite."""
     return ctypes.c_float(value).value
 
 

@@ -44,10 +44,10 @@ class StatePart:
 
     Attributes:
         name: Its key.
-        get: Returns what is saved: tensors and plain values.
+        get: Returns the saved value: tensors and plain values.
         set: Takes what was saved, and the dotted paths that were left out of the load.
         exists: Whether this run has it. A part that does not exist is neither saved, nor restored, nor missed.
-        default: What is restored where a checkpoint lacks the entry; without one, `set` is not called then.
+        default: Value to restore if a checkpoint lacks the entry; without one, `set` is not called then.
         optional: Whether `exists` says only that it is saved: a component that is restored from a checkpoint that has it, whether this run
             does or not, and from an empty state where a checkpoint lacks it, which is no error.
     """
@@ -306,7 +306,7 @@ def _load_carry(runner: TorchRunner, stored: Mapping[str, Any] | None) -> None:
 def loader_states(
     runner: BaseRunner, sources: Mapping[str, BatchSource], *, read_only: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Return what is saved of the loaders of some splits. Called on all ranks."""
+    """Return the saved state of the loaders of some splits. Called on all ranks."""
     own = {
         split: source.state_dict()
         for split, source in sources.items()

@@ -43,7 +43,7 @@ ENDINGS = {
     "stop": "Stopped",
     "patience": "Stopped early",
 }
-"""What is said of a training that ended for a reason."""
+"""The message about a training that ended for a reason."""
 
 
 class EvaluationStopped(Exception):

@@ -57,7 +57,7 @@ class Paced:
 
 
 def format_count(value: float) -> str:
-    """Return a number as people write it: three digits, with `k`, `M`, `G` or `T` for what is large.
+    """Return a number as people write it: three digits, with `k`, `M`, `G` or `T` for large ones.
 
     Examples:
         >>> [format_count(value) for value in (0.4567, 12, 735.3, 5123, 19_210, 2.5e9)]

@@ -27,7 +27,7 @@ def shown_by_torchrun() -> bool:
 
 
 class FirstFailure(NamedTuple):
-    """What is known of the rank of this machine that failed first."""
+    """Describes the rank of this machine that failed first."""
 
     rank: str
     second: int

@@ -27,7 +27,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 def explain(run: Run) -> dict[str, list[str]]:
     """Return what a run trained: by section, the lines of it.
 
-    A run that has not trained with this version lacks `metadata/run.json`; its section `missing` names what is unknown without it.
+    A run that has not trained with this version lacks `metadata/run.json`; its section `missing` names the unknown parts.
     """
     tell = {
         "run": _run,

@@ -59,7 +59,7 @@ class StreamSide:
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory. What is missing in it is empty here: a run that was killed early has no results yet."""
+    """One run directory. Missing parts are empty here: a run that was killed early has no results yet."""
 
     path: Path
     name: str

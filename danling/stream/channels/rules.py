@@ -1,4 +1,4 @@
-"""What holds for the log of every stream: what is refused, which run a log belongs to, and which process trains on it."""
+"""Rules for the log of every stream: refused samples, the run that owns a log, and the process that trains on it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def check_object(object_id: str, tensors: Mapping[str, Tensor]) -> None:
             kind = f"{tensor.layout} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(
                 f"Expected dense tensors by name in object {object_id!r}. Received: {name!r}: {kind}. "
-                "Return tensors from capture, and put what is no tensor into the metadata of the sample."
+                "Return tensors from capture, and put other values into the metadata of the sample."
             )
 
 
