@@ -160,8 +160,21 @@ class CanonicalSum:
             divisions.append(division)
         runner.window.fixed_reference = float(divisions[0].micro_batch_size) if divisions else 1.0
         self._check_optimizer()
-        if divisions:
-            self._announce(max(divisions, key=lambda division: division.number(division.samples)))
+        if not divisions:
+            return
+        number = max(division.number(division.samples) for division in divisions)
+        first, count = part(number, self.domain.size, self.domain.rank)
+        size = sum(local_part(p).nbytes for _, p in runner.named_parameters() if p.requires_grad)
+        most, threads = max(blocks_of(first, count)[1], 1), torch.get_num_threads()
+        logger.info(
+            "gradient_sum: canonical adds %d micro-batches an update in one order; this rank keeps at most %d gradients, %.1f MB. The bits "
+            "are those of %d thread%s a process.",
+            number,
+            most,
+            most * size / 1e6,
+            threads,
+            "" if threads == 1 else "s",
+        )
 
     def _check_optimizer(self) -> None:
         optimizer = self._runner.optimizer
@@ -178,21 +191,6 @@ class CanonicalSum:
                 f"Expected one optimizer that treats each element by itself with gradient_sum='canonical'. Received: {received}, or set "
                 "gradient_sum='fast'."
             )
-
-    def _announce(self, division: WholeMicroBatches) -> None:
-        number = division.number(division.samples)
-        first, count = part(number, self.domain.size, self.domain.rank)
-        size = sum(local_part(p).nbytes for _, p in self._runner.named_parameters() if p.requires_grad)
-        most = max(blocks_of(first, count)[1], 1)
-        logger.info(
-            "gradient_sum: canonical adds %d micro-batches an update in one order; this rank keeps at most %d gradients, %.1f MB. The bits "
-            "are those of %d thread%s a process.",
-            number,
-            most,
-            most * size / 1e6,
-            torch.get_num_threads(),
-            "" if torch.get_num_threads() == 1 else "s",
-        )
 
     # An update
 

@@ -235,24 +235,20 @@ class TrainingLoop:
         runner, counters, self.data_ended = self._runner, self._runner.state.train, False
         try:
             while counters.epoch < (runner.epochs or 0) and not self._session.stop_reason:
-                if self._train_splits(splits):
+                self.has_jumped = False
+                for split in splits:
+                    if not self._is_trained(split):
+                        self._begin_pass(split)
+                        self._keep(split, runner.train_epoch(split))
+                    if self._is_interrupted():
+                        break
+                else:
                     self._evaluate(evaluated, "evaluate_epoch")
                     self._finish_epoch(splits, "epoch")
                     self._save_if_due(counters.epoch, final=counters.epoch == runner.epochs)
         except DataEnded:
             # What was trained was evaluated at the end of its epoch.
             self._note_end_of_data(f"epoch {counters.epoch} of {runner.epochs}")
-
-    def _train_splits(self, splits: Sequence[str]) -> bool:
-        """Train the rest of the pass over each split; `False` where it was left half-way."""
-        self.has_jumped = False
-        for split in splits:
-            if not self._is_trained(split):
-                self._begin_pass(split)
-                self._keep(split, self._runner.train_epoch(split))
-            if self._is_interrupted():
-                return False
-        return True
 
     def _finish_epoch(self, splits: Sequence[str], boundary: Boundary) -> None:
         for split in splits:
@@ -474,21 +470,17 @@ class TrainingLoop:
         runner, session, step = self._runner, self._session, self._runner.state.train.global_step
         if outcome.committed and not session.updated_once:
             session.updated_once = True
-            self._after_first_update()
+            if runner.compilation is not None:
+                runner.compilation.after_first_update(speaks=runner.is_main_process)
+            limit = runner.config.comm.train_timeout_seconds
+            if limit is not None and runner.distributed:
+                # Compilation and the first data make the first update slow: the limit that catches a hang begins after it.
+                runner.world.barrier()
+                set_collective_timeout(limit, runner.placement.groups())
         # Where an evaluation is due, a checkpoint follows it, so that a resumed run does not leave it out.
         if session.save_requested and not (outcome.committed and self._evaluation_is_due(step)):
             runner.save_checkpoint()
             session.save_requested = False
-
-    def _after_first_update(self) -> None:
-        """Compilation and the first data make the first update slow; the limit that catches a hang begins after it."""
-        runner = self._runner
-        if runner.compilation is not None:
-            runner.compilation.after_first_update(speaks=runner.is_main_process)
-        limit = runner.config.comm.train_timeout_seconds
-        if limit is not None and runner.distributed:
-            runner.world.barrier()
-            set_collective_timeout(limit, runner.placement.groups())
 
     def _save_if_due(self, index: int, *, final: bool) -> None:
         """Save where it is time to, at the end, where it was asked for, and after the best evaluation."""

@@ -59,7 +59,10 @@ class ModelStates:
         """Load weights by canonical name; see `TorchRunner.load_model`. Called on all ranks."""
         model = self.runner.unwrapped_model
         names = {canonical_name(name): name for name in model.state_dict()}
-        state = _under_own_module(state, names)
+        prefix = "module."
+        if names and all(name.startswith(prefix) for name in names) and not any(name in names for name in state):
+            # Of a model whose only part is called `module`, as what wraps a model calls it too.
+            state = {f"{prefix}{name}": value for name, value in state.items()}
         missing = sorted(names.keys() - state.keys())
         unexpected = sorted(state.keys() - names.keys())
         if unexpected or (missing and not partial):
@@ -132,15 +135,6 @@ class ModelStates:
     def template(self) -> dict[str, Any] | None:
         """Return a state that says how tensors are laid out on this rank; `None` where they are read whole."""
         return None
-
-
-def _under_own_module(state: Mapping[str, object], names: Collection[str]) -> Mapping[str, object]:
-    """Return weights under the names of a model whose only part is called `module`, as what wraps a model calls it too."""
-    prefix = "module."
-    wrapped = bool(names) and all(name.startswith(prefix) for name in names)
-    if not wrapped or any(name in names for name in state):
-        return state
-    return {f"{prefix}{name}": value for name, value in state.items()}
 
 
 def _mend_names(missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -58,18 +58,8 @@ class Phase:
         self.is_due = True
         self.is_reached = False
         self.skips = 0
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []
-
-    def keep_gradients(self) -> None:
-        """Set the gradient aside, so that no other phase adds to it."""
-        self._gradients = [(parameter, parameter.grad) for parameter in self.reduction.parameters]
-        self.reduction.zero()
-
-    def put_gradients_back(self) -> None:
-        """Continue to add to the gradient that was set aside."""
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        self._gradients = []
+        self.gradients: list[tuple[Tensor, Tensor | None]] = []
+        """The gradient so far, set aside so that no other phase adds to it."""
 
 
 class Phases:
@@ -115,7 +105,9 @@ class Phases:
         window.expect_no_loss()
         phase.window.agreed_reference, phase.window.sum_reduced = window.agreed_reference, window.sum_reduced
         if phase.is_due:
-            phase.put_gradients_back()
+            for parameter, gradient in phase.gradients:
+                parameter.grad = gradient
+            phase.gradients = []
             phase.window.begin_microbatch(window.current if weight is None else weight, window.current_samples)
         whole, self.current = runner.reduction, phase
         runner.window, runner.reduction = phase.window, phase.reduction
@@ -174,7 +166,8 @@ class Phases:
                 "or leave the block out; every=n makes an update in each n-th pass only."
             )
         if not last:
-            phase.keep_gradients()
+            phase.gradients = [(parameter, parameter.grad) for parameter in phase.reduction.parameters]
+            phase.reduction.zero()
             return
         if not phase.is_reached:
             phase.is_reached = any(parameter.grad is not None for parameter in phase.reduction.parameters)

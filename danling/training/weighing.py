@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -196,7 +196,8 @@ def shifts_labels(model: object) -> bool | None:
     Args:
         model: The model, out of the wrapper of its stack.
     """
-    for module in _inwards(model):
+    module: Any = model
+    while True:
         told = getattr(module, "shifts_labels", None)
         if isinstance(told, bool):
             return told
@@ -205,17 +206,10 @@ def shifts_labels(model: object) -> bool | None:
             return not getattr(getattr(module, "config", None), "is_encoder_decoder", False)
         if kind is not None:
             return kind == "shifting"
-    return None
-
-
-def _inwards(model: object) -> Iterator[Any]:
-    """Yield a module, then the only module in it, and so on."""
-    while True:
-        yield model
-        inner = list(model.children()) if isinstance(model, nn.Module) else []
+        inner = list(module.children()) if isinstance(module, nn.Module) else []
         if len(inner) != 1:
-            return
-        model = inner[0]
+            return None
+        module = inner[0]
 
 
 @lru_cache(maxsize=256)

@@ -349,6 +349,7 @@ def matrix() -> list[Any]:
     every = [(*a, *b, False) for *a, b in product([*SAMPLERS, *DATASETS], ways, workers)]
     every += [(case, way, 0, False, True) for case, way in product([*SAMPLERS, *DATASETS], ways)]
     every = [case for case in every if case[0] != "own state" or not case[2]]  # with workers it is refused
+    every = [case for case in every if case[0] != "own state" or not case[2]]  # with workers it is refused
     slow = [
         pytest.param(*case, STOPS[1::2] if case[2] else STOPS, marks=pytest.mark.slow, id=f"{case} at every update")
         for case in every
