@@ -18,14 +18,7 @@ from danling.utils.tensors import local_part, whole
 
 
 class Small(dl.Runner):
-    """A network with statistics of its own; flips a bit of something where it is told.
-
-    Args:
-        config: The configuration.
-        flip: What is flipped: `weight`, `moment`; `None` for nothing.
-        at: The update after which it is.
-        rank: The rank on which it is.
-    """
+    """A network that flips a bit of a weight or of its second moment, after an update on one rank."""
 
     def __init__(self, config: dict[str, Any], flip: str | None = None, at: int = 4, rank: int = 1) -> None:
         super().__init__(config)
@@ -42,10 +35,7 @@ class Small(dl.Runner):
         if self.flip is None or self.state.train.global_step + 1 != self.flip_at or self.rank != self.flip_rank:
             return
         weight = dict(self.named_parameters())["3.weight"]
-        flipped = {
-            "weight": lambda: weight,
-            "moment": lambda: self.optimizer.state[weight]["exp_avg_sq"],
-        }[self.flip]()
+        flipped = weight if self.flip == "weight" else self.optimizer.state[weight]["exp_avg_sq"]
         with torch.no_grad():
             local_part(flipped.detach()).view(torch.int32).view(-1)[0] ^= 1
 

@@ -12,8 +12,6 @@ from support.drafts import captured, draft_config, with_samples, write_target
 from support.processes import run_processes
 from torch import Tensor
 
-from danling.checkpoints import import_weights
-
 KINDS = sorted(RUNNERS)
 
 
@@ -44,23 +42,6 @@ def test_acceptance_rises_on_a_target_that_can_be_learned(kind: str) -> None:
     assert after["acceptance_length"] == pytest.approx(acceptance_length(rates))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_micro_batches_make_the_update_of_one_batch(kind: str) -> None:
-    samples = captured(8, 1)
-    for number, sample in enumerate(samples):
-        sample["loss_mask"][: 2 * number] = False
-    ends = []
-    for batch_size, accum_steps in ((8, 1), (2, 4)):
-        config = draft_config(1, batch_size, accum_steps=accum_steps, lineage=f"by{batch_size}", max_grad_norm=None)
-        config.optim, config.scheduler = {"type": "sgd", "lr": 1.0}, {}
-        with with_samples(RUNNERS[kind], samples)(config) as runner:
-            runner.train()
-            ends.append((weights_of(runner), runner.latest_result["train"]["loss"]))
-    assert ends[0][1] == pytest.approx(ends[1][1], rel=1e-5)
-    for name, value in ends[0][0].items():
-        torch.testing.assert_close(value, ends[1][0][name], rtol=1e-4, atol=1e-6, msg=name)
-
-
 def _noting(step: Any, note: Any) -> Any:
     def noted() -> Any:
         outcome = step()
@@ -82,16 +63,6 @@ def test_a_stopped_run_goes_on_bitwise(kind: str) -> None:
                 assert (runner.state.train.global_step < 6) == stop
         ends.append(weights_of(runner))
     assert same(*ends)
-
-
-def test_the_draft_is_exported_as_safetensors() -> None:
-    for kind in KINDS:
-        with with_samples(RUNNERS[kind], captured(8, 1))(draft_config(1, lineage=kind)) as runner:
-            runner.train()
-            runner.export(f"{kind}.safetensors")
-        assert same(import_weights(f"{kind}.safetensors"), weights_of(runner))
-    names = import_weights("eagle3.safetensors")
-    assert names["vocabulary.t2d"].sum() == len(names["vocabulary.d2t"]) == 10
 
 
 def _evaluate(kind: str, directory: str) -> dict[str, float]:

