@@ -201,22 +201,7 @@ def as_is(data: object) -> Any:
 
 
 class KeyedLoader(TorchDataLoader[Any]):
-    """A loader whose sampler yields a `BatchKey` for each batch, and that seeds before it reads; see `KeyedDataset`.
-
-    Args:
-        dataset: A map-style dataset.
-        order: Yields keys by `keys()`, and has the seed, the pass and what of it is consumed.
-        batch_size: As the user gave it; `None` delivers items as they are.
-        drop_last: As the user gave it.
-        split: Name of the split.
-        ranks: The rank, if each rank has its own order.
-        batched: Batches are made.
-        keyed: What reading is seeded by, `"batch"` or `"sample"`.
-        collate_fn: Makes a batch of a list of samples; `None` is `danling.data.collation.collate`.
-        num_workers: Worker processes.
-        worker_init_fn: Called with its id in every worker.
-        settings: Further arguments of `torch.utils.data.DataLoader`.
-    """
+    """A loader whose sampler yields a `BatchKey` for each batch, and that seeds before it reads; see `KeyedDataset`."""
 
     dataset: Any
 

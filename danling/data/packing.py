@@ -37,13 +37,7 @@ _ROOM_BITS = 32
 
 
 class Piece(NamedTuple):
-    """A part of a document, mostly all of it.
-
-    Attributes:
-        document: Its index in the dataset.
-        start: The first token.
-        size: Number of tokens.
-    """
+    """A part of a document, mostly all of it: its index in the dataset, the first token, and the number of tokens."""
 
     document: int
     start: int

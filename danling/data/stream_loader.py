@@ -30,20 +30,6 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
     torch's CPU generator, NumPy, `random`, and the generators that the dataset or `collate_fn` holds are seeded with (seed, split, epoch,
     rank * workers + worker, number of the batch). What the method `__iter__` itself draws, unless it is a generator function, is
     seeded like the order of a sampler: alike on all ranks.
-
-    Args:
-        dataset: The dataset.
-        seed: Base seed.
-        split: Name of the split.
-        epoch: The pass.
-        every: After how many items the randomness is seeded.
-        rank: Coordinate of this process in the data domain.
-        collate_fn: The user's, which may hold generators.
-        make: Makes a batch of a list of items.
-        size: Items of a batch.
-        drop_last: Leave out a batch that is not full.
-        states: Places to go on from, by worker.
-        first: The worker whose turn it is.
     """
 
     def __init__(

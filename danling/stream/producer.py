@@ -33,13 +33,7 @@ _ALLOWED = "max_in_flight"
 
 @dataclass(frozen=True)
 class Captured:
-    """The features of one sample on their way to the store.
-
-    Attributes:
-        id: Names the sample in the log.
-        features: Its features by name.
-        meta: What else is known of it, as JSON.
-    """
+    """The features of one sample on their way to the store, and its metadata as JSON."""
 
     id: str
     features: Mapping[str, Tensor]

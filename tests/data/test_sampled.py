@@ -150,18 +150,6 @@ def test_resumes_at_every_position(name: str, kind: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(taken, whole, strict=True)), stop
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("name", ["weighted", "in place", "batches", "holds a NumPy generator"])
-def test_workers_change_nothing(name: str, persistent: bool) -> None:
-    whole = read(source_of(name, "torch"), 9)
-    first = source_of(name, "torch", num_workers=2, persistent_workers=persistent)
-    taken = read(first, 7)
-    second = source_of(name, "torch")
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    first.close()
-    assert all(torch.equal(one, other) for one, other in zip(taken + read(second, 2), whole, strict=True))
-
-
 def test_a_sampler_in_the_datasets_order_reads_what_none_reads() -> None:
     data = Augmented(LENGTH)
     settings = {"batch_size": 4, "drop_last": False}

@@ -169,35 +169,6 @@ def test_processes_share_one_budget(tmp_path: Path) -> None:
     assert trainer.usage() == producer.usage() == bytes_of(trainer) <= 2_000
 
 
-def _end_beside(store: DirectoryStore, call: str, before: bool) -> None:
-    original = getattr(os, call)
-
-    def end(*args: object) -> None:
-        if not before:
-            original(*args)
-        os._exit(9)
-
-    setattr(os, call, end)
-    if call == "rename":
-        store.put("b", {"x": torch.zeros(500)})
-    store.discard(["a"])
-
-
-@pytest.mark.parametrize("call", ["rename", "unlink"])
-@pytest.mark.parametrize("before", [True, False])
-def test_the_count_is_right_when_a_process_ends_beside_the_change(tmp_path: Path, call: str, before: bool) -> None:
-    store, other = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
-    other.usage()  # it has counted, and counts no more
-    store.put("kept", {"x": torch.zeros(10)})
-    store.put("a", {"x": torch.zeros(10)})
-    assert wait(fork(_end_beside, store, call, before)) == 9
-    assert other.usage() == bytes_of(other)
-    other.discard(["a", "b"])
-    assert other.usage() == bytes_of(other) > 0
-    other.discard(["kept"])
-    assert other.usage() == 0
-
-
 def test_a_count_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     store.put("a", {"x": torch.zeros(10)})

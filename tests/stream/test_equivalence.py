@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +9,8 @@ from typing import Any
 
 import pytest
 from support.mooncake import WHY_NOT, lender, mooncake_master
-from support.processes import ProcessFailure, run_outcomes, run_processes
+from support.processes import run_processes
 from support.streams import Draft, Target, assert_same, settings
-from torch import Tensor
 
 from danling.stream import (
     DirectoryStore,
@@ -65,14 +61,6 @@ def target(
     return kind(config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=ahead)
 
 
-class Slow(Target):
-    """Takes some time, so that a kill finds it at work."""
-
-    def capture(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        time.sleep(0.02)
-        return super().capture(batch)
-
-
 def produce(way: str, root: Path, mooncake: tuple[str, str] | None, kind: type[Target] = Target) -> int:
     """Produce all, in a process of its own."""
     store, channel = stream(way, root, mooncake)
@@ -118,30 +106,4 @@ def test_in_two_processes(way: str, tmp_path: Path, mooncake: tuple[str, str] | 
         producing = pool.submit(run_processes, produce, way, tmp_path, mooncake, world_size=1)
         end = trained(tmp_path, *stream(way, tmp_path, mooncake))
         assert producing.result() == [SAMPLES]
-    assert_same(end, reference)
-
-
-def produce_in_spite_of_kills(way: str, root: Path, mooncake: tuple[str, str] | None, kills: int) -> int:
-    """Start a producer, kill it when the log has grown, and start it again; return how often it was killed."""
-    generator, killed = random.Random(7), 0
-    _, channel = stream(way, root, mooncake)
-    for _ in range(kills):
-        stop, grown = threading.Event(), channel.published() + 1
-        with ThreadPoolExecutor(1) as pool:
-            side = pool.submit(run_outcomes, produce, way, root, mooncake, Slow, world_size=1, stop=stop)
-            while channel.published() < grown and not side.done():
-                time.sleep(0.005)
-            time.sleep(generator.random() * 0.04)
-            stop.set()
-            killed += isinstance(side.result()[0].error, ProcessFailure)
-    run_processes(produce, way, root, mooncake, world_size=1)
-    return killed
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_producer_that_is_killed(way: str, tmp_path: Path, mooncake: tuple[str, str] | None, reference: Any) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        producing = pool.submit(produce_in_spite_of_kills, way, tmp_path, mooncake, 3)
-        end = trained(tmp_path, *stream(way, tmp_path, mooncake))
-        assert producing.result() >= 1
     assert_same(end, reference)
