@@ -16,7 +16,7 @@ from danling.utils.files import open_file, read_text, sync_directory, write_all,
 from danling.utils.locks import exclusive, shared
 from danling.utils.plain import parse_json
 
-from ..protocols import ROOM, SampleRef, StreamEnd
+from ..protocols import ROOM, RefChannel, SampleRef, StreamEnd
 from .rules import Claim, check_kind, check_open, check_part, check_range, check_watermark, stored_end, stored_watermark
 
 _SAMPLE = b'{"id":"'
@@ -31,7 +31,7 @@ _LATER_LOOK_SECONDS = 0.5
 """How long later looks wait, of which each has what the one before has seen; a trainer must hear of signals meanwhile."""
 
 
-class FileChannel:
+class FileChannel(RefChannel):
     """A log in `log.jsonl` of a directory: a line a sample, and lines that say how it ended and that it goes on.
 
     Lines are appended and synced under a lock, which keeps other producers out, and readers too: they see an append that is whole, or
@@ -72,6 +72,7 @@ class FileChannel:
 
     @property
     def path(self) -> Path:
+        """Directory of the log."""
         return self._directory
 
     def append(self, refs: Sequence[SampleRef]) -> int:

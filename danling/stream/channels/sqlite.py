@@ -17,7 +17,7 @@ from pathlib import Path
 from danling.utils.files import write_error
 from danling.utils.plain import parse_json
 
-from ..protocols import ROOM, SampleRef, StreamEnd
+from ..protocols import ROOM, RefChannel, SampleRef, StreamEnd
 from .rules import Claim, check_kind, check_open, check_part, check_range, check_watermark, stored_end, stored_watermark
 
 _TABLES = """
@@ -29,7 +29,7 @@ PRAGMA user_version = 1
 _PATIENCE_SECONDS = 60.0
 
 
-class SQLiteChannel:
+class SQLiteChannel(RefChannel):
     """A log in a database: `samples` with unique ids, `facts` with the watermark and the end.
 
     Write-ahead logging lets readers continue while a producer writes; every transaction is synced before it counts. The database must
@@ -64,6 +64,7 @@ class SQLiteChannel:
 
     @property
     def path(self) -> Path:
+        """Path of the database."""
         return self._path
 
     def append(self, refs: Sequence[SampleRef]) -> int:
