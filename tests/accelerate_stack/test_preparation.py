@@ -71,15 +71,6 @@ def test_the_optimizer_stays_the_users(accelerator: Any) -> None:
     assert preparation.stepped(another).optimizer is another
 
 
-def test_wrapped_again_it_keeps_no_reference_to_what_was(accelerator: Any) -> None:
-    model = nn.Linear(2, 2)
-    preparation = AcceleratePreparation(LocalDomain(), accelerator=accelerator)
-    preparation.bind(torch.optim.SGD(model.parameters(), lr=1.0))
-    for _ in range(3):
-        preparation.wrap(model, {})
-    assert len(accelerator._models) == len(accelerator._optimizers) == 1
-
-
 def test_a_step_is_made_also_where_accelerate_counts_otherwise(accelerator: Any) -> None:
     model = nn.Linear(1, 1, bias=False)
     weight = model.weight.detach().clone()

@@ -20,16 +20,6 @@ def preparation(async_mode: str | None = None) -> EnginePreparation:
     return EnginePreparation(LocalDomain(), LocalDomain(), stack="deepspeed", async_mode=async_mode)
 
 
-def test_before_there_is_an_engine_the_model_is_as_it_is() -> None:
-    model = nn.Linear(2, 2)
-    prepared = preparation()
-    assert prepared.wrap(model, {}) is model and prepared.unwrap(model) is model
-    assert not prepared.divides_weights and not prepared.trainables_changed(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    assert prepared.optimized_parameters(optimizer) == list(model.parameters())
-    prepared.release()
-
-
 def test_a_forward_of_an_engine_communicates() -> None:
     assert preparation().forward_communicates(nn.Identity()) == "stack='deepspeed'"
 

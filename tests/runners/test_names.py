@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from support.toys import Small
 
 import danling as dl
 
 
-class Named(dl.Runner):
+class Named(Small):
     """A linear model; `taken` is set on it in `__init__`."""
 
     def __init__(self, config: Any, taken: dict[str, Any] | None = None) -> None:
         super().__init__(config)
-        self.model = nn.Linear(4, 2)
-        self.criterion = nn.CrossEntropyLoss()
-        self.datasets = {"train": TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))}
         for name, value in (taken or {}).items():
             setattr(self, name, value)
 
