@@ -185,6 +185,13 @@ def test_a_directory_of_targets_that_is_a_link_is_refused_and_left_alone(saved: 
     assert os.listdir(elsewhere) == ["00000009-0123abcd"]
 
 
+def test_a_directory_of_checkpoints_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "disk")
+    record_saves("dcp", tmp_path / "checkpoints")
+    assert go_on("dcp", tmp_path / "checkpoints", 4)[0] == 3
+
+
 # What verifies and cannot be read
 
 
