@@ -12,6 +12,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "options", "figures"),
     [
@@ -21,6 +22,6 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 )
 def test_a_benchmark_measures(name: str, options: list[str], figures: set[str], tmp_path: Path) -> None:
     words = ("--small", *options, "--json", str(tmp_path / "figures.json"))
-    ended = run_program(BENCHMARKS / f"{name}.py", *words, timeout=300)
+    ended = run_program(BENCHMARKS / f"{name}.py", *words, timeout=800)
     assert ended.exit_code == 0, ended.output
     assert figures <= set(json.loads((tmp_path / "figures.json").read_text()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -112,6 +113,11 @@ class Gate:
         job.wait_until(seen, timeout)
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @contextmanager
 def agent(script: Path, root: str, port: int, gate: Gate, steps: int) -> Iterator[Job]:
     """Start the agent of a node of one worker, of a job of one to four nodes that meet on a port."""
@@ -134,6 +140,8 @@ def test_nodes_leave_and_join_one_job(tmp_path: Path) -> None:
     assert exit_code == 0, output
     gate, root, port = Gate(tmp_path / "gate"), str(tmp_path / "parts"), free_port()
     with agent(script, root, port, gate, steps) as first:
+        # Whichever agent binds the port first keeps the store of the job, and must not be the one that is killed.
+        first.wait_until(lambda: listens(port), 240)
         with agent(script, root, port, gate, steps) as second:
             first.wait_for_output("rank 0 of 2 begins at 0", timeout=240)
             gate.open_to(4)
