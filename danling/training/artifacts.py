@@ -89,8 +89,6 @@ FOLDER = "compiled"
 """Directory of compiled code in a run directory."""
 _MANIFEST = "manifest.json"
 _FINGERPRINT = "fingerprint.json"
-_PORTABLE = "portable.bin"
-_PORTABLE_SUM = "portable.sha256"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _PLACES = (_CACHE, "TRITON_CACHE_DIR")
 
@@ -110,7 +108,6 @@ def artifacts_of(runner: TorchRunner, *, title: str = "modules", policy: str = "
         runner.dir / FOLDER if shared is None else Path(shared).absolute(),
         parts,
         title=title,
-        portable=shared is not None and runner.device.type == "cuda",
         signed=shared is None,
         world=runner.world,
         leads=runner.is_local_main_process,
@@ -155,7 +152,6 @@ class ArtifactDirectory:
         parts: Mapping[str, str],
         *,
         title: str,
-        portable: bool = False,
         signed: bool = False,
         world: Domain | None = None,
         leads: bool = True,
@@ -166,7 +162,6 @@ class ArtifactDirectory:
         """Whether compiled code was found in it."""
         self._parts = dict(parts)
         self._title = title
-        self._portable = portable
         self._signed = signed
         self._key = b""
         self.world = world or LocalDomain()
@@ -187,7 +182,6 @@ class ArtifactDirectory:
         self.path = self.root / f"{self._title}-{digest_of(self._parts)}"
         if self._leads:
             self._open()
-            self.load_portable()
         self.world.barrier()
         if not self._leads:
             self._open()
@@ -226,7 +220,7 @@ class ArtifactDirectory:
         self._listed = listed or {}
         self.is_warm = bool(self._listed)
         if alone:
-            self._remove_unlisted(damaged=wrong is not None)
+            self._remove_unlisted()
         if is_new and others:
             logger.warning(
                 "Expected compiled code for this run in %s. Received: only such with another %s. Everything is compiled anew.",
@@ -274,9 +268,8 @@ class ArtifactDirectory:
         except (OSError, ValueError):
             return None
 
-    def _remove_unlisted(self, *, damaged: bool) -> None:
-        # One file that was put into a new folder fills it.
-        kept = {*self._listed, _MANIFEST} if self._listed else set() if damaged else {_PORTABLE, _PORTABLE_SUM}
+    def _remove_unlisted(self) -> None:
+        kept = {*self._listed, _MANIFEST} if self._listed else set()
         for path in [*_files(self.path)]:
             if str(path.relative_to(self.path)) not in kept:
                 path.unlink()
@@ -307,29 +300,11 @@ class ArtifactDirectory:
             else:
                 os.environ[name] = value
 
-    def load_portable(self) -> bool:
-        """Fill an empty folder from `portable.bin`, and return whether that was done."""
-        file = self.path / _PORTABLE
-        if not self._portable or not self._usable or self.is_warm:
-            return False
-        try:
-            content = file.read_bytes()
-            expected = read_text(self.path / _PORTABLE_SUM).split()[0]
-        except (OSError, IndexError, ValueError):
-            return False
-        if hashlib.sha256(content).hexdigest() != expected:
-            logger.warning("%s is not as it was written: everything is compiled anew.", file)
-            return False
-        self.use()
-        return torch.compiler.load_cache_artifacts(content) is not None
-
     def seal(self, *, everything: bool) -> None:
         """List what is in the folder with its checksums, so that the next start may use it."""
         if not self._usable or not self._leads:
             return
         with suppress(OSError):
-            if self._portable:
-                self._write_portable()
             loaded = "" if everything else _loaded_libraries()
             names = [path.relative_to(self.path) for path in _files(self.path) if path.suffix not in (".lock", ".tmp")]
             complete = [
@@ -341,14 +316,6 @@ class ArtifactDirectory:
             self._listed = {name: digest for name, digest in sums.items() if digest is not None}
             manifest = {"files": self._listed, "signature": self._signature(self._listed)}
             write_atomically(self.path / _MANIFEST, json_text(manifest))
-
-    def _write_portable(self) -> None:
-        self.use()
-        saved = torch.compiler.save_cache_artifacts()
-        if saved is not None:
-            content, _ = saved
-            write_atomically(self.path / _PORTABLE, content)
-            write_atomically(self.path / _PORTABLE_SUM, f"{hashlib.sha256(content).hexdigest()}  {_PORTABLE}\n")
 
     def close(self) -> None:
         """Let go of the folder. A second call does nothing."""

@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.processes import run_processes
-from torch import nn
 
-from danling.graph.compilation import GraphCompilation, MemoryPolicy, WholeLoss
 from danling.graph.compiler import cxx_command
-from danling.training.artifacts import ArtifactDirectory
 
 JOB = Path(__file__).with_name("start_job.py")
 
@@ -74,7 +69,7 @@ def test_the_second_process_compiles_nothing_and_computes_the_same(policy: str, 
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_resumed_run_and_one_that_shares_a_directory_compile_nothing(processes: int, tmp_path: Path) -> None:
+def test_a_resumed_run_and_one_with_the_directory_of_another_compile_nothing(processes: int, tmp_path: Path) -> None:
     starts = Starts(tmp_path)
     run: dict[str, Any] = {"dir": f"{tmp_path}/run", "compile": {"enable": True}, "auto_resume": True}
     first, compiled = starts.start(processes, **run)
@@ -85,6 +80,8 @@ def test_a_resumed_run_and_one_that_shares_a_directory_compile_nothing(processes
     shared: dict[str, Any] = {"enable": True, "precompile_artifact_dir": f"{tmp_path}/code"}
     other, compiled = starts.start(processes, dir=f"{tmp_path}/other", compile=shared)
     assert compiled > 0 and other == first
+    (tmp_path / "code").rename(tmp_path / "copied")
+    shared["precompile_artifact_dir"] = f"{tmp_path}/copied"
     third, compiled = starts.start(processes, dir=f"{tmp_path}/third", compile=shared)
     assert compiled == 0 and third == first
 
@@ -99,38 +96,3 @@ def test_damaged_code_is_compiled_anew(tmp_path: Path) -> None:
     assert compiled > 0 and starts.said.count("not as it was written") == 1
     _, compiled = starts.start(**run, steps=5)
     assert compiled == 0
-
-
-def compile_once(root: str) -> tuple[float, int]:
-    """Return the loss of a forward, and how many graphs came out of a cache."""
-    from torch._dynamo.utils import counters
-
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    artifacts = ArtifactDirectory(Path(root), {"model": "a"}, title="default", portable=True)
-    section = dict.fromkeys(("backend", "fullgraph", "dynamic", "mode", "options"))
-    compilation = GraphCompilation(
-        {**section, "optimize_ddp": False},
-        distributed=False,
-        policy=MemoryPolicy(),
-        artifacts=artifacts,
-        recomputation=None,
-    )
-    compilation.open()
-    function = WholeLoss(model, lambda: lambda pred, target: (pred - target).square().mean(), compilation)
-    loss = function(torch.ones(2, 4), torch.zeros(2, 4))[1]
-    loss.backward()
-    compilation.close()
-    return loss.item(), counters["aot_autograd"]["autograd_cache_hit"]
-
-
-def test_a_portable_file_fills_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    ((first, hits),) = run_processes(compile_once, f"{tmp_path}/a", world_size=1, timeout=400)
-    assert hits == 0
-    (folder,) = (path for path in (tmp_path / "a").iterdir() if path.is_dir())
-    (tmp_path / "b" / folder.name).mkdir(parents=True)
-    for name in ("portable.bin", "portable.sha256"):
-        shutil.copy(folder / name, tmp_path / "b" / folder.name / name)
-    ((second, hits),) = run_processes(compile_once, f"{tmp_path}/b", world_size=1, timeout=400)
-    assert hits == 1 and second == first

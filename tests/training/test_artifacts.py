@@ -181,17 +181,6 @@ def test_code_that_another_user_has_compiled_is_not_used(
     foreign.close()
 
 
-def test_a_portable_file_that_was_changed_is_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):  # it stays where it is the only thing in the folder
-        artifacts = ArtifactDirectory(tmp_path, PARTS, title="default", portable=True)
-        artifacts.open()
-        assert not artifacts.is_warm
-        (artifacts.path / "portable.bin").write_bytes(b"code")
-        (artifacts.path / "portable.sha256").write_text(f"{'0' * 64}  portable.bin\n")
-        artifacts.close()
-    assert len(said(caplog)) == 1
-
-
 def test_the_folder_is_named_after_everything_that_code_depends_on() -> None:
     def parts(**changes: object) -> dict[str, str]:
         given = {"loss": [torch.nn.CrossEntropyLoss], "settings": {"mode": None}, "policy": "default-1", **changes}
