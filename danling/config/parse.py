@@ -50,17 +50,19 @@ _HINTS: Mapping[type, Any] = {
 """What a key without a declared type takes, by the type of its present value."""
 
 
-def parse_into(config: Section, arguments: Iterable[str], *, check: Callable[[Mapping[str, str]], None]) -> None:
+def parse_into(
+    config: Section, arguments: Iterable[str], *, file_option: str, check: Callable[[Mapping[str, str]], None]
+) -> None:
     """Set keys from a command line; files are read before single keys."""
     options = split_options(arguments)
     for name, words in options:
-        if name == "config":
+        if name == file_option:
             if not words:
-                raise ValueError("Expected --config FILE. Received: no file.")
+                raise ValueError(f"Expected --{file_option} FILE. Received: no file.")
             for path in words:
                 config.merge_from_file(path)
     for name, words in options:
-        if name != "config":
+        if name != file_option:
             key = name if name in config else name.replace("-", "_")
             check({key: " ".join((f"--{name}", *words))})
             assign(config, key, words)

@@ -223,11 +223,14 @@ class RunnerConfig(TopLevelConfig):
 
     # Command line and files
 
-    def parse(self, args: Iterable[str] | None = None, *, boot: bool = True) -> Any:  # type: ignore[override]
+    def parse(  # type: ignore[override]
+        self, args: Iterable[str] | None = None, default_config: str = "config", *, boot: bool = True
+    ) -> Any:
         """Read the command line: `--KEY VALUE`, `--config FILE`, `--help [SECTION ...]`.
 
         Args:
             args: The words; `sys.argv[1:]` by default, and none in a notebook, where those are of the kernel.
+            default_config: Name of the option that names files.
             boot: Call `post` hooks, and fill in `${key}` references, afterwards; absent keys are an error from then on.
 
         Returns:
@@ -246,7 +249,7 @@ class RunnerConfig(TopLevelConfig):
             if asked is not None:
                 print(help_text(self, sections=[word for word in words[asked + 1 :] if not word.startswith("-")]))
                 raise SystemExit(0)
-            parse_into(self, words, check=self._refuse_undeclared)
+            parse_into(self, words, file_option=default_config, check=self._refuse_undeclared)
         if of_program:
             self.__dict__["_command_line"] = tuple(words)
         if boot:
@@ -254,6 +257,8 @@ class RunnerConfig(TopLevelConfig):
         with usage_errors(of_program):
             self.validate()
         return self
+
+    parse_config = parse  # type: ignore[assignment]
 
     @classmethod
     def from_dict(cls, obj: object) -> Any:

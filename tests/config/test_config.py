@@ -654,7 +654,7 @@ def test_bad_files(name: str, text: str | None, error: type[Exception], message:
     with pytest.raises(error, match=message):
         RunnerConfig.from_file(tmp_path / name)
     with pytest.raises(error, match=message):
-        RunnerConfig().parse(["--config", str(tmp_path / name)])
+        RunnerConfig().parse(["--setup", str(tmp_path / name)], default_config="setup")
 
 
 def test_yaml_reads_numbers_as_people_write_them(tmp_path: Path) -> None:
