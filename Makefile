@@ -1,5 +1,5 @@
 # Set-up needs nothing but Python (>= 3.10), its venv module, and a C++ compiler for torch.compile.
-#   make train   set up .venv (about two minutes) and train a small GPT (about three)
+#   make train   set up .venv (about two minutes) and train a small GPT (about four)
 #   make test    set up .venv and run the tests; make test-all the slow ones too
 #   make test-system   the tests of checkpoints with the system's own Python; make fuzz N=10000 damages so many checkpoints
 #   make release   build sdist and wheel, install the wheel into a fresh environment and try it there

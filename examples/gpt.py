@@ -1,6 +1,6 @@
 """A character-level GPT on English text that is on every machine: the documentation topics that ship with CPython.
 
-python examples/gpt.py                                            # two cores: 2 to 3 minutes
+python examples/gpt.py                                            # one core: about 4 minutes
 python examples/gpt.py --data.path my.txt                         # any text file (UTF-8)
 python examples/gpt.py --auto_resume true                         # after a kill: goes on from the latest checkpoint
 python examples/gpt.py --auto_resume true --steps 4800            # after the end: trains on to step 4800
