@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -175,6 +176,18 @@ class CanonicalSum:
             threads,
             "" if threads == 1 else "s",
         )
+        if runner.device.type == "cuda":
+            memory = torch.cuda.mem_get_info(runner.device)[1]
+        else:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if most * size > memory / 10:
+            logger.warning(
+                "The partial sums of gradient_sum='canonical' take %.1f GB of %.1f GB on rank %d. Raise dataloader.micro_batch_size or the "
+                "number of processes, or train on parallel.axes.shard, which divides them.",
+                most * size / 1e9,
+                memory / 1e9,
+                self.domain.rank,
+            )
 
     def _check_optimizer(self) -> None:
         optimizer = self._runner.optimizer

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("danling")
 
+_COLLAPSED = 1e-6
+"""Share of its highest value below which a learning rate trains nothing."""
+
 _ASSIGNED = ("model", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics")
 
 
@@ -173,6 +176,8 @@ class ComponentChecks(Observer):
         self._runner = runner
         self._warned: set[str] = set()
         self._parameters: dict[str, nn.Parameter] = {}
+        self._highest_rate = 0.0
+        self._times_low = 0
 
     def check_optimizer_given(self) -> None:
         """Refuse to train without an optimizer. May be called on one rank."""
@@ -252,6 +257,7 @@ class ComponentChecks(Observer):
         """Look at the modes and the schedule that a training begins with."""
         runner, scheduler = self._runner, self._runner.scheduler
         self._parameters = dict(runner.named_parameters())
+        self._highest_rate = max(self._highest_rate, self._rate())
         frozen = [name for name, part in _in_evaluation(runner.unwrapped_model) if name and not _is_trained(part)]
         if frozen:
             self._warn(
@@ -272,14 +278,15 @@ class ComponentChecks(Observer):
             )
 
     def pass_started(self, split: str) -> None:
-        """Look at modes, parameters and the schedule's optimizer."""
+        """Look at modes, parameters, the schedule's optimizer and the learning rate."""
         self.results_needed()
 
     def results_needed(self) -> None:
-        """Look at modes, parameters and the schedule's optimizer, within a training."""
+        """Look at modes, parameters, the schedule's optimizer and the learning rate, within a training."""
         runner, scheduler = self._runner, self._runner.scheduler
         if not runner._session.running:
             return
+        self._look_at_rate()
         left = [name or "the whole model" for name, part in _in_evaluation(runner.unwrapped_model) if _is_trained(part)]
         if left:
             self._warn(
@@ -310,6 +317,24 @@ class ComponentChecks(Observer):
                 f"Parameters of the model were replaced while it trains: {listed(replaced)}. The optimizer goes on with the former ones, "
                 "and these are not trained. Write values in place, with torch.no_grad(): parameter.copy_(values).",
             )
+
+    def _look_at_rate(self) -> None:
+        runner, rate = self._runner, self._rate()
+        self._highest_rate = max(self._highest_rate, rate)
+        # A schedule with restarts comes near zero for a moment.
+        self._times_low = self._times_low + 1 if rate < _COLLAPSED * self._highest_rate else 0
+        step, steps = runner.state.train.global_step, runner.steps
+        done = step / steps if steps else runner.progress
+        if self._times_low > 1 and done < 0.5:
+            self._warn(
+                "rate",
+                f"The learning rate has fallen to {rate:.1e} after {step} updates, from {self._highest_rate:.1e}, and {1 - done:.0%} of "
+                "the run is left: hardly anything is trained any more. A schedule that counts epochs needs scheduler.interval=epoch; by "
+                "default it advances after every update.",
+            )
+
+    def _rate(self) -> float:
+        return max((float(group.get("lr", 0.0)) for group in self._runner.optimizer.param_groups), default=0.0)
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned and self._runner.is_main_process:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +138,39 @@ def test_an_evaluation_leaves_each_part_in_its_mode(tmp_path: Path) -> None:
         assert runner.modes == [False] * 4
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_schedule_that_advances_by_updates_is_logged(
-    asked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def made(runner: Small) -> None:
-        runner.scheduler = torch.optim.lr_scheduler.StepLR(runner.optimizer, 1)
+def step_by_epoch(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
-    settings = {"epochs": 1, **({"scheduler": {"interval": "step"}} if asked else {})}
+
+SCHEDULES: dict[str, tuple[Callable[[Any], Any], dict[str, Any], bool]] = {
+    "epochs-meant": (step_by_epoch, {}, True),
+    "epochs-meant-logged-rarely": (step_by_epoch, {"epochs": 30, "log_interval": 25}, True),
+    "by-epoch": (step_by_epoch, {"scheduler": {"interval": "epoch"}}, False),
+    "warm-up": (lambda o: torch.optim.lr_scheduler.LinearLR(o, 1e-7, 1.0, 30), {"epochs": 10}, False),
+    "to-zero-at-the-end": (lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, 40), {"epochs": 10}, False),
+    "restarts": (
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+        {"epochs": 10},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rate_that_collapses_is_named_and_no_other(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build, settings, warns = SCHEDULES[name]
     caplog.set_level(logging.INFO, "danling")
-    warnings_of(tmp_path, caplog, made=made, settings=settings)
-    lines = [text for text in caplog.messages if " advances after every update" in text]
-    assert len(lines) == (not asked)
+
+    def made(runner: Small) -> None:
+        runner.scheduler = build(runner.optimizer)
+
+    found = warnings_of(tmp_path, caplog, made=made, settings={"epochs": 8, "log_interval": 1, **settings})
+    assert len(found) == warns and all(text.startswith("The learning rate has fallen to ") for text in found), found
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    lines = [text for text in told if " advances after every update" in text]
+    assert len(lines) == ("scheduler" not in settings)
     assert all("4 times an epoch" in line and "scheduler.interval=epoch" in line for line in lines)
 
 
