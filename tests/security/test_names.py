@@ -1,15 +1,196 @@
-"""A name from a file that leads elsewhere is refused by the one parser of such names."""
+"""Every function that opens, writes, renames or removes a file, and through which parser a name from a file comes to it."""
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import danling
 from danling.utils.files import is_plain_path, plain_name, plain_path
 
+ROOT = Path(danling.__file__).parent
+_OF_OS = {"open", "unlink", "remove", "rename", "replace", "link", "symlink", "rmdir", "mkdir", "makedirs", "truncate"}
+_OF_PATHS = {"unlink", "rmdir", "rename", "mkdir", "touch", "write_text", "write_bytes", "symlink_to", "hardlink_to"}
+_BY_NAME = {"open", "open_file", "open_new", "open_regular", "write_atomically", "safe_open"}
+_OF_TREES = {"rmtree", "copyfile", "copy", "copy2", "copytree", "move"}
+
+FUNCTIONS = {
+    "audit/digests": ["read_digests"],
+    "audit/layout_check": ["_train"],
+    "audit/layout_record": ["LayoutRecorder._write_rank"],
+    "audit/program": ["ProgramEnd.tail", "start_program"],
+    "audit/rerun": ["audit_runner"],
+    "checkpoints/dcp_files": [
+        "HashingFileSystem.create_stream",
+        "HashingFileSystem.rename",
+        "TargetWriter.finish",
+        "_taken_over",
+    ],
+    "checkpoints/deepspeed": ["DeepSpeedCheckpointManager._finish.publish"],
+    "checkpoints/exchange": ["_put", "_read_safetensors", "_write_safetensors", "export_weights", "write_description"],
+    "checkpoints/manifest": ["archive_complaints", "is_archive", "oversized"],
+    "checkpoints/storage": [
+        "chunks",
+        "file_size",
+        "link",
+        "make_directory",
+        "open_new",
+        "open_regular",
+        "remove",
+        "remove_tree",
+        "replace",
+        "sync_directory",
+        "write_file",
+    ],
+    "checkpoints/store": [
+        "FileStore._make_way",
+        "FileStore._settle",
+        "FileStore.delete",
+        "FileStore.write",
+        "TargetStore.delete",
+        "TargetStore.publish",
+        "TargetStore.sweep",
+    ],
+    "cli/inspection": ["read_safetensors"],
+    "cli/main": ["_main"],
+    "cli/output": ["write_drawing"],
+    "config/imposed": ["MeantRun.write"],
+    "data/packing": ["document_lengths"],
+    "distributed/board": ["Board.write"],
+    "remote/attach": ["RunMirror._disk_sharing", "RunMirror._disk_sharing.written"],
+    "remote/mirror": ["CheckpointMirror._file"],
+    "remote/reading": ["_bring"],
+    "remote/sources": ["RemoteCheckpoints._bring_target", "bring_object"],
+    "reporting/logging": ["open_run_log"],
+    "reporting/tracker_services": ["WandbTracker.__init__"],
+    "reporting/trackers": ["JsonLines._open", "_cut_back", "read_jsonl"],
+    "stream/channels/file": [
+        "FileChannel.__init__",
+        "FileChannel._absorb",
+        "FileChannel._lines",
+        "FileChannel._write",
+        "FileChannel._writing",
+        "FileChannel.commit",
+    ],
+    "stream/channels/rules": ["Claim.take"],
+    "stream/channels/sqlite": ["SQLiteChannel.__init__"],
+    "stream/stores/directory": [
+        "DirectoryStore.__init__",
+        "DirectoryStore._exclusive",
+        "DirectoryStore._note",
+        "DirectoryStore._publish",
+        "DirectoryStore._write",
+        "DirectoryStore.discard",
+        "_load",
+        "_write_synced",
+    ],
+    "supervision/failures": ["_write_error_file", "write_memory_snapshot"],
+    "supervision/hangs": ["HangWatch._dump"],
+    "supervision/heartbeat": ["Heartbeat.__init__", "Heartbeat._write"],
+    "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
+    "supervision/rank_watch": ["WatchedThread.__init__"],
+    "torchft/member": ["Healing.take"],
+    "training/artifacts": [
+        "ArtifactDirectory._prepare",
+        "ArtifactDirectory._remove_unlisted",
+        "ArtifactDirectory._sum",
+        "ArtifactDirectory._take_lock",
+        "ArtifactDirectory.seal",
+        "_user_key",
+    ],
+    "utils/files": ["clear_places", "open_file", "read_text", "sync_directory", "write_atomically"],
+    "utils/locks": ["FileLock.is_taken", "_give_back", "_open_made", "_open_to_share", "exclusive"],
+    "utils/process": ["first_failure"],
+    "workspace/run_directory": ["RunDirectoryLease.make", "RunDirectoryLease.release", "has_line", "make_directory"],
+    "workspace/workspace": [
+        "Workspace.write_metadata",
+        "Workspace.write_record",
+        "Workspace.write_results",
+        "Workspace.write_streams",
+        "remove_litter",
+    ],
+}
+"""By module: the functions. Whoever adds one enters it here, and in `PARSERS` if it takes a name from a file."""
+
+PARSERS = {
+    "checkpoints/exchange": "plain_name",  # index of safetensors
+    "checkpoints/store": "read_manifest",
+    "checkpoints/dcp_files": "read_index",
+    "checkpoints/manifest": "plain_name",
+    "checkpoints/shard_index": "plain_name",
+    "remote/sources": "is_plain_path",
+    "training/artifacts": "plain_path",
+    "stream/stores/directory": "quote",  # ids of objects are quoted, so that any text is a name
+}
+"""By module that takes names from files: what it parses them by, which comes to `plain_path` (or, of streams, quotes them)."""
+
 HOSTILE = [
-    *("", ".", "..", "/etc/passwd", "../a", "a/../../b", "a//b", "a\0b", "a\nb", "C:a", "a\\b", "a/", "./a", "a" * 300),
-    *(5, None, "\ud800"),
+    "",
+    ".",
+    "..",
+    "/etc/passwd",
+    "../a",
+    "a/../../b",
+    "a//b",
+    "a\0b",
+    "a\nb",
+    "C:a",
+    "a\\b",
+    "a/",
+    "./a",
+    "a" * 300,
+    5,
+    None,
+    "\ud800",
 ]
+
+
+def functions_of(path: Path) -> set[str]:
+    found: set[str] = set()
+
+    def visit(node: ast.AST, inside: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = inside
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                name = f"{inside}.{child.name}".lstrip(".")
+            if isinstance(child, ast.Call) and touches_a_file(child.func):
+                found.add(name)
+            visit(child, name)
+
+    visit(ast.parse(path.read_text()), "")
+    return found
+
+
+def touches_a_file(function: ast.expr) -> bool:
+    if isinstance(function, ast.Name):
+        return function.id in _BY_NAME | _OF_TREES
+    if not isinstance(function, ast.Attribute):
+        return False
+    base, name = ast.unparse(function.value), function.attr
+    if base == "os":
+        return name in _OF_OS
+    if base in ("shutil", "storage"):
+        return name in _OF_TREES | _BY_NAME | _OF_PATHS | {"remove", "replace", "link"}
+    return name in _OF_PATHS or (name == "open" and base in ("path", "file", "self._log"))
+
+
+def test_the_list_of_functions_is_complete() -> None:
+    found = {
+        path.relative_to(ROOT).with_suffix("").as_posix(): sorted(functions)
+        for path in sorted(ROOT.rglob("*.py"))
+        if (functions := functions_of(path))
+    }
+    assert found == FUNCTIONS
+
+
+@pytest.mark.parametrize("module", PARSERS)
+def test_names_from_files_come_through_the_parser(module: str) -> None:
+    tree = ast.parse((ROOT / f"{module}.py").read_text())
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert PARSERS[module] in used
 
 
 @pytest.mark.parametrize("name", HOSTILE)
