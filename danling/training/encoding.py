@@ -33,7 +33,7 @@ _LISTS: tuple[type[Any], ...] = (list, tuple, deque, set, frozenset)
 _DICTS: tuple[type[Any], ...] = (dict, OrderedDict, defaultdict, Counter)
 _PLACE = re.compile(r"(^|_)(dir|directory|folder|path|file|filename|root|url|uri)$")
 _LOOKED_AT = 3
-"""How deep objects within objects are followed."""
+"""How deep objects within objects are compared. Of the first one alone the attributes are saved."""
 _OF_MODULE = frozenset(vars(nn.Module()))
 
 MISSING = object()
@@ -241,11 +241,24 @@ class Encoder:
         held = getattr(value, "__dict__", None)
         if not isinstance(held, dict) or self._depth >= _LOOKED_AT or isinstance(value, io.IOBase):
             return self._leave(path, f"{type(value).__name__} {id(value)}")
-        self.needs[path] = type(value).__name__
+        paths = self.paths()
+        tables: tuple[dict[Any, str], ...] = (paths, self.needs)
+        lengths, changeable = list(map(len, tables)), self._changeable()
         self._depth += 1
         items = self._items(held, path, form="{}.{}")
         self._depth -= 1
-        return {"kind": "object", "class": type(value).__name__, "keys": list(held), "items": items}
+        node = {"kind": "object", "class": type(value).__name__, "keys": list(held), "items": items}
+        if self._depth or changeable != self._changeable():
+            # An object within another one is compared only. Nothing that is saved may refer to what it has.
+            for table, length in zip(tables, lengths):
+                for key in list(table)[length:]:
+                    del table[key]
+            return self._leave(path, self.digest(node))
+        self.needs[path] = type(value).__name__
+        return node
+
+    def _changeable(self) -> int:
+        return sum(seen is not None for seen in self.left.values())
 
     def digest(self, node: Any) -> bytes:
         """Return the digest of what `encode` returned, in which what is tied to it counts."""
