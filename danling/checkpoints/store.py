@@ -448,7 +448,7 @@ class TargetStore(CheckpointStore):
             logger.warning("Could not remove the unfinished %s: %s", self.path(target), error)
 
     def publish(self, target: str, names: Sequence[str]) -> None:
-        """Let names lead to a complete target, in the order given."""
+        """Let names lead to a complete target, in the order given. Here a save into a directory becomes visible."""
         for name in names:
             self._log_moved(self.directory / name, storage.make_way(self.directory / name))
             storage.write_text(self.directory / name, f"{target}\n")

@@ -751,7 +751,10 @@ class TorchRunner(BaseRunner):
         return self.reduction.norm(gradients)
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Clip by `max_grad_norm`, then by `max_grad_value`.
+        """Clip by `max_grad_norm`, then by `max_grad_value`. Override it to change the gradient of an update that will be made.
+
+        The gradient is reduced over the ranks and divided by the global weight. It is in the `grad` of `self.parameters`, divided as these
+        are; under DeepSpeed the engine holds it. A gradient penalty is a term of the loss: compute it in `train_step`.
 
         Args:
             grad_norm: 2-norm of the whole gradient, 0-dim.

@@ -156,7 +156,7 @@ class Window:
             )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return `loss` scaled by the weight of the open micro-batch, and record it."""
+        """Return `loss` scaled by the weight of the open micro-batch, and record it. Here a loss gets its weight; `backward` calls this."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise not_one_loss(loss)
         self._scaled = True
