@@ -50,7 +50,7 @@ class Positioned(dl.TorchRunner):
 def resume(config: dict[str, Any], samples: int, share: float) -> tuple[float, int]:
     """Save at `share` of an epoch, resume in a new runner; return the seconds to the first batch and the samples read."""
     with Positioned(config, samples) as runner:
-        runner.sources["train"].loader.positions.consumed = int(samples * share) // 32 * 32
+        runner.sources["train"].loader.order.consumed = int(samples * share) // 32 * 32
         runner.save_checkpoint()
         runner.checkpoint_manager.wait()
     begin = time.perf_counter()

@@ -36,6 +36,7 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = {
         "epochs": 100_000,
+        "max_time": "1:00:00",  # where the doctor was killed, nothing else ends it
         "seed": 5,
         "log": False,
         "backend": "gloo",

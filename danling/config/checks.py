@@ -30,7 +30,7 @@ def check_sections(config: RunnerConfig) -> None:
         from danling.utils.tensors import floating_dtype  # only here, since torch takes its time
 
         floating_dtype(config.checkpoint.export_dtype, key="checkpoint.export_dtype")
-    _check_batches(config.dataloader)
+    _check_batches(config.get("dataloader") or {})
     _check_canonical(config)
     read_memory_policy(config.compile.memory_policy)
     remote, ft = config.checkpoint.remote, config.ft

@@ -33,6 +33,7 @@ from .names import has_file_section
 from .node import ClosedSection, Section
 
 _OPTION = re.compile(r"--?[A-Za-z_]")
+_GROUPED = re.compile(r"[-+]?[0-9]+(_[0-9]+)+\Z")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?\Z")
 _SPECIAL = re.compile(r"[-+]?(inf|nan)\Z", re.IGNORECASE)
@@ -56,13 +57,13 @@ def parse_into(
     """Set keys from a command line; files are read before single keys."""
     options = split_options(arguments)
     for name, words in options:
-        if name == file_option:
+        if name in ("config", file_option):
             if not words:
-                raise ValueError(f"Expected --{file_option} FILE. Received: no file.")
+                raise ValueError(f"Expected --{name} FILE. Received: no file.")
             for path in words:
                 config.merge_from_file(path)
     for name, words in options:
-        if name != file_option:
+        if name not in ("config", file_option):
             key = name if name in config else name.replace("-", "_")
             check({key: " ".join((f"--{name}", *words))})
             assign(config, key, words)
@@ -157,6 +158,10 @@ def read(words: list[str], hint: object) -> Any:
         raise TypeError(describe(hint))
     if bool in kinds and text.lower() in _SWITCHES:
         return _SWITCHES[text.lower()]
+    if int in kinds and _GROUPED.match(text):
+        return conform(int(text), hint)
+    if str in kinds and text[:1] in ("'", '"'):
+        return conform(text, hint)
     try:
         return conform(infer(text), hint)
     except TypeError:

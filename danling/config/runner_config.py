@@ -230,7 +230,7 @@ class RunnerConfig(TopLevelConfig):
 
         Args:
             args: The words; `sys.argv[1:]` by default, and none in a notebook, where those are of the kernel.
-            default_config: Name of the option that names files.
+            default_config: Name of an option that names files as `--config` does.
             boot: Call `post` hooks, and fill in `${key}` references, afterwards; absent keys are an error from then on.
 
         Returns:

@@ -30,7 +30,7 @@ def is_equal(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(map(is_equal, first, second))
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(is_equal(first[key], second[key]) for key in first)
-    return bool(first == second)
+    return bool(first == second) or (first != first and second != second)  # a NaN is the same as another one
 
 
 def to_plain(value: Any, path: str = "state") -> object:

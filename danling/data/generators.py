@@ -94,7 +94,7 @@ def _walk(roots: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _held_by(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds, by path."""
     if isinstance(value, dict):
-        yield from ((f"{path}[{key!r}]", item) for key, item in itertools.islice(list(value.items()), _WIDTH))
+        yield from ((f"{path}[{key!r}]", item) for key, item in list(itertools.islice(value.items(), _WIDTH)))
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
         yield from ((f"{path}[{number}]", item) for number, item in enumerate(itertools.islice(value, _WIDTH)))
     elif isinstance(value, functools.partial):

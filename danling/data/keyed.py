@@ -73,6 +73,9 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         self._generators: Generators | None = None
         self._epoch = -1
         self._base = 0
+        self._parts: dict[str, Any] = {}
+        self._found: dict[str, Any] = {}
+        """The parts of a worker's copy that have a state, and these as the pass found them."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -90,23 +93,23 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         return self._settled(key, single=False)
 
     def _settled(self, key: BatchKey, *, single: bool) -> Any:
-        if key.epoch == self._epoch:
-            return self._read(key, single)
-        self._epoch = key.epoch
-        parts = stateful_parts(self.dataset) if get_worker_info() is not None else {}
-        before = get_states(parts)
-        if self.draws or self.collate_fn is not None:
+        is_first, self._epoch = key.epoch != self._epoch, key.epoch
+        if is_first:
+            self._parts = stateful_parts(self.dataset) if get_worker_info() is not None else {}
+            self._found = get_states(self._parts)
+        if is_first and (self.draws or self.collate_fn is not None):
             self._base = derive_seed(self.seed, "read", self.split, key.epoch, *self.ranks)
             self._generators = self._generators or Generators(self._roots())
             self._generators.look()
         data = self._read(key, single)
-        if not is_equal(get_states(parts), before):
+        if self._parts and not is_equal(get_states(self._parts), self._found):
             raise RuntimeError(
                 f"Expected dataloader.num_workers=0 for split {self.split!r}: reading changes the state of its dataset, "
                 f"{type(self.dataset).__name__}, of which each worker has a copy that is not saved. Received: a worker. Set it to 0, or "
                 "let what changes follow from set_epoch."
             )
-        return self._read(key, single) if self._generators is not None and self._generators.look() else data
+        is_new = is_first and self._generators is not None and self._generators.look()
+        return self._read(key, single) if is_new else data
 
     def _roots(self) -> dict[str, object]:
         return {**({"dataset": self.dataset} if self.draws else {}), "collate_fn": self.collate_fn}

@@ -70,7 +70,7 @@ class Progress:
         self.desc = desc
         self.step = initial
         self.epoch = ""
-        """Return the text after the name, such as `epoch 2/5`."""
+        """The text after the name, such as `epoch 2/5`."""
         self._clock = clock
         self._started = clock()
         self._lines = Paced(seconds_between_lines, clock=clock)

@@ -495,6 +495,11 @@ def test_words_for_the_keys_of_a_class() -> None:
     assert (config.betas, config.model.layers, config.arch.depth, config.needed) == ((0.8, 0.9), 6, 5, 3)
 
 
+def test_groups_of_digits_are_numbers_and_quotation_marks_of_a_text_stay() -> None:
+    config = RunnerConfig({"data": {"size": 1}}).parse(["--steps", "100_000", "--data.size", "1_0", "--name", '"a"'])
+    assert (config.steps, config.data.size, config.name) == (100_000, 10, '"a"')
+
+
 @pytest.mark.parametrize("words", [["[0.9, 0.99]"], ["[0.9,", "0.99]"], ["0.9", "0.99"], ["(0.9, 0.99)"]])
 def test_lists(words: list[str]) -> None:
     assert RunnerConfig().parse(["--optim.betas", *words]).optim.betas == [0.9, 0.99]

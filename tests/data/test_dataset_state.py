@@ -66,10 +66,28 @@ def test_a_dataset_that_reading_changes_is_refused_in_workers(kind: str) -> None
     source.close()
 
 
+def test_a_batch_that_changes_the_state_later_in_a_pass_is_refused_in_workers() -> None:
+    class Seldom(Counting):
+        def __getitem__(self, index: int) -> Tensor:
+            return super().__getitem__(index) if index == 9 else torch.tensor([index, 0])
+
+    loader = build_dataloader(
+        Seldom(), {"batch_size": 2, "num_workers": 1, "shuffle": False}, split="train", train=True, seed=3
+    )
+    source = open_source(loader, split="train", seed=3)
+    assert len(read(source, 4)) == 4
+    with pytest.raises(RuntimeError, match="Expected dataloader.num_workers=0 for split 'train': reading changes"):
+        read(source, 1)
+    source.close()
+
+
 def test_a_state_that_changes_between_two_passes_comes_back_with_workers() -> None:
     class Harder(Counting):
         def __getitem__(self, index: int) -> Tensor:
             return torch.tensor([index, int(self.reads[0])])
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "best": float("nan")}
 
     def make() -> BatchSource:
         loader = build_dataloader(Harder(), {"batch_size": 5, "num_workers": 1}, split="train", train=True, seed=3)
