@@ -222,6 +222,8 @@ def _convert(value: Any, member: object) -> object:
         if value is None or (isinstance(value, str) and value.lower() in NONE_WORDS):
             return None
     elif kind is Literal:
+        if _is_exactly(value, member):
+            return value
         if value is None and "none" in get_args(member):
             return "none"
         if isinstance(value, str):

@@ -451,11 +451,15 @@ def test_declared_types() -> None:
     class LocalConfig(RunnerConfig):
         thing: Local | None = None  # a name that only this function knows
         size: int = 3
+        level: Literal[1, 2, "all"] = 1
 
         def post(self) -> None:
             self.model.width = self.size * 2
 
     assert LocalConfig(size=4).size == 4 and LocalConfig().parse(["--size", "5"]).model.width == 10
+    assert (LocalConfig(level=2).level, LocalConfig().parse(["--level", "2"]).level) == (2, 2)
+    with pytest.raises(TypeError, match="Expected level to be 1 or 2 or 'all'. Received: level=3"):
+        LocalConfig(level=3)
 
 
 def test_a_plain_config_reads_what_a_subclass_stored() -> None:
