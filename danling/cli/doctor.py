@@ -5,7 +5,7 @@ With --script -- PROGRAM: the same with a program of yours.
 A training runs over gloo without a break; another one is stopped by SIGTERM, resumed, killed by SIGKILL and resumed, once with each kind of
 checkpoint that a stack writes by default (a file, a sharded one). Digests of all updates must be bitwise the same: samples, gradients,
 weights, optimizer. Then the compiler, torch.compile and nccl are tried. With --remote URL an object store is tried instead: put, get,
-range, list, an upload in parts, create, match, the clock, delete. Exit code 1 says that something that is installed does not work.
+list, delete, writes on a condition, and the clock. Exit code 1 says that something that is installed does not work.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def to_plain(value: Any, key: str | None = None) -> Any:
         return sorted((to_plain(item, key) for item in value), key=str)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if hasattr(value, "__qualname__"):
+    if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     if is_dataclass(value):
         return {
