@@ -155,10 +155,10 @@ def _train(
     settings = recording_settings(layout, place, options, alone=alone, weights=weights, samples=samples)
     with _started(command, settings, place, number, on_devices) as processes:
         end = time.monotonic() + options.timeout
-        while open_ranks := [rank for rank in range(number) if not has_recorded(records, rank)]:
+        while not all(has_recorded(records, rank) for rank in range(number)):
             codes = [process.poll() for process in processes]
             # One that has ended well without having recorded all: the others wait for it, and fail later.
-            ended = [rank for rank in open_ranks if codes[rank] is not None and not has_recorded(records, rank)]
+            ended = [rank for rank, code in enumerate(codes) if code is not None and not has_recorded(records, rank)]
             if ended:
                 rank = next((rank for rank in ended if codes[rank]), ended[0])
                 raise _failed(place, rank, f"exit code {codes[rank]}", alone, options, samples)

@@ -167,7 +167,7 @@ class CheckpointDirectory:
             # The names of one save have the same content.
             if (store, record.sequence) in self._unreadable:
                 continue
-            path = store.path(record.name)
+            path = store.path_of(record)
             try:
                 store.verify(path, self._settings.verify)
             except (CheckpointError, OSError) as error:
@@ -222,7 +222,7 @@ class CheckpointDirectory:
         differences: list[str] = []
         if self._compare is not None:
             try:
-                path = store.target(store.path(record.name))
+                path = store.target(store.path_of(record))
                 differences = self._compare(read_payload(path, sections=["runner", "state"], mmap=True))
             except (CheckpointError, OSError):
                 pass  # its configuration only makes the refusal clearer

@@ -171,7 +171,7 @@ class SaveExecutor:
         return error
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything is written; raise `CheckpointError` if something could not be. Call on all ranks."""
+        """Wait until everything is written; return whether it was in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._running, timeout)
 

@@ -74,9 +74,13 @@ class CheckpointStore(ABC):
 
     # Finding
 
-    @abstractmethod
     def path(self, name: str) -> Path:
         """Return the path of a name of this directory, whether or not it exists."""
+        raise NotImplementedError
+
+    def path_of(self, record: Record) -> Path:
+        """Return the path of a checkpoint that `records` has returned."""
+        return self.path(record.name)
 
     def locate(self, source: Path) -> Path | None:
         """Return the checkpoint that a path means: itself, or `latest` in a checkpoint or run directory."""

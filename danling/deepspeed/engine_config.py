@@ -249,7 +249,7 @@ def _refused(error: Exception, given: Mapping[str, object]) -> str:
         )
     first = problems()[0]
     place = list(map(str, first["loc"]))
-    if place[0] not in given:
+    if place and place[0] not in given:  # none where keys of a section contradict each other
         place[:0] = [name for name, section in given.items() if isinstance(section, Mapping) and place[0] in section][
             :1
         ]

@@ -112,11 +112,9 @@ class RemoteCheckpoints(CheckpointStore):
         except CheckpointNotFound:
             return None
 
-    def path(self, name: str) -> Path:
-        try:
-            return self._brought_to(chosen(self.run, name, None))
-        except (CheckpointDamaged, CheckpointNotFound):
-            return self._targets.path(name)
+    def path_of(self, record: Record) -> Path:
+        # A file and a target may have one name, after a change of `checkpoint.backend`.
+        return next(self._brought_to(found) for found in self._described(complete=False) if found.record == record)
 
     def _brought_to(self, found: Described) -> Path:
         # Not the pointer: in the directory it may lead to another target.

@@ -18,7 +18,6 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 _STYLES = {"train": "-", "train_mean": ":"}
 _ASIDE = frozenset({"skipped_updates", "eta_seconds", "memory_host_gib", "step_seconds"})
 _WIDTH, _HEIGHT = 4.6, 3.0
-"""So many ranks have their number under their bar; of more, every second one, or third, and so on."""
 
 
 def draw_curves(

@@ -21,6 +21,10 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"devicee": "cpu"}}},
         ["deepspeed.zero_optimization.offload_optimizer.devicee"],
     ),
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        ["stage=2", "Partial offloading"],
+    ),
     ({"bf16": {"enabledd": True}}, ["deepspeed.bf16.enabledd"]),
     ({"bf16": True}, ["deepspeed.bf16=True", "section"]),
     ({"optimizer": {"type": "AdamW", "paramz": {}}}, ["deepspeed.optimizer.paramz", "'params'"]),

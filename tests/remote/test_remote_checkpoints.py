@@ -122,6 +122,19 @@ def test_a_flipped_byte_in_the_store_is_passed_over_for_the_older_save(
     assert "another SHA-256" in caplog.text and f"{remote.url}/family/run/checkpoints/" in caplog.text
 
 
+def test_the_older_save_counts_also_where_a_damaged_one_of_another_kind_has_its_name(tmp_path: Path) -> None:
+    remote = Remote(tmp_path, "file")
+    for kind, step in (("file", 1), ("dcp", 2)):
+        manager = make_manager(kind, remote.first / "checkpoints", keep=0)
+        if manager.find_latest() is not None:
+            manager.begin(str(manager.find_latest()))
+        save(manager, step, history=False, best=False)
+        manager.close()
+    upload_run(remote.first, open_store(remote.url), LAYOUT)
+    flip(next((tmp_path / "bucket").rglob("*.distcp")))
+    assert resume(remote.manager()) == 1
+
+
 def test_a_damaged_local_save_is_brought_back_from_the_store(remote: Remote) -> None:
     remote.train(1, 2)
     newest = max(remote.first.rglob("*"), key=lambda path: (path.name == "latest.pth", path.suffix == ".distcp", path))
