@@ -190,13 +190,13 @@ class ArtifactDirectory:
         try:
             self._usable = self._prepare() if self._leads else self.path.is_dir()
             self._take_lock(fcntl.LOCK_SH)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # pathlib finds no home
             if self._leads:
                 logger.warning(
                     "Expected a directory for compiled code that can be written to. Received: %s (%s). Everything is compiled, and nothing "
                     "is kept. Set compile.precompile_artifact_dir.",
                     self.root,
-                    error.strerror or error,
+                    getattr(error, "strerror", None) or error,
                 )
             self.close()
 

@@ -181,6 +181,18 @@ def test_code_that_another_user_has_compiled_is_not_used(
     foreign.close()
 
 
+def test_a_user_without_a_home_compiles_and_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)  # as in a container with a number for a user
+    artifacts = ArtifactDirectory(tmp_path / "run", PARTS, title="modules", signed=True)
+    artifacts.open()
+    assert len(said(caplog)) == 1 and "nothing is kept" in said(caplog)[0]
+    artifacts.close()
+
+
 def test_the_folder_is_named_after_everything_that_code_depends_on() -> None:
     def parts(**changes: object) -> dict[str, str]:
         given = {"loss": [torch.nn.CrossEntropyLoss], "settings": {"mode": None}, "policy": "default-1", **changes}
