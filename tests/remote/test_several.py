@@ -75,6 +75,24 @@ def test_a_target_counts_when_the_files_of_all_ranks_are_there(moto: ObjectServe
         assert moto.read(bucket, f"{prefix}targets/{of_first.target}/{file}") == content
 
 
+def test_files_of_a_rank_that_is_ahead_are_not_removed(moto: ObjectServer, url: str, tmp_path: Path) -> None:
+    first, second = two_mirrors(url, tmp_path)
+    bucket, prefix = url.split("/")[2], f"runs/{LAYOUT.checkpoints}/targets/"
+    for sequence in (1, 2):
+        for mirror, saved in zip((second, first), reversed(write_target(tmp_path, sequence, ("latest",)))):
+            mirror.saved(saved)
+            mirror.wait()
+    of_first, of_second = write_target(tmp_path, 3, ("latest",))
+    second.saved(of_second)
+    second.wait()
+    first.run.forget()
+    first.sweep(2, ())
+    targets = {key.removeprefix(prefix).split("/")[0] for key in moto.objects(bucket, prefix.rstrip("/"))}
+    assert targets == {"00000002-00000002", str(of_second.target)}
+    first.saved(of_first)
+    first.close(), second.close()
+
+
 def test_the_manifest_goes_before_the_pointers_and_after_all_else(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     first, second = two_mirrors(url, tmp_path)
     for mirror, saved in zip((second, first), reversed(write_target(tmp_path, 1, ("best", "latest")))):
