@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ class KeptAttributes:
         self._runner = runner
         self._begun: _Seen | None = None
         self._kept: set[Key] = set()
+        self._restored: dict[Key, bytes] = {}
         self._named: set[str] = set()
 
     def begin(self) -> None:
@@ -170,11 +171,7 @@ class KeptAttributes:
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the entries of a checkpoint, those alone that are not empty. Called on all ranks."""
         world, now = self._runner.world, self._look()
-        begun = self._begun.digests if self._begun is not None else {}
-        declared = {("attributes", name) for name in _declared(type(self._runner), "saved")}
-        changed = {
-            key for key, digest in now.digests.items() if digest != begun.get(key) or key in self._kept | declared
-        }
+        changed = self._changed(now)
         self._name_unsavable(now, changed)
         mine = {key for key in changed if self._is_savable(key, now)}
         keys = sorted(set().union(*world.gather_objects(mine)))
@@ -198,6 +195,11 @@ class KeptAttributes:
             found.setdefault(section, {})[name] = entries[section, name]
         return found
 
+    def _changed(self, now: _Seen) -> set[Key]:
+        begun = self._begun.digests if self._begun is not None else {}
+        declared = {("attributes", name) for name in _declared(type(self._runner), "saved")}
+        return {key for key, digest in now.digests.items() if digest != begun.get(key) or key in self._kept | declared}
+
     def _is_savable(self, key: Key, now: _Seen) -> bool:
         # What was made after `__init__` cannot be restored into.
         there = self._begun.needs.get(key, {}) if self._begun is not None else {}
@@ -217,8 +219,14 @@ class KeptAttributes:
         )
 
     def before_training(self) -> None:
-        """Warn of attributes that no checkpoint will contain. May be called on one rank."""
-        for path, reason in self._look().encoder.unseen.items():
+        """Warn of attributes that no checkpoint will contain, or that were set anew after a restore. May be called on one rank."""
+        now, restored = self._look(), self._restored
+        self._restored = {}
+        self._warn(
+            [name for (_, name), digest in restored.items() if now.digests.get(("attributes", name)) != digest],
+            "set anew after the checkpoint was restored; the run goes on with the new value",
+        )
+        for path, reason in now.encoder.unseen.items():
             self._name(
                 [path],
                 f"{reason}. Name the attribute in `saved` on the class where training changes it, such as saved = ('teacher',), else in "
@@ -230,6 +238,10 @@ class KeptAttributes:
         self._named.update(names)
         if names and self._runner.is_main_process:
             logger.warning("Not saved: %s: %s.", ", ".join(f"self.{path}" for path in names), what)
+
+    def _warn(self, names: Sequence[str], what: str) -> None:
+        if names and self._runner.is_main_process:
+            logger.warning("%s: %s.", ", ".join(f"self.{name}" for name in names), what)
 
     # Loading
 
@@ -251,9 +263,14 @@ class KeptAttributes:
             self._load_attributes(stored)
 
     def _load_attributes(self, stored: Mapping[str, Any]) -> None:
+        before, runner, own = self._look(), self._runner, self._own()
+        self._warn(
+            sorted(name for _, name in self._changed(before) if _ == "attributes" and name not in stored and name in own),
+            "changed since the program set it; the checkpoint is of before that and has no value",
+        )
         if not stored:
             return
-        runner, own, decoder = self._runner, self._own(), Decoder(self._look().encoder)
+        decoder = Decoder(before.encoder)
         left_out = {*runner.library_names, *_declared(type(runner), "not_saved")}
         for name, node in stored.items():
             if name in left_out:
@@ -268,6 +285,8 @@ class KeptAttributes:
                 ) from None
             if value is not MISSING and value is not current:
                 setattr(runner, name, value)
+        digests = self._look().digests
+        self._restored = {key: digests[key] for name in stored if (key := ("attributes", name)) in digests}
 
     def _mine(self, section: str, name: str, entry: Mapping[str, Any]) -> Any:
         if "value" in entry:

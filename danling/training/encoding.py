@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import random
 import re
 import sys
 import types
@@ -29,8 +30,9 @@ _CONSTANTS = (
     *(torch.dtype, torch.device, logging.Logger, re.Pattern, range, slice, property),
 )
 """What a program makes anew and no training changes: left to the program, also within objects."""
-_LISTS: tuple[type[Any], ...] = (list, tuple, deque, set, frozenset)
+_LISTS: tuple[type[Any], ...] = (list, tuple, deque, set, frozenset, torch.Size)
 _DICTS: tuple[type[Any], ...] = (dict, OrderedDict, defaultdict, Counter)
+_FACTORIES: tuple[type[Any], ...] = (int, float, str, bool, list, dict, set, tuple, deque)
 _PLACE = re.compile(r"(^|_)(dir|directory|folder|path|file|filename|root|url|uri)$")
 _LOOKED_AT = 3
 """How deep objects within objects are compared. Of the first one alone the attributes are saved."""
@@ -66,7 +68,7 @@ class Encoder:
         keyed: Callable[[], Collection[int]] = set,
         secret_keys: Collection[str] = (),
     ) -> None:
-        self._components = components
+        self.components = components
         self._keyed = keyed
         self._secret_keys = secret_keys
         self._paths: dict[object, str] | None = None
@@ -86,7 +88,7 @@ class Encoder:
     def paths(self) -> dict[object, str]:
         """Return the paths of what was met or is saved elsewhere, by what tells one object from another."""
         if self._paths is None:
-            self.objects.update(self._components())
+            self.objects.update(self.components())
             self._paths = {key: path for path, each in self.objects.items() if (key := key_of(each)) is not None}
         return self._paths
 
@@ -157,7 +159,9 @@ class Encoder:
 
     def _apart(self, value: Any, path: str) -> tuple[bytes, Any]:
         """Return the digest of a value to which nothing else is tied, and its node; `None` where something of it is left out."""
-        encoder = Encoder(secret_keys=self._secret_keys)
+        encoder = Encoder(keyed=self._keyed, secret_keys=self._secret_keys)
+        # What is saved elsewhere is not saved again.
+        encoder._paths = {key: saved for key, saved in self.paths().items() if saved.startswith("/")}
         node = encoder.encode(value, path)
         self.size += encoder.size
         return encoder.digest(node), None if encoder.left else node
@@ -201,10 +205,11 @@ class Encoder:
         if not all(type(part) in _SCALARS for part in parts):
             return self._leave(path, f"dict of {len(value)}")
         kind = type(value).__name__
-        if isinstance(value, defaultdict):
-            self.needs[path] = kind
         keys = [{"kind": "tuple", "items": list(key)} if type(key) is tuple else key for key in value]
-        return {"kind": kind, "keys": keys, "items": self._items(value, path)}
+        node: dict[str, Any] = {"kind": kind, "keys": keys}
+        if isinstance(value, defaultdict):
+            self.needs[path], node["factory"] = kind, getattr(value.default_factory, "__name__", None)
+        return {**node, "items": self._items(value, path)}
 
     def _items(self, values: Mapping[Any, Any], path: str, form: str = "{}[{!r}]") -> Any:
         """Return a list where all values are plain, else a mapping by number: a sharded checkpoint takes mappings apart, but no lists."""
@@ -289,12 +294,15 @@ class Decoder:
 
     Args:
         encoder: What has encoded the values that are there.
+        makes: Whether generators and default dictionaries are made: a state is restored into nothing, and then handed to its object.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder, *, makes: bool = False) -> None:
         # An object takes one value: where two values were apart when they were saved, the second one gets its own object.
         self._taken = {key for key, path in encoder.paths().items() if path.startswith("/")}
         self._live = encoder.objects
+        self._components = encoder.components
+        self._makes = makes
         self._restored: dict[str, object] = {}
 
     def decode(self, node: Any, current: Any, path: str) -> Any:
@@ -308,7 +316,8 @@ class Decoder:
             return current
         if kind == "same":
             live = self._live.get(node["path"], MISSING)
-            return current if key_of(live) == key_of(current) else self._restored.get(node["path"], live)
+            is_there = live is not MISSING and key_of(live) == key_of(current)
+            return current if is_there else self._restored.get(node["path"], live)
         key = key_of(current)
         if key is not None and key in self._taken:
             current = MISSING
@@ -332,6 +341,8 @@ class Decoder:
             _put(local_part(current), node["value"], "cpu")
             return current
         if "class" in node:
+            if kind == "generator" and self._makes:
+                current = _generator_of(node)
             if type(current).__name__ != node["class"]:
                 raise CannotRestore(f"an object of the class {node['class']}")
             self._fill(kind, node, current, path)
@@ -371,9 +382,11 @@ class Decoder:
             key: self.decode(item, there.get(key, MISSING), f"{path}[{key!r}]") for key, item in zip(keys, _items(node))
         }
         if type(current).__name__ != kind:
-            if kind == "defaultdict":
+            if kind == "defaultdict" and not self._makes:
                 raise CannotRestore("a defaultdict")
             current = next(each for each in _DICTS if each.__name__ == kind)()
+            if kind == "defaultdict":
+                current.default_factory = {each.__name__: each for each in _FACTORIES}.get(node["factory"])
         current.clear()
         current.update({key: item for key, item in found.items() if item is not MISSING})
         return current
@@ -389,7 +402,8 @@ class Decoder:
                 if value is not MISSING:
                     held[name] = value
         else:
-            current.load_state_dict(Decoder(Encoder()).decode(node["state"], MISSING, path))
+            decoder = Decoder(Encoder(self._components), makes=True)
+            current.load_state_dict(decoder.decode(node["state"], MISSING, path))
             if "more" in node:
                 beside = _beside_state(current, current.state_dict())
                 more = dict(zip(node["more"]["keys"], _items(node["more"])))
@@ -447,6 +461,18 @@ def _put(current: object, value: Tensor, device: str) -> Tensor:
         current.copy_(value)
         return current
     return value.clone() if device == "cpu" else value.to(device, copy=True)
+
+
+def _generator_of(node: Mapping[str, Any]) -> Any:
+    """Return a new generator of the class of a saved one; `MISSING` where that is none of torch, NumPy and `random`."""
+    kind, state = node["class"], node["state"]
+    if isinstance(state, dict) and state["kind"] == "dict":
+        import numpy
+
+        bits = getattr(numpy.random, dict(zip(state["keys"], _items(state)))["bit_generator"])
+        return numpy.random.RandomState() if kind == "RandomState" else numpy.random.Generator(bits())
+    made: dict[str, Callable[[], Any]] = {"Generator": torch.Generator, "Random": random.Random}
+    return made[kind]() if kind in made else MISSING
 
 
 def _array_of(node: Mapping[str, Any], current: object) -> Any:

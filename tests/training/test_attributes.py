@@ -1,0 +1,70 @@
+"""What users set on a runner, restored in the same process."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.toys import Small
+from torch import nn
+
+
+class Counts:
+    """Hands out in its state what it has, not copies of it."""
+
+    def __init__(self) -> None:
+        self.seen: defaultdict[str, int] = defaultdict(int)
+        self.generators: list[Any] = [torch.Generator(), numpy.random.default_rng(1), random.Random(2)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "again": self.seen, "generators": self.generators}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["again"] is state["seen"]
+        self.seen, self.generators = state["seen"], state["generators"]
+
+    def draw(self) -> list[float]:
+        first, *others = self.generators
+        return [torch.rand((), generator=first).item(), *(each.random() for each in others)]
+
+
+class Keeping(Small):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.counts, self.size, self.late = Counts(), torch.Size([1]), 0
+        self.second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.second[1].weight = self.second[0].weight
+
+    def change(self) -> list[float]:
+        self.counts.seen["a"] += 1
+        self.size = torch.Size([3, 4])
+        with torch.no_grad():
+            self.second[0].weight.fill_(7.0)
+        return self.counts.draw()
+
+
+def test_states_that_share_values_and_hold_generators_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also an attribute that is set anew after the restore, or that a checkpoint of before lacks, is named."""
+    config = {"steps": 1, "dataloader": {"batch_size": 8}, "optim": {"type": "sgd", "lr": 0.1}, "dir": str(tmp_path)}
+    with Keeping(config) as runner:
+        runner.change()
+        runner.train()
+        drawn = runner.counts.draw()
+    with Keeping({**config, "steps": 2, "auto_resume": True}) as runner, caplog.at_level(logging.WARNING, "danling"):
+        assert runner.counts.draw() == drawn and runner.size == torch.Size([3, 4])
+        assert runner.counts.seen["a"] == 1 and runner.counts.seen["b"] == 0
+        assert runner.second[1].weight is runner.second[0].weight and runner.second[1].weight.eq(7).all()
+        runner.size, runner.late = torch.Size([5]), 1
+        runner.load_checkpoint(tmp_path / "checkpoints" / "latest.pth")
+        assert "self.late: changed since the program set it" in caplog.text
+        runner.size = torch.Size([5])
+        runner.train()
+    assert caplog.text.count("self.size: set anew after the checkpoint was restored") == 1
