@@ -334,7 +334,9 @@ class ComponentChecks(Observer):
             )
 
     def _rate(self) -> float:
-        return max((float(group.get("lr", 0.0)) for group in self._runner.optimizer.param_groups), default=0.0)
+        # In a loop by hand the optimizer need not be on the runner.
+        groups = getattr(self._runner.optimizer, "param_groups", ())
+        return max((float(group.get("lr", 0.0)) for group in groups), default=0.0)
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned and self._runner.is_main_process:

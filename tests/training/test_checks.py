@@ -252,3 +252,14 @@ def test_weights_that_come_untied(
     settings = {"epochs": 1, "pretrained": str(tmp_path / "weights.pt")}
     found = warnings_of(tmp_path / "run", caplog, model=Tied(tied), settings=settings)
     assert [expected in text for text in found] == [True] * bool(expected), found
+
+
+def test_a_loop_by_hand_needs_no_optimizer_on_the_runner(tmp_path: Path) -> None:
+    def without(runner: Small) -> None:
+        runner.optimizer = None
+
+    with Small({"steps": 1, "dir": str(tmp_path), "log": False}, made=without) as runner:
+        with runner.session():
+            runner.state.train.global_step += 1
+            assert not runner.boundary()
+        assert (tmp_path / "checkpoints" / "latest.pth").exists()
