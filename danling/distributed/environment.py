@@ -129,7 +129,7 @@ _groups_made = 0
 
 
 def _next_store(launch: LaunchEnvironment, init_method: str | None) -> Store:
-    """Return its own store for the next group of this process."""
+    """Return another store for the next group of this process."""
     global _rendezvous, _groups_made
     url = init_method or "env://"
     if _rendezvous is None or _rendezvous[0] != url:

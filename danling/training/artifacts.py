@@ -117,7 +117,12 @@ def artifacts_of(runner: TorchRunner, *, title: str = "modules", policy: str = "
 def _has_own_cache() -> bool:
     """Whether the user has named a directory for torch's compiler, which sets the variable itself as well."""
     place = os.environ.get(_CACHE)
-    return place is not None and place != import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
+    if place is None:
+        return False
+    # torch finds no default for a user without a name, as in containers; that is what the variable is set for there.
+    with suppress(KeyError, OSError):
+        return bool(place != import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir())
+    return True
 
 
 def _user_key() -> bytes:
@@ -190,7 +195,7 @@ class ArtifactDirectory:
         try:
             self._usable = self._prepare() if self._leads else self.path.is_dir()
             self._take_lock(fcntl.LOCK_SH)
-        except (OSError, RuntimeError) as error:  # pathlib finds no home
+        except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
             if self._leads:
                 logger.warning(
                     "Expected a directory for compiled code that can be written to. Received: %s (%s). Everything is compiled, and nothing "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -138,6 +139,7 @@ class KeptAttributes:
     def _encoder(self) -> Encoder:
         runner = self._runner
 
+        @cache
         def keyed() -> set[int]:
             found = Generators({"datasets": runner.datasets, "dataloaders": runner.dataloaders}).found
             return set(map(id, found.values()))
@@ -265,7 +267,11 @@ class KeptAttributes:
     def _load_attributes(self, stored: Mapping[str, Any]) -> None:
         before, runner, own = self._look(), self._runner, self._own()
         self._warn(
-            sorted(name for _, name in self._changed(before) if _ == "attributes" and name not in stored and name in own),
+            sorted(
+                name
+                for section, name in self._changed(before)
+                if section == "attributes" and name not in stored and name in own
+            ),
             "changed since the program set it; the checkpoint is of before that and has no value",
         )
         if not stored:

@@ -29,7 +29,7 @@ _ALIGNED = "shift_labels"
 _LABELS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 IGNORED_LABEL = -100
-"""The label that its own model leaves out loss: the default of `torch.nn.functional.cross_entropy`."""
+"""The label that a model leaves out of the loss that it computes itself: the default of `torch.nn.functional.cross_entropy`."""
 
 _SHIFTING = ("ForCausalLM", "LMHeadModel")
 _SHIFTING_DECODERS = ("ForConditionalGeneration",)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 import torch
 
-from danling.training.artifacts import ArtifactDirectory, digest_of, fingerprint
+from danling.training.artifacts import ArtifactDirectory, _has_own_cache, digest_of, fingerprint
 
 PARTS = {"torch": "2.13", "device": "x86_64", "model": "aa", "loss": "bb", "compile": "cc", "policy": "default-1"}
 
@@ -181,16 +182,24 @@ def test_code_that_another_user_has_compiled_is_not_used(
     foreign.close()
 
 
-def test_a_user_without_a_home_compiles_and_keeps_nothing(
+def test_a_user_without_a_name_and_a_home_keeps_nothing_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("HOME", "XDG_CACHE_HOME"):
+    """As in a container with a user of another number; there TORCHINDUCTOR_CACHE_DIR is set, for which torch finds no default."""
+
+    def unknown(*_: object) -> str:
+        raise KeyError("getpwuid(): uid not found: 1234")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)  # as in a container with a number for a user
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+    assert _has_own_cache()
     artifacts = ArtifactDirectory(tmp_path / "run", PARTS, title="modules", signed=True)
     artifacts.open()
-    assert len(said(caplog)) == 1 and "nothing is kept" in said(caplog)[0]
+    artifacts.use()
     artifacts.close()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "torch") and len(said(caplog)) == 1
 
 
 def test_the_folder_is_named_after_everything_that_code_depends_on() -> None:
