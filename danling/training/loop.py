@@ -168,7 +168,8 @@ class TrainingLoop:
             session.running = False
             runner._parts.update.raise_pending_error()
             # What was asked for in the last update, which an accelerator hands out with the next one.
-            session.stop_reason = session.stop_reason or first_stop(runner._parts.update.sync.take_pending_requests())
+            late = first_stop(runner._parts.update.sync.take_pending_requests())
+            session.stop_reason = session.stop_reason or late
             if session.stop_reason is not None or whole:
                 self._finish()
         except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from danling import TorchRunner
+from danling.distributed.step_sync import REQUESTS
 from danling.training.session import EvaluationStopped, IntactStateError, TrainingAbandoned
 
 
@@ -128,6 +130,20 @@ def test_a_stop_leaves_the_pass_records_nothing_and_is_saved(tmp_path: Path) -> 
         run.at.clear()
         run.train()
         assert list(run.results) == [1, 2] and list(tmp_path.rglob("model*"))
+
+
+def test_requests_that_the_device_still_has_at_a_stop_are_not_left_to_the_next_training(tmp_path: Path) -> None:
+    runner = Told(tmp_path, epochs=2)
+    sync = runner._parts.update.sync
+    asked = torch.tensor([float(name == "stop") for name in REQUESTS], dtype=torch.float64)
+
+    def on_device() -> None:
+        sync._in_flight = asked, SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment]
+
+    runner.at = {"update 1": runner.stop, "update 2": on_device}
+    with runner:
+        runner.train()
+        assert (runner.state.train.global_step, sync.take_pending_requests()) == (2, frozenset())
 
 
 def test_a_checkpoint_that_was_asked_for_waits_for_an_evaluation_that_is_due(tmp_path: Path) -> None:
