@@ -112,8 +112,6 @@ class TrainingLoop:
         try:
             with runner._reporter.speaking(), self._observers(), session.observed():
                 self.begin_updates()
-                if runner.compilation is not None:
-                    runner.compilation.open()
                 runner.model.train()
                 runner.open_trackers()
                 runner.init_signal_handlers()
@@ -140,6 +138,8 @@ class TrainingLoop:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
         runner, update = self._runner, self._runner._parts.update
         runner._bind_reduction()
+        if runner.compilation is not None:
+            runner.compilation.open()
         if runner.fault_tolerance is not None:
             runner.fault_tolerance.begin_training()
         runner.window.reduces = True

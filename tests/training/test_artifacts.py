@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.toys import Small
 
 from danling.training.artifacts import ArtifactDirectory, _has_own_cache, digest_of, fingerprint
 
@@ -200,6 +201,16 @@ def test_a_user_without_a_name_and_a_home_keeps_nothing_and_the_run_goes_on(
     artifacts.use()
     artifacts.close()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "torch") and len(said(caplog)) == 1
+
+
+def test_a_loop_by_hand_keeps_its_code_too(tmp_path: Path) -> None:
+    compiling = {"enable": True, "backend": "eager", "precompile_artifact_dir": str(tmp_path / "shared")}
+    config = {"steps": 1, "dir": str(tmp_path / "run"), "compile": compiling, "optim": {"type": "sgd", "lr": 0.1}}
+    with Small(config) as runner:
+        runner.train_step((torch.ones(2, 4), torch.tensor([0, 1])))
+        runner.step()
+    (listed,) = (tmp_path / "shared").glob("*/manifest.json")
+    assert listed.parent.name.startswith("modules-")
 
 
 def test_the_folder_is_named_after_everything_that_code_depends_on() -> None:
