@@ -96,11 +96,14 @@ _PLACES = (_CACHE, "TRITON_CACHE_DIR")
 def artifacts_of(runner: TorchRunner, *, title: str = "modules", policy: str = "") -> ArtifactDirectory | None:
     """Return where a runner keeps compiled code: `compile.precompile_artifact_dir`, else a folder of its run that only this user reads.
 
-    `None` where the user has given torch another place, or wants no code to be kept.
+    `None` where the user has given torch another place, or wants no code to be kept. Called on all ranks.
     """
     settings = runner.config.compile.plain()
     shared, _ = settings.pop("precompile_artifact_dir"), settings.pop("memory_policy")
-    if shared == "" or (shared is None and (settings["backend"] not in (None, "inductor") or _has_own_cache())):
+    if shared == "" or (shared is None and settings["backend"] not in (None, "inductor")):
+        return None
+    # Ranks on several machines may have other variables, and open the directory together or not at all.
+    if shared is None and any(runner.world.gather_objects(_has_own_cache())):
         return None
     kinds = [type(runner.criterion), type(runner)]
     parts = fingerprint(runner.unwrapped_model, loss=kinds, settings=settings, policy=policy, device=runner.device)
