@@ -248,7 +248,7 @@ def idle_mesh_settings(config: RunnerConfig, degrees: Mapping[str, int]) -> list
     """Return a sentence for every setting of the parallel stack that the degrees leave without effect."""
     changed = list(flatten(config.changed()))
     if config.parallel.activation_checkpointing or config.compile.enable:
-        # Blocks are also what is computed again, and compiled.
+        # Activation checkpointing and compilation work on blocks too.
         changed = [key for key in changed if key != "fsdp.blocks"]
     return [
         f"{key} has no effect: parallel.axes.{axis} is 1."

@@ -78,7 +78,7 @@ class Field:
 
     @property
     def section(self) -> type[Config] | None:
-        """The class of the section that the key holds, `None` when it holds a value."""
+        """The class of the section under the key, `None` when the key has a value."""
         return self.hint if isinstance(self.hint, type) and issubclass(self.hint, Config) else None
 
     @property

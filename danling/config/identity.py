@@ -12,7 +12,7 @@ from typing import Any
 from danling.utils.plain import flatten
 from danling.utils.secrets import without_secrets
 
-# Does not change what is learned: where it runs, how fast, what is written where, and how long it goes on. The budgets are here
+# These settings do not change what a run learns: they set its place, speed, output files and length. The budgets are here
 # because a run that is continued with a larger one must find its own directory.
 LAYOUT = frozenset({"stack", "parallel", "backend", "init_method", "comm", "ft", "deepspeed", "compile"})
 LAYOUT_OF_FSDP = frozenset(
@@ -137,10 +137,10 @@ def differences(
 
 
 def compile_differences(stored: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return how two whole configurations differ in what is compiled, one line a key; empty where neither compiles anything.
+    """Return how the compile settings of two whole configurations differ, one line a key; empty where neither compiles anything.
 
-    Compiled code rounds, and draws random numbers, otherwise than what it was compiled of. The folder that it comes from is no
-    difference: it holds what would be compiled.
+    Compiled code rounds, and draws random numbers, otherwise than the code of the module. The folder of compiled code is no
+    difference: it contains the code that the run would compile anyway.
     """
     before, after = _compiled(stored), _compiled(now)
     if not (before["compile.enable"] or after["compile.enable"]):

@@ -179,7 +179,7 @@ ATTRIBUTES_ELSEWHERE = {
 def place_of(name: str, root: type[Config], *, in_code: bool = False) -> str | None:
     """Return where a top-level name belongs in the library's configuration, `None` when it is not known.
 
-    Known are names of other trainers, and the keys of the library's own sections; in code only of those that decide what is trained.
+    Known are names of other trainers, and the keys of the library's own sections; in code only of sections that change the training.
     """
     plain = name.replace("-", "_")
     leaves = _leaves(root).get(plain, ())

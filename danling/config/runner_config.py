@@ -378,7 +378,7 @@ class RunnerConfig(TopLevelConfig):
         return identity.differences(before, self.plain(), stored_replicas=stored_replicas, replicas=replicas)
 
     def compile_differences(self, stored: Mapping[str, object]) -> list[str]:
-        """Return how a stored configuration differs in what is compiled, which need not keep a run bitwise; one line a key.
+        """Return how the compile settings of a stored configuration differ, which may change bits of a run; one line a key.
 
         Args:
             stored: The stored configuration; keys that it lacks have their defaults.

@@ -99,7 +99,7 @@ def parts_of(dataset: Any) -> dict[str, object] | None:
 
 
 def stateful_parts(dataset: Any, path: str = "dataset") -> dict[str, object]:
-    """Return what has a state in a dataset, by path: itself, or what torch's wrappers hold."""
+    """Return the objects with a state in a dataset, by path: itself, or the datasets in torch's wrappers."""
     parts = parts_of(dataset)
     if parts is None:
         return {path: dataset} if is_stateful(dataset) else {}

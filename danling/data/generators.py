@@ -92,7 +92,7 @@ def _walk(roots: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _held_by(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, by path."""
+    """Yield the items and attributes of an object, by path."""
     if isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", item) for key, item in list(itertools.islice(value.items(), _WIDTH)))
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
@@ -128,7 +128,7 @@ def _trains(value: object) -> bool:
 
 
 def _asks_for_seed(value: object) -> bool:
-    """Whether an object is a transform with one of the methods; what cannot be called may change what it holds when it is seeded."""
+    """Whether an object is a transform with one of the methods; seeding an object that cannot be called may change its data."""
     kind: Any = type(value)
     if not callable(value):
         return False

@@ -145,7 +145,7 @@ class DataLoader(KeyedLoader):
         self.__dict__.update(batch_size=self.order.division.micro_batch_size)
 
     def micro_batches(self, data: Iterable[Any]) -> Iterator[Batch]:
-        """Yield data of the batches from the position on with what is known of each. Padding has 0 samples."""
+        """Yield the batches from the position on, with their sample counts and places. Padding has 0 samples."""
         plan = self.order
         for each, (samples, total), closes, place, ordinal in zip(
             data, plan.counts(), plan.closings(), plan.places(), plan.ordinals()

@@ -21,7 +21,7 @@ from .randomness import derive_seed
 
 Weights = Mapping[str, float]
 SOURCE = "source"
-"""Entry of a labelled sample that holds the number of its source."""
+"""Entry of a labelled sample with the number of its source."""
 
 
 class _Stage(NamedTuple):

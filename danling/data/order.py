@@ -152,7 +152,7 @@ class KeyedPermutation(Order):
             word *= base
             word >>= shift
             word += high
-            # Of unsigned integers: what is below the base becomes huge when the base is taken away, and stays.
+            # Unsigned integers: subtracting the base makes a smaller value huge, so the minimum keeps that value.
             high, low = low, numpy.minimum(word, word - base)
             base, other = other, base
         high *= width

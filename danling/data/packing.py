@@ -369,7 +369,7 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 
     Args:
         sizes: At most `length` each; the largest first fills the blocks best.
-        length: What a block holds.
+        length: Size of a block.
     """
     blocks: list[list[int]] = []
     rooms: list[int] = []  # room and number of each block that is not full, as one integer, rising
@@ -408,7 +408,7 @@ def document_lengths(dataset: Any, lengths: Lengths, key: str) -> Tensor:
     Args:
         dataset: A map-style dataset.
         lengths: An array, a function of the index, a path where they are kept, or `None` to count them.
-        key: What holds the tokens of a document that is a mapping.
+        key: Key of the tokens in a document that is a mapping.
 
     Raises:
         ValueError: If there are not as many as documents, or one is negative.

@@ -30,7 +30,7 @@ class Sources(dict[str, BatchSource]):
         self.open = open
         self._run = run
         self._datasets: dict[str, object] = {}
-        """What was in `self.datasets` when the loader of a split was taken in."""
+        """Entries of `self.datasets` when the loader of a split was taken in."""
         self._replaced: list[BatchSource] = []
 
     def open_all(self) -> None:
@@ -74,7 +74,7 @@ class Sources(dict[str, BatchSource]):
         return source
 
     def _change_of(self, split: str) -> str | None:
-        """Return what is another one now of the dataset that a loader of the library was built from, `None` where nothing is."""
+        """Return how the dataset that a loader of the library was built from has changed, `None` where it has not."""
         loader: Any = self[split].loader
         if loader is not self._run.dataloaders.get(split) or not isinstance(loader, (KeyedLoader, StreamLoader)):
             return None
@@ -149,14 +149,14 @@ class RunData:
             over=lambda: run._session.leave_pass(),
         )
 
-    # Loaders of windows, such as streams, which free what is trained on
+    # Loaders of windows, such as streams, which free their data after training on it
 
     def _windows(self) -> dict[str, WindowLoader]:
         sources = self.sources.among(self._run.train_splits)
         return {split: source.read for split, source in sources.items() if isinstance(source, WindowSource)}
 
     def commit_saved(self, payload: Mapping[str, Any]) -> None:
-        """Let loaders free what is before their positions in a checkpoint that is on the disk.
+        """Let loaders free the data before their positions in a checkpoint that is on the disk.
 
         May be called on one rank, and from another thread.
         """
@@ -171,7 +171,7 @@ class RunData:
             loader.commit_state(loader.state_dict())
 
     def free(self) -> None:
-        """Let loaders free now what is due. May be called on one rank."""
+        """Let loaders free the data that is due now. May be called on one rank."""
         for loader in self._windows().values():
             loader.free()
 
@@ -197,7 +197,7 @@ class RunData:
         return self.sources.of(split)
 
     def begin_pass(self, split: str, domain: ReductionDomain) -> BatchSource:
-        """Return the batches of a split to train on, at the beginning of a pass or of what is left of one. Called on all ranks."""
+        """Return the batches of a split to train on, where a pass begins or goes on. Called on all ranks."""
         source = self.of(split)
         self.agree_lengths(domain)
         return source

@@ -163,7 +163,7 @@ class SampledBatches(Sampler[BatchKey]):
         return self.keys()
 
     def keys(self) -> Iterator[BatchKey]:
-        """Yield what is to be read of each batch from the position on."""
+        """Yield the key of each batch to read, from the position on."""
         order = self._order
         if order is None or order.position != self.position:
             order = self._order = self._begin()

@@ -160,7 +160,7 @@ class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
         return ([(epoch, index) for index in indices] for epoch, _, indices in self.keys())
 
     def keys(self) -> Iterator[BatchKey]:
-        """Return what is to be read of each batch from the position on; padding reads the first sample of its stretch."""
+        """Return the key of each batch to read, from the position on; padding reads the first sample of its stretch."""
         # Arguments are bound here, so that moving the position does not disturb an iterator that is under way.
         return self._keys(self.epoch, self._read_places(self.consumed, self._stretches(self.consumed)))
 
@@ -172,7 +172,7 @@ class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
                 yield BatchKey(epoch, position, indices)
 
     def _read_places(self, start: int, stretches: Iterator[int]) -> Iterator[tuple[int, int]]:
-        """Return the first position and the size of what is read of each batch of this rank."""
+        """Return the first position of each batch of this rank, and the number of samples to read from it on."""
         full, whole = self.division.samples, self._cut(self.division.samples)
         for samples in stretches:
             for offset, size in whole if samples == full else self._cut(samples):

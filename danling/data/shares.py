@@ -103,7 +103,7 @@ class Division:
         return [sum(part(held, count, index)[1] * ranks for held, ranks in kinds) for index in range(count)]
 
     def capped(self, micro_batch_size: int) -> Division:
-        """Return the same with at most so many samples at once; where it holds fewer already, it itself."""
+        """Return a division with at most so many samples at once; this one if it already has no more."""
         if micro_batch_size >= self.micro_batch_size:
             return self
         return Division.of_update(self.samples, self.world_size, micro_batch_size=micro_batch_size)

@@ -207,8 +207,8 @@ class BatchSource(ABC):
     def batches(self) -> Iterator[Batch]:
         """Return an iterator over the rest of the pass, from the position on.
 
-        `set_epoch` of the loader, its samplers and its dataset is called first. Nothing is fetched ahead of what is asked for, except
-        what workers prefetch.
+        Calls `set_epoch` of the loader, its samplers and its dataset first. Workers prefetch batches; without workers, a batch is fetched
+        only when the caller asks for it.
         """
         return self._read_batches() if self.reads else self._unread_batches()
 
@@ -292,7 +292,7 @@ class BatchSource(ABC):
             set_states(parts, states)
 
     def described(self, batch: Batch) -> object:
-        """Return a fingerprint by which ranks that read identical data are found: what the dataset holds, else the batch.
+        """Return a fingerprint by which ranks that read identical data are found: that of the dataset's values, else of the batch.
 
         Args:
             batch: The first one of a pass.
@@ -645,7 +645,7 @@ class StatefulSource(_LiveSource):
         return self._fetched == self.consumed > 0 and self.remaining_batches() in (None, 0)
 
     def _look_ahead(self, live: Iterator[object]) -> _Ahead:
-        before = copy.deepcopy(self._place())  # a dataset may go on changing what its state holds
+        before = copy.deepcopy(self._place())  # a dataset may go on changing the values of its state
         try:
             batch = super()._fetch(live, self._fetched)
         except Exception as error:  # it concerns the reader of that batch, not the save

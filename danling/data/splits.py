@@ -96,7 +96,7 @@ class Splits:
         Args:
             asked: One split or several; `None` takes the default.
             default: Those that are taken then.
-            verb: What is done with them, for messages.
+            verb: Verb for messages: the caller's use of the splits.
 
         Raises:
             ValueError: If there is none, or one is unknown or named twice.

@@ -106,10 +106,10 @@ class WindowLoader(Protocol):
         """Go to a saved position."""
 
     def commit_state(self, state: Mapping[str, Any]) -> None:
-        """Free what is before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
+        """Free the data before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
 
     def free(self) -> None:
-        """Free what such a position has left to be freed; called in the thread that reads."""
+        """Free the data that `commit_state` left to be freed; called in the thread that reads."""
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of the loader that are logged with the metrics of an update. May be called on one rank."""

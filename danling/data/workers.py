@@ -27,7 +27,7 @@ class WorkersView:
 
 
 class WorkerInit:
-    """Makes a worker ignore what is sent to the whole process group, then calls the user's `worker_init_fn`.
+    """Makes a worker ignore signals to the whole process group, then calls the user's `worker_init_fn`.
 
     torchrun and schedulers signal the group; the trainer then finishes its update and saves, for which it needs its
     workers.
@@ -70,7 +70,7 @@ def _show_users_dataset() -> None:
 
 @contextmanager
 def kept_from_group_signals(loader: object) -> Iterator[None]:
-    """Make workers that a user's torch loader starts inside ignore what is sent to the whole process group.
+    """Make workers that a user's torch loader starts inside ignore signals to the whole process group.
 
     Else a SIGTERM to the group ends them before the update and the save that it asks for. Workers that he starts himself are left as
     they are: nothing would end those with the process.

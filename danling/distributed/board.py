@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 3.0
 """How long one look may take: the process that keeps the store may be gone."""
 
 _NO_STORE = (RuntimeError, ValueError, AttributeError)
-"""What is raised where the store does not answer, where there is none any more, and where it cannot be connected to twice."""
+"""Errors where the store does not answer, where it is gone, and where it allows no second connection."""
 
 _FILE_CLOCK_SECONDS = 1.0
 """By how much the time of a file may lag behind the clock: the kernel takes that of its last tick, and some file systems whole seconds."""
@@ -83,7 +83,7 @@ class Board:
             return None
         file = self._directory() / _FOLDER / key.replace("/", "-")
         try:
-            # What is there from before is of a job that is over.
+            # An older file comes from a job that is over.
             return read_text(file) if file.stat().st_mtime >= self._began else None
         except (OSError, ValueError):
             return None

@@ -50,7 +50,7 @@ class JointLeave:
 
     Args:
         store: What all ranks share; see `default_store`.
-        name: What is waited for; used once.
+        name: Name of the wait; used once.
         rank: This rank.
         size: Number of ranks.
     """

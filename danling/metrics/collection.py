@@ -129,7 +129,7 @@ class MetricSet:
 
 
 class TrainMetrics(MetricSet):
-    """Metrics of what is trained. The means of callables are kept by the meters of the run; objects are copies, which no evaluation resets.
+    """Metrics of training batches. The run's meters keep the means of callables; objects are copies, which no evaluation resets.
 
     Args:
         metrics: Those of the run.
@@ -271,7 +271,7 @@ def _flat(path: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...
 
 
 def holders(metric: object) -> dict[str, Any]:
-    """Return the parts of a metric object that hold states, by name: itself, members of a collection, what a wrapper wraps."""
+    """Return the parts of a metric object that hold states, by name: itself, members of a collection, the metric in a wrapper."""
     if not isinstance(metric, nn.Module):
         return {}
     return {name: part for name, part in metric.named_modules() if isinstance(getattr(part, "_reductions", None), dict)}

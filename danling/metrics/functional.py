@@ -1,6 +1,6 @@
 """Common metrics as `(sum, weight)`, so that they stay exact over batches and ranks.
 
-What is no mean follows from one: the perplexity of a language model is `math.exp(result["loss"])`, the root mean squared error
+Some metrics are functions of a mean: the perplexity of a language model is `math.exp(result["loss"])`, the root mean squared error
 `math.sqrt(result["mse"])`; compute them in an overridden `summarize`.
 """
 

@@ -138,7 +138,7 @@ class BestScore:
 
     @property
     def recorded(self) -> dict[int, float]:
-        """What the board holds: scores of evaluations only."""
+        """The scores on the board: those of evaluations only."""
         return dict(self.board.scores) if self.board is not None else {}
 
     @property

@@ -41,7 +41,7 @@ def build_param_groups(
             Every part gets the groups of the whole then, though some may be empty.
 
     Raises:
-        ValueError: If an entry has an unknown key, no pattern, a pattern that matches nothing, or multiplies what is not set.
+        ValueError: If an entry has an unknown key, no pattern, a pattern that matches nothing, or a multiplier of an unset option.
     """
     entries = [_checked(entry) for entry in groups]
     options: list[dict[str, Any]] = [{}, *(_options(entry, lr, weight_decay, betas) for entry in entries)]

@@ -58,7 +58,7 @@ def _are_training(members: list[Any], found: list[tuple[Tensor, Tensor]]) -> boo
     """Whether the weights of training are in the model: then `train` changes nothing."""
     for member in members:
         member.train()
-    # What is not a number is neither equal to itself nor changed.
+    # NaN is not equal to itself, and does not count as changed.
     if all(bool(((parameter == value) | parameter.isnan()).all()) for parameter, value in found):
         return True
     for member in members:

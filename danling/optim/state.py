@@ -39,9 +39,9 @@ def to_parts(value: object) -> object:
 
 
 def from_parts(value: object) -> object:
-    """Return a copy of what `to_parts` was given; of a plain tensor too.
+    """Return a copy of the value that `to_parts` took apart; of a plain tensor too.
 
-    The class is looked up in modules that are loaded: the program that made the optimizer has it, and no file decides what is imported.
+    Only loaded modules are searched for the class: the program that made the optimizer has it, and no file decides on imports.
     """
     if isinstance(value, Tensor):
         return value.clone()

@@ -85,7 +85,7 @@ def close_after_error(runner: Any) -> None:
         if "_closers" in vars(runner):
             runner.close()
     except CheckpointError as error:
-        # It says itself what is wrong and what to do; what follows may be the end that a signal has asked for.
+        # Its message names the problem and the fix; the exception after it may be the end that a signal has asked for.
         logger.error("Closing failed as well: %s", error)
     except Exception:
         logger.exception("Closing after a failure failed as well; the failure itself follows.")

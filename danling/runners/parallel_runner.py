@@ -88,7 +88,7 @@ class ParallelRunner(TorchRunner):
         if not isinstance(self.topology, Topology):
             return  # which is refused
         if self.topology.mesh is not None:
-            # The model goes before its groups do, and after what is closed first: saves in the background still read it.
+            # Closing drops the model before its groups, and after the parts that close first: saves in the background read it.
             self._closers.callback(self._forget)
         self.init_model_parallel_groups()
         if not hasattr(self, "parallel_context"):
@@ -338,7 +338,7 @@ class ParallelRunner(TorchRunner):
     # Optimizer
 
     def build_optimizer(self) -> Optimizer:
-        """Return the optimizer of `config.optim` over what this rank holds, each parameter once."""
+        """Return the optimizer of `config.optim` over the parameters of this rank, each once."""
         optimizer = super().build_optimizer()
         keep_kinds_apart(optimizer)
         return optimizer

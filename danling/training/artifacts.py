@@ -181,7 +181,7 @@ class ArtifactDirectory:
         self._before: dict[str, Any] = {}
 
     def open(self) -> None:
-        """Look at what is there, and make the folder ready to compile into; only once. Call on all ranks."""
+        """Check the files of earlier starts, and make the folder ready to compile into; only once. Call on all ranks."""
         if self._was_opened:
             return
         self._was_opened = True
@@ -309,7 +309,7 @@ class ArtifactDirectory:
                 os.environ[name] = value
 
     def seal(self, *, everything: bool) -> None:
-        """List what is in the folder with its checksums, so that the next start may use it."""
+        """List the complete files of the folder with their checksums, so that the next start may use them."""
         if not self._usable or not self._leads:
             return
         with suppress(OSError):

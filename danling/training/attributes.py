@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("danling")
 
 REMEMBERED_BYTES = 2**26
-"""What is put back in sum where an update is computed again."""
+"""Most bytes of attributes, in sum, that an update copies, so that it can be computed again."""
 COMPARED_BYTES = 2**30
-"""What is compared in sum; attributes beyond are named, unless `saved` or `not_saved` of the class says what becomes of them."""
+"""Most bytes of attributes to compare, in sum; a message names the others, unless the class lists them in `saved` or `not_saved`."""
 
 Key = tuple[str, str]
 """A section of a checkpoint, and a name in it."""
 
 
 class _Seen:
-    """Encoded values at one moment, by section and name: digests, what is left out, and what a restore needs."""
+    """Encoded values at one moment, by section and name: digests, parts left out, and classes that a restore needs."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder = encoder
@@ -203,7 +203,7 @@ class KeptAttributes:
         return {key for key, digest in now.digests.items() if digest != begun.get(key) or key in self._kept | declared}
 
     def _is_savable(self, key: Key, now: _Seen) -> bool:
-        # What was made after `__init__` cannot be restored into.
+        # A restore needs the objects that `__init__` made.
         there = self._begun.needs.get(key, {}) if self._begun is not None else {}
         return not _is_left(now.nodes[key]) and now.needs[key].items() <= there.items()
 

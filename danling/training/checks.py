@@ -403,7 +403,7 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def untied(model: nn.Module, weights: Mapping[str, object]) -> list[str]:
-    """Return a sentence for each weight that is tied in the model and not in what is loaded into it, or the other way round."""
+    """Return a sentence for each weight that the model ties and the loaded weights do not, or the other way round."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(canonical_name(name))

@@ -33,7 +33,7 @@ class Compilation:
         options: Arguments of `torch.compile`, such as `backend` and `fullgraph`.
         optimize_ddp: `torch._dynamo.config.optimize_ddp` while anything is compiled; `None` leaves it as the process has it.
         artifacts: Where compiled code is kept; `None` leaves it where torch puts it.
-        within: Returns a context around every call of what is compiled, for settings of the compiler beyond these.
+        within: Returns a context around every call of a compiled function, for settings of the compiler beyond these.
     """
 
     def __init__(

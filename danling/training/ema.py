@@ -60,7 +60,7 @@ class EMA:
         lives: list[Tensor] = []
         for name, live in self._live.items():
             if live.is_floating_point():
-                # Elementwise, so each rank averages what it holds; sharded and plain tensors do not mix in one call.
+                # Elementwise, so each rank averages its local parts; sharded and plain tensors do not mix in one call.
                 averages.append(local_part(self.weights[name]))
                 lives.append(local_part(live))
             else:

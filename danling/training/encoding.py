@@ -49,10 +49,10 @@ class Encoder:
     """Encodes values one after the other. What was met before is encoded once, and then named by its path.
 
     Attributes:
-        objects: What was met, by path.
+        objects: Objects that were met or are saved elsewhere, by path.
         needs: Classes of the objects that a restore needs, by path, of the value that is encoded.
-        left: What is left out of it, by path: something that tells whether it has changed, or `None`.
-        unseen: What is neither compared nor saved, by path, and why.
+        left: Parts left out, by path, each with a value that tells whether it has changed, or `None`.
+        unseen: Parts that are neither compared nor saved, by path, and why.
         size: Bytes of it.
 
     Args:
@@ -86,7 +86,7 @@ class Encoder:
         self._declared, self.size, self.left, self.needs = declared, 0, {}, {}
 
     def paths(self) -> dict[object, str]:
-        """Return the paths of what was met or is saved elsewhere, by what tells one object from another."""
+        """Return the paths of the objects that were met or are saved elsewhere, by the key of each object."""
         if self._paths is None:
             self.objects.update(self.components())
             self._paths = {key: path for path, each in self.objects.items() if (key := key_of(each)) is not None}
@@ -160,7 +160,7 @@ class Encoder:
     def _apart(self, value: Any, path: str) -> tuple[bytes, Any]:
         """Return the digest of a value to which nothing else is tied, and its node; `None` where something of it is left out."""
         encoder = Encoder(keyed=self._keyed, secret_keys=self._secret_keys)
-        # What is saved elsewhere is not saved again.
+        # Values that are saved elsewhere are not saved again.
         encoder._paths = {key: saved for key, saved in self.paths().items() if saved.startswith("/")}
         node = encoder.encode(value, path)
         self.size += encoder.size
@@ -254,7 +254,7 @@ class Encoder:
         self._depth -= 1
         node = {"kind": "object", "class": type(value).__name__, "keys": list(held), "items": items}
         if self._depth or changeable != self._changeable():
-            # An object within another one is compared only. Nothing that is saved may refer to what it has.
+            # An object within another one is only compared. No saved value may refer to its parts.
             for table, length in zip(tables, lengths):
                 for key in list(table)[length:]:
                     del table[key]
@@ -266,7 +266,7 @@ class Encoder:
         return sum(seen is not None for seen in self.left.values())
 
     def digest(self, node: Any) -> bytes:
-        """Return the digest of what `encode` returned, in which what is tied to it counts."""
+        """Return the digest of a node that `encode` returned; values that are tied to it count too."""
         if not isinstance(node, (dict, Tensor)):
             return f"{type(node).__name__} {node!r}".encode()
         total = hashlib.sha1(usedforsecurity=False)
@@ -293,7 +293,7 @@ class Decoder:
     """Puts encoded values back, into the objects that are there where they fit.
 
     Args:
-        encoder: What has encoded the values that are there.
+        encoder: Encoder of the current values.
         makes: Whether generators and default dictionaries are made: a state is restored into nothing, and then handed to its object.
     """
 

@@ -268,7 +268,7 @@ class Evaluator:
         source = self._source(split)
         if not source.can_restart:
             return
-        # What a forward may write to: buffers of model and criterion, and what is averaged of them.
+        # A forward may write to the buffers of model and criterion; their averages are put back as well.
         modules = [each for each in (runner.unwrapped_model, runner.criterion) if isinstance(each, nn.Module)]
         names = {canonical_name(name) for name, _ in runner.unwrapped_model.named_buffers()}
         averaged = [tensor for name, tensor in getattr(runner.ema, "weights", {}).items() if name in names]
@@ -423,7 +423,7 @@ def _has_rows(value: Any, samples: int, parts: Sequence[int] | None) -> bool:
 
 
 def checked_figures(hook: str, split: str, figures: object) -> dict[str, float]:
-    """Return what a hook gave for a split as floats: it goes into checkpoints and files, which hold nothing else."""
+    """Return the figures of a hook for a split as floats: checkpoints and files store nothing else."""
     if not isinstance(figures, Mapping):
         raise ValueError(
             f"Expected `{hook}` to return metrics by name. Received: {figures!r} ({type(figures).__name__}) for split {split!r}. Return "

@@ -67,7 +67,7 @@ class RandomKeys:
     def updating(self) -> Iterator[None]:
         """Seed torch's streams for the step of the runner's optimizer, which is made inside: `(seed, "update", updates attempted)`.
 
-        The key is the same on ranks that hold copies of what is stepped.
+        Ranks with copies of the same parameters get the same key.
         """
         self._seed_update("update", self._runner.placement.update_place)
         self.in_update = True
@@ -79,7 +79,7 @@ class RandomKeys:
     def see_early_steps(self, own: object, closers: ExitStack) -> None:
         """Seed for each optimizer step within `train_step`, and for what follows in the micro-batch.
 
-        A step there of the runner's own optimizer, but for that of a phase, is refused: it would apply what is not weighed yet.
+        Refuses a step there of the runner's own optimizer, but for that of a phase: the runner has not weighed its gradient yet.
         """
         session = self._runner._session
         refused = {id(own), *(id(member) for member in getattr(own, "optimizers", ()))}

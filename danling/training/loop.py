@@ -167,7 +167,7 @@ class TrainingLoop:
                 session.apply_requests(agree(runner.placement.optimizer, session.local_requests()))
             session.running = False
             runner._parts.update.raise_pending_error()
-            # What was asked for in the last update, which an accelerator hands out with the next one.
+            # Requests of the last update, which an accelerator hands out with the next one.
             late = first_stop(runner._parts.update.sync.take_pending_requests())
             session.stop_reason = session.stop_reason or late
             if session.stop_reason is not None or whole:
@@ -248,7 +248,7 @@ class TrainingLoop:
                     self._finish_epoch(splits, "epoch")
                     self._save_if_due(counters.epoch, final=counters.epoch == runner.epochs)
         except DataEnded:
-            # What was trained was evaluated at the end of its epoch.
+            # The run has evaluated each finished epoch at its end.
             self._note_end_of_data(f"epoch {counters.epoch} of {runner.epochs}")
 
     def _finish_epoch(self, splits: Sequence[str], boundary: Boundary) -> None:
@@ -341,14 +341,14 @@ class TrainingLoop:
         self._runner._parts.results.advance_schedule("pass", {})
 
     def _after_step(self, splits: Sequence[str], split: str, outcome: UpdateOutcome, evaluated: Sequence[str]) -> bool:
-        """Do what is due at an update boundary of step mode; return whether the budget, which may change at any time, is used up."""
+        """Do the work due at an update boundary of step mode; return whether the budget, which may change at any time, is used up."""
         runner, self._last_split = self._runner, split
         self._after_update(outcome)
         step = runner.state.train.global_step
         final = step == runner.steps
         if outcome.committed:
             if final and runner._parts.agreement.is_over(runner.source(split)):
-                # Before what is evaluated and saved last: no loop comes to the end of this pass any more.
+                # Before the last evaluation and save: no loop reaches the end of this pass any more.
                 runner.source(split).finish_pass()
                 if split == splits[-1]:
                     self._count_pass()
@@ -438,7 +438,7 @@ class TrainingLoop:
         runner.observers.notify("pass_ended", split)
 
     def _trained_metrics(self) -> dict[str, float]:
-        """Return the metrics of what was trained since the last call, over all ranks, and over the replica groups that take part."""
+        """Return the metrics of the training batches since the last call, over all ranks, and over the replica groups that take part."""
         runner, losses, trained = self._runner, self._runner._parts.losses, self._runner._parts.train_metrics
         runner._parts.update.raise_pending_error()
         metrics = losses.averages()

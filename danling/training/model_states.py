@@ -202,8 +202,8 @@ class FrozenWeights:
     """Separates trained from frozen parts of a model.
 
     A parameter that required a gradient at construction or at any save of the run counts as trained, also where it was frozen afterwards;
-    so do buffers. What is frozen must stay as it is: every save compares a sum over the bits and their places, for which the weights are
-    read once.
+    so do buffers. Frozen weights must not change: every save reads them once, and compares a sum over the bits and
+    their places.
 
     A checkpoint says whether it has all weights or the trained ones, and `checkpoint.trainable_only` which of them will be saved.
     """
@@ -243,7 +243,7 @@ class FrozenWeights:
         }
 
     def identity(self) -> dict[str, object]:
-        """Return what the frozen weights are known by, and the names of what is trained. Called on all ranks."""
+        """Return the digest of the frozen weights and the names of the trained parts. Called on all ranks."""
         frozen = self._frozen()
         sums = {name: bit_sum(tensor) for name, tensor in frozen.items()}
         changed = [name for name, value in sums.items() if self._sums.get(name, value) != value]
@@ -294,7 +294,7 @@ class FrozenWeights:
         return self.completed(state, present()) if self._stored_without else state
 
     def completed(self, state: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a state with what is frozen as it is here, if the checkpoint has only trained weights."""
+        """Add the frozen weights of `here` to a state if the checkpoint has only trained weights, and return it."""
         if not self._stored_without:
             return state
         kept = self._only_trained(here)

@@ -25,7 +25,7 @@ RunWindow = Callable[[BatchSource, Iterator[Batch], list[Batch]], bool]
 class Recompute:
     """Takes the micro-batches of an update back, so that they can be run again.
 
-    What they change is put back: buffers, meters, counters, what is carried, attributes of the user's, the window and its gradient.
+    Puts back everything that they change: buffers, meters, counters, the carry, the user's attributes, the window and its gradient.
     Batches are not copied: a step that has written to its batch cannot be run again, which is refused.
     """
 

@@ -73,7 +73,7 @@ class GradientReduction(Protocol):
         """
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
-        """Multiply the gradient by a factor, take the scale of float16 out of it, and return what this rank holds of it.
+        """Multiply the gradient by a factor, take the scale of float16 out of it, and return this rank's part of it.
 
         Args:
             factor: What makes the gradient the weighted mean.
@@ -98,7 +98,7 @@ class GradientReduction(Protocol):
     # What an update that is made again asks for
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what this rank holds of the gradient, by name."""
+        """Yield this rank's part of each gradient, by name."""
 
 
 class LocalReduction(GradientReduction):
@@ -161,7 +161,7 @@ class LocalReduction(GradientReduction):
         return [n for n, p in self.named_parameters() if p.requires_grad and p.grad is None and id(p) in trained]
 
     def held(self) -> list[Tensor]:
-        """Return what this rank holds of the gradient: the tensors that are scaled and clipped in place."""
+        """Return this rank's part of the gradient: the tensors that are scaled and clipped in place."""
         return gradients_of(self.parameters)
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
@@ -366,7 +366,7 @@ def _single(value: float) -> float:
 
 
 def nonfinite_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], limit: int = 5) -> list[str]:
-    """Return the names of the first parameters whose gradient has a NaN or an infinity in what this rank holds of it.
+    """Return the names of the first parameters whose gradient has a NaN or an infinity in this rank's part.
 
     Args:
         named_parameters: Names and parameters in model order.

@@ -96,7 +96,7 @@ class RunState:
 
     @contextmanager
     def loading(self, payload: Mapping[str, Any]) -> Iterator[Collection[str]]:
-        """Within the context leave out of what is loaded only what the run of a checkpoint has not left out itself, when it began."""
+        """Within the context, also load the excluded parts that the run of the checkpoint left out when it began, and trained since."""
         runner, stored = self._runner, payload.get("runner") or {}
         before = ExcludedFromLoading((stored.get("checkpoint") or {}).get("exclude_from_loading"))
         outer = self._loaded_since

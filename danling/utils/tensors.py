@@ -27,7 +27,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: the shard of a DTensor, else the tensor."""
+    """Return this rank's part of a tensor: the shard of a DTensor, else the tensor."""
     local: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return local
 
