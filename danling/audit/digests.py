@@ -88,7 +88,7 @@ def _exact(value: float | None) -> float | str | None:
 # The table of all ranks
 
 OWN = "own"
-"""Kind of tensors of which every rank holds something else."""
+"""Kind of tensors that differ from rank to rank."""
 OF_EACH_RANK = ("buffers", "ema.buffers")
 """Columns of buffers, to which a forward may write on each rank by itself: those of the first rank count, and they are not compared."""
 _HALF = 1 << 32

@@ -61,7 +61,7 @@ class Hasher:
         if is_sharded(tensor):
             offset = self._offset(tensor)
         if local.device != self.device:
-            # What is in host memory is digested there: to send it tensor by tensor would wait for the device each time.
+            # Digest tensors of host memory on the host: to send them one by one would wait for the device each time.
             return self._elsewhere(local.device).digest(tensor)
         if local.numel() == 0:
             return torch.zeros((), dtype=torch.int64, device=self.device)
@@ -76,7 +76,7 @@ class Hasher:
 
     @torch.no_grad()
     def digest_held(self, tensor: Tensor) -> Tensor:
-        """Return the digest of what this rank holds of a tensor, compared with itself alone: 0-dim int64 on its device.
+        """Return the digest of this rank's part of a tensor, to compare with the same part alone: 0-dim int64 on the tensor's device.
 
         Its place in a whole is no part of it, so that 8 bytes are hashed at a time: a third of the time of `digest` in float32.
         """
@@ -169,7 +169,7 @@ class Hasher:
     def digest_samples(self, data: object) -> Tensor:
         """Return the digest of the samples of a batch, 0-dim int64: the same in whatever order, and in however many batches they come.
 
-        Rows of tensors of the same length are taken for parts of one sample each. What is no tensor, number or text is left out.
+        Rows of tensors of the same length are taken for parts of one sample each. Only tensors, numbers and text count.
         """
         by_length: dict[int, Tensor] = {}
         total = torch.zeros((), dtype=torch.int64, device=self.device)

@@ -148,7 +148,7 @@ def _train(
     weights: Path | None = None,
     samples: int | None = None,
 ) -> list[RankRecord]:
-    """Have the program record its first updates, and return what its ranks have written."""
+    """Have the program record its first updates, and return the records that its ranks have written."""
     number = 1 if alone else layout.processes
     records = place / "records"
     records.mkdir(parents=True)
@@ -270,7 +270,7 @@ def _standing(run: Path) -> str:
 
 
 def check_this_program(layout: str, options: CheckOptions, domain: ReductionDomain) -> LayoutReport:
-    """Check the program that is running, as it was started. Called on all ranks; the first one starts what is compared."""
+    """Check the program that is running, as it was started. Called on all ranks; the first one starts the programs to compare."""
     chosen = Layout.parse(layout)
     told: tuple[LayoutReport | None, str] = None, ""
     if domain.rank == 0:

@@ -116,7 +116,7 @@ def start_program(
 def end_program(process: subprocess.Popen[bytes]) -> None:
     """End a program and all of its process group, first by SIGTERM; nothing happens where they have ended."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        # Also where the program has ended: what it has left behind is in its group still.
+        # Also where the program has ended: processes that it left behind are still in its group.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):

@@ -73,8 +73,8 @@ class AuditResult:
     def is_within(self, tolerance: float) -> bool:
         """Return whether nothing differs by more than a share of the stored value: losses, metrics, the norm of each tensor.
 
-        Samples, counters and all that has no such share must be the same. What a checkpoint holds for each rank is left out where the
-        number of ranks is another one, and how an optimizer computes and names its parameters always is.
+        Samples, counters and all that has no such share must be the same. Entries that a checkpoint has for each rank are left out
+        where the number of ranks is another one, and how an optimizer computes and names its parameters always is.
         """
         return not self.beyond(tolerance)
 
@@ -265,7 +265,7 @@ def _target(path: Path) -> Path:
 _NOT_COMPARED = frozenset({"runner", "format_version"})
 _NOT_COMPARED_OF_STATE = frozenset({"elastic", "attempts"})
 _OF_RANKS = ("state/rng/", "state/train/weight_reference/")
-"""What a checkpoint holds for each rank, so that it is another one where the number of ranks is."""
+"""Entries that a checkpoint has for each rank, which so differ where the number of ranks does."""
 
 _OF_IMPLEMENTATION = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 """How an optimizer computes and calls its parameters, which each layout does in its own way."""

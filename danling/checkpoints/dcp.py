@@ -43,8 +43,8 @@ class _Save:
 class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
     """Targets that are written once by all ranks together, and pointer files with the names; see `TargetStore`.
 
-    Every rank passes its own payload: DTensors are written by the ranks that hold them, what is equal everywhere is written once,
-    and what differs from rank to rank has a key for each rank. Saves never overlap: two at a time hang.
+    Every rank passes its own payload: ranks write the DTensors that they hold, one rank writes each value that is
+    equal everywhere, and values that differ from rank to rank have a key for each rank. Saves never overlap: two at a time hang.
 
     A save that may give way to a newer one and finds one in progress waits for the next save, `wait` or `close`.
 

@@ -145,7 +145,7 @@ class TargetWriter(FileSystemWriter):
 def _taken_over(
     metadata: Metadata, path: Path, reuse: Reuse
 ) -> tuple[Metadata, list[WriteResult], dict[str, tuple[int, str]]]:
-    """Link the files of tensors of another target into a new one; return what is known of it with them, and their places and checksums."""
+    """Link the tensor files of another target into a new one; return the index with their entries, their places, and their checksums."""
     source = path.parent / reuse.target
     manifest, other = read_manifest(source / SUMS, f"{reuse.target}/{SUMS}"), _metadata(source)
     assert metadata.planner_data is not None and other.planner_data is not None and other.storage_data is not None
@@ -226,7 +226,7 @@ def _metadata(path: Path, *, trust: bool = False) -> Metadata:
     metadata = read_index(path, trust=trust)
     places = (metadata.storage_data or {}).values()
     sizes = {place.relative_path: storage.size_of(path / place.relative_path) for place in places}
-    # What is no regular file, such as a pipe, would be waited for.
+    # A read would wait for a pipe: files that are not regular count as missing.
     missing = sorted(file for file, size in sizes.items() if size is None)
     if missing:
         raise CheckpointDamaged(
@@ -267,7 +267,7 @@ def read_outline(path: Path) -> Outline:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out torch's remark that one process saves or loads alone: that is what is meant."""
+    """Leave out torch's remark that one process saves or loads alone: the caller intends that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -332,7 +332,7 @@ def nest(flat: Mapping[str, object], paths: Mapping[str, Place]) -> dict[str, ob
 
 
 def _with_lists(value: object) -> Any:
-    # Only what `nest` has built is looked into: a plain leaf may be a dictionary with integer keys.
+    # Look only into the dictionaries that `nest` has built: a plain leaf may be a dictionary with integer keys.
     if isinstance(value, _Leaf):
         return value.content
     if type(value) is not dict:

@@ -101,7 +101,7 @@ class HashingFiles:
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Whether a rank writes what is equal on all."""
+        """Whether a rank writes the values that are equal on all ranks."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
@@ -301,7 +301,7 @@ def consolidated_weights(path: Path, *, trust: bool = False) -> dict[str, Tensor
 
 
 def _completed(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Add what the optimizer does not hold, and DeepSpeed's conversion so leaves out: frozen weights under ZeRO 1, for one."""
+    """Add the weights that the optimizer lacks and DeepSpeed's conversion so leaves out, such as frozen ones under ZeRO 1."""
     whole = path / _WHOLE_MODEL
     module = read_engine_file(whole if whole.is_file() else path / _FIRST_SHARE)["module"]
     missing = [name for name, value in module.items() if isinstance(value, Tensor) and name not in weights]

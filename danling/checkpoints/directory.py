@@ -234,7 +234,7 @@ class CheckpointDirectory:
         )
 
     def still_good(self) -> str:
-        """Return a sentence that names the checkpoints which are complete, the newest first: what is left after a failure."""
+        """Return a sentence for an error: it names the complete checkpoints that remain, the newest first."""
         try:
             found = [record for store in self.stores for record in store.records(complete=True)]
         except (CheckpointError, OSError):
@@ -294,21 +294,21 @@ class CheckpointDirectory:
             storage.require_space(self.path, needed)
 
     def prune(self) -> None:
-        """Remove the history that retention gives up, once a save is complete; what is still being uploaded stays."""
+        """Remove the history that retention gives up, once a save is complete; saves whose upload is not complete stay."""
         if self._line is not None:
             pending = self.mirror.pending() if self.mirror is not None else frozenset()
             keep = self._settings.keep_latest_k
             self.stores[0].prune(self._line, keep=keep, resumed=self.resumed, pending=pending)
 
     def follow(self, sequence: int, exchange: Callable[[object], list[Any]], *, is_main: bool) -> None:
-        """Remove on machines with separate disks what the main process has removed. On all ranks, in background too."""
+        """On machines with separate disks, remove the checkpoints that the main process has removed. On all ranks, in background too."""
         if self.sharing.is_split:
             kept = exchange(self.stores[0].targets() if is_main else None)[0]
             if self.sharing.follows:
                 self.stores[0].follow(sequence, kept)
 
     def tidy(self) -> None:
-        """Remove what killed saves and deletions have left in the directory of this run, where no other process writes."""
+        """Remove the files that killed saves and deletions have left in the directory of this run, where no other process writes."""
         last = newest_record(self.path)
         if last is None or last.run != self.run_id:
             return

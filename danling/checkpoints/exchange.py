@@ -124,7 +124,7 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
 
 
 def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, Tensor]:
-    """Return the weights in what a file holds: a `state_dict`, alone or as `model` or `state_dict`."""
+    """Return the weights in the content of a file: a `state_dict`, alone or as `model` or `state_dict`."""
     if isinstance(loaded, Mapping) and which == "model" and "model" not in loaded:
         # As PyTorch Lightning and many published checkpoints have it.
         loaded = loaded["state_dict"] if isinstance(loaded.get("state_dict"), Mapping) else loaded
@@ -151,7 +151,7 @@ def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, Any
     Args:
         manager: Finds and verifies checkpoints of this library.
         source: A name or a path of a checkpoint; or a file with a `state_dict`, a `.safetensors` file, its index, or a directory
-            with one of them; or what such a file holds.
+            with one of them; or the content of such a file.
     """
     if isinstance(source, Mapping):
         return weights_in(source, "a mapping")

@@ -108,7 +108,7 @@ class SaveExecutor:
     def __init__(self, capacity: int = 1) -> None:
         self._capacity = capacity
         self._waiting: deque[tuple[Callable[[], None], Callable[[], None], bool]] = deque()
-        """Of each save: what writes it, what is called when another one takes its place, and whether it must be written."""
+        """Of each save: the function that writes it, the one to call when another save takes its place, and whether it must be written."""
         self._changed = threading.Condition()
         self._running = False
         self._ending = False
@@ -365,7 +365,7 @@ class CheckpointManager(ABC):
         self.on_main(lambda: self.checkpoints.refuse_foreign(self.checkpoints.records()))
 
     def tidy(self) -> None:
-        """Remove what killed saves and deletions have left. Call on all ranks, where no other process writes."""
+        """Remove the files that killed saves and deletions have left. Call on all ranks, where no other process writes."""
         self.on_main(self.checkpoints.tidy)
 
     def is_foreign(self) -> bool:

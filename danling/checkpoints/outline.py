@@ -1,4 +1,4 @@
-"""What a checkpoint holds, without the values of its tensors."""
+"""The entries of a checkpoint, without the values of its tensors."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from typing import Any
 from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError, disk_error, reason
 
 STAGED = ".staged-"
-"""Prefix of what is not finished; never a name that a reader looks at."""
+"""Prefix of unfinished files and directories; readers never look at such a name."""
 UPLOADING = ".uploading-"
 """Prefix of second names of files that are being copied to an object store."""
 
@@ -279,7 +279,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 def absence(path: Path) -> str:
-    """Say in a few words what is found where a regular file was expected: `is missing`, `is a directory`, ..."""
+    """Say in a few words why a path is no regular file: `is missing`, `is a directory`, ..."""
     try:
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):
@@ -313,7 +313,7 @@ def make_way(path: Path) -> Path | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename what is at a path to a unique name `<name>.aside-<random>`, and return the new path."""
+    """Rename the file or directory at a path to a unique name `<name>.aside-<random>`, and return the new path."""
     aside = path.parent / f"{path.name}.aside-{uuid.uuid4().hex[:8]}"
     replace(path, aside)
     return aside
@@ -394,7 +394,7 @@ def remove_tree(directory: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what is unfinished; if that fails too, the next save into this directory removes it."""
+    """Remove an unfinished file or directory; if that fails too, the next save into this directory removes it."""
     try:
         if os.path.isdir(path) and not os.path.islink(path):
             remove_tree(path)
@@ -418,7 +418,7 @@ def require_space(directory: Path, needed: int) -> None:
 
 
 def clean(directory: Path, prefix: str = STAGED) -> None:
-    """Remove what a killed save has left. What cannot be removed is harmless: the next save tries again."""
+    """Remove the files that a killed save has left. A file that cannot be removed is harmless: the next save tries again."""
     for name in names(directory):
         if name.startswith(prefix):
             discard(directory / name)

@@ -162,11 +162,11 @@ class CheckpointStore(ABC):
     # Removing
 
     def recover(self) -> None:
-        """Finish or undo what a killed save has begun."""
+        """Finish or undo the changes that a killed save has begun."""
         return
 
     def litter(self) -> list[Path]:
-        """Return what killed saves and deletions have left where nothing is being written."""
+        """Return the files that killed saves and deletions have left where no process writes."""
         return []
 
     def delete(self, name: str) -> None:
@@ -396,7 +396,7 @@ def verify_alone(path: Path, level: str, *, required: bool = True) -> None:
 def read_file_manifest(path: Path, level: str) -> Manifest:
     """Return the manifest that describes a checkpoint file as it is now."""
     waiting = storage.size_of(_beside(path, NEXT)) is not None
-    # What is there instead of a file says more than that it has no checksums.
+    # The kind of a path that is no file says more than its missing checksums.
     problems = [f"{path.name} {storage.absence(path)}"] if storage.is_no_file(path) else []
     for suffix in (FILE_SUMS, NEXT) if waiting else (FILE_SUMS,):
         # A save was killed between file and checksums: only the contents tell which of the two describes the file.

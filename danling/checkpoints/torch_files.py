@@ -82,7 +82,7 @@ def check_values(payload: object, path: Path, *, size: int | None = None) -> Non
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    # torch answers with paragraphs, colours and the advice to run what is in the file.
+    # torch answers with paragraphs, colours and the advice to run the code in the file.
     forbidden = re.search(r"Unsupported (?:global: GLOBAL|class) ([\w.]+\w)", str(error))
     ours = path.with_name(path.name + FILE_SUMS).is_file()
     if ours and forbidden:

@@ -6,7 +6,7 @@ forward pass gathers for a moment come on top: they depend on the batch.
 Example: danling estimate --params 7e9 --shard 8 --precision bf16 --master --ema
 """
 
-# Sources. What is divided by stage: ZeRO, arXiv:1910.02054, section 5; mixed precision with a float32 master copy: section 3.1. How a
+# Sources. Tensors that a stage divides: ZeRO, arXiv:1910.02054, section 5; mixed precision with a float32 master copy: section 3.1. How a
 # tensor is divided: `fully_shard` splits the first dimension as `torch.chunk` does and pads it, so that each rank has ceil(n / degree)
 # rows. Tensors that an optimizer keeps for a parameter: its page in https://docs.pytorch.org/docs/stable/optim.html.
 
@@ -231,7 +231,7 @@ def elements(model: Model, layout: Layout, *, sharded: bool) -> float:
         dense = sum(
             math.ceil(shape[0] / degree) * math.prod(shape[1:]) if shape else 1 for shape in model.shapes.values()
         )
-    # What is divided over `shard` depends on the stage, and was counted above.
+    # The stage decides which tensors `shard` divides; `degree` above has counted it.
     over_dense = [name for name in axes_with(divides_dense=True) if name != "shard"]
     over_experts = [name for name in axes_with(divides_experts=True) if name != "shard"]
     return dense / axes.degree(*over_dense) + model.experts / degree / axes.degree(*over_experts)

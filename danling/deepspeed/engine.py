@@ -107,7 +107,7 @@ def flat_parameters(engine: Any) -> list[Tensor]:
 
 
 def gradient_shares(engine: Any) -> list[Tensor]:
-    """Return this rank's share of the averaged gradient after the last backward of a window; changed in place, it is what is applied."""
+    """Return this rank's share of a window's averaged gradient after its last backward: the tensors that the optimizer applies."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):  # bfloat16 weights under stage 1
         return list(optimizer.fp32_groups_gradient_flat_partition)

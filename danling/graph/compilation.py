@@ -151,8 +151,8 @@ def _forward_and_loss(model: object, loss: Any, inputs: object, target: Any) -> 
 class GraphCompilation(Compilation):
     """Compiles forward and loss under a memory policy.
 
-    Every size of a batch has its own graph unless `dynamic` is set: what is computed with a batch then depends on nothing that the
-    process has seen before, and a run that is resumed in the middle of an epoch computes the same.
+    Every size of a batch has its own graph unless `dynamic` is set: the results of a batch then depend on nothing that the process
+    has seen before, and a run that is resumed in the middle of an epoch computes the same.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class CanonicalReduceScatter(ReduceScatter):
 def exchange_shards(model: nn.Module, sums: CanonicalSum) -> list[CanonicalReduceScatter]:
     """Let the modules that FSDP2 wraps add gradients in one order, and return what does it. Call on all ranks."""
     owners: dict[int, Any] = {}
-    for module in sharded_modules(model):  # outer ones come before inner ones, which own what they have
+    for module in sharded_modules(model):  # outer ones come before inner ones, which own their parameters
         owners.update({id(parameter): module for parameter in cast(nn.Module, module).parameters()})
     named: dict[Any, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -111,7 +111,7 @@ class CanonicalMeshReduction(MeshReduction):
         self.sums.check_open()
 
     def context(self, *, last: bool) -> AbstractContextManager[object]:
-        """Let FSDP2 reduce every micro-batch, and drop what it has reduced before: the last one brings the sum."""
+        """Let FSDP2 reduce every micro-batch, and drop the gradients of earlier ones: the last one brings the sum."""
         for exchange in self.exchanges:
             for parameter in exchange.parameters.values():
                 parameter.grad = None
@@ -130,7 +130,7 @@ class CanonicalMeshReduction(MeshReduction):
         present = [parameter for parameter in self.copies.parameters if parameter.grad is not None]
         domain, sizes = None, [parameter.numel() for parameter in present]
         if self.exchanges:
-            # What every rank has whole is counted by the first one.
+            # The first rank counts the gradients that every rank has whole.
             domain, first = self.topology.optimizer, self.topology.optimizer.rank == 0
             pairs = zip(gradients, present)
             gradients = [g if first or is_sharded(p) else g.new_empty(0) for g, p in pairs]

@@ -229,7 +229,7 @@ def _prune(module: nn.Module, prefix: str, part: set[str]) -> None:
         path = f"{prefix}{name}"
         if path in part:
             continue
-        # A container is kept, since `forward` may go through it: of what it holds nothing is left.
+        # Keep a container, since `forward` may go through it, and replace the modules in it.
         listing = type(child) is nn.Sequential or isinstance(child, (nn.ModuleList, nn.ModuleDict))
         only_holds = listing and not child._parameters and not child._buffers
         if any(other.startswith(f"{path}.") for other in part) or only_holds:

@@ -59,18 +59,18 @@ if TYPE_CHECKING:
 
 
 class ShardedModelStates(ModelStates):
-    """Reads and writes what this rank holds of a model."""
+    """Reads and writes this rank's parts of a model."""
 
     keeps_modes = False
 
     runner: ParallelRunner
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
-        """Load weights by canonical name into what this rank holds. Called on all ranks."""
+        """Load weights by canonical name into this rank's parts. Called on all ranks."""
         super().load_model(self._share_of(state, self.model_state()), partial=partial)
 
     def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
-        """Restore the averaged weights of what this rank holds. Called on all ranks."""
+        """Restore the averaged weights of this rank's parts. Called on all ranks."""
         weights = self._share_of(state["weights"], self.averages().weights)
         super().load_ema({**state, "weights": weights}, partial=partial)
 

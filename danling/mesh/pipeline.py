@@ -142,7 +142,7 @@ _REFUSED = -1
 """The number of samples that the rank with the first stage sends if it cannot take the input."""
 
 LossFunction = Callable[[Tensor, int], Tensor]
-"""Takes the output of a micro-batch and its place in the batch; returns what is back-propagated."""
+"""Takes the output of a micro-batch and its place in the batch; returns the tensor to back-propagate."""
 
 
 @dataclass(frozen=True)

@@ -119,13 +119,13 @@ class ParameterCopies:
         scatter(flat, [piece if p.grad is None else local_part(p.grad) for p, piece in zip(parameters, pieces)])
 
     def gradients(self) -> list[Tensor]:
-        """Return what this rank holds of the gradients that exist."""
+        """Return this rank's parts of the gradients that exist."""
         return [local_part(p.grad) for p in self.parameters if p.grad is not None]
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of the gradient of the whole model, 0-dim float64. Call on all ranks.
 
-        Every rank adds the squares of what it holds, divided by the number of ranks that hold the same, in one collective over
+        Every rank adds the squares of its parts, divided by the number of ranks with the same part, in one collective over
         all of them; so no mixture of meshes matters, and a NaN on one rank is a NaN on all.
         """
         grads = [(local_part(p.grad), copies) for p, copies in zip(self.parameters, self._copies) if p.grad is not None]

@@ -91,7 +91,7 @@ class RunMirror:
             raise
 
     def begin(self) -> None:
-        """Copy what is on the disk and not in the store yet: what the run goes on from is safe before its first save. On all ranks."""
+        """Copy the checkpoints that the store lacks: the one that the run goes on from is safe before its first save. On all ranks."""
         self._manager.on_main(self._begin)
 
     def _begin(self) -> None:
@@ -103,7 +103,7 @@ class RunMirror:
                 f"Expected {self.run.url} to hold no run, since this one begins from scratch. Received: one at step {newest.step}. Set "
                 "auto_resume=true to go on from it, or give this run another lineage."
             )
-        # All that is asked of the store is asked before the thread begins, which follows what is there from then on.
+        # Ask the store for everything before the thread begins, which tracks the objects from then on.
         newest_there = [r for r in self.run.records if r.name != "model"]
         if newest_there:
             self.mirror.committed_step = max(newest_there, key=lambda record: record.sequence).step
@@ -157,7 +157,7 @@ class FileMirror:
         self._unread: set[str] = set()
 
     def copy(self) -> None:
-        """Copy what has changed. A file that is being written to goes up as it is now, and again the next time."""
+        """Copy the files that have changed. A file that is being written to goes up as it is now, and again the next time."""
         for path in run_files(self._directory):
             name = path.relative_to(self._directory).as_posix()
             try:
@@ -167,7 +167,7 @@ class FileMirror:
                 state = (found.st_size, found.st_mtime_ns)
                 if self._copied.get(name) == state:
                     continue
-                # Read at once: what is appended meanwhile must not go up in part.
+                # Read the whole file at once: a line appended meanwhile must not go up in part.
                 content = path.read_bytes()
             except FileNotFoundError:
                 continue

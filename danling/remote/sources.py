@@ -31,7 +31,7 @@ logger = logging.getLogger("danling")
 
 
 def bring_files(store: RemoteStore, layout: RunLayout, directory: Path, *, below: str = "") -> list[Path]:
-    """Bring what is missing in a run directory, or shorter there than in the store, so that its curves go on."""
+    """Bring the files that a run directory lacks, or has shorter than the store, so that its curves go on."""
     found = (
         (entry, entry.key[len(layout.files) + 1 :])
         for entry in store.list(layout.file(below) if below else layout.files)

@@ -10,10 +10,10 @@ Below `url/lineage[-code_id]/id/` is what the run directory has, under the same 
     checkpoints/<name>                           the name of the target that `latest`, `best`, ... lead to
     files/<path>                                 the run's other files, below the path that they have in the run directory
 
-What is visible when: a file checkpoint counts under a name when the manifest of that name is there. It is put after the object that it
+Order of puts: a file checkpoint counts under a name when the manifest of that name is there. It is put after the object that it
 names, and the one of `latest` is put last, as on the disk. A target counts when its manifest is there; it is put after all other files of
 the target, and before the pointers. Every one of these puts is atomic, so that nothing that counts is ever incomplete.
-What is removed goes in the reverse order: pointer or manifest first, contents last. An object that no manifest names, and files of a target
+Removal goes in the reverse order: pointer or manifest first, contents last. An object that no manifest names, and files of a target
 without a manifest, are what a killed upload leaves; the next writer removes them."""
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def chosen(run: StoredRun, name: str, file: bool | None) -> Described:
 class RemoteRun:
     """The checkpoints of one run in a store.
 
-    What is there is listed once, and followed from then on: this process is the only one that writes. After an error it is listed anew,
+    It lists the objects once and tracks its own changes from then on: no other process writes. After an error it lists them anew,
     since a request whose answer was lost may have been carried out.
     """
 

@@ -173,7 +173,7 @@ class Progress:
             self._curves.curve(step, result)
 
     def write_last(self) -> None:
-        """Write the line of the last metrics, if it was withheld: what is said next is the end."""
+        """Write the line of the last metrics, if it was withheld: only the end follows."""
         if self._withheld is not None:
             self._write(self._withheld)
 

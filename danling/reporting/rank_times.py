@@ -102,7 +102,7 @@ class RankTimes:
     def judge(self, rows: Sequence[Sequence[float]]) -> SlowRank | None:
         """Return the rank that holds the others up, if it costs more than the share, with these rows and those before them.
 
-        Times that were sampled are uncertain: what is too little to tell is kept until more was seen.
+        Sampled times are uncertain: rows that are too few to tell are kept, and later ones add to them.
         """
         if len(self._pending) != len(rows):
             self._pending = [[0.0] * len(row) for row in rows]

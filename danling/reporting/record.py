@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _VARIABLES = re.compile(
     r"((OMP|MKL|OPENBLAS|CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH)_[A-Z0-9_]+|WORLD_SIZE|PYTHONHASHSEED)"
 )
-# Secrets, and what is another one at each start and changes nothing.
+# Secrets, and variables that differ at each start and change nothing.
 _LEFT_OUT = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|^TORCHELASTIC_|^TORCH_FR_|_(PORT|ADDR|ID|FILE|DIR)$")
 _MOST_PARTS = 12
 """So many parts of a model are named, the largest first."""

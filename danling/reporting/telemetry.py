@@ -39,7 +39,7 @@ class Shared:
 class Telemetry:
     """Figures of the updates between two logs, from clock readings and host numbers.
 
-    What is called at each update adds plain numbers; everything else is computed when a log is due. Nothing here waits for the device or
+    The calls of each update add plain numbers; everything else is computed when a log is due. Nothing here waits for the device or
     communicates before that: then `share` is one collective, and a `grad_norm` on the device is read in `report`.
 
     Args:

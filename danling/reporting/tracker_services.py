@@ -128,7 +128,7 @@ class WandbTracker:
         self.run.log({name: float(value) for name, value in values.items()}, step=step)
 
     def flush(self) -> None:
-        """The process of wandb holds what was sent, and outlives this one."""
+        """The process of wandb keeps the values that were sent, and outlives this one."""
 
     def set_status(self, status: RunStatus) -> None:
         """Keep with which exit code the run is to be finished; a sweep is told at once of one that is preempted, and starts it again."""

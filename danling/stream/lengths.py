@@ -10,8 +10,8 @@ from torch.utils.data import Sampler
 class EqualLengthBatches(Sampler[list[int]]):
     """Batches of indices of samples of one length each, for `build_datasampler` of a producer.
 
-    A batch is yielded when it is full, so that the order of the log stays near that of the dataset; what is left of each length comes at
-    the end, the shortest first. The order is a function of the lengths alone, and the same when a producer is started again.
+    A batch is yielded when it is full, so that the order of the log stays near that of the dataset; the remaining samples of
+    each length come at the end, the shortest first. The order is a function of the lengths alone; a producer that starts again has it too.
 
     Args:
         lengths: Length of each sample of the dataset, such as its number of tokens.

@@ -93,8 +93,8 @@ class StreamLoader:
 
     - `retain="checkpoint"`: when a checkpoint behind them is on the disk. After a crash of either side, at any instant, the run goes on
       bitwise as if nothing had happened. The producer must be allowed at least as many samples ahead as are trained on between two saves.
-    - `retain="step"`: after the update, for features that are too large to be kept. A resumed run lacks what is between its checkpoint
-      and where it was killed; `on_gap` says what then.
+    - `retain="step"`: after the update, for features that are too large to be kept. A resumed run lacks the features between its
+      checkpoint and the place where it was killed; `on_gap` says what it does then.
     - `retain="all"`: never. The log may be read as often as one likes, by several runs once it is complete.
 
     Args:
@@ -167,7 +167,7 @@ class StreamLoader:
         """Seconds that this process has waited for the producer, and those that `metrics` has returned."""
         self._pool: ThreadPoolExecutor | None = None
         self._owns: bool | None = None
-        """Whether it may free what it has read; `None` before the log was asked."""
+        """Whether it may free the samples that it has read; `None` before it asked the log."""
         self._durable = 0
         self._lock = threading.Lock()
         self._thread = threading.get_ident()
@@ -479,7 +479,7 @@ class StreamLoader:
     # Freeing
 
     def commit_state(self, state: Mapping[str, Any]) -> None:
-        """Free what is before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
+        """Free the features before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
         if self.retain != "step":
             self.commit(int(state["consumed"]) if int(state["epoch"]) == 0 else _WHOLE_LOG)
 
@@ -498,7 +498,7 @@ class StreamLoader:
             self.free()
 
     def free(self) -> None:
-        """Free what is due; called in the thread that reads."""
+        """Free the features that are due; called in the thread that reads."""
         with self._lock:
             position = self._durable
         if not self._place.is_main or not position:
@@ -562,7 +562,7 @@ class StreamLoader:
         }
 
     def close(self) -> None:
-        """Free what is due, and end the thread that reads ahead. Store and channel belong to who made them."""
+        """Free the features that are due, and end the thread that reads ahead. Store and channel belong to the code that made them."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None

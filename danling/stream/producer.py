@@ -86,8 +86,8 @@ def check_like(sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str,
     """Refuse features that cannot be batched with those of the first sample of the log.
 
     Names, dtypes and numbers of dimensions are the same in all samples, and so is the last dimension, the width of a state. Other
-    dimensions, such as the length of a sequence, may differ; so may the only dimension of integers, and of what is as long as another
-    feature of the first sample, such as a mask over its tokens.
+    dimensions, such as the length of a sequence, may differ; so may the only dimension of integers, and of features as long as
+    another one of the first sample, such as a mask over its tokens.
     """
     for name in sorted({**specs, **first}):
         one, other = specs.get(name), first.get(name)
@@ -150,7 +150,7 @@ class Publisher:
                 self._first = before[0].tensors if before else specs
             check_like(sample.id, specs, self._first)
             allowed = {} if self._max_in_flight is None else {_ALLOWED: self._max_in_flight}
-            # The same when the producer is started again, on any number of ranks, so that what it has left behind is found.
+            # A producer that starts again, on any number of ranks, makes the same name and finds the objects it left.
             name = hashlib.sha256(f"{self._channel.name}\0{sample.id}".encode()).hexdigest()[:40]
             refs.append(SampleRef(sample.id, name, specs, {**sample.meta, **allowed}))
         return refs
@@ -162,7 +162,7 @@ class Publisher:
         try:
             self._store.put_many({ref.object_id: sample.features for ref, sample in new})
         except (BufferError, TypeError, ValueError):
-            # One by one, which says of each sample what is wrong, and skips those that are stored.
+            # Store them one by one: an error then concerns one sample, and samples in the log are skipped.
             for ref, sample in new:
                 self._put(ref, sample.features)
         return self._channel.append([ref for ref, _ in new])
@@ -502,7 +502,7 @@ class FeatureProducer(Runner):
         self._write_standing()
 
     def fail_production(self, error: BaseException) -> None:
-        """Say in the log that the producer has failed, and why; what is wrong with the log does not hide it. May be called on one rank.
+        """Say in the log that the producer has failed, and why; an error of the log does not hide the failure. May be called on one rank.
 
         Args:
             error: Why.

@@ -36,8 +36,8 @@ def record_failures() -> bool:
     A script that is wrapped in torch's `record` has written its own, which stays. The hook is set once a process and remains: an exception
     may come after the runner has closed.
 
-    A rank that fails only since another one has gone waits a moment first, in which torchrun ends it: what is seen last
-    is the traceback that explains the others.
+    A rank that fails only since another one has gone waits a moment first, in which torchrun ends it: the last traceback
+    on the screen is the one that explains the others.
 
     Returns:
         Whether this process is one of torchrun's.

@@ -56,7 +56,7 @@ _STOPPED_SECONDS = 5.0
 """A look that comes so late says that this process was stopped, or its machine asleep."""
 
 WARNING, LIMIT = "warning", "limit"
-"""What is said: that an update takes far longer than others, and that the time limit of a collective is near."""
+"""The two alarms: an update takes far longer than others, and the time limit of a collective is near."""
 
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -83,13 +83,13 @@ _EXCUSES = {
     "waiting for a stream": (f"{DANLING}stream{os.sep}",),
     "waiting for other replica groups": (f"{DANLING}torchft{os.sep}", f"{os.sep}torchft{os.sep}"),
 }
-"""What may take any time, by what the path of a source file has in it."""
+"""Activities that may take any time, with parts of the paths of their source files."""
 
 
 @dataclass(frozen=True)
 class RankState:
     """What a rank does while no update ends: whether it sleeps within communication, in which collective and where that was called, where
-    it is and its stack, why this may take any time, what it has said of it (`""`, `WARNING` or `LIMIT`), and when it noted this.
+    it is and its stack, why this may take any time, the alarm that it has raised (`""`, `WARNING` or `LIMIT`), and when it noted this.
     """
 
     rank: int
@@ -400,7 +400,7 @@ def report(head: str, signs: Mapping[int, RankState | None], silent: Mapping[int
 
 
 def _alike(there: Mapping[int, RankState], key: Callable[[RankState], str]) -> list[tuple[str, list[int]]]:
-    """Return ranks in groups that are alike, each with what is alike."""
+    """Return groups of ranks that have the same key, each with this key."""
     found: dict[str, list[int]] = {}
     for rank, sign in there.items():
         found.setdefault(key(sign), []).append(rank)
@@ -483,7 +483,7 @@ def spot(frame: FrameType) -> str:
 
 
 def stack_text(frame: FrameType | None) -> str:
-    """Return a stack as Python prints it, the innermost frame last; of a long one what is nearest."""
+    """Return a stack as Python prints it, the innermost frame last; of a long one the innermost frames."""
     return "".join(traceback.format_stack(frame, _MOST_FRAMES)) if frame is not None else ""
 
 

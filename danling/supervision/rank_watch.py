@@ -73,7 +73,7 @@ class WatchedThread:
             self._file = None
 
     def frame(self) -> FrameType | None:
-        """Return its innermost frame; to be dropped at once, since it keeps alive what its function holds."""
+        """Return its innermost frame; to be dropped at once, since it keeps the variables of its function alive."""
         return sys._current_frames().get(self.ident)
 
     def sleeps(self) -> bool | None:
@@ -225,7 +225,7 @@ class RankWatch(Observer):
     # What was seen
 
     def look(self) -> str:
-        """Look once: what is seen counts for the time since the last look. Return it."""
+        """Look once, count the time since the last look for the activity that it sees, and return that activity."""
         now = self._clock()
         seconds, self._last = now - self._last, now
         part = self.part()

@@ -53,7 +53,7 @@ class OwnPositions:
         self.manager.save_checkpoint(payload, epoch=train.epoch, global_step=train.global_step, history=True)
 
     def load(self) -> None:
-        """Restore what this group has saved last at or before the step of the run.
+        """Restore the position that this group saved last, at or before the step of the run.
 
         A position that belongs to an earlier step than the weights is taken only for loaders that keep their own state on each
         rank: groups whose common position differed would end their passes at different updates.

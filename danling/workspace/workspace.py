@@ -107,9 +107,10 @@ class Workspace:
         return attempts[-1] if attempts else None
 
     def create(self) -> None:
-        """Create the run directory on the main process; what is below it is created by those who write it.
+        """Create the run directory on the main process; each writer creates its own files below it.
 
-        What has the name of a file or directory of the run and is none, such as a named pipe, is moved aside: it would block a restart.
+        It moves aside entries that have the name of a file or directory of the run and are none, such as a named pipe: they would block
+        a restart.
         """
         if not self.is_main:
             return
@@ -245,7 +246,7 @@ class RunPlace:
         return (*named, config.resume, config.auto_resume, config.checkpoint.dir_name, self._part())
 
     def open(self, *, code_id: str | None, config_id: str, timestamp: str) -> Workspace:
-        """Become the writer of the run directory, create it, and remove what a killed attempt has left in it.
+        """Become the writer of the run directory, create it, and remove the files that a killed attempt has left in it.
 
         The directory is chosen anew where a place in the configuration has changed since.
         """

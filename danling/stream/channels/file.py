@@ -28,16 +28,16 @@ _FIRST_LOOK_SECONDS = 120.0
 """How long the first look at a log waits for a process that writes, longer than a file server keeps a lock of a machine that has died."""
 
 _LATER_LOOK_SECONDS = 0.5
-"""How long later looks wait, of which each has what the one before has seen; a trainer must hear of signals meanwhile."""
+"""How long later looks wait: each has the lines that the one before has seen; a trainer must hear of signals meanwhile."""
 
 
 class FileChannel(RefChannel):
     """A log in `log.jsonl` of a directory: a line a sample, and lines that say how it ended and that it goes on.
 
     Lines are appended and synced under a lock, which keeps other producers out, and readers too: they see an append that is whole, or
-    nothing of it. Where a producer hangs in an append, readers go on with what they have seen. What a killed producer has left of a line
-    is no line: readers skip it, and the next producer cuts it off. Readers keep 8 bytes a sample in memory, producers about 100. The
-    watermark and the run that owns the log are in small files next to it.
+    nothing of it. Where a producer hangs in an append, readers go on with the lines they have seen. A line that a killed producer left
+    unfinished does not count: readers skip it, and the next producer cuts it off. Readers keep 8 bytes a sample in memory, producers about
+    100. The watermark and the run that owns the log are in small files next to it.
 
     Args:
         path: The directory, which is made.

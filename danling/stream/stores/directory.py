@@ -213,7 +213,7 @@ class DirectoryStore(FeatureStore):
             return total
 
     def _note(self, total: int | None) -> None:
-        # Neither atomic nor durable: what is cut short, or finds no room, is no JSON, and is counted anew.
+        # Neither atomic nor durable: a file cut short by a kill or a full disk is no JSON, and `_count` counts anew.
         with suppress(OSError):
             self._usage_file.write_text("" if total is None else json.dumps({"bytes": total}))
 
