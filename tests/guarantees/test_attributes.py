@@ -12,7 +12,7 @@ from support.attributes import CASES, keep
 from support.engines import needs_deepspeed
 from support.processes import run_outcomes, run_processes
 
-LAYOUTS = {"ddp-2": ("ddp", 2), "fsdp-2": ("fsdp", 2), "dcp-2": ("dcp", 2), "zero-2": ("zero", 2)}
+LAYOUTS = {"ddp-1": ("ddp", 1), "ddp-2": ("ddp", 2), "fsdp-2": ("fsdp", 2), "dcp-2": ("dcp", 2), "zero-2": ("zero", 2)}
 WHAT = [*CASES, "weights", "requires_grad", "buffers", "ties"]
 
 pytestmark = pytest.mark.timeout(300)
@@ -31,6 +31,7 @@ def _rest(stack: str, root: str, more: dict[str, Any] | None = None, constant: i
 @pytest.mark.parametrize(
     "layout",
     [
+        "ddp-1",
         "ddp-2",
         "fsdp-2",
         pytest.param("dcp-2", marks=pytest.mark.slow),
