@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from danling.audit.divergence import Comparison, Divergence, Pair, compare_runs, loss_differences
-from danling.workspace.plots import draw_differences, png
 from danling.workspace.runs import Run
 
 from .output import (
@@ -28,6 +27,7 @@ from .output import (
     print_table,
     write_drawing,
 )
+from .plot import draw_differences, png
 from .source import one_run
 
 

@@ -18,9 +18,9 @@ from support.recorded import record_run
 from support.remote_runs import upload_run
 from support.toys import TracingRunner
 
+from danling.cli.explain import explain
 from danling.cli.main import main
 from danling.remote import RunLayout, open_store
-from danling.workspace.explain import explain
 from danling.workspace.runs import Run
 
 MORE = {"scheduler": {"type": "cosine", "warmup_steps": 3}, "max_grad_norm": 0.5, "pretrained": None}

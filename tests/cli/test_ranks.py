@@ -9,8 +9,8 @@ import pytest
 from support.remote_runs import upload_run
 
 from danling.cli.main import main
+from danling.cli.plot import group
 from danling.remote import RunLayout, open_store
-from danling.workspace.plots import group
 from danling.workspace.runs import Run
 
 LINES: list[dict[str, object]] = [

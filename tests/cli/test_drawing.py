@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from danling.workspace.plots import draw_curves, group, png, smoothed
-from danling.workspace.report import html_report
+from danling.cli.plot import draw_curves, group, html_report, png, smoothed
 from danling.workspace.runs import Run
 
 
