@@ -1,13 +1,15 @@
-"""Accelerate beneath the library's update: its accelerator, how it prepares model and optimizer, and the gradient that goes through it."""
+"""Accelerate beneath the library's update: its settings, the accelerator, how it prepares a model, and the gradient that goes through it."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +19,149 @@ from danling.distributed import Domain, LaunchEnvironment
 from danling.training.preparation import ModelPreparation
 from danling.training.reduction import DDPReduction, NamedParameters
 from danling.training.update import NonFiniteError
+from danling.utils.messages import did_you_mean
 from danling.utils.protocols import SteppedOptimizer
 
-from .settings import AccelerateSettings, check_arguments
+AutocastPrecision = Literal["fp16", "bf16"]
+
+_DECIDED = {
+    "gradient_accumulation": "Set accum_steps, which weighs each micro-batch.",
+    "step_scheduler_with_optimizer": "Set scheduler.interval.",
+    "split_batches": "Set dataloader.global_batch_size.",
+    "dataloader_config": "Use the settings under dataloader.",
+    "rng_types": "Set seed: every random stream is the library's.",
+    "device_placement": "Leave it out: the library places models and batches.",
+    "log_with": "Set tensorboard or wandb.enabled, or call runner.add_tracker.",
+    "project_": "Set dir.",
+    "kwargs_handlers": "Override `accelerate_kwargs`, which may return objects.",
+    "dynamo": "Set compile.enable and compile.backend, which keep the names of parameters.",
+    "deepspeed": "Set stack='deepspeed', whose section `deepspeed` takes the same configuration.",
+    "megatron": "Set stack='deepspeed' or stack='parallel', which divide a model themselves.",
+    "fsdp": "Set stack='parallel' and parallel.axes.shard, which is FSDP2; on the CPU Accelerate would train each rank alone.",
+    "torch_tp": "Set stack='parallel' and the degrees under parallel.axes.",
+    "parallelism": "Set stack='parallel' and the degrees under parallel.axes.",
+    "fp8_config": "Start with `accelerate launch --config_file`, which reads it, or return a recipe from `accelerate_kwargs`.",
+    "xla": "Set stack='ddp' on another device: the collectives of an update go through torch.distributed, of which XLA has none here.",
+    "tpu": "Set stack='ddp' on another device: the collectives of an update go through torch.distributed, of which XLA has none here.",
+    "autocastkwargs": "Set precision, or override `forward_context`.",
+    "gradscalerkwargs": "Set precision='fp16', whose scaler is runner.precision.scaler.",
+    "initprocessgroupkwargs": "Set backend, init_method or comm.init_timeout_seconds.",
+    "profilekwargs": "Set profiling.enabled.",
+}
+"""How to set what the library decides, by a part of Accelerate's name of an argument, variable, distributed type or handler."""
+_VARIABLES = (
+    "GRADIENT_ACCUMULATION_STEPS",
+    "DYNAMO_BACKEND",
+    *(f"USE_{name}" for name in ("DEEPSPEED", "MEGATRON_LM", "FSDP", "PARALLELISM_CONFIG")),
+)
+_NEUTRAL = ("", "no", "none", "false", "0", "1", "{}", "[]")
+"""Values under Accelerate's names that change nothing."""
+_MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class AccelerateSettings:
+    """The settings for Accelerate, without those that the library's own keys replace.
+
+    Attributes:
+        precision: Autocast of the run: `config.precision`, else that of Accelerate's settings.
+        fp8: Whether Accelerate is to train in fp8, which it does itself.
+        cpu: Whether the CPU is asked for, also where there is another device.
+        num_processes: Number of processes that its file says, `None` without one.
+    """
+
+    precision: AutocastPrecision | None = None
+    fp8: bool = False
+    cpu: bool = False
+    num_processes: int | None = None
+
+
+def read_settings(
+    section: Mapping[str, object],
+    environment: Mapping[str, str],
+    *,
+    precision: AutocastPrecision | None,
+) -> AccelerateSettings:
+    """Return what a section or file of Accelerate's and its environment ask for.
+
+    Raises:
+        ValueError: If a key is unknown to Accelerate, or a setting is one that the library decides; the key to set is named.
+    """
+    if section:
+        accelerator = import_module("accelerate").Accelerator
+        cluster = import_module("accelerate.commands.config.config_args").ClusterConfig
+        known = {*inspect.signature(accelerator).parameters, *(field.name for field in fields(cluster))}
+        for name in section:
+            if name not in known:
+                raise ValueError(
+                    "Expected arguments of Accelerator, or keys of a file that `accelerate config` writes. Received: "
+                    f"accelerate.{name}.{did_you_mean(name, known)}"
+                )
+    asked = {f"accelerate.{name}": value for name, value in section.items()}
+    asked |= {name: environment.get(name) for name in (f"ACCELERATE_{variable}" for variable in _VARIABLES)}
+    for name, value in asked.items():
+        kind = str(value) if name == "accelerate.distributed_type" else name.partition("accelerate.")[2] or name
+        if _asks(value) and _mend(kind) is not None:
+            raise _decided(f"{name}={value!r}", kind)
+    modes = {
+        "accelerate.mixed_precision": section.get("mixed_precision"),
+        "ACCELERATE_MIXED_PRECISION": environment.get("ACCELERATE_MIXED_PRECISION"),
+    }
+    given = {name: str(value).lower() for name, value in modes.items() if _asks(value)}
+    for name, asked_mode in given.items():
+        if asked_mode not in ("fp16", "bf16", "fp8"):
+            raise ValueError(f"Expected {name} to be 'no', 'fp16', 'bf16' or 'fp8'. Received: {asked_mode!r}.")
+    if precision is not None:
+        given = {"precision": precision, **given}
+    if len(set(given.values())) > 1:
+        received = " and ".join(f"{name}={mode!r}" for name, mode in given.items())
+        raise ValueError(f"Expected one precision. Received: {received}. Leave one of them out.")
+    mode = next(iter(given.values()), None)
+    processes = section.get("num_processes")
+    return AccelerateSettings(
+        precision=None if mode == "fp8" else cast("AutocastPrecision | None", mode),
+        fp8=mode == "fp8",
+        cpu=any(map(_asks, (section.get("cpu"), section.get("use_cpu"), environment.get("ACCELERATE_USE_CPU")))),
+        num_processes=None if processes in (None, -1) else int(str(processes)),
+    )
+
+
+def check_launch(settings: AccelerateSettings, environment: Mapping[str, str], *, world_size: int) -> None:
+    """Refuse a start with another number of processes than was asked for; no process has joined a group yet.
+
+    `accelerate launch --cpu --num_processes 2` starts one process without an error. Only the address of the others in its environment
+    shows it.
+    """
+    asked = settings.num_processes
+    if asked is not None and asked not in (0, world_size):
+        raise ValueError(
+            f"Expected as many processes as accelerate.num_processes={asked}. Received: WORLD_SIZE={world_size}. Start with "
+            f"torchrun --nproc-per-node {asked}, or leave num_processes out."
+        )
+    if world_size > 1 or "RANK" in environment:
+        return
+    signs = [name for name in _MPI_SIZES if environment.get(name, "1") not in ("", "1")]
+    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
+        signs += [name for name in ("MASTER_PORT",) if name in environment]
+    if signs:
+        raise ValueError(
+            f"Expected the processes that were asked for. Received: {signs[0]}={environment[signs[0]]}, and no RANK: a launcher that "
+            "starts one process, or does not say which one of several this is, as `accelerate launch` does on the CPU. Start with torchrun "
+            "--nproc-per-node N; for one process, unset MASTER_ADDR and MASTER_PORT."
+        )
+
+
+def _asks(value: object) -> bool:
+    return value if isinstance(value, bool) else value is not None and str(value).lower() not in _NEUTRAL
+
+
+def _mend(name: str) -> str | None:
+    return next((mend for part, mend in _DECIDED.items() if part in name.lower()), None)
+
+
+def _decided(received: str, name: str) -> ValueError:
+    return ValueError(f"Expected the library to decide this. Received: {received}. {_mend(name)}")
+
 
 _users = 0
 """How many runners of this process use Accelerate's shared state; the last one resets it."""
@@ -35,7 +177,7 @@ def import_accelerate() -> Any:
     return import_module("accelerate")
 
 
-def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, more: Mapping[str, object]) -> Any:
+def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, more: Mapping[str, Any]) -> Any:
     """Return an accelerator with the rank and the device of this process. Call on all ranks, after the process group was joined."""
     global _users
     accelerate = import_accelerate()
@@ -44,7 +186,10 @@ def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, mo
             "Expected the runner to make the Accelerator of this process, whose state all of them share. Received: one that was made "
             "before. Use runner.accelerator instead of it."
         )
-    check_arguments(more)
+    handlers = [type(handler).__name__ for handler in more.get("kwargs_handlers") or ()]
+    for name in (*handlers, *(name for name in more if name != "kwargs_handlers")):
+        if _mend(name) is not None:
+            raise _decided(f"{name} from accelerate_kwargs", name)
     # Also under a launcher one process is one process to Accelerate, which would make a group of it that nothing leaves.
     hidden = {} if launch.world_size > 1 else {name: os.environ[name] for name in ("LOCAL_RANK",) if name in os.environ}
     for name in hidden:
@@ -89,17 +234,12 @@ def check_place(accelerator: Any, settings: AccelerateSettings, launch: LaunchEn
             f"mixed_precision={accelerator.mixed_precision!r} instead. Set precision='bf16'."
         )
     if launch.world_size > 1:
-        check_backend(accelerator.device.type, str(dist.get_backend_config()))
-
-
-def check_backend(device_type: str, backends: str) -> None:
-    """Refuse a process group that has no collectives for a device."""
-    if device_type not in [pair.partition(":")[0] for pair in backends.split(",")]:
-        usual = dist.Backend.default_device_backend_map.get(device_type, "NAME")
-        raise ValueError(
-            f"Expected a process group with collectives for the device that Accelerate picked. Received: device={device_type!r}, "
-            f"backend={backends!r}. Set backend='cpu:gloo,{device_type}:{usual}'."
-        )
+        device, backends = accelerator.device.type, str(dist.get_backend_config())
+        if device not in [pair.partition(":")[0] for pair in backends.split(",")]:
+            raise ValueError(
+                f"Expected a process group with collectives for the device that Accelerate picked. Received: device={device!r}, "
+                f"backend={backends!r}. Set backend='cpu:gloo,{device}:{dist.Backend.default_device_backend_map.get(device, 'NAME')}'."
+            )
 
 
 def release_accelerator() -> None:

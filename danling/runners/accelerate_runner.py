@@ -12,11 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from danling.accelerate.accelerator import (
     AcceleratePreparation,
     AccelerateReduction,
+    AccelerateSettings,
+    check_launch,
     import_accelerate,
     open_accelerator,
+    read_settings,
     release_accelerator,
 )
-from danling.accelerate.settings import AccelerateSettings, check_launch, read_settings
 from danling.config import RunnerConfig
 from danling.distributed import LocalDomain, world_of
 from danling.training import GradientReduction
@@ -49,7 +51,7 @@ class AccelerateRunner(TorchRunner):
         own = super().adopt_config(config)
         import_accelerate()
         section = own.plain()["accelerate"] or {}
-        settings = read_settings(section, os.environ, precision=own.precision, accum_steps=own.accum_steps)
+        settings = read_settings(section, os.environ, precision=own.precision)
         own.precision = settings.precision
         if settings.fp8:
             own.accelerate.mixed_precision = "fp8"
