@@ -1,4 +1,4 @@
-"""Accelerate beneath the library's update: its settings, the accelerator, how it prepares a model, and the gradient that goes through it."""
+"""Accelerate beneath the library's update: its settings, the accelerator, how it prepares a model, and its gradient."""
 
 from __future__ import annotations
 
