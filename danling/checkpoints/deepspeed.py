@@ -35,7 +35,7 @@ from .store import RUNNER_FILE, SUMS, TargetStore, is_engine_target
 from .torch_files import check_format, read_file
 
 if TYPE_CHECKING:
-    from danling.deepspeed.model_states import EngineFiles
+    from danling.deepspeed.preparation import EngineFiles
 
 CLIENT_STATE = "danling"
 """Key of the runner's state in the engine's model file."""

@@ -19,8 +19,9 @@ from danling.deepspeed.engine_config import (
     uses_bf16_weights,
     zero_stage,
 )
-from danling.deepspeed.model_states import EngineFiles, EngineModelStates
 from danling.deepspeed.preparation import (
+    EngineFiles,
+    EngineModelStates,
     EnginePreparation,
     check_criterion,
     check_dtype,

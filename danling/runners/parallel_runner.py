@@ -17,7 +17,6 @@ from danling.checkpoints.reading import manager_named
 from danling.data import PLACEHOLDER
 from danling.distributed import Domain, LaunchEnvironment, Placement
 from danling.mesh import AXES, Axes, ParallelContext, Topology, axes_with, check_micro_batches, check_sequence
-from danling.mesh.canonical import CanonicalMeshReduction, CanonicalReduceScatter, exchange_shards
 from danling.mesh.fsdp import find_blocks, mixed_precision_policy, offload_policy, shard
 from danling.mesh.model_parts import (
     ModelParts,
@@ -31,10 +30,23 @@ from danling.mesh.model_parts import (
     tie,
     tied_names,
 )
-from danling.mesh.model_states import ShardedModelStates, keep_kinds_apart, rebind_optimizer
 from danling.mesh.pipeline import V_SCHEDULES, Pipeline, StagePlan, check_resharding, check_schedule
-from danling.mesh.preparation import MeshForward, MeshPreparation, initialize_weights
-from danling.mesh.reduction import MeshReduction, equalize, mesh_axes
+from danling.mesh.preparation import (
+    MeshForward,
+    MeshPreparation,
+    ShardedModelStates,
+    initialize_weights,
+    keep_kinds_apart,
+    rebind_optimizer,
+)
+from danling.mesh.reduction import (
+    CanonicalMeshReduction,
+    CanonicalReduceScatter,
+    MeshReduction,
+    equalize,
+    exchange_shards,
+    mesh_axes,
+)
 from danling.optim import JointOptimizer
 from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
 from danling.training.batches import call_model, count_samples

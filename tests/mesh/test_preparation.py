@@ -16,8 +16,7 @@ from danling.distributed import LocalDomain
 from danling.mesh import Topology
 from danling.mesh.fsdp import mixed_precision_policy, offload_policy
 from danling.mesh.model_parts import choose_parts, recompute_blocks, recomputes
-from danling.mesh.model_states import rebind_optimizer
-from danling.mesh.preparation import MeshPreparation, initialize_weights
+from danling.mesh.preparation import MeshPreparation, initialize_weights, rebind_optimizer
 
 CPU = torch.device("cpu")
 
