@@ -1,4 +1,4 @@
-"""Checkpoints: how they are arranged on disk (`store`), found (`directory`), written (`manager`, `dcp`, `deepspeed`), read (`reading`)."""
+"""Checkpoints: how they are arranged on disk (`store`), found (`directory`), written (`manager`, `dcp`), read (`reading`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from .dcp import TorchDistributedCheckpointManager
-    from .deepspeed import DeepSpeedCheckpointManager, export_deepspeed_checkpoint
     from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError, CheckpointMismatch, CheckpointNotFound
     from .exchange import export_weights, import_weights, read_model
     from .exclusion import exclude
@@ -20,7 +19,6 @@ else:
         __name__,
         {
             "dcp": ("TorchDistributedCheckpointManager",),
-            "deepspeed": ("DeepSpeedCheckpointManager", "export_deepspeed_checkpoint"),
             "errors": (
                 "CheckpointDamaged",
                 "CheckpointDiskError",
@@ -43,11 +41,9 @@ __all__ = [
     "CheckpointMismatch",
     "CheckpointNotFound",
     "CheckpointSettings",
-    "DeepSpeedCheckpointManager",
     "FileCheckpointManager",
     "TorchDistributedCheckpointManager",
     "exclude",
-    "export_deepspeed_checkpoint",
     "export_weights",
     "import_weights",
     "read_config",

@@ -19,34 +19,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("danling")
 
-BACKENDS = {
-    "file": ("torch_files", "manager.FileCheckpointManager"),
-    "dcp": ("dcp_files", "dcp.TorchDistributedCheckpointManager"),
-    "deepspeed": ("deepspeed", "deepspeed.DeepSpeedCheckpointManager"),
+READERS = {
+    "file": "danling.checkpoints.torch_files",
+    "dcp": "danling.checkpoints.dcp_files",
+    "deepspeed": "danling.deepspeed.checkpoints",
 }
-"""Each kind of checkpoint, as in `checkpoint.backend`: the module whose `read_payload` and `read_outline` read it, and its manager.
-
-They are named and not imported: torch takes its time, and to verify a checkpoint needs none of it."""
-
-
-def kind_of(path: Path) -> str:
-    """Return the kind of a file or target, a key of `BACKENDS`."""
-    if not path.is_dir():
-        return "file"
-    return "deepspeed" if is_engine_target(path) else "dcp"
+"""By the kind of a checkpoint: the module whose `read_payload` and `read_outline` read it. They are named and not imported: torch takes
+its time, to verify a checkpoint needs none of it, and the core imports no extension."""
 
 
 def manager_named(backend: str) -> type[CheckpointManager]:
-    """Return the manager that writes checkpoints of a kind."""
-    if backend not in BACKENDS:
-        raise ValueError(f"Expected one of {[*BACKENDS]}. Received: checkpoint.backend={backend!r}.")
-    module, _, name = BACKENDS[backend][1].partition(".")
-    found: type[CheckpointManager] = getattr(import_module(f"{__package__}.{module}"), name)
-    return found
+    """Return the manager that writes checkpoints of a backend."""
+    import danling.checkpoints as managers
+
+    return managers.FileCheckpointManager if backend == "file" else managers.TorchDistributedCheckpointManager
 
 
 def _reader(path: Path) -> Any:
-    return import_module(f"{__package__}.{BACKENDS[kind_of(path)][0]}")
+    kind = "file" if not path.is_dir() else "deepspeed" if is_engine_target(path) else "dcp"
+    return import_module(READERS[kind])
 
 
 def stores_in(directory: Path, *, first: type[CheckpointStore] = FileStore, run_id: str = "") -> list[CheckpointStore]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from danling.checkpoints.deepspeed import EngineTag, HashingFiles, consolidated_optimizer, consolidated_weights
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.exclusion import ExcludedFromLoading
 from danling.distributed import Domain
@@ -21,6 +20,7 @@ from danling.utils.protocols import SteppedOptimizer
 from danling.utils.tensors import canonical_name
 
 from . import engine as engines
+from .checkpoints import EngineTag, HashingFiles, consolidated_optimizer, consolidated_weights
 from .engine_config import uses_bf16_weights, zero_stage
 
 if TYPE_CHECKING:
@@ -308,22 +308,3 @@ class EngineModelStates(ModelStates):
             stored = state["param_groups"][names.index(set(own))]
             group.update({key: value for key, value in stored.items() if key != "params"})
         engines.load_full_states(engine, [(p, state["state"].get(name, {})) for name, p in self._trained().items()])
-
-
-class EngineFiles:
-    """What a checkpoint manager asks of an engine."""
-
-    def __init__(self, engine: Any, stage: int) -> None:
-        self.engine = engine
-        self.stage = stage
-        parameters = engine.module.parameters() if engine is not None else ()
-        self.state_bytes = 16 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
-        """Weights, float32 copies and two moments."""
-
-    def save(self, directory: str, tag: str, client_state: Mapping[str, object]) -> None:
-        """Write the files of a tag. Call on all ranks."""
-        self.engine.save_checkpoint(directory, tag=tag, client_state=dict(client_state), save_latest=False)
-
-    def writing_to(self, files: HashingFiles) -> AbstractContextManager[None]:
-        """Let `files` write what the engine saves."""
-        return engines.single_writer(self.engine, files)

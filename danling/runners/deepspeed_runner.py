@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from danling.checkpoints import CheckpointManager, DeepSpeedCheckpointManager
+from danling.checkpoints import CheckpointManager
 from danling.deepspeed import engine as engines
+from danling.deepspeed.checkpoints import DeepSpeedCheckpointManager
 from danling.deepspeed.engine_config import (
     EngineFacts,
     check_keys,
@@ -20,7 +21,6 @@ from danling.deepspeed.engine_config import (
     zero_stage,
 )
 from danling.deepspeed.preparation import (
-    EngineFiles,
     EngineModelStates,
     EnginePreparation,
     check_criterion,
@@ -156,7 +156,7 @@ class DeepSpeedRunner(TorchRunner):
 
     def manager_class(self) -> Callable[..., CheckpointManager]:
         """Return what builds the checkpoint manager: tags of the engine under the library's names."""
-        return partial(DeepSpeedCheckpointManager, engine=EngineFiles(self.engine, self.preparation.stage))
+        return partial(DeepSpeedCheckpointManager, engine=self.engine)
 
     def build_model_states(self) -> EngineModelStates:
         return EngineModelStates(self)

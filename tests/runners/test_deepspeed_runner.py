@@ -14,13 +14,9 @@ from support.engines import UNSAVED, AnyStackRunner, needs_deepspeed, settings, 
 from support.processes import run_outcomes, run_processes
 from support.toys import differences
 
-from danling.checkpoints import (
-    CheckpointDamaged,
-    CheckpointError,
-    export_deepspeed_checkpoint,
-    read_config,
-)
+from danling.checkpoints import CheckpointDamaged, CheckpointError, read_config
 from danling.cli.main import main
+from danling.deepspeed.checkpoints import export_deepspeed_checkpoint
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

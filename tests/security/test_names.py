@@ -28,7 +28,6 @@ FUNCTIONS = {
         "TargetWriter.finish",
         "_taken_over",
     ],
-    "checkpoints/deepspeed": ["DeepSpeedCheckpointManager._finish.publish"],
     "checkpoints/exchange": ["_put", "_read_safetensors", "_write_safetensors", "export_weights", "write_description"],
     "checkpoints/manifest": ["archive_complaints", "is_archive", "oversized"],
     "checkpoints/storage": [
@@ -58,6 +57,7 @@ FUNCTIONS = {
     "cli/output": ["write_drawing"],
     "config/imposed": ["MeantRun.write"],
     "data/packing": ["document_lengths"],
+    "deepspeed/checkpoints": ["DeepSpeedCheckpointManager._finish.publish"],
     "distributed/board": ["Board.write"],
     "remote/attach": ["RunMirror._disk_sharing", "RunMirror._disk_sharing.written"],
     "remote/mirror": ["CheckpointMirror._file"],

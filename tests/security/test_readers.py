@@ -18,10 +18,10 @@ from support import hostile
 
 from danling.checkpoints import CheckpointDamaged, CheckpointError
 from danling.checkpoints.dcp_files import read_target
-from danling.checkpoints.deepspeed import read_engine_file
 from danling.checkpoints.exchange import import_weights
 from danling.checkpoints.shard_index import parse_index, read_index
 from danling.checkpoints.torch_files import read_file
+from danling.deepspeed.checkpoints import read_engine_file
 from danling.utils.plain import parse_json, parse_yaml
 from danling.workspace.workspace import without_places
 

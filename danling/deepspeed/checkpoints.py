@@ -1,6 +1,6 @@
 """Checkpoints of a DeepSpeed engine: written by all ranks, and read without DeepSpeed and without running anything that is in them.
 
-The engine's own files hold tensors, plain values and a handful of DeepSpeed's own records, which are read through a fixed table of
+The engine's own files contain tensors, plain values and a handful of DeepSpeed's own records, which are read through a fixed table of
 classes. To put divided states together, DeepSpeed's own converters are called; they unpickle, so this requires `trust`.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,26 +16,25 @@ from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from danling.checkpoints import storage
+from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from danling.checkpoints.exchange import export_weights
+from danling.checkpoints.manager import CollectiveCheckpointManager
+from danling.checkpoints.manifest import Manifest, Record, archive_complaints, is_archive
+from danling.checkpoints.outline import Outline, tensors_in, without_tensors
+from danling.checkpoints.reading import locate
+from danling.checkpoints.reading import read_payload as read_any
+from danling.checkpoints.snapshot import count_bytes, to_host
+from danling.checkpoints.store import RUNNER_FILE, SUMS, is_engine_target
+from danling.checkpoints.torch_files import check_format, read_file
 from danling.utils.tensors import canonical_name
 
-from . import storage
-from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from .exchange import export_weights
-from .manager import CollectiveCheckpointManager
-from .manifest import Manifest, Record, archive_complaints, is_archive
-from .outline import Outline, tensors_in, without_tensors
-from .reading import read_payload as read_any
-from .snapshot import count_bytes, to_host
-from .store import RUNNER_FILE, SUMS, TargetStore, is_engine_target
-from .torch_files import check_format, read_file
-
-if TYPE_CHECKING:
-    from danling.deepspeed.preparation import EngineFiles
+from .engine import single_writer
 
 CLIENT_STATE = "danling"
 """Key of the runner's state in the engine's model file."""
@@ -58,10 +57,9 @@ class EngineTag:
 
 
 class HashingFiles:
-    """Writes and reads the files of an engine: durable and hashed when written, and no error hides on one rank.
+    """What an engine uses as its checkpoint engine: files are durable and hashed when they are written.
 
-    What a DeepSpeed engine asks of its checkpoint engine. A rank whose write fails goes on to the engine's barriers, and the error is
-    raised when all ranks have come through.
+    A rank whose write fails goes on to the engine's barriers, and the error is raised when all ranks have come through.
     """
 
     def __init__(self, *, trust: bool = False) -> None:
@@ -70,34 +68,28 @@ class HashingFiles:
         self.written: dict[str, tuple[int, str]] = {}
         self.error: Exception | None = None
 
-    def create(self, info: object) -> None:
-        """Nothing is to be prepared."""
+    def create(self, info: object) -> None: ...
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory that may be there already: every rank does."""
         self._try(lambda: storage.make_directory(Path(path)))
 
     def save(self, state_dict: object, path: str) -> None:
-        """Write one file."""
-
         def write() -> None:
             found = storage.write_file(Path(path), lambda writer: torch.save(state_dict, writer))  # type: ignore[arg-type]
             self.written[Path(path).name] = found
 
         self._try(write)
 
-    def _try(self, action: Any) -> None:
+    def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
             self.error = self.error or error
 
     def load(self, path: str, map_location: object = None) -> Any:
-        """Read one file of DeepSpeed's."""
         return read_engine_file(Path(path), map_location=map_location, trust=self.trust)
 
     def commit(self, info: object) -> bool:
-        """Nothing is left to do."""
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
@@ -108,14 +100,11 @@ class HashingFiles:
         """Whether files are written in the background."""
         return False
 
-    def set_commit_info(self, info: object) -> None:
-        """Nothing is committed later."""
+    def set_commit_info(self, info: object) -> None: ...
 
-    def get_commit_info(self) -> None:
-        """Nothing is committed later."""
+    def get_commit_info(self) -> None: ...
 
-    def cleanup(self) -> None:
-        """There is nothing to clean up."""
+    def cleanup(self) -> None: ...
 
     def preserves_storage_sharing(self) -> bool:
         """Whether tensors that share memory do so when they are read."""
@@ -134,11 +123,9 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         engine: The engine that saves.
     """
 
-    def __init__(self, *args: Any, engine: EngineFiles, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, engine: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._engine = engine
-
-    # Saving
 
     def _save(
         self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
@@ -149,15 +136,19 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
             self._surface()
         self._ahead = None
         exported = "model" in payload
-        needed = count_bytes(payload) + (0 if exported else self._engine.state_bytes)
+        parameters = [] if exported else self._engine.module.parameters()
+        # Weights, float32 copies and two moments.
+        needed = count_bytes(payload) + 16 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
         record = self.on_main(lambda: self._open_target(needed, epoch, global_step))
         target = self.store.path(record.name)
         plain = self.on_all(lambda: to_host(payload))
-        client = {name: value for name, value in plain.items() if name != "ema"}
         files = HashingFiles()
         if not exported:
-            with self._engine.writing_to(files):
-                self._engine.save(str(target.parent), record.name, {CLIENT_STATE: client})
+            client = {CLIENT_STATE: {name: value for name, value in plain.items() if name != "ema"}}
+            with single_writer(self._engine, files):
+                self._engine.save_checkpoint(
+                    str(target.parent), tag=record.name, client_state=client, save_latest=False
+                )
         try:
             self._finish(files, record, plain, names)
         except Exception:
@@ -172,7 +163,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         storage.make_directory(self.store.path(record.name))
         return record
 
-    def _finish(self, files: HashingFiles, record: Record, plain: Mapping[str, object], names: Sequence[str]) -> None:
+    def _finish(self, files: HashingFiles, record: Record, plain: Mapping[str, object], names: list[str]) -> None:
         """Agree that all files are there; then, on rank 0, describe them, let the names lead there and prune."""
         self._agree(files.error)
         exchange = self.domain.gather_objects
@@ -193,8 +184,6 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         if not is_main:
             self._publish(record, names, plain, files.written, put_off=put_off)
         self.checkpoints.follow(record.sequence, exchange, is_main=is_main)
-
-    # Loading
 
     def load_checkpoint(
         self,
@@ -232,22 +221,15 @@ def export_deepspeed_checkpoint(
         trust: Let DeepSpeed put the shares of several ranks, or of ZeRO 1 to 3, together: it unpickles them, which runs code in them.
         options: As in `export_weights`.
     """
-    store = TargetStore(Path("checkpoints"), run_id="")
-    found = store.locate(Path(source))
-    if found is None:
-        raise CheckpointNotFound(
-            f"Expected a checkpoint of the DeepSpeed manager. Received: {str(source)!r}, where there is none."
-        )
+    store, found = locate(source)
     store.verify(found, "full")
     target = store.target(found)
     if not is_engine_target(target):
         raise CheckpointError(
             f"Expected a checkpoint of the DeepSpeed manager. Received: {target}, without {RUNNER_FILE}."
         )
-    payload = read_runner_file(target)
-    weights = payload["model"] if "model" in payload else consolidated_weights(target, trust=trust)
-    averaged = payload.get("ema", {}).get("weights")
-    return export_weights(path, weights, ema=averaged, **options)
+    payload = read_payload(target, sections=frozenset({"model", "ema"}), trust=trust)
+    return export_weights(path, payload["model"], ema=payload.get("ema", {}).get("weights"), **options)
 
 
 # Reading
@@ -271,9 +253,14 @@ def read_payload(
     if "model" not in payload and (sections is None or "model" in sections):
         payload["model"] = consolidated_weights(path, trust=trust)
         if "engine" in payload and (sections is None or "optimizer" in sections):
-            with _as_an_engine_writes(path):
-                payload["optimizer"] = consolidated_optimizer(path, payload["engine"], trust=trust)
+            payload["optimizer"] = consolidated_optimizer(path, payload["engine"], trust=trust)
     return {name: value for name, value in payload.items() if sections is None or name in sections}
+
+
+def read_outline(path: Path) -> Outline:
+    """Return what the runner saved with the engine's files; see `reading.read_outline`."""
+    payload = read_runner_file(path)
+    return Outline("engine", path, list(tensors_in(payload)), without_tensors(payload))
 
 
 @contextmanager
@@ -286,106 +273,90 @@ def _as_an_engine_writes(path: Path) -> Iterator[None]:
         ) from error
 
 
-def consolidated_weights(path: Path, *, trust: bool = False) -> dict[str, Tensor]:
-    """Return the whole float32 weights of a target by canonical name, put together from the shares of all ranks."""
-    if not any(path.glob("*_optim_states.pt")):
-        whole = read_engine_file(path / _WHOLE_MODEL, trust=trust)
-        with _as_an_engine_writes(path):
-            return {canonical_name(name): tensor for name, tensor in whole["module"].items()}
-    require_trust(trust, path)
-    _require_deepspeed(path)
-    convert = import_module("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        found: Mapping[str, Tensor] = convert(str(path.parent), tag=path.name)
-    return {canonical_name(name): tensor.detach().clone() for name, tensor in _completed(found, path).items()}
-
-
-def _completed(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Add the weights that the optimizer lacks and DeepSpeed's conversion so leaves out, such as frozen ones under ZeRO 1."""
-    whole = path / _WHOLE_MODEL
-    module = read_engine_file(whole if whole.is_file() else path / _FIRST_SHARE)["module"]
-    missing = [name for name, value in module.items() if isinstance(value, Tensor) and name not in weights]
-    if missing and not whole.is_file():
-        raise CheckpointError(
-            f"Expected all weights of the model in {path}. Received: none for {', '.join(missing[:5])} ({len(missing)} in all), which no "
-            "optimizer held. Under ZeRO 3 give the optimizer all parameters that require a gradient, and freeze the others."
+def _converter(module: str, path: Path, trust: bool) -> Any:
+    """Return a module of DeepSpeed that puts shares together; it unpickles them."""
+    if not trust:
+        raise _untrusted(
+            f"{path}: its shares are put together by DeepSpeed's own converters, which unpickle them; the same stage on the same number "
+            "of ranks needs none of that"
         )
-    added = {name: module[name].float() if module[name].is_floating_point() else module[name] for name in missing}
-    return {**weights, **added}
-
-
-def _require_deepspeed(path: Path) -> None:
     if find_spec("deepspeed") is None:
         raise CheckpointError(
             f"Expected deepspeed, which puts the shares of {path} together. Received: it is not installed. Install it: "
             "pip install deepspeed; or export the checkpoint where it is."
         )
+    return import_module(module)
+
+
+def consolidated_weights(path: Path, *, trust: bool = False) -> dict[str, Tensor]:
+    """Return the whole float32 weights of a target by canonical name, put together from the shares of all ranks."""
+    if not any(path.glob("*_optim_states.pt")):
+        module = read_engine_file(path / _WHOLE_MODEL, trust=trust)
+        with _as_an_engine_writes(path):
+            return {canonical_name(name): tensor for name, tensor in module["module"].items()}
+    converter = _converter("deepspeed.utils.zero_to_fp32", path, trust)
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        found = dict(converter.get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name))
+    # Weights that the optimizer lacks and DeepSpeed's conversion so leaves out, such as frozen ones under ZeRO 1.
+    whole = path / _WHOLE_MODEL
+    module = read_engine_file(whole if whole.is_file() else path / _FIRST_SHARE)["module"]
+    missing = [name for name, value in module.items() if isinstance(value, Tensor) and name not in found]
+    if missing and not whole.is_file():
+        raise CheckpointError(
+            f"Expected all weights of the model in {path}. Received: none for {', '.join(missing[:5])} ({len(missing)} in all), which no "
+            "optimizer held. Under ZeRO 3 give the optimizer all parameters that require a gradient, and freeze the others."
+        )
+    found |= {name: module[name].float() if module[name].is_floating_point() else module[name] for name in missing}
+    return {canonical_name(name): tensor.detach().clone() for name, tensor in found.items()}
 
 
 def consolidated_optimizer(path: Path, engine: Mapping[str, Any], *, trust: bool = False) -> dict[str, Any]:
     """Return the whole state of the optimizer by parameter name, through DeepSpeed's universal checkpoint."""
-    if int(engine["stage"]) == 0:
-        found = read_engine_file(path / _WHOLE_MODEL, trust=trust)["optimizer"]
-        return _named(found, engine["param_groups"])
-    require_trust(trust, path)
-    _require_deepspeed(path)
+    with _as_an_engine_writes(path):
+        if int(engine["stage"]) == 0:
+            stored = read_engine_file(path / _WHOLE_MODEL, trust=trust)["optimizer"]
+            names = {
+                index: name
+                for group, own in zip(stored["param_groups"], engine["param_groups"])
+                for index, name in zip(group["params"], own["params"])
+            }
+            state = {names[index]: dict(entry) for index, entry in stored["state"].items()}
+        else:
+            state = _universal_states(path, engine, trust)
+        return {"state": state, "param_groups": [dict(group) for group in engine["param_groups"]]}
+
+
+def _universal_states(path: Path, engine: Mapping[str, Any], trust: bool) -> dict[str, dict[str, Any]]:
+    converter = _converter("deepspeed.checkpoint.ds_to_universal", path, trust)
+    weights = consolidated_weights(path, trust=trust)
+    states: dict[str, dict[str, Any]] = {}
     with TemporaryDirectory(prefix="danling-universal-") as folder:
-        convert = import_module("deepspeed.checkpoint.ds_to_universal")
+        options = Namespace(
+            input_folder=str(path),
+            output_folder=folder,
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            convert.main(
-                Namespace(
-                    input_folder=str(path),
-                    output_folder=folder,
-                    num_extract_workers=1,
-                    num_merge_workers=1,
-                    keep_temp_folder=False,
-                    strict=True,
-                    inject_missing_state=True,
-                )
-            )
-        names = [name for group in engine["param_groups"] for name in group["params"]]
-        weights = consolidated_weights(path, trust=trust)
-        state = {
-            name: _universal_state(Path(folder) / "zero" / name, weights[name].shape, engine["scalars"])
-            for name in names
-        }
-    return {
-        "state": {name: entry for name, entry in state.items() if entry},
-        "param_groups": [dict(group) for group in engine["param_groups"]],
-    }
-
-
-def _universal_state(folder: Path, shape: torch.Size, scalars: Mapping[str, object]) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    for file in sorted(folder.glob("*.pt")):
-        if file.stem not in ("fp32", "step"):
-            found = read_engine_file(file)
-            tensor = found["param"] if isinstance(found, Mapping) else found
-            state[file.stem] = tensor.reshape(-1)[: shape.numel()].reshape(shape)
-    scalar = {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
-    return {**state, **scalar} if state else {}
-
-
-def _named(state: Mapping[str, Any], groups: Any) -> dict[str, object]:
-    names = {
-        index: name
-        for group, own in zip(state["param_groups"], groups)
-        for index, name in zip(group["params"], own["params"])
-    }
-    named = {names[index]: dict(entry) for index, entry in state["state"].items()}
-    return {"state": named, "param_groups": [dict(group) for group in groups]}
-
-
-def read_outline(path: Path) -> Outline:
-    """Return what the runner saved with the engine's files; see `reading.read_outline`."""
-    payload = read_runner_file(path)
-    return Outline("engine", path, list(tensors_in(payload)), without_tensors(payload))
+            converter.main(options)
+        for name in (name for group in engine["param_groups"] for name in group["params"]):
+            shape, state = weights[name].shape, {}
+            for file in sorted(Path(folder, "zero", name).glob("*.pt")):
+                if file.stem not in ("fp32", "step"):
+                    found = read_engine_file(file)
+                    tensor = found["param"] if isinstance(found, Mapping) else found
+                    state[file.stem] = tensor.reshape(-1)[: shape.numel()].reshape(shape)
+            if state:
+                scalars = engine["scalars"].items()
+                state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars}
+                states[name] = state
+    return states
 
 
 # The engine's own files
-
-TRUST = "checkpoint.trust=true (`danling export --trust`)"
-"""What a user says to have an engine's files unpickled."""
 
 _RECORDS = (
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
@@ -393,7 +364,7 @@ _RECORDS = (
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
 )
-_ENUMS = frozenset({"ZeroStageEnum"})
+_ENUM = "ZeroStageEnum"
 
 
 class _Record:
@@ -405,39 +376,32 @@ class _Record:
 
 def _member(kind: Any, name: object) -> object:
     """Return a member of an enumeration: Python 3.11.0 to 3.11.3 write one as `getattr` of its class and its name."""
-    if getattr(kind, "__name__", None) not in _ENUMS or type(name) is not str:
+    if getattr(kind, "__name__", None) != _ENUM or type(name) is not str:
         raise ValueError(f"getattr of {name!r} is no part of an engine's file")
-    if issubclass(kind, _Record):
-        return kind(name)
-    return kind.__members__[name]
-
-
-def _table() -> list[Any]:
-    """Return what a name in an engine's file becomes, in the form of `torch.serialization.safe_globals`."""
-    found: list[Any] = [(_member, "builtins.getattr")]
-    for module, name in _RECORDS:
-        # The engine has imported what its own files are made of.
-        kind = getattr(sys.modules.get(module), name, None)
-        found.append((kind or type(name, (_Record,), {}), f"{module}.{name}"))
-    return found
+    return kind(name) if issubclass(kind, _Record) else kind.__members__[name]
 
 
 def read_engine_file(path: Path, *, map_location: Any = "cpu", trust: bool = False) -> Any:
+    """Return the content of a file that the engine has written."""
     if storage.size_of(path) is None:
         # A named pipe would be waited for.
         raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}, which {storage.absence(path)}.")
     problems = archive_complaints(path, tensors=False) if is_archive(path) else []
     if problems:
         raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}: {'; '.join(problems)}")
+    table: list[Any] = [(_member, "builtins.getattr")]
+    for module, name in _RECORDS:
+        # The engine has imported what its own files are made of.
+        kind = getattr(sys.modules.get(module), name, None)
+        table.append((kind or type(name, (_Record,), {}), f"{module}.{name}"))
     try:
-        with torch.serialization.safe_globals(_table()):
+        with torch.serialization.safe_globals(table):
             return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
-        refused = "weights_only" in str(error)
-        if not refused:
+        if "weights_only" not in str(error):
             raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}: {error}") from error
         if not trust:
-            raise untrusted(f"{path}, which holds more than tensors, plain values and records of an engine") from error
+            raise _untrusted(f"{path}, which holds more than tensors, plain values and records of an engine") from error
     try:
         return torch.load(path, map_location=map_location, weights_only=False)
     except Exception as error:
@@ -446,18 +410,8 @@ def read_engine_file(path: Path, *, map_location: Any = "cpu", trust: bool = Fal
         ) from error
 
 
-def untrusted(what: str) -> CheckpointError:
-    """Return the error for what takes trust to read."""
+def _untrusted(what: str) -> CheckpointError:
     return CheckpointError(
-        f"Expected {TRUST} to read {what}. Received: checkpoint.trust=false. Unpickling runs whatever is in a file: set it if you know "
-        "who wrote the checkpoint."
+        f"Expected checkpoint.trust=true (`danling export --trust`) to read {what}. Received: checkpoint.trust=false. Unpickling runs "
+        "whatever is in a file: set it if you know who wrote the checkpoint."
     )
-
-
-def require_trust(trust: bool, path: Path) -> None:
-    """Refuse to hand untrusted files to DeepSpeed's own converters, which unpickle them."""
-    if not trust:
-        raise untrusted(
-            f"{path}: its shares are put together by DeepSpeed's own converters, which unpickle them; the same stage on the same number "
-            "of ranks needs none of that"
-        )
