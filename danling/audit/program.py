@@ -10,6 +10,7 @@ starts inherit them.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,14 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from danling.config.imposed import imposing
+from danling.config.imposed import VARIABLE
 
 _TAIL_BYTES = 8192
 _SECONDS_TO_END = 15.0
-_NO_TRACKERS: dict[str, object] = dict.fromkeys(
-    ("wandb.enabled", "mlflow.enabled", "trackio.enabled", "tensorboard"), False
-)
-_NOWHERE_ELSE: dict[str, object] = {"checkpoint.remote.url": None, **_NO_TRACKERS}
 
 
 def scratch_settings(directory: Path) -> dict[str, object]:
@@ -38,14 +35,9 @@ def scratch_settings(directory: Path) -> dict[str, object]:
         "auto_resume": False,
         "resume": None,
         "checkpoint.load_only": False,
-        **_NOWHERE_ELSE,
+        "checkpoint.remote.url": None,
+        **dict.fromkeys(("wandb.enabled", "mlflow.enabled", "trackio.enabled", "tensorboard"), False),
     }
-
-
-def settings_of_others(root: Path) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the settings by which runs of a program that are not looked at write nowhere but below a directory."""
-    named = {"dir": None, "checkpoint_dir": None, "log_file": None, "workspace_root": os.fspath(root.absolute())}
-    return {**named, **_NOWHERE_ELSE}, {"log_file": os.fspath(root.absolute().with_suffix(".log")), **_NO_TRACKERS}
 
 
 @dataclass(frozen=True)
@@ -73,11 +65,10 @@ def run_program(
     settings: Mapping[str, object],
     *,
     log: Path,
-    environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> ProgramEnd:
     """Run a program to its end. The processes that it has started are ended with it."""
-    process = start_program(command, settings, log=log, environment=environment)
+    process = start_program(command, settings, log=log)
     try:
         return ProgramEnd(process.wait(timeout), log)
     except subprocess.TimeoutExpired:
@@ -95,7 +86,7 @@ def start_program(
             "Expected a program behind `--`. Received: none. Write it as you start it: -- python train.py."
         )
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {}), **imposing(settings)}
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {}), VARIABLE: json.dumps(dict(settings))}
     with open(log, "wb") as output:
         try:
             return subprocess.Popen(

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from danling.checkpoints.reading import locate, read_payload, stored_settings
-from danling.config.files import strict_json
-from danling.config.imposed import MeantRun
+from danling.checkpoints.reading import locate, read_payload
 from danling.reporting.progress import format_duration
 from danling.training.keys import preserved_streams
 from danling.workspace.run_directory import is_in_use
@@ -24,7 +22,7 @@ from danling.workspace.runs import Run, is_run
 
 from .digests import read_digests
 from .divergence import Comparison, compare_runs
-from .program import announce, run_program, scratch_settings, settings_of_others
+from .program import announce, run_program, scratch_settings
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -166,19 +164,13 @@ def audit_run(
     times = [float(record["time"]) for record in records if isinstance(record.get("time"), (int, float))]
     took = f", which took the run {format_duration(max(times) - min(times))}" if times else ""
     announce(f"1 of 2: the program trains updates {first + 1} to {again.end.step} again{took}; it prints to {log}")
-    ended = run_program(
-        command,
-        again.settings,
-        log=log,
-        environment=again.meant.write(scratch / "run_that_is_meant.json"),
-        timeout=timeout,
-    )
+    ended = run_program(command, again.settings, log=log, timeout=timeout)
     if ended.code is None or again.reached is None:
         how = "no end in time" if ended.code is None else f"exit code {ended.code}"
         there = "a checkpoint there" if again.reached is not None else "no checkpoint there"
         raise ProgramFailed(
             f"Expected the program to train to update {again.end.step}, as the run did, and to end. Received: {how}, and {there}; the end "
-            f"of what it printed:\n{ended.tail}\n{again.others()}Start it with the settings of the run; --scratch keeps all that it left."
+            f"of what it printed:\n{ended.tail}\nStart it with the settings of the run, as its first one; --scratch keeps all that it left."
         )
     # What a program does after its training is not compared.
     failed = f"exit code {ended.code}, after:\n{ended.tail}" if ended.code != 0 else None
@@ -195,7 +187,6 @@ class Retraining:
     start: Stored | None
     end: Stored
     settings: Mapping[str, object]
-    meant: MeantRun
 
     @classmethod
     def of(cls, run: Path, scratch: Path, *, start: int | None, end: int | None, is_ours: bool = False) -> Retraining:
@@ -212,21 +203,7 @@ class Retraining:
         }
         if of_run.config.get("seed") is not None:
             settings["seed"] = of_run.config["seed"]
-        known = stored_settings(run / "checkpoints")
-        meant = MeantRun(
-            {key: of_run.config.get(key) for key in ("lineage", "dir")},
-            os.path.abspath(run),
-            *settings_of_others(directory.with_name("others")),
-            *((strict_json(known[0]), known[1]) if known else ()),
-        )
-        return cls(run, directory, first, last, settings, meant)
-
-    def others(self) -> str:
-        """Return a sentence that names the other runs that the program has made; empty without any."""
-        made = sorted(path.name for path in self.directory.with_name("others").glob("*"))
-        if not made:
-            return ""
-        return f"Its runs {', '.join(made)} are not the one that is meant: they have another lineage or directory. "
+        return cls(run, directory, first, last, settings)
 
     @property
     def reached(self) -> Stored | None:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from danling.config.imposed import MeantRun
-
 from .digests import DigestLine, read_digests
 from .divergence import Divergence, compare_digests
 from .program import (
@@ -23,7 +21,6 @@ from .program import (
     end_program,
     kill_program,
     scratch_settings,
-    settings_of_others,
     start_program,
 )
 
@@ -35,10 +32,7 @@ _BEGINNING = (
     "two starts of it differ, so nothing can be said of a resume. Set seed, and draw nothing before `super().__init__`; with several "
     "threads keep OMP_NUM_THREADS at one number"
 )
-_FAILS = (
-    "Mend that first. The program must run again in the same directory. If it makes several runs, name the lineage of one of them by "
-    "--lineage: all of them would train in one directory."
-)
+_FAILS = "Mend that first. The program must run again in the same directory, and make one run: have its arguments select one."
 _LONGER_SECONDS = 3.0
 
 Leave = Callable[[subprocess.Popen[bytes]], None]
@@ -52,14 +46,11 @@ class ScriptFailed(ValueError):
 class ResumeCheck:
     """Starts a program, stops and kills it, resumes it, and compares."""
 
-    def __init__(
-        self, command: Sequence[str], place: Path, *, updates: int, timeout: float, lineage: str | None = None
-    ) -> None:
+    def __init__(self, command: Sequence[str], place: Path, *, updates: int, timeout: float) -> None:
         self.command = command
         self.place = place
         self.updates = updates
         self.timeout = timeout
-        self.lineage = lineage
         self._log = place / "output.log"
 
     def examine(self) -> Iterator[Found]:
@@ -102,7 +93,7 @@ class ResumeCheck:
     def _train(self, run: Path, updates: int, *, leave: Leave, resumes: bool = False, seconds: float = 0.0) -> int:
         """Train until a run has so many updates and so many seconds have passed since the first; stop it and return how many it has."""
         settings = {**scratch_settings(run), "auto_resume": resumes, "audit.digest_interval": 1}
-        process = start_program(self.command, settings, log=self._log, environment=self._meant(run))
+        process = start_program(self.command, settings, log=self._log)
         begin, first = time.monotonic(), None
         try:
             while True:
@@ -124,14 +115,6 @@ class ResumeCheck:
         finally:
             end_program(process)
 
-    def _meant(self, run: Path) -> dict[str, str]:
-        """Return the variables that say which run is looked at. The others go on where they were, as they would."""
-        if self.lineage is None:
-            return {}
-        others, looks = settings_of_others(run.with_name(f"others-of-{run.name}"))
-        named = {"lineage": self.lineage}
-        return MeantRun(named, None, {**others, "auto_resume": True}, looks).write(self.place / f"{run.name}.json")
-
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -146,9 +129,6 @@ class ResumeCheck:
     def _failed(self, received: str) -> ScriptFailed:
         tail = ProgramEnd(None, self._log).tail.strip()
         fails = "exit code" in received and not received.startswith("exit code 0")
-        made = sorted({path.name for path in self.place.glob("others-of-*/*")})
-        if made:
-            received = f"{received} of lineage {self.lineage!r}, and runs of {', '.join(made)}"
         return ScriptFailed(
             f"Expected a program that trains a runner for at least {4 * self.updates} updates, and can be stopped on its way. Received: "
             f"{received}; the end of what it printed:\n{tail}\n{_FAILS if fails else 'Give it more to do, or set --updates.'}"

@@ -77,10 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="with --script: updates up to the stop, the kill and the end (default: 8)",
     )
-    parser.add_argument(
-        "--lineage",
-        help="with --script: of several runs that the program makes, the one of this lineage (default: any)",
-    )
     add_json(parser)
 
 
@@ -113,7 +109,7 @@ def _checks(options: argparse.Namespace) -> Iterator[Check]:
     if options.remote is not None:
         return _examine_store(options.remote)
     if options.script:
-        return _examine_program(options.program, options.updates, options.timeout, options.lineage)
+        return _examine_program(options.program, options.updates, options.timeout)
     if options.program:
         raise ValueError(
             f"Expected --script before a program. Received: {' '.join(options.program)!r} without it. "
@@ -140,17 +136,17 @@ def _train(backend: str, timeout: float) -> Iterator[Check]:
     """Stop, kill and resume the doctor's own program, which writes one kind of checkpoints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     try:
-        for check in _examine_program([*command, "-m", "danling.cli.doctor_job", backend], _UPDATES, timeout, None):
+        for check in _examine_program([*command, "-m", "danling.cli.doctor_job", backend], _UPDATES, timeout):
             yield Check(f"{check.name} ({backend})", check.state, check.detail)
     except ValueError as error:  # with the end of what the program printed
         yield Check(f"train ({backend})", "failed", cause(str(error)))
 
 
-def _examine_program(program: Sequence[str], updates: int, timeout: float, lineage: str | None) -> Iterator[Check]:
+def _examine_program(program: Sequence[str], updates: int, timeout: float) -> Iterator[Check]:
     from danling.audit.resuming import ResumeCheck  # torch
 
     with tempfile.TemporaryDirectory(prefix="danling-doctor-") as folder:
-        check = ResumeCheck(program, Path(folder), updates=updates, timeout=timeout, lineage=lineage)
+        check = ResumeCheck(program, Path(folder), updates=updates, timeout=timeout)
         for found in check.examine():
             yield Check(*found)
 

@@ -263,10 +263,7 @@ class RunPlace:
 
     def write_metadata(self, workspace: Workspace, *, foreign: Callable[[], bool]) -> None:
         """Write what the run was made of, unless this process only looks at the run."""
-        from danling.config.imposed import check_identity
-
         config, replicas = self._runner.config, self._runner.placement.data_replicas
-        check_identity(config, replicas=replicas)
         if config.checkpoint.load_only and (foreign() or self._runner.world.on_first(workspace.has_metadata)):
             return
         if workspace.is_main:

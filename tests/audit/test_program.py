@@ -14,9 +14,10 @@ from danling.audit.program import run_program
 SHOWS = "import os; print(os.environ['DANLING_SETTINGS'], os.environ['MARK']); raise SystemExit(7)"
 
 
-def test_it_is_told_the_settings_and_its_end_is_known(tmp_path: Path) -> None:
+def test_it_is_told_the_settings_and_its_end_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARK", "here")
     log = tmp_path / "new" / "output.log"
-    end = run_program([sys.executable, "-c", SHOWS], {"seed": 3}, log=log, environment={"MARK": "here"})
+    end = run_program([sys.executable, "-c", SHOWS], {"seed": 3}, log=log)
     assert end.code == 7 and end.log == log
     assert end.tail.strip() == '{"seed": 3} here'
 

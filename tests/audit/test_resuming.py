@@ -146,29 +146,3 @@ def test_a_kill_reaches_processes_in_sessions_of_their_own(tmp_path: Path) -> No
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":  # until its new parent has seen it
         time.sleep(0.01)
     assert process.returncode == -9
-
-
-SEVERAL = PROGRAM.replace(
-    """with Toy(settings) as runner:
-    runner.train()
-""",
-    """settings = dl.RunnerConfig(settings)
-for lineage, steps in (("base", 6), ("tuned", 2000), ("last", 6)):
-    own = settings.copy()
-    own.lineage, own.steps, own.checkpoint_dir = lineage, steps, None
-    own.workspace_root = sys.argv[1]
-    with Toy(own) as runner:
-        runner.train()
-""",
-)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_of_several_runs_the_one_that_is_named_is_looked_at(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SEVERAL)
-    command = [interpreter(), str(tmp_path / "train.py"), str(tmp_path / "elsewhere")]
-    (tmp_path / "place").mkdir()
-    check = ResumeCheck(command, tmp_path / "place", updates=4, timeout=90, lineage="tuned")
-    assert [state for _, state, _ in check.examine()] == ["ok"] * 3
-    assert not (tmp_path / "elsewhere").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -11,19 +12,21 @@ from torch import nn
 
 import danling as dl
 from danling.config import imposed as imposed_settings
-from danling.config.imposed import VARIABLE, MeantRun, end_after, impose, imposed, imposing
+from danling.config.imposed import VARIABLE, end_after, impose
 
 
-def test_what_is_imposed_is_read_back_and_nothing_is_imposed_by_default() -> None:
-    settings = {"dir": "scratch", "checkpoint.interval": 3, "auto_resume": False, "resume": None}
-    assert imposed(imposing(settings)) == settings
-    assert imposed({}) == {} and imposed({VARIABLE: ""}) == {}
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "3"])
-def test_a_variable_that_is_no_mapping_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"Expected DANLING_SETTINGS to be a JSON object .* Unset it"):
-        imposed({VARIABLE: text})
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expected DANLING_SETTINGS to be a JSON object .* Unset it"),
+        ("[1]", "Expected DANLING_SETTINGS to be a JSON object .* Unset it"),
+        ('{"checkpoint.intervall": 2}', "Did you mean 'interval'"),
+    ],
+)
+def test_what_cannot_be_imposed_is_refused(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ValueError, match=message):
+        impose(dl.RunnerConfig())
 
 
 def test_a_run_takes_them_above_its_own(
@@ -31,8 +34,7 @@ def test_a_run_takes_them_above_its_own(
 ) -> None:
     given = dl.RunnerConfig(seed=1, steps=9, workspace_root=str(tmp_path / "own"))
     given.checkpoint.interval = 5
-    for name, value in imposing({"dir": str(tmp_path / "scratch"), "checkpoint.interval": 2}).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(VARIABLE, json.dumps({"dir": str(tmp_path / "scratch"), "checkpoint.interval": 2}))
     # Other tests of a session may have opened logs of runs, which keep what they say to themselves.
     logger = logging.getLogger("danling")
     logger.addHandler(caplog.handler)
@@ -48,36 +50,10 @@ def test_a_run_takes_them_above_its_own(
     assert "DANLING_SETTINGS sets dir, checkpoint.interval in the place of" in caplog.text
 
 
-def test_one_that_cannot_be_is_refused_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, '{"checkpoint.intervall": 2}')
-    with pytest.raises(ValueError, match=r"Did you mean 'checkpoint.interval'|interval"):
-        TracingRunner({"seed": 1, "steps": 1, "workspace_root": str(tmp_path)})
-
-
-@pytest.mark.parametrize(
-    ("lineage", "place", "looks", "steps"),
-    [("a", "run", False, 9), ("a", "{root}/run", False, 9), ("b", "run", False, 5), ("a", None, False, 5), ("b", "run", True, 7)],
-)  # fmt: skip
-def test_the_run_that_is_meant_is_told_by_its_names(
-    lineage: str, place: str | None, looks: bool, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meant = MeantRun({"lineage": "a", "dir": "run"}, str(tmp_path / "run"), others={"steps": 5}, looks={"steps": 7})
-    for name, value in {**imposing({"steps": 9}), **meant.write(tmp_path / "new" / "meant.json")}.items():
-        monkeypatch.setenv(name, value)
-    config = dl.RunnerConfig(lineage=lineage, dir=place and place.format(root=tmp_path), steps=3)
-    config.checkpoint.load_only = looks
-    assert MeantRun({"lineage": "a"}, None, others={}, looks={}).is_meant(config) == (lineage == "a")
-    impose(config)
-    assert config.steps == steps
-
-
-def test_behind_the_run_that_is_meant_the_program_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_the_run_that_is_meant_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imposed_settings, "_has_ended", False)
     end_after()
-    impose(dl.RunnerConfig())
-    meant = MeantRun({"lineage": "a"}, None, others={}, looks={})
-    for name, value in meant.write(tmp_path / "meant.json").items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(VARIABLE, '{"seed": 1}')
     impose(dl.RunnerConfig())
     end_after()
     with pytest.raises(SystemExit) as ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset
 
 import danling as dl
 from danling.audit.layout_check import CheckOptions, Layout, recording_settings
-from danling.config.imposed import imposing
+from danling.config.imposed import VARIABLE
 
 LENGTH, WIDTH, VOCABULARY = 4, 8, 6
 
@@ -232,7 +233,7 @@ def record(
                 first = torch.load(one / "records" / "rank-0.update-1.pt", weights_only=True)
                 samples = int(first["samples"])
         settings = recording_settings(chosen, place, how, alone=alone, weights=weights, samples=samples)
-        os.environ.update(imposing(settings))
+        os.environ[VARIABLE] = json.dumps(settings)
         try:
             with make(case) as runner:
                 runner.train()
