@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .board import Board
 from .domain import Domain, LocalDomain, world_of
 from .environment import (
     LaunchEnvironment,
@@ -18,7 +17,6 @@ from .step_sync import REQUESTS, GradientNorms, ReplicaDriftError, StepSync, Ste
 
 __all__ = [
     "REQUESTS",
-    "Board",
     "Domain",
     "GradientNorms",
     "JointLeave",

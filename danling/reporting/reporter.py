@@ -279,7 +279,7 @@ class Reporter(Observer):
         for split, found in self._figures_of_parts(runner).items():
             named |= {f"{split}/{name}": value for name, value in found.items()}
             totals |= {name: totals.get(name, 0) + value for name, value in found.items()}
-        slow = ranks.judge(shared.own) if ranks is not None and shared.own else None
+        slow = ranks.judge(shared.own) if ranks is not None and shared.own else ""
         beside = {"ranks": ranks.record(shared.own)} if ranks is not None and shared.own else None
         self.trackers.log(named, train.global_step, beside=beside)
         if self.bar is not None:
@@ -288,7 +288,7 @@ class Reporter(Observer):
             known = {**totals, **values}
             shown = {_SHOWN[name]: known[name] for name in _SHOWN if name in known}
             speed = f"{format_count(pace['samples_per_second'])} samples/s" if "samples_per_second" in pace else ""
-            note = f"slow: {slow}" if slow is not None else ""
+            note = f"slow: {slow}" if slow else ""
             self.bar.show(train.global_step, shown, speed=speed, note=note)
         if self._stream_lines.due():
             self._write_streams()

@@ -1,176 +1,157 @@
-"""A thread next to the training of each rank: what the rank spends its time with, and whether it waits for the others.
+"""A thread for each rank that watches the training thread: what its time is spent on, and a report where training hangs.
 
 The events of the training say which part of it is under way. The operating system says whether the training thread runs or sleeps: one that
-waits in a collective sleeps, and one that computes there does not.
+waits in a collective sleeps, and one that computes there does not. The training thread may be stuck where no Python runs, so ranks tell
+each other by the store of the job what they do, without a collective.
 """
 
 from __future__ import annotations
 
 import contextvars
+import functools
+import json
+import linecache
 import logging
+import math
 import os
 import random
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from danling.distributed import Board, default_store
+import torch
+
+from danling.distributed import collective_timeout, default_store
 from danling.reporting.rank_times import ACTIVITIES, RankTimes
+from danling.utils.files import write_atomically
 from danling.utils.observers import Observer
-
-from .hangs import DANLING, STANDARD, TORCH, HangWatch
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
 
+WARNING, LIMIT = "warning", "limit"
+"""The two alarms: an update takes far longer than others, and the time limit of a collective is near."""
+
+_FAR_LONGER = 10
+"""How many times longer than the longest update of late one takes that is taken for a hang."""
+_KEPT_UPDATES = 256
 _SECONDS_BETWEEN_LOOKS = 0.05
 """A look takes some ten microseconds of the interpreter."""
-
 _SECONDS_BETWEEN_CHECKS = 1.0
+_GRACE_SECONDS = 3.0
+"""How long a sign of another rank, or an answer of the store, may take."""
+_SPEAKERS = 8
+"""Ranks that may report, each only if those before it do not: each of them asks the store for the states of all."""
+_STOPPED_SECONDS = 5.0
+"""A check that comes so late says that this process was stopped, or its machine asleep."""
+_DEVICE = "work of the device"
+_BACKWARD = "the reduction of gradients at the end of a backward"
+_MOST_FRAMES = 40
 
-_PACKAGES = str(Path(TORCH).parent) + os.sep
-
-_COMPUTES, _WAITS, _SKIPPED, _BACKWARD = range(4)
-
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_DANLING = str(Path(__file__).parents[1]) + os.sep
+_STANDARD = str(Path(os.__file__).parent) + os.sep
+_COLLECTIVES = f"{_TORCH}distributed{os.sep}"
+_CALLED_BY_NAME = f"{_COLLECTIVES}distributed_c10d.py"
+"""Where the collectives are that people know by their names."""
 _COMMUNICATION = (
-    f"{TORCH}distributed{os.sep}",
+    _COLLECTIVES,
     # Broadcasts buffers before a forward; the forward itself has other frames.
-    f"{TORCH}{os.path.join('nn', 'parallel', 'distributed.py')}",
-    f"{DANLING}distributed{os.sep}",
-    f"{DANLING}torchft{os.sep}",
-    f"{_PACKAGES}torchft{os.sep}",
-    f"{_PACKAGES}deepspeed{os.sep}comm{os.sep}",
+    f"{_TORCH}{os.path.join('nn', 'parallel', 'distributed.py')}",
+    f"{_DANLING}distributed{os.sep}",
+    f"{_DANLING}torchft{os.sep}",
+    *(f"{Path(_TORCH).parent}{os.sep}{name}{os.sep}" for name in ("torchft", f"deepspeed{os.sep}comm")),
 )
-_ENGINE = f"{TORCH}{os.path.join('autograd', 'graph.py')}"
+_ENGINE = f"{_TORCH}{os.path.join('autograd', 'graph.py')}"
 """A backward, at whose end DistributedDataParallel waits for its reductions in native code."""
-
-_NEUTRAL = tuple(f"{TORCH}{name}" for name in ("_ops.py", "_tensor.py", f"utils{os.sep}", f"autograd{os.sep}"))
+_NEUTRAL = ("<", *(f"{_TORCH}{name}" for name in ("_ops.py", "_tensor.py", f"utils{os.sep}", f"autograd{os.sep}")))
 """Files between a collective and its caller."""
+_OWN_CALLS = f"{_DANLING}audit{os.sep}layout_record.py"
+"""Intercepts a program's calls of torch, in a check of layouts."""
+
+_EXCUSES = {
+    "in a debugger": (f"{os.sep}pdb.py", f"{os.sep}bdb.py", "debugpy", "pydevd"),
+    "compiling": (
+        os.path.join("_dynamo", "convert_frame.py"),
+        os.path.join("_inductor", "compile_fx.py"),
+        os.path.join("_inductor", "async_compile.py"),
+        os.path.join("triton", "compiler") + os.sep,
+    ),
+    "waiting for a stream": (f"{_DANLING}stream{os.sep}",),
+    "waiting for other replica groups": (f"{_DANLING}torchft{os.sep}", f"{os.sep}torchft{os.sep}"),
+}
+"""Activities that may take any time, with parts of the paths of their source files."""
 
 
-class WatchedThread:
-    """A thread of this process, seen from another one: its stack, and whether it sleeps in communication.
-
-    Args:
-        thread: The thread.
-        on_accelerator: Whether a backward runs in other threads while the calling one sleeps.
+@dataclass(frozen=True)
+class RankState:
+    """What a rank does while no update ends: whether it sleeps within communication, in which collective and where that was called, where
+    it is and its stack, why this may take any time, and when this was noted.
     """
 
-    def __init__(self, thread: threading.Thread, *, on_accelerator: bool = False) -> None:
-        self.ident = thread.ident or 0
-        self._backward_waits = not on_accelerator
-        self._kinds: dict[str, int] = {}
-        try:
-            self._file: int | None = os.open(f"/proc/self/task/{thread.native_id}/stat", os.O_RDONLY)
-        except OSError:
-            self._file = None
+    rank: int
+    host: str
+    waits: bool
+    collective: str
+    called: str
+    place: str
+    stack: str
+    excuse: str
+    time: float
 
-    def frame(self) -> FrameType | None:
-        """Return its innermost frame; to be dropped at once, since it keeps the variables of its function alive."""
-        return sys._current_frames().get(self.ident)
-
-    def sleeps(self) -> bool | None:
-        """Return whether it sleeps, `None` where the kernel has no table that says so."""
-        try:
-            text = os.pread(self._file, 512, 0) if self._file is not None else b""
-        except OSError:
-            return None
-        # The name of the thread is in parentheses, and may have some.
-        return text[text.rindex(b")") + 2 : text.rindex(b")") + 3] == b"S" if text else None
-
-    def waits(self, frame: FrameType | None) -> bool:
-        """Return whether it sleeps within communication.
-
-        Args:
-            frame: Its innermost frame.
-        """
-        kind = self._communicates(frame)
-        if kind == _COMPUTES:
-            return False
-        asleep = self.sleeps()
-        # Without the kernel's word a backward is taken for computing.
-        return kind == _WAITS if asleep is None else asleep
-
-    def _communicates(self, frame: FrameType | None) -> int:
-        """Return whether a stack ends within communication, or in a backward, which may wait or compute."""
-        kinds = self._kinds
-        while frame is not None:
-            file = frame.f_code.co_filename
-            kind = kinds.get(file)
-            if kind is None:
-                kind = kinds[file] = _kind_of(file)
-            if kind == _WAITS:
-                return _WAITS
-            if kind == _BACKWARD and frame.f_code.co_name == "_engine_run_backward":
-                return _BACKWARD if self._backward_waits else _COMPUTES
-            if kind == _COMPUTES:
-                return _COMPUTES
-            frame = frame.f_back
-        return _COMPUTES
-
-    def close(self) -> None:
-        """Close the kernel's table."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-def _kind_of(file: str) -> int:
-    """Return what the functions of a source file do, for a thread whose stack ends in them."""
-    if file.startswith(_COMMUNICATION):
-        return _WAITS
-    if file == _ENGINE:
-        return _BACKWARD
-    if file.startswith(_NEUTRAL):
-        return _SKIPPED
-    # Packages are below the standard library's directory.
-    is_standard = file.startswith(STANDARD) and not file.startswith(_PACKAGES) and "-packages" not in file
-    return _SKIPPED if is_standard or file.startswith("<") else _COMPUTES
+    def __str__(self) -> str:
+        if self.waits:
+            called = f", called at {self.called}" if self.called else ""
+            return f"waits in {self.collective or 'communication'}{called}"
+        return f"at {self.place}" + (f" ({self.excuse})" if self.excuse else "")
 
 
 class RankWatch(Observer):
-    """Watches the training thread of this rank: adds up what it does, and reports an update that hangs.
+    """Watches the training thread of this rank: adds up what it does, and reports once where an update takes far longer than others, and
+    before the time limit of a collective ends the job.
 
     Args:
-        runner: The runner that trains.
-        board: Where the ranks leave notes for each other; `None` is the store of the job.
+        runner: The runner that trains, in the thread that calls this.
         seconds: From one look to the next, on average; `None` is 0.05, and 1 where only hangs are looked for.
         clock: Seconds, monotonic.
     """
 
     def __init__(
-        self,
-        runner: TorchRunner,
-        *,
-        board: Board | None = None,
-        seconds: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, runner: TorchRunner, *, seconds: float | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._runner = runner
-        domain, self._share = runner.placement.optimizer, runner.config.comm.slow_rank_share
-        self._rank = domain.rank
-        stacks = runner.workspace.dir / "hangs"
-        own = Board(default_store, f"{runner._session.training}", directory=lambda: stacks)
-        self._board = own if board is None else board
-        self._seconds = seconds or (_SECONDS_BETWEEN_LOOKS if self._share is not None else 1.0)
-        self._hosts: list[str | None] = [None] * domain.size
+        self._runner, self._train, self._clock = runner, runner.state.train, clock
+        self._domain, self._rank = runner.placement.optimizer, runner.placement.optimizer.rank
+        self._share, self._least = runner.config.comm.slow_rank_share, runner.config.comm.hang_warning_seconds
+        self._seconds = seconds or (_SECONDS_BETWEEN_LOOKS if self._share is not None else _SECONDS_BETWEEN_CHECKS)
+        self.hosts: list[tuple[str, int]] = [("", 0)] * self._domain.size
+        """Machine and process of each rank, once a training has begun."""
+        self._directory = runner.workspace.dir / "hangs"
+        self._store: Any = None
+        self._has_told = False
+        self._thread = WatchedThread(on_accelerator=runner.device.type != "cpu")
         self._parts: tuple[str, ...] = ()
-        on_accelerator = runner.device.type != "cpu"
-        self.thread = WatchedThread(threading.current_thread(), on_accelerator=on_accelerator)
-        self._hangs = HangWatch(runner, self.thread, self._board, part=self.part)
-        self._clock = clock
         self._last = clock()
         self._sums = [0.0] * len(ACTIVITIES)
         self._looks = 0
+        self._updates: deque[float] = deque(maxlen=_KEPT_UPDATES)
+        self._seen: tuple[int, int] | None = None
+        self._has_updated = False
+        self._checked = self._quiet_since = self._idle_since = self._waits_since = time.monotonic()
+        self._cpu_before = 0.0
+        self._dumped = self._said = ""
         # Looks at even intervals could fall on the same place of every update. The program's own numbers are left alone.
-        self._dice = random.Random(domain.rank)
+        self._dice = random.Random(self._rank)
         self._stopping = threading.Event()
         # In the context of the training, so that its lines are in the log of that run alone.
         context = contextvars.copy_context()
@@ -186,6 +167,7 @@ class RankWatch(Observer):
     # Events
 
     def training_started(self) -> None:
+        self.hosts = self._domain.gather_objects((socket.gethostname(), os.getpid()))
         if self._share is not None:
             self._runner._reporter.rank_times = RankTimes(self, self._share)
         self._watcher.start()
@@ -197,39 +179,51 @@ class RankWatch(Observer):
             # A store that does not answer must not hold up the end.
             self._watcher.join(1.0)
             if not self._watcher.is_alive():
-                self.thread.close()
+                self._thread.close()
 
     def batch_wait_started(self) -> None:
         self._parts = (*self._parts, "data")
 
-    def batch_wait_ended(self) -> None:
-        self._parts = self._parts[:-1]
-
     def evaluation_started(self, split: str) -> None:
         self._parts = (*self._parts, "evaluating")
-
-    def evaluation_ended(self, split: str) -> None:
-        self._parts = self._parts[:-1]
 
     def save_started(self) -> None:
         self._parts = (*self._parts, "checkpointing")
 
+    def batch_wait_ended(self) -> None:
+        self._parts = self._parts[:-1]
+
+    def evaluation_ended(self, split: str) -> None:
+        self._parts = self._parts[:-1]
+
     def save_ended(self) -> None:
         self._parts = self._parts[:-1]
 
-    def part(self) -> str:
+    def _part(self) -> str:
         """Return the part of the training that is under way; before the first update and after the last one that is `checkpointing`."""
         parts = self._parts
         return parts[-1] if parts else "computing" if self._runner._session.running else "checkpointing"
 
-    # What was seen
+    # Looks, of which times are made
+
+    def _run(self) -> None:
+        try:
+            due = time.monotonic()
+            while not self._stopping.wait(self._seconds * self._dice.uniform(0.5, 1.5)):
+                self.look()
+                if time.monotonic() >= due:
+                    self._check()
+                    due = time.monotonic() + _SECONDS_BETWEEN_CHECKS
+        except Exception:
+            # Nothing that goes wrong here may end the training.
+            logger.exception("What watches over rank %d has failed; training goes on without it.", self._rank)
 
     def look(self) -> str:
         """Look once, count the time since the last look for the activity that it sees, and return that activity."""
         now = self._clock()
         seconds, self._last = now - self._last, now
-        part = self.part()
-        seen = "waiting" if part != "data" and self.thread.waits(self.thread.frame()) else part
+        part = self._part()
+        seen = "waiting" if part != "data" and self._thread.waits(self._thread.frame()) else part
         self._sums[ACTIVITIES.index(seen)] += seconds
         self._looks += 1
         return seen
@@ -240,25 +234,318 @@ class RankWatch(Observer):
         looks, self._looks = self._looks, 0
         return taken, looks
 
-    def hosts(self) -> Sequence[str | None]:
-        """Return the machine of each rank, `None` where it is not known yet."""
-        return self._hosts
+    # Checks, of which reports of a hang are made
 
-    def _run(self) -> None:
+    def _check(self) -> None:
+        """See whether the update ends; where it takes long, tell the other ranks what this one does, and report where it is too long."""
+        now = time.monotonic()
+        gap, self._checked = now - self._checked, now
+        if self._seen != (self._train.global_step, self._train.skipped_updates):
+            self._begin(now)
+            return
+        if gap > _STOPPED_SECONDS:
+            self._quiet_since, self._idle_since, self._waits_since = (
+                self._quiet_since + gap,
+                self._idle_since + gap,
+                now,
+            )
+        mine = self._state()
+        has_run = self._thread.cpu_seconds() - self._cpu_before > 0.005 * gap
+        self._cpu_before = self._thread.cpu_seconds()
+        if not mine.waits or (has_run and mine.collective != _DEVICE):
+            self._waits_since = now
+        if mine.excuse:
+            self._idle_since = now
+        warns_after = max(self._least, _FAR_LONGER * max(self._updates)) if self._least and self._updates else math.inf
+        limit = collective_timeout(self._runner.device) or math.inf
+        # So much earlier there is just time enough to say what the ranks do.
+        lead = min(max(limit / 10, 5 * _GRACE_SECONDS), 60.0, limit / 2)
+        ends_after = limit - lead if limit < math.inf else math.inf
+        if now - self._quiet_since <= min(warns_after, ends_after) / 2:
+            return
+        self._tell(f"state/{self._rank}", json.dumps(asdict(mine)))
+        alarm = self._ask("alarm")
+        if alarm and alarm != self._dumped:
+            self._dumped = alarm
+            self._dump(mine)
+        if now - self._waits_since > ends_after and alarm != LIMIT:
+            alarm = LIMIT
+            self._tell("alarm", alarm)
+        elif not alarm and now - self._idle_since > warns_after:
+            alarm = WARNING
+        if alarm and self._said not in (alarm, LIMIT) and self._rank < _SPEAKERS:
+            self._look_around(alarm, now, min(_GRACE_SECONDS, lead / 4))
+
+    def _begin(self, now: float) -> None:
+        """Begin to wait for the end of an update."""
+        before, self._seen = self._seen, (self._train.global_step, self._train.skipped_updates)
+        if before is not None:
+            # The time of an evaluation or a save, with which the clock was set anew, is not in it; nor is the first update.
+            if self._has_updated:
+                self._updates.append((now - self._idle_since) / max(self._seen[0] - before[0], 1))
+            self._has_updated = True
+        for key in ("alarm", "said", f"state/{self._rank}") if self._has_told else ():
+            self._tell(key, "")
+        self._has_told = False
+        self._quiet_since = self._idle_since = self._waits_since = now
+        self._cpu_before = self._thread.cpu_seconds()
+        self._dumped = self._said = ""
+        self._asked: tuple[float, dict[int, RankState | None]] | None = None
+
+    def _look_around(self, alarm: str, now: float, grace: float) -> None:
+        """Ask twice what the ranks do, and report it: a rank whose state was not noted anew in between gives no sign any more."""
+        if self._asked is None:
+            # Each speaker leaves those before it the time that they need.
+            self._asked = now + 2 * grace * self._rank, {}
+        since, before = self._asked
+        if now < since:
+            return
+        texts = {rank: self._ask(f"state/{rank}") for rank in range(self._domain.size)}
+        states = {rank: RankState(**json.loads(text)) if text else None for rank, text in texts.items()}
+        if alarm == WARNING and any(state is not None and state.excuse for state in states.values()):
+            self._idle_since, self._asked = now, None
+            return
+        if not before:
+            if self._ask("said") in (alarm, LIMIT):
+                self._said = alarm
+                return
+            self._tell("alarm", alarm)
+            before.update(states)
+            return
+        signs = {rank: state if state != before[rank] or rank == self._rank else None for rank, state in states.items()}
+        # On a busy machine the thread of a rank may get no turn for some seconds.
+        if now < since + (2 * grace if None in signs.values() else grace):
+            return
+        self._asked, self._said = None, alarm
+        self._tell("said", alarm)
+        head = f"Update {self._train.global_step + 1} has not come to its end in {now - self._quiet_since:.0f} s"
+        if self._updates:
+            head += f"; those before it took up to {max(self._updates):.2g} s"
+        limit = collective_timeout(self._runner.device)
+        if alarm == LIMIT:
+            head += f". A collective may take {limit:g} s, after which the job ends"
+        else:
+            head += ". comm.train_timeout_seconds sets after how long such a wait ends the job"
+            head += f"; now it is {limit:g} s" if limit is not None else ""
+        silent = {rank: self._fate(rank, states[rank]) for rank, sign in signs.items() if sign is None}
+        there = [sign for sign in signs.values() if sign is not None]
+        logger.warning("%s. The stacks of all threads are in %s.\n%s", head, self._directory, report(there, silent))
+
+    def _state(self) -> RankState:
+        frame, part = self._thread.frame(), self._part()
+        waits = part != "data" and self._thread.waits(frame)
+        collective, called = collective_of(frame) if waits else ("", "")
+        if self._runner.device.type != "cpu" and frame is not None and frame.f_code.co_name == "synchronize":
+            waits, collective = True, _DEVICE
+        excuse = excuse_of(frame) or (part if part in ("evaluating", "checkpointing") else "")
+        host, place, stack = self.hosts[self._rank][0], place_of(frame), stack_text(frame)
+        return RankState(self._rank, host, waits, collective, called, place, stack, excuse, time.time())
+
+    def _fate(self, rank: int, last: RankState | None) -> str:
+        host, pid = self.hosts[rank]
+        was = f", last {last}" if last is not None else ""
+        return f"process {pid} on {host}{was}{fate_of(pid) if host == self.hosts[self._rank][0] else ''}"
+
+    def _dump(self, mine: RankState) -> None:
+        """Write the stacks of all threads of this process."""
+        step, (host, pid) = self._train.global_step, self.hosts[self._rank]
+        file = self._directory / f"step-{step:012d}-rank-{self._rank:05d}.txt"
+        texts = [f"Rank {self._rank}, process {pid} on {host}, after step {step}: {mine}\n"]
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for thread, frame in sys._current_frames().items():
+            if thread != threading.get_ident():
+                texts.append(f"Thread {names.get(thread, thread)} (most recent call last):\n{stack_text(frame)}")
         try:
-            self._board.write(f"host/{self._rank}", f"{socket.gethostname()} {os.getpid()}")
-            due = time.monotonic()
-            while not self._stopping.wait(self._seconds * self._dice.uniform(0.5, 1.5)):
-                self.look()
-                if time.monotonic() >= due:
-                    if self._runner.is_main_process and None in self._hosts:
-                        self._hosts = [found or self._host_of(rank) for rank, found in enumerate(self._hosts)]
-                    self._hangs.check()
-                    due = time.monotonic() + _SECONDS_BETWEEN_CHECKS
-        except Exception:
-            # Nothing that goes wrong here may end the training.
-            logger.exception("What watches over rank %d has failed; training goes on without it.", self._rank)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, "\n".join(texts))
+        except OSError as error:
+            logger.warning("The stacks of rank %d cannot be written: %s.", self._rank, error)
 
-    def _host_of(self, rank: int) -> str | None:
-        note = self._board.read(f"host/{rank}")
-        return note.rpartition(" ")[0] if note else None
+    # Notes of the ranks for each other
+
+    def _opened_store(self) -> tuple[Any, str]:
+        if self._store is None:
+            # A connection of its own: a thread that waits in the store does not hold this one up.
+            store: Any = default_store()
+            self._store = store.clone()
+            self._store.set_timeout(timedelta(seconds=_GRACE_SECONDS))
+        return self._store, f"danling/watch/{self._runner._session.training}/"
+
+    def _tell(self, key: str, text: str) -> None:
+        store, prefix = self._opened_store()
+        store.set(prefix + key, text)
+        self._has_told = True
+
+    def _ask(self, key: str) -> str:
+        store, prefix = self._opened_store()
+        return str(store.get(prefix + key).decode()) if store.check([prefix + key]) else ""
+
+
+class WatchedThread:
+    """The thread that makes this, seen from another one: its stack, whether it sleeps in communication, and its time on a processor.
+
+    Args:
+        on_accelerator: Whether a backward runs in other threads while the calling one sleeps.
+    """
+
+    def __init__(self, *, on_accelerator: bool) -> None:
+        thread = threading.current_thread()
+        self._ident = thread.ident or 0
+        self._file: int | None = None
+        self._cpu_clock: int | None = None
+        try:
+            self._cpu_clock = time.pthread_getcpuclockid(self._ident)
+            self._file = os.open(f"/proc/self/task/{thread.native_id}/stat", os.O_RDONLY)
+        except (AttributeError, OSError):
+            pass
+        # Without the kernel's word a backward is taken for computing.
+        self._backward_waits = self._file is not None and not on_accelerator
+
+    def frame(self) -> FrameType | None:
+        """Return its innermost frame; to be dropped at once, since it keeps the variables of its function alive."""
+        return sys._current_frames().get(self._ident)
+
+    def waits(self, frame: FrameType | None) -> bool:
+        """Return whether it sleeps within communication, as its innermost frame and the kernel say."""
+        for found in frames_of(frame):
+            kind = _kind_of(found.f_code.co_filename)
+            if kind == "communicates" or (kind == "backward" and found.f_code.co_name == "_engine_run_backward"):
+                if (kind == "backward" and not self._backward_waits) or self._file is None:
+                    return kind == "communicates"
+                try:
+                    text = os.pread(self._file, 512, 0)
+                except OSError:
+                    return kind == "communicates"
+                # The name of the thread is in parentheses, and may have some.
+                return text[text.rindex(b")") + 2 : text.rindex(b")") + 3] == b"S"
+            if kind == "computes":
+                return False
+        return False
+
+    def cpu_seconds(self) -> float:
+        """Return the time that it had on a processor; 0 where that is not known."""
+        try:
+            return time.clock_gettime(self._cpu_clock) if self._cpu_clock is not None else 0.0
+        except OSError:
+            return 0.0
+
+    def close(self) -> None:
+        """Close the kernel's table."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+@functools.cache
+def _kind_of(file: str) -> str:
+    """Return what a thread does whose stack ends in a source file; an empty text where the frames around it say so."""
+    if file.startswith(_COMMUNICATION):
+        return "communicates"
+    if file == _ENGINE:
+        return "backward"
+    return "" if file.startswith(_NEUTRAL) or (file.startswith(_STANDARD) and "-packages" not in file) else "computes"
+
+
+def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames of a stack, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def excuse_of(frame: FrameType | None) -> str:
+    """Return why what a thread does may take any time; an empty text where nothing says so."""
+    files = {found.f_code.co_filename for found in frames_of(frame)}
+    return next((name for name, parts in _EXCUSES.items() if any(part in file for part in parts for file in files)), "")
+
+
+def collective_of(frame: FrameType | None) -> tuple[str, str]:
+    """Return the collective that a thread waits in and where it was called; two empty texts where it is in none."""
+    name = ""
+    for found in frames_of(frame):
+        file, function = found.f_code.co_filename, found.f_code.co_name
+        if file == _CALLED_BY_NAME or (not name and file.startswith(_COLLECTIVES)):
+            name = name if function == "wrapper" else function
+        elif function == "_engine_run_backward":
+            name = name or _BACKWARD
+        elif file.startswith(f"{_DANLING}distributed{os.sep}"):
+            name = name or function
+        elif name and not file.startswith(_TORCH) and file != _OWN_CALLS:
+            return name, spot(found)
+    return name, ""
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Return where a thread is: in the innermost function that is of no library, else in the innermost one."""
+    found = list(frames_of(frame))
+    libraries = (_STANDARD, _TORCH, _DANLING, "<")
+    files = ((each, each.f_code.co_filename) for each in found)
+    own = next((each for each, file in files if not file.startswith(libraries) and "-packages" not in file), None)
+    if own is None:
+        return spot(found[0]) if found else "nowhere"
+    if any(each.f_code.co_name == "_try_get_data" for each in found):
+        return f"{spot(own)}, waiting for a worker of its data loader"
+    return spot(own) + ("" if own is found[0] else f", in {found[0].f_code.co_name}")
+
+
+def spot(frame: FrameType) -> str:
+    """Return file, line and function of a frame, and its source line."""
+    code, line = frame.f_code, frame.f_lineno
+    text = linecache.getline(code.co_filename, line).strip()
+    return f"{code.co_filename}:{line} in {code.co_name}" + (f" ({text})" if text else "")
+
+
+def stack_text(frame: FrameType | None) -> str:
+    """Return a stack as Python prints it, the innermost frame last; of a long one the innermost frames."""
+    return "".join(traceback.format_stack(frame, _MOST_FRAMES)) if frame is not None else ""
+
+
+def fate_of(pid: int) -> str:
+    """Return what became of a process of this machine."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return ", which is no more"
+    except OSError:
+        return ""
+    states = {
+        "T": ", which is stopped (SIGSTOP)",
+        "t": ", which is stopped by a debugger",
+        "Z": ", which is no more",
+        "R": f", busy in code that leaves other threads no turn; `py-spy dump --pid {pid}` shows where",
+    }
+    return states.get(state, f", stuck where no Python runs; `py-spy dump --pid {pid}` shows where")
+
+
+def report(states: Sequence[RankState], silent: Mapping[int, str]) -> str:
+    """Return what ranks do: their stacks, then the ranks that wait, and last those that they wait for."""
+    stacks: defaultdict[str, list[RankState]] = defaultdict(list)
+    doing: defaultdict[tuple[bool, str], list[RankState]] = defaultdict(list)
+    for state in states:
+        stacks[state.stack].append(state)
+        doing[state.waits, str(state)].append(state)
+    lines = [f"{_named(alike)} (most recent call last):\n{stack.rstrip()}" for stack, alike in stacks.items()]
+    # The largest group waits for the others.
+    groups = sorted(doing.items(), key=lambda group: (not group[0][0], -len(group[1])))
+    for (waits, what), alike in groups:
+        several = len(alike) > 1
+        if waits:
+            text = what.replace("waits", "wait", 1) if several else what
+        else:
+            text = f"{'are' if several else 'is'} {'not in it, but ' if groups[0][0][0] else ''}{what}"
+        lines.append(f"{_named(alike)} {text}.")
+    return "\n".join([*lines, *(f"Rank {rank} gives no sign: {fate}." for rank, fate in silent.items())])
+
+
+def _named(states: Sequence[RankState]) -> str:
+    """Return the ranks of states in short, such as `Ranks 0-2, 5`, and their machine if it is one."""
+    spans: list[list[int]] = []
+    for state in states:
+        if spans and spans[-1][-1] == state.rank - 1:
+            spans[-1].append(state.rank)
+        else:
+            spans.append([state.rank])
+    ranks = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans)
+    hosts = {state.host for state in states}
+    return f"Rank{'s' if len(states) > 1 else ''} {ranks}" + (f" on {hosts.pop()}" if len(hosts) == 1 else "")

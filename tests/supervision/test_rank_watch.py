@@ -1,12 +1,15 @@
-"""The watch of a rank: what it sees by the events of a training, machines by notes, a failure that ends it alone, and forks."""
+"""The watch of a rank by itself: what it sees by the events of a training, stacks as people read them, and the text of a report."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
+import signal
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,33 +20,25 @@ import torch
 from danling.config import RunnerConfig
 from danling.runners.state import TrainState
 from danling.supervision import RankWatch
+from danling.supervision.rank_watch import RankState, collective_of, excuse_of, fate_of, place_of, report
+
+TORCH = Path(torch.__file__).parent
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the kernel has no table of threads")
 
 
-class Notes(dict[str, str]):
-    """Notes of ranks that live in one process."""
-
-    def write(self, key: str, text: str) -> None:
-        self[key] = text
-
-    def read(self, key: str) -> str | None:
-        return self.get(key)
-
-
-def runner_of(directory: Path, rank: int = 0, size: int = 2, **comm: Any) -> Any:
-    return SimpleNamespace(
-        config=RunnerConfig({"steps": 4, "comm": comm}),
-        placement=SimpleNamespace(optimizer=SimpleNamespace(rank=rank, size=size)),
+def watched(directory: Path, seconds: float = 0.001, **more: Any) -> RankWatch:
+    domain = SimpleNamespace(rank=0, size=2, gather_objects=lambda mine: [mine, ("other", 12)])
+    runner: Any = SimpleNamespace(
+        config=RunnerConfig({"steps": 4}),
+        placement=SimpleNamespace(optimizer=domain),
         state=SimpleNamespace(train=TrainState()),
         device=torch.device("cpu"),
         workspace=SimpleNamespace(dir=directory),
-        is_main_process=rank == 0,
         _session=SimpleNamespace(training=3, running=True),
         _reporter=SimpleNamespace(rank_times=None),
     )
-
-
-def watched(directory: Path, board: Any, rank: int = 0, seconds: float = 0.001, **more: Any) -> RankWatch:
-    return RankWatch(runner_of(directory, rank), board=board, seconds=seconds, **more)
+    return RankWatch(runner, seconds=seconds, **more)
 
 
 def until(found: Any) -> None:
@@ -55,7 +50,7 @@ def until(found: Any) -> None:
 
 def test_the_events_say_which_part_of_a_training_is_under_way(tmp_path: Path) -> None:
     now = iter(range(100))
-    watch = watched(tmp_path, Notes(), clock=lambda: float(next(now)))
+    watch = watched(tmp_path, clock=lambda: float(next(now)))
     assert watch.look() == "computing"
     watch.batch_wait_started()
     assert watch.look() == "data"
@@ -72,49 +67,35 @@ def test_the_events_say_which_part_of_a_training_is_under_way(tmp_path: Path) ->
     assert watch.take() == ([1.0, 2.0, 0.0, 2.0, 1.0], 6) and watch.take()[1] == 0
 
 
-def test_machines_are_known_where_they_are_wanted_and_looks_add_up(tmp_path: Path) -> None:
-    board = Notes()
-    board["host/1"] = "other 12"
-    watch = watched(tmp_path, board)
+def test_looks_add_up_until_the_end_also_after_a_fork(tmp_path: Path) -> None:
+    watch = watched(tmp_path)
     watch.training_started()
-    assert watch._runner._reporter.rank_times is not None
-    until(lambda: None not in watch.hosts())
-    assert list(watch.hosts()) == [socket.gethostname(), "other"]
+    assert watch._runner._reporter.rank_times is not None and watch.hosts[1] == ("other", 12)
     until(lambda: watch.take()[1] > 2)
-    watch.training_ended()
-    watch.training_ended()
-    watch.take()
-    assert watch._runner._reporter.rank_times is None
-    assert not [thread for thread in threading.enumerate() if thread.name == "danling-rank-watch"]
-    silent = watched(tmp_path, Notes(), rank=1)
-    silent.training_started()
-    silent.training_ended()
-    assert list(silent.hosts()) == [None, None]
-
-
-def test_what_fails_in_it_ends_it_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Notes):
-        def read(self, key: str) -> str | None:
-            raise RuntimeError("out of order")
-
-    with caplog.at_level(logging.ERROR, "danling"):
-        watch = watched(tmp_path, Broken())
-        watch.training_started()
-        until(lambda: caplog.records)
-    watch.training_ended()
-    assert "training goes on without it" in caplog.text and "out of order" in caplog.text
-
-
-def test_a_fork_goes_its_own_way(tmp_path: Path) -> None:
-    watch = watched(tmp_path, Notes())
-    watch.training_started()
-    for _ in range(20):
+    for _ in range(5):
         child = os.fork()
         if child == 0:
             logging.getLogger("danling").debug("a worker speaks")
             os._exit(7 if [t for t in threading.enumerate() if t.name == "danling-rank-watch"] else 0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     watch.training_ended()
+    watch.training_ended()
+    assert watch._runner._reporter.rank_times is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "danling-rank-watch"]
+
+
+def test_what_fails_in_it_ends_it_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> float:
+        if threading.current_thread() is threading.main_thread():
+            return 0.0
+        raise RuntimeError("out of order")
+
+    with caplog.at_level(logging.ERROR, "danling"):
+        watch = watched(tmp_path, clock=fails)
+        watch.training_started()
+        until(lambda: caplog.records)
+    watch.training_ended()
+    assert "training goes on without it" in caplog.text and "out of order" in caplog.text
 
 
 def test_no_frame_is_kept_alive(tmp_path: Path) -> None:
@@ -122,13 +103,86 @@ def test_no_frame_is_kept_alive(tmp_path: Path) -> None:
         """Is gone when its function has returned."""
 
     gone = threading.Event()
-    watch = watched(tmp_path, Notes())
+    watch = watched(tmp_path)
 
     def hold() -> None:
         big = Big()
-        __import__("weakref").finalize(big, gone.set)
+        weakref.finalize(big, gone.set)
         for _ in range(10):
             watch.look()
 
     hold()
     assert gone.is_set()
+
+
+def becomes(pid: int, fate: str) -> None:
+    until(lambda: fate in fate_of(pid))
+
+
+def test_the_fate_of_a_process() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    becomes(child.pid, "busy in code that leaves other threads no turn; `py-spy dump --pid")
+    child.send_signal(signal.SIGSTOP)
+    becomes(child.pid, "stopped")
+    child.kill()
+    becomes(child.pid, "no more")
+    child.wait()
+    assert fate_of(child.pid) == ", which is no more"
+
+
+def state(rank: int, **more: Any) -> RankState:
+    given = {"host": "a", "waits": True, "collective": "all_reduce", "called": "x", "place": "", "stack": "s"}
+    return RankState(**{"rank": rank, **given, "excuse": "", "time": 0.0, **more})
+
+
+def test_a_report_has_the_stacks_then_who_waits_then_for_whom() -> None:
+    states = [state(rank) for rank in range(6)]
+    states[4] = state(4, collective="barrier", called="user.py:3 in f", host="b", stack="t")
+    assert report(states, {6: "process 3 on c"}).splitlines() == [
+        "Ranks 0-3, 5 on a (most recent call last):",
+        "s",
+        "Rank 4 on b (most recent call last):",
+        "t",
+        "Ranks 0-3, 5 on a wait in all_reduce, called at x.",
+        "Rank 4 on b waits in barrier, called at user.py:3 in f.",
+        "Rank 6 gives no sign: process 3 on c.",
+    ]
+    busy = {"waits": False, "place": "p", "excuse": "compiling"}
+    assert report([state(0, **busy), state(1, **busy)], {}).endswith("Ranks 0, 1 on a are at p (compiling).")
+    assert report([state(0, **busy), state(1)], {}).endswith("Rank 0 on a is not in it, but at p (compiling).")
+
+
+def frame_in(*files: str, innermost: str = "step_0") -> Any:
+    """Return the innermost frame of functions of files, the outermost first."""
+    inner: Any = sys._getframe
+    for number, file in enumerate(reversed(files)):
+        name = innermost if number == 0 else f"step_{number}"
+        names: dict[str, Any] = {"inner": inner}
+        exec(compile(f"def {name}(): return inner()", file, "exec"), names)
+        inner = names[name]
+    return inner()
+
+
+def test_stacks_are_read_as_people_do() -> None:
+    dist, danling = str(TORCH / "distributed"), str(Path(sys.modules["danling"].__file__ or "").parent)
+    c10d = f"{dist}/distributed_c10d.py"
+    for between in ([f"{danling}/distributed/domain.py", f"{dist}/c10d_logger.py"], [f"{dist}/fsdp/_fsdp_common.py"]):
+        name, called = collective_of(frame_in("train.py", *between, c10d))
+        assert name == "step_0" and called.startswith(f"train.py:1 in step_{len(between) + 1}")
+    assert collective_of(frame_in("train.py", f"{danling}/distributed/meeting.py"))[0] == "step_0"
+    assert collective_of(frame_in("train.py", threading.__file__)) == ("", "")
+    backward = frame_in(str(TORCH / "autograd" / "graph.py"), innermost="_engine_run_backward")
+    assert collective_of(backward)[0] == "the reduction of gradients at the end of a backward"
+    assert place_of(frame_in("train.py", str(TORCH / "nn" / "functional.py"))) == "train.py:1 in step_1, in step_0"
+    loader = frame_in("train.py", str(TORCH / "utils" / "data" / "dataloader.py"), innermost="_try_get_data")
+    assert place_of(loader) == "train.py:1 in step_1, waiting for a worker of its data loader"
+    assert place_of(None) == "nowhere" and excuse_of(frame_in("train.py")) == ""
+    for file, excuse in (
+        (str(TORCH / "_dynamo" / "convert_frame.py"), "compiling"),
+        ("/usr/lib/python3.11/pdb.py", "in a debugger"),
+        (f"{danling}/stream/loader.py", "waiting for a stream"),
+        (f"{danling}/torchft/groups.py", "waiting for other replica groups"),
+    ):
+        assert excuse_of(frame_in("train.py", file, threading.__file__)) == excuse
+    # Compiled code that runs is no compilation.
+    assert excuse_of(frame_in("train.py", str(TORCH / "_dynamo" / "eval_frame.py"))) == ""
