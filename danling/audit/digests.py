@@ -1,19 +1,30 @@
-"""Digests of updates: the file of a run, the digests of all ranks in one table, and the environment that a run was made in."""
+"""Digests of updates: the file of a run, the digests of all ranks in one table, and the observer that computes them."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from danling.distributed import ReplicaDriftError
+from danling.optim.state import to_parts
 from danling.reporting.trackers import JsonLines, bounded_lines, read_jsonl
 from danling.utils.files import open_file
+from danling.utils.observers import Observer
+from danling.utils.tensors import canonical_name
+
+from .hashing import Hasher, key_of
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+    from danling.training import UpdateOutcome
 
 FILE = "digests.jsonl"
 """Its name in the run directory."""
@@ -98,8 +109,7 @@ Kinds = Mapping[str, tuple[int, ...]]
 """How a rank holds tensors, by kind, such as `shard` for those divided over this axis: which part it has. Equal parts are copies."""
 
 
-@dataclass(frozen=True)
-class Drift:
+class Drift(NamedTuple):
     """A column in which ranks that hold copies differ."""
 
     kind: str
@@ -117,61 +127,286 @@ class DigestTable:
 
     def __init__(self, columns: Sequence[str], ranks: Sequence[Kinds]) -> None:
         self.columns = list(columns)
-        self.ranks = list(ranks)
-        self.kinds = sorted({kind for held in ranks for kind in held})
-        self.width = len(self.kinds) * len(self.columns) + 1
-
-    def place(self, kind: str, column: str) -> int:
-        """Return the place of a cell among those of its rank. The last one, which has no kind, is that of the samples."""
-        return self.kinds.index(kind) * len(self.columns) + self.columns.index(column)
+        self.size = len(ranks)
+        self.holders: dict[str, dict[tuple[int, ...], list[int]]] = {}
+        """By kind and part: the ranks that hold it."""
+        for kind in sorted({kind for held in ranks for kind in held}):
+            parts = self.holders[kind] = {}
+            for rank, held in enumerate(ranks):
+                if kind in held:
+                    parts.setdefault(held[kind], []).append(rank)
+        cells = [(kind, column) for kind in self.holders for column in self.columns]
+        self.places = {cell: place for place, cell in enumerate(cells)}
+        """By kind and column: the place of a cell among those of its rank. The last one, which has no kind, is that of the samples."""
+        self.width = len(cells) + 1
 
     def packed(self, cells: Tensor, rank: int) -> Tensor:
         """Return the vector to be summed over the ranks."""
-        whole = torch.zeros((len(self.ranks), 2, self.width), dtype=torch.float64, device=cells.device)
+        whole = torch.zeros((self.size, 2, self.width), dtype=torch.float64, device=cells.device)
         whole[rank, 0] = (cells & (_HALF - 1)).double()
         whole[rank, 1] = ((cells >> 32) & (_HALF - 1)).double()
         return whole.reshape(-1)
 
     def unpacked(self, sums: Sequence[float]) -> list[list[int]]:
         """Return the cells of each rank, as integers from 0 to 2^64 - 1."""
-        size = 2 * self.width
-        rows = [sums[start : start + size] for start in range(0, size * len(self.ranks), size)]
-        return [
-            [int(low) + _HALF * int(high) for low, high in zip(row[: self.width], row[self.width :])] for row in rows
-        ]
+        rows = [sums[2 * self.width * rank : 2 * self.width * (rank + 1)] for rank in range(self.size)]
+        return [[int(low) + _HALF * int(high) for low, high in zip(row, row[self.width :])] for row in rows]
 
     def totals(self, rows: Sequence[Sequence[int]]) -> dict[str, int]:
         """Return the digest of each column over all ranks, in which each part counts once; `samples` is one of them."""
         sums = dict.fromkeys(self.columns, 0)
-        for kind in self.kinds:
-            for holders in self._holders(kind).values():
-                for column in self.columns:
-                    sums[column] += rows[holders[0]][self.place(kind, column)]
+        for (kind, column), place in self.places.items():
+            sums[column] += sum(rows[ranks[0]][place] for ranks in self.holders[kind].values())
         sums["samples"] = sum(row[-1] for row in rows)
         return {column: value % _WORD for column, value in sums.items()}
 
-    def drifted(self, rows: Sequence[Sequence[int]]) -> list[Drift]:
-        """Return where ranks differ that hold copies, the first column first."""
-        found = []
-        compared = [column for column in self.columns if column not in OF_EACH_RANK]
-        for column in compared:
-            for kind in self.kinds:
-                for holders in self._holders(kind).values() if kind != OWN else ():
-                    values = [rows[rank][self.place(kind, column)] for rank in holders]
-                    if len(set(values)) > 1:
-                        found.append(_drift(kind, column, holders, values))
-        return found
-
-    def _holders(self, kind: str) -> dict[tuple[int, ...], list[int]]:
-        holders: dict[tuple[int, ...], list[int]] = {}
-        for rank, held in enumerate(self.ranks):
-            if kind in held:
-                holders.setdefault(held[kind], []).append(rank)
-        return holders
+    def drift(self, rows: Sequence[Sequence[int]]) -> Drift | None:
+        """Return where ranks differ that hold copies, in the first column in which they do."""
+        cells = [(column, kind) for column in self.columns for kind in self.holders]
+        for column, kind in cells:
+            if column in OF_EACH_RANK or kind == OWN:
+                continue
+            for ranks in self.holders[kind].values():
+                values = {rank: rows[rank][self.places[kind, column]] for rank in ranks}
+                value, number = Counter(values.values()).most_common(1)[0]
+                if number < len(ranks):
+                    usual = value if 2 * number > len(ranks) else values[ranks[0]]
+                    odd = tuple(rank for rank in ranks if values[rank] != usual)
+                    return Drift(kind, column, odd, tuple(rank for rank in ranks if rank not in odd))
+        return None
 
 
-def _drift(kind: str, column: str, holders: Sequence[int], values: Sequence[int]) -> Drift:
-    value, number = Counter(values).most_common(1)[0]
-    usual = value if 2 * number > len(values) else values[0]
-    odd = tuple(rank for rank, found in zip(holders, values) if found != usual)
-    return Drift(kind, column, odd, tuple(rank for rank in holders if rank not in odd))
+# The digests of a training
+
+
+class Entry(NamedTuple):
+    """A tensor of a run as this rank has it: the column of its digest, its name, and whether other ranks may have copies of it."""
+
+    column: str
+    name: str
+    tensor: Tensor
+    is_shared: bool = True
+
+
+def entries(runner: TorchRunner) -> Iterator[Entry]:
+    """Yield the tensors of a run as this rank has them; their order may be another one on each rank."""
+    named = list(runner.named_parameters())
+    names: dict[int, str] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), name)
+    grouped: set[int] = set()
+    optimizer: Any = runner.optimizer
+    state = getattr(optimizer, "state", {})
+    members = getattr(optimizer, "optimizers", ())
+    for index, group in enumerate(getattr(optimizer, "param_groups", ())):
+        for number, parameter in enumerate(group["params"]):
+            shared = id(parameter) in names
+            grouped.add(id(parameter))
+            name = names.get(id(parameter), f"group.{index}.{number}")
+            yield Entry(f"weights.{index}", name, parameter, shared)
+            found = next((m.state[parameter] for m in members if parameter in m.state), None)
+            for key, value in sorted((found or state.get(parameter, {})).items(), key=lambda item: str(item[0])):
+                for part, tensor in _tensors(value, f"{name}/{key}"):
+                    yield Entry(f"optimizer.{index}", part, tensor, shared)
+    for name, parameter in named:
+        if id(parameter) not in grouped:
+            grouped.add(id(parameter))
+            yield Entry("weights.rest", name, parameter)
+    buffers = {canonical_name(name): buffer for name, buffer in runner.unwrapped_model.named_buffers()}
+    if isinstance(runner.criterion, nn.Module):
+        buffers |= {f"criterion.{name}": buffer for name, buffer in runner.criterion.named_buffers()}
+    for name, tensor in buffers.items():
+        yield Entry("buffers", name, tensor)
+    for name, tensor in runner.ema.weights.items() if runner.ema is not None else ():
+        yield Entry("ema.buffers" if name in buffers else "ema", name, tensor)
+
+
+def _tensors(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that an entry of an optimizer's state is or is made of, under names that begin with `name`."""
+    value = to_parts(value)
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(part, f"{name}.{key}")
+
+
+@dataclass
+class _Taken:
+    """Digests of an update that the ranks have not compared yet: those of cells, and by kind, column and name those of tensors."""
+
+    step: int
+    cells: Tensor
+    tensors: list[tuple[str, str, str]]
+    digests: Tensor
+    figures: Tensor
+    has_norm: bool
+
+
+class UpdateAudit(Observer):
+    """Digests the state after every so many updates, on the device, without waiting for it.
+
+    What was computed travels with the collective that the next update makes anyway, and is read one update later still on an accelerator;
+    before anything is evaluated or saved it is compared at once, in its own collective.
+    """
+
+    critical = True
+
+    def __init__(self, runner: TorchRunner, every: int) -> None:
+        self.every = every
+        self._runner = runner
+        self._domain = runner.placement.optimizer
+        self._device = runner.device
+        self._file: DigestFile | None = None
+        self._began_at = 0
+        self._hasher = Hasher(self._device)
+        self._samples: Tensor | None = None
+        self._table: DigestTable | None = None
+        self._groups: set[str] = set()
+        self._waiting: _Taken | None = None
+        self._sent: _Taken | None = None
+        self._landed: tuple[_Taken, Tensor, torch.cuda.Event | None] | None = None
+
+    # Within an update
+
+    def training_started(self) -> None:
+        """Note where the run begins. No communication."""
+        if self._table is None:
+            self._began_at = self._runner.state.train.global_step
+
+    def update_started(self) -> None:
+        """Forget the samples of the update before."""
+        self._samples = None
+
+    def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
+        """Take in the samples of a micro-batch, where its update is digested. No communication."""
+        if self._runner.placement.counts_samples and (self._runner.state.train.global_step + 1) % self.every == 0:
+            found = self._hasher.digest_samples(data)
+            self._samples = found if self._samples is None else self._samples + found
+
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        """Digest the state after an update, where that is due. Called on all ranks."""
+        self._read_landed()
+        if outcome.committed and self._runner.state.train.global_step % self.every == 0:
+            self.results_needed()
+            self._waiting = self._take(outcome)
+            if self._domain.size == 1:
+                values = self.values()
+                assert values is not None
+                self.take(values)
+
+    def _take(self, outcome: UpdateOutcome) -> _Taken:
+        found, held_part = list(entries(self._runner)), self._runner.preparation.held_part
+        kinds = [held_part(entry.tensor) if entry.is_shared else (OWN, (self._domain.rank,)) for entry in found]
+        groups = {entry.column for entry in found if entry.column.startswith("weights.")}
+        table = self._table
+        if table is None or not groups <= self._groups:
+            # At the first digest, and where parameter groups were added.
+            told = self._domain.gather_objects((groups, {OWN: (self._domain.rank,), **dict(kinds)}))
+            self._groups = set().union(*(groups for groups, _ in told))
+            numbered = sorted(self._groups, key=lambda name: (len(name), name))
+            states = [name.replace("weights.", "optimizer.", 1) for name in numbered if name != "weights.rest"]
+            table = self._table = DigestTable([*numbered, *states, "ema", *OF_EACH_RANK], [kinds for _, kinds in told])
+        tensors = [
+            (kind if kind in table.holders else OWN, entry.column, entry.name) for (kind, _), entry in zip(kinds, found)
+        ]
+        digests = self._together([self._hasher.digest(entry.tensor) for entry in found])
+        cells = torch.zeros(table.width, dtype=torch.int64, device=self._device)
+        if found:
+            keys = [key_of(entry.name, str(entry.tensor.dtype), tuple(entry.tensor.shape)) for entry in found]
+            places = self._on_device([table.places[kind, column] for kind, column, _ in tensors])
+            cells.index_add_(0, places, digests * self._on_device(keys))
+        if self._samples is not None:
+            cells[-1] = self._samples
+        norm = outcome.grad_norm
+        pair = [outcome.loss, 0.0 if norm is None else norm]
+        figures = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self._device).detach() for x in pair])
+        return _Taken(self._runner.state.train.global_step, cells, tensors, digests, figures, norm is not None)
+
+    def _together(self, values: Sequence[Tensor]) -> Tensor:
+        """Return single digests as one tensor on the device; those of tensors in host memory, such as counts of steps, go there at once."""
+        stacked = torch.zeros(len(values), dtype=torch.int64, device=self._device)
+        for device in {value.device for value in values}:
+            here = [index for index, value in enumerate(values) if value.device == device]
+            found = torch.stack([values[index] for index in here]).to(self._device, non_blocking=True)
+            stacked = stacked.index_copy(0, self._on_device(here), found)
+        return stacked
+
+    def _on_device(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+
+    # What travels with the collective of an update
+
+    def values(self) -> Tensor | None:
+        """Return the vector to sum over the ranks with the collective of this update, float64; `None` where nothing waits."""
+        self._sent, self._waiting = self._waiting, None
+        if self._sent is None or self._table is None:
+            return None
+        return self._table.packed(self._sent.cells, self._domain.rank)
+
+    def take(self, sums: Tensor) -> None:
+        """Take the sum over the ranks of what `values` returned. Called on all ranks."""
+        taken, self._sent = self._sent, None
+        assert taken is not None
+        together = torch.cat([sums.to(self._device), taken.figures])
+        if self._device.type == "cpu":
+            self._conclude(taken, together)
+            return
+        host = torch.empty(together.shape, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        host.copy_(together, non_blocking=True)
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._landed = taken, host, event
+
+    def _read_landed(self) -> None:
+        landed, self._landed = self._landed, None
+        if landed is not None:
+            taken, sums, event = landed
+            if event is not None:
+                event.synchronize()
+            self._conclude(taken, sums)
+
+    def results_needed(self) -> None:
+        """Compare what has not been compared yet. Called on all ranks, before anything is evaluated or saved."""
+        self._read_landed()
+        values = self.values()
+        if values is not None:
+            self.take(self._domain.all_reduce(values))
+            self._read_landed()
+
+    def _conclude(self, taken: _Taken, together: Tensor) -> None:
+        """Write the line of an update, or raise the error of copies that differ. Called on all ranks."""
+        assert self._table is not None
+        *sums, loss, norm = together.tolist()
+        rows = self._table.unpacked(sums)
+        drift = self._table.drift(rows)
+        if drift is not None:
+            raise self._error(taken, drift)
+        if self._domain.rank == 0:
+            if self._file is None:
+                self._file = DigestFile(self._runner.workspace.digests_file, resume_step=self._began_at)
+                self._runner._closers.callback(self._file.close)
+            # A column without tensors has no digest.
+            totals = self._table.totals(rows)
+            shown = {name: value for name, value in totals.items() if value or name == "samples"}
+            self._file.write(DigestLine(taken.step, loss, norm if taken.has_norm else None, shown))
+
+    def _error(self, taken: _Taken, drift: Drift) -> ReplicaDriftError:
+        """Return the error that names the ranks and the first tensor. Called on all ranks: they exchange the digests of single tensors."""
+        found = zip(taken.tensors, taken.digests.tolist())
+        told = self._domain.gather_objects({t[2]: d for t, d in found if t[:2] == (drift.kind, drift.column)})
+        right, wrong = told[drift.others[0]], told[drift.ranks[0]]
+        known = {**right, **wrong}
+        names = [name for name in known if wrong.get(name) != right.get(name)] or ["its kind"]
+        ranks, others = (
+            f"rank {found[0]}" if len(found) == 1 else f"ranks {list(found)}" for found in (drift.ranks, drift.others)
+        )
+        unsure = " Two copies do not tell which one is wrong." if len(drift.others) == len(drift.ranks) == 1 else ""
+        return ReplicaDriftError(
+            f"Expected ranks that hold copies of a tensor to hold the same after update {taken.step}. Received: {ranks} differs from "
+            f"{others} in {names[0]!r} and {len(names) - 1} more of {len(known)} in {drift.column!r}.{unsure} No checkpoint of this "
+            "state was published. Check the machine of that rank, and code that writes to weights on one rank alone; go on with "
+            "auto_resume."
+        )

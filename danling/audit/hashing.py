@@ -44,7 +44,7 @@ class Hasher:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._tables: dict[bool, Tensor] = {}
-        self._places: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._places: dict[Any, tuple[int, ...]] = {}
         self._other: Hasher | None = None
         self._at_once = _AT_ONCE.get(device.type, _AT_ONCE_ELSEWHERE)
 
@@ -56,10 +56,8 @@ class Hasher:
         parts = _parts(tensor)
         if parts:
             return torch.stack([self.digest(part) * key_of(number) for number, part in enumerate(parts)]).sum()
-        shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
+        shape, offset = tuple(tensor.shape), self.offset(tensor)
         local = _stored(local_part(tensor.detach()))
-        if is_sharded(tensor):
-            offset = self._offset(tensor)
         if local.device != self.device:
             # Digest tensors of host memory on the host: to send them one by one would wait for the device each time.
             return self._elsewhere(local.device).digest(tensor)
@@ -100,14 +98,17 @@ class Hasher:
             self._other = Hasher(device)
         return self._other
 
-    def _offset(self, tensor: Any) -> tuple[int, ...]:
+    def offset(self, tensor: Any) -> tuple[int, ...]:
+        """Return where this rank's part of a tensor begins in the whole."""
+        if not is_sharded(tensor):
+            return (0,) * int(tensor.dim())
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         known = tuple(tensor.shape), tensor.placements, id(tensor.device_mesh)
         if known not in self._places:
             found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            self._places[known] = tuple(found[0]), tuple(found[1])
-        return self._places[known][1]
+            self._places[known] = tuple(found[1])
+        return self._places[known]
 
     def _rows(self, whole: Sequence[int], offset: Sequence[int], local: Sequence[int]) -> Tensor:
         """Return the keys of the rows of a part, by their numbers in the whole."""

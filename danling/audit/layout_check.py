@@ -1,36 +1,45 @@
 """Whether a user's own program trains on a layout as it does in one process: both make the first updates, and are compared.
 
 The program is started once in one process and once on the layout, with settings imposed on its runs: the same weights to begin from,
-the same samples in each update, no dropout, and float64, in which rounding cannot be mistaken for a mistake.
+the same samples in each update, no dropout, and float64, in which rounding cannot be mistaken for a mistake. The report has the facts:
+which tensors differ, by which ratio and along which axis, and the first layer whose output differs.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
+from itertools import combinations, count, product
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from danling.mesh.axes import AXES, axes_with
-from danling.utils.messages import did_you_mean
+from danling.utils.messages import did_you_mean, table_lines
 from danling.utils.process import held_port
 from danling.utils.protocols import ReductionDomain
 
-from .layout_record import WEIGHTS, RankRecord, count_updates, has_recorded, read_ranks
-from .layout_report import LayoutReport, NotChecked, compare_records
+from .layout_record import WEIGHTS, Part, Record, end_file, record_file
 from .program import ProgramEnd, end_program, kill_program, scratch_settings, start_program
 
 _POLL_SECONDS = 0.02
 _STACKS = ("ddp", "accelerate")
 """Stacks other than that of a mesh, of which the gradients can be had as they are."""
+_SHOWN = 30
+_FITS = 1e-3
+"""Relative residual below which a tensor counts as a multiple of another one."""
+
+
+class NotChecked(ValueError):
+    """The program did not make the updates, or not of the same samples."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +52,16 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read a layout such as `shard=2,tensor=2`, or `ddp=2`."""
-        degrees: dict[str, int] = {}
         known = (*AXES, *_STACKS)
-        for word in text.split(","):
-            name, sign, degree = word.strip().partition("=")
-            if name == "deepspeed":
-                raise ValueError(
-                    "Expected a layout whose gradients can be had as they are. Received: deepspeed, whose engine keeps shares of flat "
-                    "buffers, in float32. Check the model with shard=2 or ddp=2."
-                )
-            if name not in known or not sign or not degree.isdigit() or int(degree) < 1 or name in degrees:
-                raise ValueError(
-                    f"Expected a layout of axes and their degrees, such as shard=2,tensor=2, of {', '.join(AXES)}; or ddp=2, "
-                    f"accelerate=2. Received: {text!r}.{did_you_mean(name, known)} Write each axis once."
-                )
-            degrees[name] = int(degree)
+        words = [word.strip().partition("=") for word in text.split(",")]
+        degrees = {name: int(degree) for name, _, degree in words if name in known and degree.isdigit()}
         above = {name: degree for name, degree in degrees.items() if degree > 1}
         stacks = [name for name in degrees if name in _STACKS]
-        if not above or (stacks and len(degrees) > 1):
+        if len(degrees) < len(words) or 0 in degrees.values() or not above or (stacks and len(words) > 1):
+            unknown = "".join(did_you_mean(name, known) for name, _, _ in words if name not in known)
             raise ValueError(
-                f"Expected a layout of several processes, of axes or of one stack. Received: {text!r}. Write shard=2,tensor=2, or ddp=2."
+                "Expected a layout of several processes: axes and their degrees, each axis once, such as shard=2,tensor=2, of "
+                f"{', '.join(AXES)}; or ddp=2, or accelerate=2. Received: {text!r}.{unknown}"
             )
         return cls(stacks[0], {"replicate": above[stacks[0]]}) if stacks else cls("parallel", above)
 
@@ -74,20 +73,12 @@ class Layout:
     @property
     def processes(self) -> int:
         """Number of processes."""
-        return prod(self.degrees.values())
+        return math.prod(self.degrees.values())
 
     @property
     def replicas(self) -> int:
         """Number of ranks that read different samples."""
-        return prod(degree for axis, degree in self.degrees.items() if axis in axes_with(reads_data=True))
-
-    def settings(self, *, alone: bool) -> dict[str, object]:
-        """Return the settings imposed on a program."""
-        if self.stack != "parallel":
-            return {"stack": "ddp" if alone else self.stack}
-        degrees = {} if alone else self.degrees
-        axes = {f"parallel.axes.{axis}": degrees.get(axis, 1) for axis in AXES}
-        return {"stack": "parallel", "fsdp.enabled": False, **axes}
+        return math.prod(degree for axis, degree in self.degrees.items() if axis in axes_with(reads_data=True))
 
 
 @dataclass(frozen=True)
@@ -110,77 +101,138 @@ class CheckOptions:
     timeout: float = 600.0
 
 
+@dataclass(frozen=True)
+class Finding:
+    """A tensor that is not that of one process.
+
+    Attributes:
+        name: Its name.
+        what: What differs, in a few words.
+        one: 2-norm on one process; `None` where there is none.
+        layout: 2-norm on the layout; `None` where there is none.
+        error: Norm of the difference by `one`.
+        ratio: The layout has this many times the tensor of one process; `None` where it has no multiple of it.
+        axis: Axes along which ranks with copies differ, or whose number of ranks explains the ratio.
+    """
+
+    name: str
+    what: str
+    one: float | None
+    layout: float | None
+    error: float | None = None
+    ratio: float | None = None
+    axis: str | None = None
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """The result of a check.
+
+    Attributes:
+        layout: The layout.
+        updates: Updates that were compared.
+        samples: Samples of an update.
+        parameters: Number of parameters that were compared.
+        tolerance: Relative difference that counts as rounding.
+        step: The update that differs, the first being 1; `None` where none does.
+        losses: The losses of that update, or of the last one: in one process, and on the layout.
+        summary: A sentence on what differs; `None` where nothing does.
+        undecided: Whether the loss differs because the forward draws random numbers, so that nothing can be said of the layout.
+        moved: Parameters whose weights `parallelize` has changed.
+        layer: The first module, in the order of the calls, whose output differs; `None` where none does.
+        gradients: Parameters whose gradients differ, in the order of the model.
+        weights: Parameters whose weights differ after the update, though no gradient does.
+    """
+
+    layout: Layout
+    updates: int
+    samples: int
+    parameters: int
+    tolerance: float
+    step: int | None
+    losses: tuple[float, float]
+    summary: str | None
+    undecided: bool
+    moved: Sequence[str]
+    layer: str | None
+    gradients: Sequence[Finding]
+    weights: Sequence[Finding]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the layout trains as one process does."""
+        return self.summary is None
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        if self.is_same:
+            yield (
+                f"{self.layout}: the first {self.updates} updates are those of one process, in losses, weights, and gradients of "
+                f"{self.parameters} parameters; {self.samples} samples each"
+            )
+        elif self.step is None:
+            yield f"{self.layout}: the weights are not those of the model"
+        else:
+            undecided = f"not checked, since the losses of update {self.step} cannot be the same"
+            yield f"{self.layout}: {undecided if self.undecided else f'update {self.step} is not that of one process'}"
+            one, layout = self.losses
+            yield f"loss {one:.10g} in one process, {layout:.10g} on the layout; {self.samples} samples"
+        if self.summary is not None:
+            yield self.summary
+        for what, found in (("gradients", self.gradients), ("weights", self.weights)):
+            if found and not self.undecided:
+                yield f"{len(found)} of {self.parameters} {what} differ"
+                rows = [[e.name, e.one, e.layout, e.error, e.ratio, e.axis, e.what] for e in found[:_SHOWN]]
+                head = ("parameter", "one process", "layout", "error", "ratio", "axis", "what differs")
+                yield from table_lines(head, rows)
+            if len(found) > _SHOWN:
+                yield f"... and {len(found) - _SHOWN} more; --json lists all"
+        yield (
+            "note: The model ran in evaluation mode: without dropout, and with the running statistics of batch normalization. Differences "
+            f"up to {self.tolerance:.1g} count as rounding."
+        )
+
+
+# Starting the program
+
+
 def check_layout(
     command: Sequence[str], layout: Layout, place: Path, options: CheckOptions | None = None
 ) -> LayoutReport:
     """Have a program make its first updates in one process and on a layout, and compare them."""
     options = options or CheckOptions()
-    _refuse_launchers(command)
-    place = place.absolute()
-    on_devices = torch.cuda.device_count() >= layout.processes
-    one = _train(command, layout, place / "one", options, alone=True, on_devices=on_devices, samples=options.batch)
-    first = one[0].update(1)
-    samples = int(first.samples) if layout.replicas > 1 else options.batch
-    weights = place / "one" / "records" / WEIGHTS
-    ranks = _train(
-        command, layout, place / "layout", options, alone=False, on_devices=on_devices, weights=weights, samples=samples
-    )
-    return compare_records(one[0], ranks, layout, options.tolerance)
-
-
-def _refuse_launchers(command: Sequence[str]) -> None:
     words = [os.path.basename(word) for word in command[:3]]
     if words and (words[0] in ("torchrun", "deepspeed", "accelerate") or "torch.distributed.run" in words):
         raise ValueError(
             f"Expected a program as it is started for one process: the processes of the layout are started here. Received: "
             f"{' '.join(command[:3])}. Write `-- python train.py`."
         )
+    place = place.absolute()
+    _train(command, layout, place, options, alone=True)
+    _train(command, layout, place, options, alone=False)
+    return compare_records(place, layout, options.tolerance)
 
 
-def _train(
-    command: Sequence[str],
-    layout: Layout,
-    place: Path,
-    options: CheckOptions,
-    *,
-    alone: bool,
-    on_devices: bool,
-    weights: Path | None = None,
-    samples: int | None = None,
-) -> list[RankRecord]:
-    """Have the program record its first updates, and return the records that its ranks have written."""
-    number = 1 if alone else layout.processes
-    records = place / "records"
-    records.mkdir(parents=True)
-    settings = recording_settings(layout, place, options, alone=alone, weights=weights, samples=samples)
-    with _started(command, settings, place, number, on_devices) as processes:
-        end = time.monotonic() + options.timeout
-        while not all(has_recorded(records, rank) for rank in range(number)):
-            codes = [process.poll() for process in processes]
-            # One that has ended well without having recorded all: the others wait for it, and fail later.
-            ended = [rank for rank, code in enumerate(codes) if code is not None and not has_recorded(records, rank)]
-            if ended:
-                rank = next((rank for rank in ended if codes[rank]), ended[0])
-                raise _failed(place, rank, f"exit code {codes[rank]}", alone, options, samples)
-            if time.monotonic() > end:
-                raise _failed(place, 0, f"no end in {options.timeout:g} s", alone, options, samples)
-            time.sleep(_POLL_SECONDS)
-    return read_ranks(records, number)
+def directory_of(place: Path, *, alone: bool) -> Path:
+    """Return where the run in one process, or that on the layout, has its records, output and run directory."""
+    return place / ("one" if alone else "layout")
 
 
-def recording_settings(
-    layout: Layout,
-    place: Path,
-    options: CheckOptions,
-    *,
-    alone: bool,
-    weights: Path | None = None,
-    samples: int | None = None,
-) -> dict[str, object]:
+def recording_settings(layout: Layout, place: Path, options: CheckOptions, *, alone: bool) -> dict[str, object]:
     """Return the settings imposed on a program that records its first updates."""
+    directory, samples = directory_of(place, alone=alone), options.batch
+    if layout.stack == "parallel":
+        axes = {f"parallel.axes.{axis}": 1 if alone else layout.degrees.get(axis, 1) for axis in AXES}
+        stack: dict[str, object] = {"stack": "parallel", "fsdp.enabled": False, **axes}
+    else:
+        stack = {"stack": "ddp" if alone else layout.stack}
+    if not alone and layout.replicas > 1:
+        samples = int(Record.read(directory_of(place, alone=True), 0, 1).samples)
     settings = {
-        **scratch_settings(place / "run"),
-        **layout.settings(alone=alone),
+        **scratch_settings(directory / "run"),
+        **stack,
         "checkpoint.load_only": True,
         "compile.enable": False,
         "ft.enabled": False,
@@ -191,9 +243,9 @@ def recording_settings(
         "comm.train_timeout_seconds": options.timeout / 2,
         "audit.digest_interval": None,
         "audit.replay_interval": None,
-        "audit.gradients.dir": os.fspath(place.absolute() / "records"),
+        "audit.gradients.dir": os.fspath(directory),
         "audit.gradients.updates": options.updates,
-        "audit.gradients.weights": None if weights is None else os.fspath(weights),
+        "audit.gradients.weights": None if alone else os.fspath(directory_of(place, alone=True) / WEIGHTS),
         "audit.gradients.dtype": options.dtype,
         "audit.gradients.samples": samples,
         # The micro-batches of a pipeline have to be of one size.
@@ -202,19 +254,52 @@ def recording_settings(
     return settings if options.dtype is None else {**settings, "precision": None, "fsdp.mp_policy": None}
 
 
+def _train(command: Sequence[str], layout: Layout, place: Path, options: CheckOptions, *, alone: bool) -> None:
+    """Have the program record its first updates."""
+    number, directory = 1 if alone else layout.processes, directory_of(place, alone=alone)
+    directory.mkdir(parents=True)
+    settings = recording_settings(layout, place, options, alone=alone)
+    on_devices = torch.cuda.device_count() >= layout.processes
+    with _started(command, settings, directory, number, on_devices) as processes:
+        end = time.monotonic() + options.timeout
+        while not all(end_file(directory, rank).exists() for rank in range(number)):
+            codes = [process.poll() for process in processes]
+            # One that has ended well without having recorded all: the others wait for it, and fail later.
+            ended = [r for r, code in enumerate(codes) if code is not None and not end_file(directory, r).exists()]
+            if ended:
+                rank = next((rank for rank in ended if codes[rank]), ended[0])
+                raise _failed(directory, rank, f"exit code {codes[rank]}", alone, options)
+            if time.monotonic() > end:
+                raise _failed(directory, 0, f"no end in {options.timeout:g} s", alone, options)
+            time.sleep(_POLL_SECONDS)
+
+
 @contextmanager
 def _started(
-    command: Sequence[str], settings: Mapping[str, object], place: Path, number: int, on_devices: bool
+    command: Sequence[str], settings: Mapping[str, object], directory: Path, number: int, on_devices: bool
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes of a layout; on exit those that still run are ended."""
+    environment = {
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // number)),
+        # Of a launcher that this process may have been started by.
+        "TORCHELASTIC_RUN_ID": "",
+        "TORCHELASTIC_ERROR_FILE": "",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if not on_devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         with held_port() as port:
             for rank in range(number):
-                environment = _environment(rank, number, str(port), on_devices)
-                processes.append(
-                    start_program(command, settings, log=place / f"output-{rank}.log", environment=environment)
-                )
+                own = {**environment, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                log = directory / f"output-{rank}.log"
+                processes.append(start_program(command, settings, log=log, environment=own))
             yield processes
     finally:
         for process in processes:
@@ -223,78 +308,244 @@ def _started(
             end_program(process)
 
 
-def _environment(rank: int, number: int, port: str, on_devices: bool) -> dict[str, str]:
-    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // number))
-    # Of a launcher that this process may have been started by.
-    launcher = {"TORCHELASTIC_RUN_ID": "", "TORCHELASTIC_ERROR_FILE": "", "TORCHELASTIC_RESTART_COUNT": "0"}
-    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": threads, **launcher}
-    if sys.platform == "linux":
-        places["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return {**ranks, **places, **({} if on_devices else {"CUDA_VISIBLE_DEVICES": ""})}
-
-
-def _failed(place: Path, rank: int, how: str, alone: bool, options: CheckOptions, samples: int | None) -> NotChecked:
-    done = count_updates(place / "records", rank)
-    where = "in one process" if alone else "on the layout"
-    tail = ProgramEnd(None, place / f"output-{rank}.log").tail.strip()
-    standing = _standing(place / "run")
-    stood = f"\nBefore, no update came to its end:\n{standing}" if standing else ""
-    return NotChecked(
-        f"Expected a program that makes {options.updates} updates of a runner {where}. Received: {how} of rank {rank} after {done} "
-        f"updates; the end of what it printed:\n{tail}{stood}\n{_hint(how, done, alone, options, samples)}"
+def _failed(directory: Path, rank: int, how: str, alone: bool, options: CheckOptions) -> NotChecked:
+    done = next(number - 1 for number in count(1) if not record_file(directory, rank, number).exists())
+    tail = ProgramEnd(None, directory / f"output-{rank}.log").tail.strip()
+    # Where the ranks were that waited for each other, a line for each.
+    hangs = [f.read_text(errors="replace").partition("\n")[0] for f in sorted((directory / "run/hangs").glob("*.txt"))]
+    waited = "\n".join(["\nBefore, no update came to its end:", *hangs]) if hangs else ""
+    mend = (
+        "It has to train in one process for so many updates: take a smaller model by its own arguments, or fewer --updates."
+        if alone
+        else "In one process it makes them. Mend that first; --batch gives its ranks more samples."
     )
-
-
-def _hint(how: str, done: int, alone: bool, options: CheckOptions, samples: int | None) -> str:
-    """Return what to do about a program that failed."""
-    if how == "exit code 0":
-        if not alone:
-            return "It ended well there, but too early, and not so in one process: look for what it does by the number of its processes."
-        fewer = f", or compare fewer with --updates {done}" if done else ""
-        return f"It ended well, but too early: have it train a runner for {options.updates} updates at least{fewer}."
-    own = "" if options.dtype is None else " If it insists on its own dtype, add --dtype own."
-    if alone:
-        return f"It has to train in one process: take a smaller model, or fewer layers, by its own arguments.{own}"
-    few = f" Its ranks share {samples} samples in an update; --batch gives them more." if samples is not None else ""
-    return f"Mend that first.{own}{few}"
-
-
-def _standing(run: Path) -> str:
-    """Return where the ranks stood that waited for each other, a line for each; the empty text where none did."""
-    files = sorted((run / "hangs").glob("*.txt"))
-    return "\n".join(file.read_text(errors="replace").partition("\n")[0] for file in files)
-
-
-# From within the program
+    return NotChecked(
+        f"Expected a program that makes {options.updates} updates of a runner {'in one process' if alone else 'on the layout'}. Received: "
+        f"{how} of rank {rank} after {done} updates; the end of what it printed:\n{tail}{waited}\n{mend} If it insists on its own dtype, "
+        "add --dtype own."
+    )
 
 
 def check_this_program(layout: str, options: CheckOptions, domain: ReductionDomain) -> LayoutReport:
     """Check the program that is running, as it was started. Called on all ranks; the first one starts the programs to compare."""
     chosen = Layout.parse(layout)
-    told: tuple[LayoutReport | None, str] = None, ""
+    told: LayoutReport | str = ""
     if domain.rank == 0:
+        main = sys.modules.get("__main__")
+        is_script = any(getattr(main, name, None) is not None for name in ("__spec__", "__file__"))
         try:
+            if not is_script and "-c" not in sys.orig_argv:
+                raise ValueError(
+                    "Expected a program that can be started again in other processes. Received: an interactive one, such as a notebook. "
+                    "Write it as a script, and call `danling check-layout LAYOUT -- python script.py`."
+                )
             with tempfile.TemporaryDirectory(prefix="danling-layout-") as place:
-                told = check_layout(_own_command(), chosen, Path(place), options), ""
+                told = check_layout([sys.executable, *sys.orig_argv[1:]], chosen, Path(place), options)
         except ValueError as error:
-            told = None, str(error)
-    found, error_text = domain.broadcast_object(told)
-    if found is None:
-        raise NotChecked(error_text)
+            told = str(error)
+    found = domain.broadcast_object(told)
+    if isinstance(found, str):
+        raise NotChecked(found)
     return found
 
 
-def _own_command() -> list[str]:
-    """Return the command by which this program was started."""
-    main = sys.modules.get("__main__")
-    if (
-        getattr(main, "__spec__", None) is None
-        and getattr(main, "__file__", None) is None
-        and "-c" not in sys.orig_argv
-    ):
-        raise ValueError(
-            "Expected a program that can be started again in other processes. Received: an interactive one, such as a notebook. Write it "
-            "as a script, and call `danling check-layout LAYOUT -- python script.py`."
+# Comparing the records
+
+
+def compare_records(place: Path, layout: Layout, tolerance: float | None = None) -> LayoutReport:
+    """Compare what the ranks of a layout recorded with what one process recorded, up to the first update that differs."""
+    one, several = directory_of(place, alone=True), directory_of(place, alone=False)
+    for number in count(1):
+        wanted = Record.read(one, 0, number)
+        made = [Record.read(several, rank, number) for rank in range(layout.processes)]
+        report = compare_update(number, wanted, made, layout, tolerance)
+        following = [record_file(one, 0, number + 1)]
+        following += [record_file(several, rank, number + 1) for rank in range(layout.processes)]
+        if not report.is_same or not all(file.exists() for file in following):
+            return report
+    raise AssertionError("there is no last update")
+
+
+def compare_update(
+    number: int, wanted: Record, made: Sequence[Record], layout: Layout, tolerance: float | None = None
+) -> LayoutReport:
+    """Compare an update of the ranks of a layout with that of one process."""
+    if not math.isfinite(wanted.norm) or not wanted.weights:
+        raise NotChecked(
+            f"Expected updates that are finite in one process. Received: update {number} with loss {wanted.loss:.6g} and gradient norm "
+            f"{wanted.norm:.6g}. Mend that first; a precision of fp16 skips its first updates, which --dtype float64 does not."
         )
-    return [sys.executable, *sys.orig_argv[1:]]
+    eps = max(record.eps for record in (wanted, *made))
+    relative = eps**0.5 if tolerance is None else tolerance
+    names = list(dict.fromkeys([*wanted.gradients, *(name for record in made for name in record.gradients)]))
+    rounding = Rounding(relative, 32 * eps * wanted.norm)
+    parts = [(record.coordinate, record.gradients) for record in made]
+    gradients = _findings(names, wanted.gradients, parts, layout.degrees, rounding)
+    weights: list[Finding] = []
+    if not gradients:
+        there = [name for name in wanted.weights if any(name in record.weights for record in made)]
+        parts = [(record.coordinate, record.weights) for record in made]
+        weights = _findings(there, wanted.weights, parts, layout.degrees, Rounding(relative, 32 * eps))
+    same_loss = abs(made[0].loss - wanted.loss) <= max(relative * abs(wanted.loss), 32 * eps)
+    # Ranks that all read the same samples come to the same mean.
+    same_weight = abs(made[0].weight - wanted.weight) <= 1e-9 * abs(wanted.weight)
+    differs = bool(gradients or weights) or not (same_loss and same_weight)
+    if differs and (sum(record.digest for record in made) - wanted.digest) % (1 << 64):
+        raise NotChecked(
+            f"Expected update {number} to be made of the same samples in one process and on the layout. Received: {wanted.samples:g} "
+            f"samples and {made[0].samples:g}, whose contents are not the same. Look for a batch size that depends on the number of "
+            "processes, your own loader that does not divide its data over the ranks, data that is drawn before `super().__init__`, "
+            "and padding to the longest sample of a batch: pad to one length."
+        )
+    # Weights that all ranks began with alike.
+    moved = [
+        name
+        for name in dict.fromkeys(name for record in made for name in record.moved)
+        if len({record.before[name] for record in made if name in record.before}) == 1
+    ]
+    layer = _first_layer(wanted, made, layout, relative) if differs else None
+    undecided = differs and same_weight and not same_loss and any(record.draws for record in (wanted, *made))
+    summary = None
+    if moved:
+        shown = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
+        summary = (
+            f"`parallelize` has changed the weights of {len(moved)} parameters ({shown}): what is saved on this layout under a name is not "
+            "what the model has under that name"
+        )
+    elif not same_weight:
+        ratio = made[0].weight / wanted.weight if wanted.weight else math.inf
+        summary = f"the weights of the batches add up to {ratio:.6g} times those of one process"
+    elif undecided:
+        summary = "the forward pass draws random numbers also in evaluation mode; switch that off for the check"
+    elif layer is not None:
+        summary = f"the first layer whose output differs is {layer}"
+    elif not same_loss:
+        summary = "the outputs of all layers are those of one process, and the loss is not"
+    elif gradients:
+        last = gradients[-1].name
+        summary = f"the forward pass is that of one process, the backward pass is not; nearest to the loss is {last}"
+    elif weights:
+        summary = "the gradients are those of one process, the step of the optimizer or the clipping is not"
+    return LayoutReport(
+        layout=layout,
+        updates=number,
+        samples=int(wanted.samples),
+        parameters=len(names),
+        tolerance=relative,
+        step=number if differs else None,
+        losses=(wanted.loss, made[0].loss),
+        summary=summary,
+        undecided=undecided,
+        moved=moved,
+        layer=layer,
+        gradients=gradients,
+        weights=weights,
+    )
+
+
+def _first_layer(wanted: Record, made: Sequence[Record], layout: Layout, relative: float) -> str | None:
+    """Return the first module whose output differs by its sums over the ranks; along an axis that reads the same samples, ranks may
+    have parts of it or copies.
+    """
+    others = [axis for axis in layout.degrees if axis not in axes_with(reads_data=True)]
+    for name, (total, squares) in wanted.outputs.items():
+        held = [(record.coordinate, record.outputs[name]) for record in made if name in record.outputs]
+        near = max(relative, 1e-7) * max(math.sqrt(squares), abs(total), 1e-30)
+        matches = not held
+        for way in product((False, True), repeat=len(others)):
+            copied = [axis for axis, has_copies in zip(others, way) if has_copies]
+            firsts = [sums for coordinate, sums in held if all(coordinate.get(axis, 0) == 0 for axis in copied)]
+            found, found_squares = (math.fsum(sums[index] for sums in firsts) for index in (0, 1))
+            matches |= abs(found - total) <= near and abs(math.sqrt(found_squares) - math.sqrt(squares)) <= near
+        if not matches:
+            return name or "the model itself"
+    return None
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far rounding reaches: a share of the norm of a tensor, and a norm of a difference that is rounding for any tensor."""
+
+    relative: float
+    absolute: float
+
+    def covers(self, error: float, norm: float) -> bool:
+        """Whether a difference of norm `error` to a tensor of norm `norm` is rounding; NaN is not."""
+        return error <= max(self.relative * norm, self.absolute)
+
+
+def _findings(
+    names: Iterable[str],
+    wanted: Mapping[str, Part],
+    made: Sequence[tuple[Mapping[str, int], Mapping[str, Part]]],
+    degrees: Mapping[str, int],
+    rounding: Rounding,
+) -> list[Finding]:
+    """Return which of the named tensors are not those of one process."""
+    found = []
+    for name in names:
+        held = [(coordinate, parts[name]) for coordinate, parts in made if name in parts]
+        found.append(compare(name, wanted[name].tensor if name in wanted else None, held, degrees, rounding))
+    return [each for each in found if each is not None]
+
+
+def compare(
+    name: str,
+    one: Tensor | None,
+    held: Sequence[tuple[Mapping[str, int], Part]],
+    degrees: Mapping[str, int],
+    rounding: Rounding,
+) -> Finding | None:
+    """Compare a tensor on a layout with that of one process; `None` where they are the same but for rounding.
+
+    Args:
+        name: Its name.
+        one: The tensor of one process; `None` where there is none of this name.
+        held: Coordinate and part of each rank that has it.
+        degrees: Number of ranks along each axis.
+        rounding: How far rounding reaches.
+    """
+    norm = None if one is None else float(one.double().norm())
+    if one is None or norm is None or not held:
+        largest = max((float(part.tensor.double().norm()) for _, part in held), default=None)
+        where = "in one process" if one is None else "on the layout"
+        nothing = rounding.covers(norm or largest or 0.0, 0.0)
+        return None if nothing else Finding(name, f"no parameter of this name {where}", norm, largest)
+    if held[0][1].shape != tuple(one.shape):
+        shape = list(held[0][1].shape)
+        return Finding(name, f"shape {shape} on the layout, {list(one.shape)} in one process", norm, None)
+    copies: dict[tuple[int, ...], list[tuple[Mapping[str, int], Tensor]]] = {}
+    targets: dict[tuple[int, ...], Tensor] = {}
+    for coordinate, part in held:
+        if part.tensor.numel():
+            copies.setdefault(part.offset, []).append((coordinate, part.tensor.double()))
+            targets[part.offset] = part.of(one).double()
+    error = math.hypot(*(max(_error(value, targets[at]) for _, value in ranks) for at, ranks in copies.items()))
+    if rounding.covers(error, norm):
+        return None
+    pairs = [(ranks[0][1], targets[at]) for at, ranks in copies.items()]
+    layout, share = math.hypot(*(float(value.norm()) for value, _ in pairs)), error / norm if norm else math.inf
+    if not math.isfinite(error):
+        return Finding(name, "not finite", norm, layout, share)
+    differing = set()
+    for ranks in copies.values():
+        for (first, mine), (second, other) in combinations(ranks, 2):
+            apart = [axis for axis in degrees if first.get(axis) != second.get(axis)]
+            if len(apart) == 1 and not rounding.covers(_error(mine, other), float(other.norm())):
+                differing.add(apart[0])
+    if differing:
+        over = " x ".join(axis for axis in degrees if axis in differing)
+        return Finding(name, f"differs between ranks of {over}", norm, layout, share, axis=over)
+    ratio = sum(float((value * target).sum()) for value, target in pairs) / norm**2 if norm else 0.0
+    near = max(_FITS, rounding.relative)
+    if norm and all(_error(v, ratio * t) <= max(near * float(t.norm()), rounding.absolute) for v, t in pairs):
+        ratio = 0.0 if abs(ratio) < _FITS else ratio
+        axes = [axis for axis, n in degrees.items() if abs(ratio / n - 1) < _FITS or abs(ratio * n - 1) < _FITS]
+        what = f"{ratio:.6g} times that of one process"
+        return Finding(name, what, norm, layout, share, ratio, " or ".join(axes) or None)
+    return Finding(name, "other values, the same on all ranks with copies", norm, layout, share)
+
+
+def _error(value: Tensor, target: Tensor) -> float:
+    error = float((value - target).norm())
+    return error if math.isfinite(error) else math.inf

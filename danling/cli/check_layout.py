@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from .output import DAMAGED, OK, WRONG_USAGE, add_json, print_json
-
-_FACTS = (
-    *("undecided", "updates", "samples", "parameters", "step", "losses", "summary", "layer"),
-    *("moved", "buffers", "notes"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,10 +64,8 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="danling-layout-") as temporary:
         found = check_layout(options.program, layout, options.scratch or Path(temporary), how)
     if options.json:
-        facts = {name: getattr(found, name) for name in _FACTS}
-        whole = {"same": found.is_same, "layout": dict(found.layout.degrees), "stack": found.layout.stack}
-        differing = {name: [vars(each) for each in getattr(found, name)] for name in ("gradients", "weights")}
-        print_json({**whole, **facts, **differing})
+        facts = {"same": found.is_same, **asdict(found), "stack": found.layout.stack}
+        print_json({**facts, "layout": dict(found.layout.degrees)})
     else:
         print(found)
     if found.undecided:

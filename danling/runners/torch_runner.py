@@ -79,7 +79,7 @@ from .extensions import is_asked, load
 
 if TYPE_CHECKING:
     from danling.audit.attach import Audits
-    from danling.audit.layout_report import LayoutReport
+    from danling.audit.layout_check import LayoutReport
     from danling.audit.rerun import AuditResult
     from danling.torchft.member import ReplicaMember
 
@@ -472,7 +472,7 @@ class TorchRunner(BaseRunner):
                 `danling.audit.layout_check.CheckOptions`.
 
         Returns:
-            What was found: `is_same`, `cause`, and a finding for each parameter that differs; printed, the table of the command.
+            What was found: `is_same`, a `summary`, and a finding for each parameter that differs; printed, the table of the command.
 
         Raises:
             NotChecked: If the program fails in them, or the updates are not of the same samples.

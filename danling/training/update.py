@@ -260,7 +260,7 @@ class UpdateStep:
         self._keys.begin_micro_batch(batch.data, batch.place, window.count)
         data = runner.to_device(batch.data)
         if self.recorder is not None:
-            data = self.recorder.took(batch.data, data, counts=batch.samples != 0)
+            data = self.recorder.took(data)
         weight, samples = runner._parts.loss.weigh(batch, data, training=True)
         window.begin_microbatch(weight, samples)
         observed = bool(session.observers) and batch.samples != 0
@@ -280,8 +280,6 @@ class UpdateStep:
                 session.observers.notify("micro_batch_ended")
         if runner.carry is not None:
             runner.carry = map_carry(runner.carry, Tensor.detach)
-        if self.recorder is not None:
-            self.recorder.ran()
         runner.state.train.micro_step += 1
         return returned
 

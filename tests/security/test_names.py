@@ -19,7 +19,7 @@ _OF_TREES = {"rmtree", "copyfile", "copy", "copy2", "copytree", "move"}
 FUNCTIONS = {
     "audit/digests": ["read_digests"],
     "audit/layout_check": ["_train"],
-    "audit/layout_record": ["LayoutRecorder._write_rank"],
+    "audit/layout_record": ["LayoutRecorder._write"],
     "audit/program": ["ProgramEnd.tail", "start_program"],
     "audit/rerun": ["audit_runner"],
     "checkpoints/dcp_files": [

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import danling as dl
-from danling.audit.layout_check import CheckOptions, Layout, recording_settings
+from danling.audit.layout_check import CheckOptions, Layout, directory_of, recording_settings
 from danling.config.imposed import VARIABLE
 
 LENGTH, WIDTH, VOCABULARY = 4, 8, 6
@@ -224,16 +224,9 @@ def record(
     """Record the first updates of runners, one after the other, as the command has a program do it; return what went wrong."""
     chosen, how, failed = Layout.parse(layout), CheckOptions(**(options or {})), {}
     for case in cases:
-        one, place = Path(root, case, "one"), Path(root, case, "one" if alone else "layout")
-        (place / "records").mkdir(parents=True, exist_ok=True)
-        weights, samples = None, how.batch
-        if not alone:
-            weights = one / "records" / "weights.pt"
-            if chosen.replicas > 1:
-                first = torch.load(one / "records" / "rank-0.update-1.pt", weights_only=True)
-                samples = int(first["samples"])
-        settings = recording_settings(chosen, place, how, alone=alone, weights=weights, samples=samples)
-        os.environ[VARIABLE] = json.dumps(settings)
+        place = Path(root, case)
+        directory_of(place, alone=alone).mkdir(parents=True, exist_ok=True)
+        os.environ[VARIABLE] = json.dumps(recording_settings(chosen, place, how, alone=alone))
         try:
             with make(case) as runner:
                 runner.train()
