@@ -159,15 +159,5 @@ def pytester_run(tmp_path: Path) -> str:
     (project / "test_leak.py").write_text(
         "import subprocess, sys\ndef test_leak():\n    subprocess.run(['sh', '-c', 'sleep 60 &'], check=True)\n"
     )
-    command = [
-        interpreter(),
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        f"pythonpath={tests}",
-        str(project),
-    ]
+    command = [interpreter(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={tests}", str(project)]
     return subprocess.run(command, capture_output=True, text=True, cwd=project).stdout

@@ -190,17 +190,11 @@ def assert_loads_as(auto: Any, directory: Path, model: Any, **options: Any) -> A
     return loaded
 
 
-SAVED = [
-    ("causal", AutoModelForCausalLM),
-    pytest.param("seq2seq", AutoModelForSeq2SeqLM, marks=pytest.mark.slow),
-]
+SAVED = [("causal", AutoModelForCausalLM), pytest.param("seq2seq", AutoModelForSeq2SeqLM, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("road", ["save_pretrained", "export"])
-@pytest.mark.parametrize(
-    ("kind", "auto"),
-    SAVED,
-)
+@pytest.mark.parametrize(("kind", "auto"), SAVED)
 def test_from_pretrained_loads_what_was_trained(kind: str, auto: Any, road: str, tmp_path: Path) -> None:
     """Tied weights, resized embeddings and the precision come back."""
     model = model_of(kind).to(torch.bfloat16)

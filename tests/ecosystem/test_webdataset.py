@@ -91,7 +91,4 @@ def test_samples_are_those_of_the_uninterrupted_run(kind: str, own: bool, worker
     assert (whole[: len(ALL)] == sorted(ALL)) == (kind == "in turn" and not (workers and not own))
     for stop in (3, 8):
         root = tmp_path / str(stop)
-        assert [
-            *read_by_run(root, kind, workers, stop, own=own),
-            *read_by_run(root, kind, workers, own=own),
-        ] == whole
+        assert [*read_by_run(root, kind, workers, stop, own=own), *read_by_run(root, kind, workers, own=own)] == whole

@@ -6,10 +6,7 @@ import math
 
 import pytest
 import torch
-from speculative.dflash import (
-    DFlash,
-    block_tokens,
-)
+from speculative.dflash import DFlash, block_tokens
 from speculative.domino import Domino
 from speculative.eagle3 import Eagle3, counting_positions, eagle3_loss, step_weights
 from speculative.vocabulary import DraftVocabulary

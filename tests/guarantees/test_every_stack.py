@@ -14,18 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_outcomes, run_processes
-from support.stacks import (
-    KILLED_IN,
-    STACKS,
-    STOPS,
-    UPDATES,
-    Points,
-    build,
-    continue_elsewhere,
-    die,
-    exercise,
-    loss_of,
-)
+from support.stacks import KILLED_IN, STACKS, STOPS, UPDATES, Points, build, continue_elsewhere, die, exercise, loss_of
 from support.toys import differences
 
 pytestmark = pytest.mark.timeout(400)
@@ -227,8 +216,7 @@ def test_it_ends_as_ddp_to_the_bit(name: str, ran: Ran) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [pytest.param(*pair, marks=() if neighbours(*pair) else pytest.mark.slow) for pair in PAIRS],
+    ("source", "target"), [pytest.param(*pair, marks=() if neighbours(*pair) else pytest.mark.slow) for pair in PAIRS]
 )
 def test_a_checkpoint_goes_to_another_stack(source: str, target: str, ran: Ran) -> None:
     """The run goes on with the batch that is next, and ends where the other stack's own run ends."""

@@ -83,11 +83,7 @@ def test_resumed_at_every_step(
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("world_size", "mode", "every"),
-    [
-        (2, "async", 4),
-        pytest.param(1, "async", 1, marks=_SLOW),
-        pytest.param(2, "disabled", 1, marks=_SLOW),
-    ],
+    [(2, "async", 4), pytest.param(1, "async", 1, marks=_SLOW), pytest.param(2, "disabled", 1, marks=_SLOW)],
 )
 def test_resumed_at_every_step_from_a_distributed_checkpoint(
     world_size: int, mode: str, every: int, tmp_path: Path

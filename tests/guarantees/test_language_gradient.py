@@ -8,26 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.language import (
-    NextTokens,
-    OwnTokens,
-    TinyForCausalLM,
-    TinyForMaskedLM,
-    UntoldTokens,
-    encode,
-    sentences,
-)
+from support.language import NextTokens, OwnTokens, TinyForCausalLM, TinyForMaskedLM, UntoldTokens, encode, sentences
 from support.processes import run_processes
 from torch import Tensor, nn
 
 import danling as dl
 
-MODELS: dict[str, Any] = {
-    "causal": TinyForCausalLM,
-    "masked": TinyForMaskedLM,
-    "next": NextTokens,
-    "own": OwnTokens,
-}
+MODELS: dict[str, Any] = {"causal": TinyForCausalLM, "masked": TinyForMaskedLM, "next": NextTokens, "own": OwnTokens}
 
 
 class LanguageRunner(dl.Runner):

@@ -49,8 +49,7 @@ def run_script(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "world_size"),
-    [pytest.param("async", 2, marks=pytest.mark.slow), ("async_with_pinned_mem", 2)],
+    ("mode", "world_size"), [pytest.param("async", 2, marks=pytest.mark.slow), ("async_with_pinned_mem", 2)]
 )
 def test_a_script_without_a_guard_runs_once_on_each_rank(tmp_path: Path, mode: str, world_size: int) -> None:
     Path("train.py").write_text(SCRIPT)

@@ -179,10 +179,7 @@ class Parallel(Runner, dl.ParallelRunner):
 
 @pytest.mark.parametrize(
     ("more", "received"),
-    [
-        ({}, "SyncBatchNorm"),
-        ({"stack": "parallel", "parallel": {"axes": {"shard": 2}}}, "parallel.axes.shard=2"),
-    ],
+    [({}, "SyncBatchNorm"), ({"stack": "parallel", "parallel": {"axes": {"shard": 2}}}, "parallel.axes.shard=2")],
 )
 def test_a_forward_that_communicates_is_refused(more: dict[str, Any], received: str, tmp_path: Path) -> None:
     for outcome in run_outcomes(construct, settings(tmp_path / "run", "auto", **more), world_size=2, grace=2.0):

@@ -117,11 +117,7 @@ def _second(runner: Keeping) -> dict[str, Any]:
     torch.manual_seed(5)
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    return {
-        "module": module,
-        "optimizer": optimizer,
-        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
-    }
+    return {"module": module, "optimizer": optimizer, "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)}
 
 
 def _follow(runner: Keeping, value: nn.Module, step: int) -> nn.Module:

@@ -124,11 +124,7 @@ class Block(nn.Module):
             self.up.weight.data, self.up.bias.data = self.up.weight.data[order], self.up.bias.data[order]
             if self.flaw == "permuted alike":
                 self.down.weight.data = self.down.weight.data[:, order]
-        for layer, name, dim in (
-            (self.up, "weight", 0),
-            (self.up, "bias", 0),
-            (self.down, "weight", 1),
-        ):
+        for layer, name, dim in ((self.up, "weight", 0), (self.up, "bias", 0), (self.down, "weight", 1)):
             whole = getattr(layer, name)
             setattr(layer, name, nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(dim)])))
 
