@@ -165,25 +165,6 @@ def test_predictions_come_in_the_order_of_the_dataset_at_once_or_one_by_one(tmp_
         assert [0.0, *stream] == expected
 
 
-def test_a_split_to_train_on_is_evaluated_in_a_pass_of_its_own(tmp_path: Path) -> None:
-    with Evaluated(tmp_path) as run:
-        run.set_weight(2.0)
-        source = run.source("train")
-        source.commit([next(source.batches())])
-        position = source.state_dict()
-        assert run.evaluate_epoch("train")["loss"] == loss_at(2.0)
-        assert source.state_dict() == position and source.consumed == 4
-        # A loader that the user gave can be read between passes only.
-        run.dataloaders["train_given"] = DataLoader(run.datasets["val"], batch_size=4)
-        assert run.evaluate_steps("train_given", 1)["samples"] == 4.0
-        given = run.source("train_given")
-        given.commit([next(given.batches())])
-        with pytest.raises(ValueError, match="a separate loader to evaluate split 'train_given'"):
-            run.evaluate_epoch("train_given")
-        with pytest.raises(ValueError, match="nowhere"):
-            run.evaluate_epoch("nowhere")
-
-
 class Sampler:
     """A sampler that counts its passes."""
 

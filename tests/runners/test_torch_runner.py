@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.processes import run_processes
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -286,27 +285,6 @@ def test_closing_twice_is_fine() -> None:
     assert left
     runner.close()
     assert {path: path.stat().st_mtime_ns for path in Path("experiments").rglob("*")} == left
-
-
-def hang_after_the_first_update(seconds: float) -> str:
-    import time
-
-    class Hanging(Classifier):
-        def train_step(self, data: Any) -> Any:
-            if self.rank == 1 and self.state.train.global_step == 2:
-                time.sleep(seconds)
-            return super().train_step(data)
-
-    try:
-        with Hanging(settings(**{"comm.train_timeout_seconds": 1.0})) as runner:
-            runner.train()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_the_timeout_of_training_acts() -> None:
-    assert "imed out" in run_processes(hang_after_the_first_update, 2.5, world_size=2)[0]
 
 
 def test_base_runner_verbs_are_not_implemented() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,67 +196,7 @@ def test_what_is_unfrozen_later_is_reduced_over_the_ranks(tmp_path: Path) -> Non
 # Figures
 
 
-class Counting(Story):
-    """Feeds a meter on rank 0 only, and one in evaluation."""
-
-    def train_step(self, data: Any) -> Any:
-        if self.rank == 0:
-            self.meters.update({"of_rank_0": 2.0})
-        return super().train_step(data)
-
-    def evaluate_step(self, data: Any) -> Any:
-        self.meters.update({"evaluated": 1.0})
-        return super().evaluate_step(data)
-
-
-def train_counting(config: Mapping[str, Any], stop_at: int | None = None) -> Any:
-    with Counting(config, stop_at=stop_at) as runner:
-        return runner.train()
-
-
-def test_a_meter_that_one_rank_feeds_is_figured_for_all(tmp_path: Path) -> None:
-    config = settings(tmp_path, dataloader={"batch_size": 2}, auto_resume=True)
-    run_processes(train_counting, config, 4, world_size=2)
-    for results in run_processes(train_counting, config, world_size=2):
-        assert results[6]["train"]["of_rank_0"] == 2.0
-        assert results[6]["val"]["evaluated"] == 1.0
-        assert "evaluated" not in results[6]["train"]
-
-
 # Criteria that are functions
-
-
-def accumulated(root: Path, criterion: Any, batch_size: int, accum_steps: int) -> Tensor:
-    class Tokens(dl.TorchRunner):
-        def __init__(self, config: Mapping[str, Any]) -> None:
-            super().__init__(config)
-            torch.manual_seed(0)
-            self.model = nn.Linear(3, 4).double()
-            self.criterion = criterion
-            targets = torch.tensor([1, 2, -100, -100, 3, 0, -100, 1])
-            inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-            self.datasets = {"train": TensorDataset(inputs, targets)}
-
-    loader = {"batch_size": batch_size, "shuffle": False}
-    with Tokens(settings(root, steps=1, accum_steps=accum_steps, dataloader=loader)) as runner:
-        runner.train()
-        return runner.model.weight.detach().clone()
-
-
-@pytest.mark.parametrize(
-    "criterion",
-    [
-        F.cross_entropy,
-        partial(F.cross_entropy, reduction="sum"),
-        partial(F.cross_entropy, weight=torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)),
-        partial(F.cross_entropy, ignore_index=-100, label_smoothing=0.1),
-    ],
-    ids=["plain", "sum", "weights", "smoothing"],
-)
-def test_a_function_weighs_as_its_module_does(criterion: Any, tmp_path: Path) -> None:
-    whole = accumulated(tmp_path / "whole", criterion, 8, 1)
-    parts = accumulated(tmp_path / "parts", criterion, 2, 4)
-    torch.testing.assert_close(whole, parts, rtol=0, atol=1e-12)
 
 
 # Loaders, hooks, several runners

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import run_processes
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -121,15 +120,6 @@ def test_an_epoch_by_hand_that_is_stopped_is_saved_and_finished_later(trained: A
         assert equal(trained, runner)
 
 
-def test_passes_by_hand_in_step_mode(tmp_path: Path) -> None:
-    whole = done(Toy, settings(tmp_path / "a", steps=14), lambda runner: runner.train())
-    with Toy(settings(tmp_path / "b", steps=14)) as runner:
-        runner.train_epoch()
-        runner.train_epoch()
-        assert equal(whole, runner) and runner.train_state.global_step == whole.train_state.global_step == 14
-        assert runner.train_state.epoch == 2
-
-
 class OwnEpoch(Toy):
     """Has a loop of its own around `train_step` and `step`, and figures of its own."""
 
@@ -150,16 +140,6 @@ def test_what_an_override_of_train_epoch_returns_is_kept(tmp_path: Path) -> None
         results = runner.train()
         assert [result["train"] for result in results.values()] == [{"loss": 0.25, "speed": 7.0}] * 3
         assert runner.train_state.global_step == 21 and equal(trained, runner)
-
-
-def test_an_override_of_train_epoch_may_return_nothing_but_not_anything(tmp_path: Path) -> None:
-    with OwnEpoch(settings(tmp_path / "a", epochs=1)) as runner:
-        runner.figures = None
-        assert runner.train()[1]["train"] == {}
-    with OwnEpoch(settings(tmp_path / "b", epochs=1)) as runner:
-        runner.figures = 0.25
-        with pytest.raises(ValueError, match=r"Expected `train_epoch` to return metrics by name\. Received: 0\.25"):
-            runner.train()
 
 
 # Steps
@@ -198,27 +178,6 @@ class OwnStep(Toy):
         loss = self.criterion(pred, target)
         self.backward(loss)
         return pred, loss
-
-
-def test_an_override_of_train_step_works_alone_too(tmp_path: Path) -> None:
-    plain = done(Toy, settings(tmp_path / "a", dropout=0.0), lambda runner: runner.train_epoch())
-    with OwnStep(settings(tmp_path / "b", dropout=0.0)) as runner:
-        assert [outcome.weight for outcome in by_hand(runner)] == [3.0] * 6 + [2.0]
-        assert equal(plain, runner)
-
-
-def update_by_hand(config: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    with Toy({**config, "dir": config["dir"] + "/hand"}) as runner:
-        by_hand(runner)
-        mine = weights(runner)
-    with Toy({**config, "dir": config["dir"] + "/loop"}) as runner:
-        runner.train_epoch()
-        return mine, weights(runner)
-
-
-def test_updates_by_hand_on_two_ranks(tmp_path: Path) -> None:
-    for by_hand_there, loop in run_processes(update_by_hand, settings(tmp_path, dropout=0.0), world_size=2):
-        assert all(torch.equal(one, other) for one, other in zip(by_hand_there, loop))
 
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -299,21 +258,6 @@ def test_overrides_are_called_in_the_same_surroundings(tmp_path: Path) -> None:
     with OwnEvaluation(settings(tmp_path)) as runner:
         assert runner.evaluate_step([])[0] == ("evaluate", False, False)
         assert runner.infer_step([]) == ("infer", False, False)
-
-
-class Borrowing(Toy):
-    """Trains by what `evaluate_step` does."""
-
-    def train_step(self, data: Any) -> Any:
-        pred, loss = self.evaluate_step(data)
-        self.backward(loss)
-        return pred, loss
-
-
-def test_a_train_step_may_borrow_from_evaluate_step(trained: Any, tmp_path: Path) -> None:
-    with Borrowing(settings(tmp_path)) as runner:
-        runner.train()
-        assert equal(trained, runner)
 
 
 # Data that comes later

@@ -188,25 +188,3 @@ def test_a_gradient_that_is_taken_away_has_been_seen() -> None:
     model(torch.ones(1, 4)).sum().backward()
     model.zero_grad(set_to_none=True)
     assert watch.close() == ["spare.weight", "spare.bias"]
-
-
-class LossOfItsOwn(dl.Runner):
-    """Its loss is a method."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        torch.manual_seed(0)
-        self.model = nn.Linear(3, 1)
-        data = TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
-        self.datasets = {"train": data, "val": data}
-
-    def criterion(self, pred: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (pred - target).abs().mean()
-
-
-def test_a_loss_may_be_a_method() -> None:
-    with LossOfItsOwn({"steps": 2, "seed": 1, "optim": {"type": "sgd", "lr": 0.1}, "log": False}) as runner:
-        runner.train()
-        inputs, targets = runner.datasets["val"].tensors  # type: ignore[attr-defined]
-        expected = (runner.model(inputs) - targets).abs().mean().item()
-        assert runner.evaluate("val")["val"]["loss"] == pytest.approx(expected, rel=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,27 @@ class Small(dl.TorchRunner):
         super().__init__(config)
         self.datasets = {"train": TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 2)}
         self.model, self.criterion = nn.Linear(4, 2), nn.CrossEntropyLoss()
+
+
+def settings(root: Path | str, **more: Any) -> dict[str, Any]:
+    """Return the configuration of a small run in a directory; `more` replaces keys and adds some."""
+    base = {"dir": str(root), "seed": 1, "log": False, "dataloader": {"batch_size": 4}}
+    return {**base, "optim": {"type": "sgd", "lr": 0.1}, **more}
+
+
+def line_of(length: int) -> TensorDataset:
+    """Return points with their sums as targets."""
+    inputs = torch.randn(length, 3, generator=torch.Generator().manual_seed(4))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+class Line(dl.Runner):
+    """A linear model of sums, on any stack: four batches of four a pass."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Linear(3, 1), nn.MSELoss()
+        self.datasets = {"train": line_of(16), "val": line_of(6)}
 
 
 class TracingRunner(dl.TorchRunner):
