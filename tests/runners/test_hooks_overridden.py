@@ -10,106 +10,50 @@ import pytest
 import torch
 from support.engines import needs_deepspeed, zero
 from support.processes import run_processes
+from support.toys import Line, line_of
+from support.toys import settings as toy_settings
 from torch import nn
-from torch.utils.data import TensorDataset
 
-import danling as dl
 from danling.utils.tensors import whole
 
+# fmt: off
 EXECUTION = [
-    "train",
-    "train_epochs",
-    "train_epoch",
-    "train_steps",
-    "train_step",
-    "backward",
-    "step",
-    "optimizer_step",
-    "evaluate",
-    "evaluate_epoch",
-    "evaluate_steps",
-    "evaluate_step",
-    "infer",
-    "infer_step",
+    "train", "train_epochs", "train_epoch", "train_steps", "train_step", "backward", "step", "optimizer_step",
+    "evaluate", "evaluate_epoch", "evaluate_steps", "evaluate_step", "infer", "infer_step",
 ]
 CONSTRUCTION = [
-    "init_distributed",
-    "init_checkpoint_manager",
-    "init_fault_tolerance",
-    "init_tensorboard",
-    "init_wandb",
-    "init_signal_handlers",
-    "init_heartbeat",
-    "init_garbage_collection",
-    "set_seed",
-    "set_deterministic",
-    "materialize_model",
-    "build_optimizer",
-    "build_scheduler",
-    "build_datasampler",
-    "build_dataloaders",
-    "train_context",
-    "forward_context",
+    "init_distributed", "init_checkpoint_manager", "init_fault_tolerance", "init_tensorboard", "init_wandb",
+    "init_signal_handlers", "init_heartbeat", "init_garbage_collection", "set_seed", "set_deterministic",
+    "materialize_model", "build_optimizer", "build_scheduler", "build_datasampler", "build_dataloaders",
+    "train_context", "forward_context",
 ]
 CHECKPOINTS = [
-    "state_dict",
-    "load_state_dict",
-    "save_checkpoint",
-    "load_checkpoint",
-    "load_pretrained",
-    "read_checkpoint",
-    "load_model",
-    "load_ema",
-    "load_optimizer",
-    "load_scheduler",
-    "load_dataloaders",
-    "scores",
-    "best_index",
+    "state_dict", "load_state_dict", "save_checkpoint", "load_checkpoint", "load_pretrained", "read_checkpoint",
+    "load_model", "load_ema", "load_optimizer", "load_scheduler", "load_dataloaders", "scores", "best_index",
     "is_best",
 ]
 PARALLEL = [
-    "build_topology",
-    "init_model_parallel_groups",
-    "parallelize_model",
-    "build_pipeline_model_parts",
-    "build_pipeline_model_part",
-    "build_pipeline_schedule",
-    "bind_pipeline_modules",
-    "apply_activation_checkpointing",
-    "fsdp_kwargs",
-    "build_mixed_precision_policy",
-    "build_offload_policy",
+    "build_topology", "init_model_parallel_groups", "parallelize_model", "build_pipeline_model_parts",
+    "build_pipeline_model_part", "build_pipeline_schedule", "bind_pipeline_modules",
+    "apply_activation_checkpointing", "fsdp_kwargs", "build_mixed_precision_policy", "build_offload_policy",
 ]
+# fmt: on
 HOOKS = [*EXECUTION, *CONSTRUCTION, *CHECKPOINTS]
 FACTS = ("scores", "best_index", "is_best")
 
 
-class Chain(dl.Runner):
+class Chain(Line):
     """A model that every stack can take."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.criterion = nn.CrossEntropyLoss()
-        inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
-        points = TensorDataset(inputs, inputs[:, :3].argmax(1))
-        self.datasets = {"train": points, "val": points}
+        self.model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.datasets = {"train": line_of(12), "val": line_of(12)}
 
 
 def settings(root: Path, **more: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "dir": str(root),
-        "seed": 5,
-        "steps": 4,
-        "log": False,
-        "evaluate_interval": 2,
-        "dataloader": {"batch_size": 4},
-        "optim": {"type": "sgd", "lr": 0.1},
-        "scheduler": {"type": "cosine"},
-        "checkpoint": {"async_enabled": False, "interval": 2},
-        "ema": {"enabled": True},
-    }
-    return {**base, **more}
+    base = {"steps": 4, "evaluate_interval": 2, "scheduler": {"type": "cosine"}, "ema": {"enabled": True}}
+    return toy_settings(root, **{**base, "checkpoint": {"async_enabled": False, "interval": 2}, **more})
 
 
 def overriding(hooks: list[str], *, calls_super: bool) -> type:
@@ -143,10 +87,7 @@ def use(kind: type, config: dict[str, Any], *, resumes: bool = True) -> tuple[di
 
 def of_epochs(config: dict[str, Any]) -> dict[str, Any]:
     """Return the same settings in epoch mode, where the hooks of epochs are called."""
-    return {
-        **{name: value for name, value in config.items() if name not in ("steps", "evaluate_interval")},
-        "epochs": 2,
-    }
+    return {**config, "steps": None, "evaluate_interval": None, "epochs": 2}
 
 
 def outcome(hook: str, config: dict[str, Any]) -> str | None:

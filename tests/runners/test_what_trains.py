@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_processes
+from support.toys import settings
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -48,11 +49,6 @@ class Trained(dl.Runner):
         return {**super().ddp_kwargs(), "find_unused_parameters": self.spare}
 
 
-def settings(root: Path | str, **more: Any) -> dict[str, Any]:
-    common = {"dir": str(root), "seed": 1, "steps": 3, "log": False, "dataloader.batch_size": 4}
-    return {**common, "optim.type": "sgd", "optim.lr": 0.1, **more}
-
-
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
     with caplog.at_level(logging.WARNING, logger="danling"):
@@ -60,7 +56,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
 
 
 def test_a_model_that_is_put_there_after_construction_is_refused(tmp_path: Path) -> None:
-    with Trained(settings(tmp_path / "run")) as runner:
+    with Trained(settings(tmp_path, steps=3)) as runner:
         runner.model = Net()
         with pytest.raises(ValueError, match="would train nothing of it .body.weight, .* after construction"):
             runner.train()
@@ -73,7 +69,7 @@ def test_a_model_that_is_put_there_after_construction_is_refused(tmp_path: Path)
 
 
 def test_averages_belong_to_the_model_of_construction(tmp_path: Path) -> None:
-    with Trained(settings(tmp_path / "run", **{"ema.enabled": True})) as runner:
+    with Trained(settings(tmp_path, steps=3, ema={"enabled": True})) as runner:
         runner.model = Net()
         runner.optimizer = torch.optim.SGD(runner.model.parameters(), lr=0.1)
         with pytest.raises(ValueError, match="the model that the runner was constructed with"):
@@ -90,7 +86,7 @@ class Replaced(Trained):
 
 
 def test_parameters_without_an_optimizer_and_others_are_named_once(tmp_path: Path, said: Any) -> None:
-    with Replaced(settings(tmp_path / "run", **{"optim.type": None})) as runner:
+    with Replaced(settings(tmp_path, steps=3, optim={})) as runner:
         runner.train()
         runner.config.steps = 5
         runner.train()
@@ -107,7 +103,7 @@ class Spare(Trained):
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_a_parameter_without_a_gradient_is_named_once(accum_steps: int, tmp_path: Path, said: Any) -> None:
-    with Spare(settings(tmp_path / "run", accum_steps=accum_steps)) as runner:
+    with Spare(settings(tmp_path, steps=3, accum_steps=accum_steps)) as runner:
         runner.train()
     messages = said("Expected a gradient for every parameter")
     assert len(messages) == 1
@@ -115,17 +111,23 @@ def test_a_parameter_without_a_gradient_is_named_once(accum_steps: int, tmp_path
 
 
 def test_nothing_is_said_where_all_is_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="danling"), Trained(settings(tmp_path / "run")) as runner:
+    with caplog.at_level(logging.WARNING, logger="danling"), Trained(settings(tmp_path, steps=3)) as runner:
         runner.train()
     assert not [r.message for r in caplog.records if "Expected" in r.message]
 
 
-def trained_on(root: str, stack: dict[str, Any], replace: bool, spare: bool) -> tuple[list[str], str]:
+def heard() -> list[str]:
+    """Return a list that takes what this process logs from now on."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("danling").addHandler(handler)
-    with (Spare if spare else Trained)(settings(root, **stack)) as runner:
+    return messages
+
+
+def trained_on(root: str, stack: dict[str, Any], replace: bool, spare: bool) -> tuple[list[str], str]:
+    messages = heard()
+    with (Spare if spare else Trained)(settings(root, steps=3, **stack)) as runner:
         if replace:
             runner.model = Net()
             runner.optimizer = torch.optim.SGD(runner.model.parameters(), lr=0.1)
@@ -165,11 +167,8 @@ class Chain(dl.Runner):
 
 
 def trained_in_stages(root: str) -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("danling").addHandler(handler)
-    config = settings(root, **{"stack": "parallel", "parallel.axes.pipeline": 2, "optim.type": None})
+    messages = heard()
+    config = settings(root, steps=3, stack="parallel", parallel={"axes": {"pipeline": 2}}, optim={})
     with Chain(config) as runner:
         runner.train()
     return [message for message in messages if "Expected" in message]
