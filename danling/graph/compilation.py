@@ -1,12 +1,14 @@
-"""Forward and loss as one compiled function: what it keeps for the backward, how it is compiled, and how it goes around the model."""
+"""Compiled code: modules that are compiled in place for any stack, and forward and loss as one function for the stack `graph`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,63 +17,186 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from danling.config.checks import read_memory_policy
-from danling.distributed import Domain
-from danling.training import Compilation, call_model
-from danling.training.artifacts import ArtifactDirectory
+from danling.training import call_model
 from danling.training.preparation import ModelPreparation
+
+from .artifacts import ArtifactDirectory, artifacts_of
+
+if TYPE_CHECKING:
+    from danling.runners.graph_runner import GraphRunner
+    from danling.runners.torch_runner import TorchRunner
+
+logger = logging.getLogger("danling")
+
+_numbers = itertools.count()
+_ABSENT = object()
+
+
+class Compilation:
+    """Compiles modules in place, counts the graphs that come of it, and undoes it all in `close`.
+
+    `nn.Module.compile` compiles the method `_call_impl`, which Dynamo leaves alone together with all of torch's own code: a root that is
+    a class of torch.nn makes no graph there. Here the forward is called from a function of this file, which Dynamo traces. The forward
+    and backward hooks of the module itself run outside of the graph, as those of FSDP must; they may be registered at any time. Those of
+    modules inside of it are part of the graph, so they must be registered before the first call.
+
+    Nothing is added to the module's state dict, and copies and pickles of it are not compiled. Modules of one class share their graphs;
+    two `Compilation`s share none, since their options may differ.
+
+    Args:
+        settings: The section `compile` of a configuration.
+        distributed: Whether DistributedDataParallel goes around what is compiled.
+        artifacts: Where compiled code is kept; `None` leaves it where torch puts it.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], *, distributed: bool = False, artifacts: ArtifactDirectory | None = None
+    ) -> None:
+        names = ("backend", "fullgraph", "dynamic", "mode", "options")
+        self.options = {name: settings[name] for name in names if settings.get(name) is not None}
+        """Arguments of `torch.compile`."""
+        self.artifacts = artifacts
+        self.graphs = 0
+        """Graphs that were compiled so far."""
+        self.calls = 0
+        """Calls of compiled functions."""
+        self._optimize_ddp = settings.get("optimize_ddp") if distributed else None
+        self._modules: list[nn.Module] = []
+        self._codes: dict[object, CodeType] = {}
+        # Dynamo remembers by file, line and name of a function which sizes have varied.
+        self._number = next(_numbers)
+
+    @classmethod
+    def of(cls, runner: TorchRunner) -> Compilation:
+        """Return what the section `compile` of a runner's configuration asks for. Called on all ranks."""
+        return cls(runner.config.compile, distributed=runner.distributed, artifacts=artifacts_of(runner))
+
+    def compile(self, module: nn.Module) -> None:
+        """Compile the forward of a module in place; graphs are made at its first call."""
+        compiled = self._compiled(_call, type(module))
+        original = module.forward
+        call_impl: Any = module._call_impl
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return compiled(original, *args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # For the length of the call only: a copy or a pickle of the module must not hold a function of this one.
+            with forwards_replaced([(module, forward)]), self._counted():
+                return call_impl(*args, **kwargs)
+
+        module._compiled_call_impl = call
+        self._modules.append(module)
+
+    def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function compiled; graphs are made at its first call, and none is shared with another compilation of it."""
+        compiled = self._compiled(function, function)
+
+        def call(*args: Any) -> Any:
+            with self._counted():
+                return compiled(*args)
+
+        return call
+
+    def _compiled(self, function: Callable[..., Any], of: Any) -> Any:
+        assert isinstance(function, FunctionType)
+        # Not at the top of the file: Dynamo takes a second to import.
+        import_module("torch._dynamo.utils")
+        # Dynamo keeps graphs, and counts recompilations, by code object.
+        code = self._codes.setdefault(of, function.__code__.replace(co_name=f"{of.__name__}_{self._number}"))
+        return torch.compile(FunctionType(code, function.__globals__, code.co_name), **self.options)
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """Compile under the settings of this compilation inside; those of the process are put back on exit."""
+        if self.artifacts is not None:
+            self.artifacts.use()
+        config: Any = import_module("torch._dynamo.config")
+        if self._optimize_ddp in (None, config.optimize_ddp):
+            yield
+        else:
+            with config.patch(optimize_ddp=self._optimize_ddp):
+                yield
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.calls += 1
+        stats = torch._dynamo.utils.counters["stats"]
+        before = stats["unique_graphs"]
+        with self.settings():
+            yield
+        self.graphs += max(stats["unique_graphs"] - before, 0)
+
+    def open(self) -> None:
+        """Look into the folder of compiled code. Called on all ranks."""
+        if self.artifacts is not None:
+            self.artifacts.open()
+
+    def after_first_update(self, *, is_main: bool) -> None:
+        """Warn if the first update of this process has compiled nothing, and list what it has compiled. Called on all ranks."""
+        if is_main and self._modules and not self.graphs:
+            logger.warning(
+                "Expected compile.enable to compile %s. Received: no graph; every operation runs as without it. Call the model itself, "
+                "`self.model(...)`, and not a method or a part of it; TORCH_LOGS=graph_breaks shows what cannot be compiled, and "
+                "TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE switch compilation off.",
+                ", ".join(dict.fromkeys(type(module).__name__ for module in self._modules)),
+            )
+        if self.artifacts is not None:
+            self.artifacts.seal()
+
+    def close(self) -> None:
+        """Leave the modules uncompiled again, and list what was compiled since. A second call does nothing."""
+        if self.artifacts is not None:
+            self.artifacts.close()
+        while self._modules:
+            self._modules.pop()._compiled_call_impl = None
+
+
+def _call(forward: Any, *args: Any, **kwargs: Any) -> object:
+    return forward(*args, **kwargs)
+
+
+@contextmanager
+def forwards_replaced(forwards: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Call other functions in the place of the forwards of modules inside, which stay as they are."""
+    before = [(module, vars(module).get("forward", _ABSENT)) for module, _ in forwards]
+    for module, forward in forwards:
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, shadowed in before:
+            if shadowed is _ABSENT:
+                vars(module).pop("forward", None)
+            else:
+                module.__dict__["forward"] = shadowed
+
+
+# Forward and loss as one function
 
 PASS_VERSION = 1
 """To be counted up with every change of `keep_random_operations`. The pass is no part of the keys of torch's caches, so that code of an
 earlier one would come back."""
 
 _DIVIDING = ("inductor", "aot_eager_decomp_partition")
-_RECOMPUTING = (*_DIVIDING, "aot_eager")
+_FOLLOWED_BY = {"budget": _DIVIDING, "recompute": (*_DIVIDING, "aot_eager")}
 
 
-@dataclass(frozen=True)
-class MemoryPolicy:
-    """A memory policy of the compiled graph.
+def policy_tag(policy: str | None) -> str:
+    """Return what tells the compiled code of a memory policy from that of others."""
+    kind, budget = read_memory_policy(policy)
+    return f"danling-{kind}-{budget:g}-{PASS_VERSION}"
 
-    Attributes:
-        kind: `default`, `budget` or `recompute`.
-        budget: Share of the activations that are kept.
-    """
 
-    kind: str = "default"
-    budget: float = 1.0
-
-    @classmethod
-    def parse(cls, policy: str | None) -> MemoryPolicy:
-        """Return the policy that `compile.memory_policy` names."""
-        return cls(*read_memory_policy(policy))
-
-    def __str__(self) -> str:
-        return f"budget-{self.budget:g}" if self.kind == "budget" else self.kind
-
-    @property
-    def tag(self) -> str:
-        """What tells its compiled code from that of others: the policy and the version of its pass over the graph."""
-        return f"danling-{self}-{PASS_VERSION}"
-
-    def check_backend(self, backend: str | None) -> None:
-        """Refuse a backend that would pass over the policy."""
-        followed = {"budget": _DIVIDING, "recompute": _RECOMPUTING}.get(self.kind)
-        if followed is not None and backend is not None and backend not in followed:
-            raise ValueError(
-                f"Expected compile.backend to be one that follows compile.memory_policy: {', '.join(map(repr, followed))}. Received: "
-                f"compile.backend={backend!r} with the policy {str(self)!r}. Leave compile.backend out, or the policy."
-            )
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of `torch._functorch.config` under which a graph is divided into forward and backward."""
-        # A backward that is compiled when it is first run would be compiled under other settings, and on another thread.
-        settings: dict[str, Any] = {
-            "activation_memory_budget": self.budget,
-            "force_non_lazy_backward_lowering": True,
-        }
-        if self.kind == "budget":
-            settings["joint_custom_pass"] = keep_random_operations
-        return settings
+def check_backend(policy: str | None, backend: str | None) -> None:
+    """Refuse a backend that would pass over the memory policy."""
+    kind, _ = read_memory_policy(policy)
+    followed = _FOLLOWED_BY.get(kind)
+    if followed is not None and backend is not None and backend not in followed:
+        raise ValueError(
+            f"Expected compile.backend to be one that follows compile.memory_policy: {', '.join(map(repr, followed))}. Received: "
+            f"compile.backend={backend!r} with the policy {policy!r}. Leave compile.backend out, or the policy."
+        )
 
 
 def keep_random_operations(graph: GraphModule, inputs: object = None) -> GraphModule:
@@ -86,32 +211,86 @@ def keep_random_operations(graph: GraphModule, inputs: object = None) -> GraphMo
     return graph
 
 
-class Recomputation:
-    """Blocks of a model whose activations are computed again in the backward, inside the graph.
+class GraphCompilation(Compilation):
+    """Compiles forward and loss under a memory policy.
 
-    The model stays as it is: for the length of a call only, the forward of each block is one that recomputes.
+    Every size of a batch has its own graph unless `dynamic` is set: the results of a batch then depend on nothing that the process
+    has seen before, and a run that is resumed in the middle of an epoch computes the same.
+
+    Args:
+        settings: The section `compile` of a configuration.
+        blocks: Modules whose activations the policy `recompute` computes again in the backward, inside the graph.
+        distributed: Whether DistributedDataParallel goes around what is compiled.
+        artifacts: Where compiled code is kept; `None` leaves it where torch puts it.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        self._forwards = [(block, _recomputing(block.forward)) for block in blocks]
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        blocks: Iterable[nn.Module],
+        *,
+        distributed: bool = False,
+        artifacts: ArtifactDirectory | None = None,
+    ) -> None:
+        super().__init__(settings, distributed=distributed, artifacts=artifacts)
+        self.options = {"fullgraph": True, "dynamic": False, **self.options}
+        policy = settings.get("memory_policy")
+        kind, budget = read_memory_policy(policy)
+        self._recomputed = [(each, _recomputing(each.forward)) for each in blocks] if kind == "recompute" else []
+        if self._recomputed and distributed:
+            # What cuts a graph at the buckets of DistributedDataParallel cannot cut one with a part that is computed again.
+            self._optimize_ddp = "no_optimization"
+        # A backward that is compiled when it is first run would be compiled under other settings, and on another thread.
+        changes: dict[str, Any] = {"activation_memory_budget": budget, "force_non_lazy_backward_lowering": True}
+        if kind == "budget":
+            changes["joint_custom_pass"] = keep_random_operations
+        functorch: Any = import_module("torch._functorch.config")
+        compiler: Any = import_module("torch.compiler.config")
+        # The pass is no part of the keys of torch's caches, in whatever folder they are.
+        self._patches = [functorch.patch(changes), compiler.patch(cache_key_tag=policy_tag(policy))]
+
+    def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function compiled, whose errors say what to do about them."""
+        call = super().function(function)
+        errors: Any = import_module("torch._dynamo.exc")
+
+        def checked(*args: Any) -> Any:
+            try:
+                return call(*args)
+            except (errors.Unsupported, errors.UserError) as error:
+                raise RuntimeError(
+                    f"Expected forward and loss that become one graph. Received: {str(error).partition(chr(10))[0]}. The traceback above "
+                    "shows where. Take it out of the model or the loss, or set compile.fullgraph=false, which compiles the parts around it."
+                ) from error
+            except errors.FailOnRecompileLimitHit as error:
+                raise RuntimeError(
+                    f"Expected batches of a few sizes, each of which is compiled. Received: more than torch compiles, with "
+                    f"compile.dynamic={self.options['dynamic']}. Set compile.dynamic=true, which compiles one graph for all sizes, or "
+                    "bring batches to fewer; a number that the loss reads and that changes compiles anew as well."
+                ) from error
+
+        return checked
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Recompute inside."""
-        before = [(block, vars(block).get("forward", _ABSENT)) for block, _ in self._forwards]
-        for block, forward in self._forwards:
-            block.__dict__["forward"] = forward
-        try:
+    def settings(self) -> Iterator[None]:
+        """Compile under the settings of this compilation inside; those of the process are put back on exit."""
+        with ExitStack() as stack:
+            stack.enter_context(super().settings())
+            for patch in self._patches:
+                stack.enter_context(patch)
+            if self._recomputed:
+                stack.enter_context(forwards_replaced(self._recomputed))
             yield
-        finally:
-            for block, forward in before:
-                if forward is _ABSENT:
-                    vars(block).pop("forward", None)
-                else:
-                    block.__dict__["forward"] = forward
 
-
-_ABSENT = object()
+    def after_first_update(self, *, is_main: bool) -> None:
+        """Refuse a `train_step` that called nothing that was compiled. Called on all ranks."""
+        if not self.calls:
+            raise ValueError(
+                "Expected a `train_step` that calls super().train_step(data): with stack='graph' that is the compiled function of forward "
+                "and loss. Received: one that does not. Put what it computes into the model or `compute_loss`, or choose stack='ddp' with "
+                "compile.enable."
+            )
+        super().after_first_update(is_main=is_main)
 
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,91 +327,17 @@ def _forward_and_loss(model: object, loss: Any, inputs: object, target: Any) -> 
     return pred, None if loss is None else loss(pred, target)
 
 
-class GraphCompilation(Compilation):
-    """Compiles forward and loss under a memory policy.
-
-    Every size of a batch has its own graph unless `dynamic` is set: the results of a batch then depend on nothing that the process
-    has seen before, and a run that is resumed in the middle of an epoch computes the same.
-    """
-
-    def __init__(
-        self,
-        settings: Mapping[str, Any],
-        *,
-        distributed: bool,
-        policy: MemoryPolicy,
-        artifacts: ArtifactDirectory | None,
-        recomputation: Recomputation | None,
-    ) -> None:
-        given = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
-        options = {"fullgraph": True, "dynamic": False}
-        options |= {name: value for name, value in given.items() if value is not None}
-        # What cuts a graph at the buckets of DistributedDataParallel cannot cut one with a part that is computed again.
-        cuts = "no_optimization" if recomputation is not None else settings["optimize_ddp"]
-        super().__init__(
-            options, optimize_ddp=cuts if distributed else None, artifacts=artifacts, within=self._configured
-        )
-        self._recomputation = recomputation
-        functorch: Any = import_module("torch._functorch.config")
-        divided = policy.settings()
-        # The pass is no part of the keys of torch's caches, in whatever folder they are.
-        tag = import_module("torch.compiler.config").patch(cache_key_tag=policy.tag)
-        self._patches = [functorch.patch(divided), tag]
-
-    def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function compiled, whose errors say what to do about them."""
-        call = super().function(function)
-        errors: Any = import_module("torch._dynamo.exc")
-        unsupported, too_many = (errors.Unsupported, errors.UserError), errors.FailOnRecompileLimitHit
-
-        def checked(*args: Any) -> Any:
-            try:
-                return call(*args)
-            except unsupported as error:
-                raise RuntimeError(
-                    f"Expected forward and loss that become one graph. Received: {str(error).partition(chr(10))[0]}. The traceback above "
-                    "shows where. Take it out of the model or the loss, or set compile.fullgraph=false, which compiles the parts around it."
-                ) from error
-            except too_many as error:
-                raise RuntimeError(
-                    f"Expected batches of a few sizes, each of which is compiled. Received: more than torch compiles, with "
-                    f"compile.dynamic={self.options['dynamic']}. Set compile.dynamic=true, which compiles one graph for all sizes, or "
-                    "bring batches to fewer; a number that the loss reads and that changes compiles anew as well."
-                ) from error
-
-        return checked
-
-    @contextmanager
-    def _configured(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for patch in self._patches:
-                stack.enter_context(patch)
-            if self._recomputation is not None:
-                stack.enter_context(self._recomputation.entered())
-            yield
-
-    def after_first_update(self, *, speaks: bool) -> None:
-        """Refuse a `train_step` that called nothing that was compiled. Call on all ranks."""
-        if not self.calls:
-            raise ValueError(
-                "Expected a `train_step` that calls super().train_step(data): with stack='graph' that is the compiled function of forward "
-                "and loss. Received: one that does not. Put what it computes into the model or `compute_loss`, or choose stack='ddp' with "
-                "compile.enable."
-            )
-        super().after_first_update(speaks=speaks)
-
-
 class GraphPreparation(ModelPreparation):
     """The model, and the function that trains it."""
 
-    def __init__(self, world: Domain, *, whole_loss: Callable[[nn.Module], WholeLoss]) -> None:
-        super().__init__(world)
-        self._whole_loss = whole_loss
+    def __init__(self, runner: GraphRunner) -> None:
+        super().__init__(runner.world)
+        self._runner = runner
         self._function: WholeLoss | None = None
 
     def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
         """Return the model, or the function that trains it in DistributedDataParallel when there are several ranks."""
-        self._function = self._whole_loss(model)
+        self._function = self._runner._whole_loss(model)
         wrapped = super().wrap(self._function, options, reduces_later=reduces_later)
         return model if wrapped is self._function else wrapped
 
@@ -251,5 +356,5 @@ class GraphPreparation(ModelPreparation):
                 "options of it over in `ddp_kwargs`, or choose stack='ddp'."
             )
         if self._function is None or self._function.model is not model:
-            self._function = self._whole_loss(model)
+            self._function = self._runner._whole_loss(model)
         return self._function

@@ -18,6 +18,8 @@ EXTENSIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     # Also loaded by the URL of a checkpoint.
     "remote": ("danling.remote.attach", ("checkpoint.remote.url",)),
+    # Also loaded by the stack `graph`.
+    "graph": ("danling.graph.compilation", ("compile.enable",)),
     "torchft": ("danling.torchft.attach", ("ft.enabled", "checkpoint.enable_ft_dataloader_checkpoints")),
 }
 """By name: the module that attaches an extension to a runner, and the settings that load it. `stream` is loaded by the program that

@@ -8,16 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from danling.config import RunnerConfig
-from danling.graph.compilation import (
-    GraphCompilation,
-    GraphPreparation,
-    MemoryPolicy,
-    Recomputation,
-    WholeLoss,
-)
+from danling.graph.artifacts import artifacts_of
+from danling.graph.compilation import GraphCompilation, GraphPreparation, WholeLoss, check_backend, policy_tag
 from danling.graph.compiler import check_compiler
 from danling.mesh.fsdp import find_blocks
-from danling.training.artifacts import artifacts_of
 
 from .torch_runner import TorchRunner
 
@@ -50,7 +44,7 @@ class GraphRunner(TorchRunner):
                 "Expected fsdp.enabled=False with stack='graph': the hooks of FSDP2 cannot be part of a whole graph. Received: "
                 "fsdp.enabled=True. Choose stack='parallel' with compile.enable, which compiles block by block."
             )
-        MemoryPolicy.parse(own.compile.memory_policy).check_backend(own.compile.backend)
+        check_backend(own.compile.memory_policy, own.compile.backend)
         return own
 
     def prepare_components(self) -> None:
@@ -59,9 +53,10 @@ class GraphRunner(TorchRunner):
         self.preparation.function(self.model)
 
     def build_preparation(self) -> GraphPreparation:
-        return GraphPreparation(self.world, whole_loss=self._whole_loss)
+        return GraphPreparation(self)
 
     def _whole_loss(self, model: nn.Module) -> WholeLoss:
+        """Return the function of a model and its loss."""
         if self.compilation is None:
             # `materialize_model` is the user's, or `compile_modules`.
             GraphRunner.compile_modules(self, [model])
@@ -76,15 +71,11 @@ class GraphRunner(TorchRunner):
     def compile_modules(self, modules: Iterable[nn.Module]) -> None:
         """Set up how forward and loss are compiled; the modules themselves are not."""
         (model,) = modules
-        policy = MemoryPolicy.parse(self.config.compile.memory_policy)
         # As on the parallel stack: the layers of its lists of modules; the whole model where it has none.
         blocks = find_blocks(model).values() or [model]
+        artifacts = artifacts_of(self, policy_tag(self.config.compile.memory_policy))
         self.compilation = GraphCompilation(
-            self.config.compile,
-            distributed=self.distributed,
-            policy=policy,
-            artifacts=artifacts_of(self, title=str(policy), policy=policy.tag),
-            recomputation=Recomputation(blocks) if policy.kind == "recompute" else None,
+            self.config.compile, blocks, distributed=self.distributed, artifacts=artifacts
         )
         self._closers.callback(self.compilation.close)
 

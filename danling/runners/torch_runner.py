@@ -35,7 +35,6 @@ from danling.reporting.record import RunRecorder
 from danling.supervision import Profiler
 from danling.training import (
     EMA,
-    Compilation,
     DDPReduction,
     GradientReduction,
     LocalReduction,
@@ -50,7 +49,6 @@ from danling.training import (
     prediction_of,
     unpack_batch,
 )
-from danling.training.artifacts import artifacts_of
 from danling.training.batches import is_pair
 from danling.training.canonical import CanonicalReduction, CanonicalSum
 from danling.training.checks import (
@@ -81,6 +79,7 @@ if TYPE_CHECKING:
     from danling.audit.attach import Audits
     from danling.audit.layout_check import LayoutReport
     from danling.audit.rerun import AuditResult
+    from danling.graph.compilation import Compilation
     from danling.torchft.member import ReplicaMember
 
 logger = logging.getLogger("danling")
@@ -304,8 +303,7 @@ class TorchRunner(BaseRunner):
         if not self.config.compile.enable:
             return
         if self.compilation is None:
-            artifacts = artifacts_of(self)
-            self.compilation = Compilation.of(self.config.compile, distributed=self.distributed, artifacts=artifacts)
+            self.compilation = load("graph").Compilation.of(self)
             self._closers.callback(self.compilation.close)
         for module in modules:
             self.compilation.compile(module)

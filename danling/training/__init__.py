@@ -13,7 +13,6 @@ from .batches import (
     prediction_of,
     unpack_batch,
 )
-from .compilation import Compilation
 from .ema import EMA
 from .passes import PassAgreement
 from .reduction import (
@@ -32,7 +31,6 @@ __all__ = [
     "EMA",
     "TARGET_NAMES",
     "UNCOMMITTED",
-    "Compilation",
     "DDPReduction",
     "GradientReduction",
     "LocalReduction",

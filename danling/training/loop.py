@@ -472,7 +472,7 @@ class TrainingLoop:
         if outcome.committed and not session.updated_once:
             session.updated_once = True
             if runner.compilation is not None:
-                runner.compilation.after_first_update(speaks=runner.is_main_process)
+                runner.compilation.after_first_update(is_main=runner.is_main_process)
             limit = runner.config.comm.train_timeout_seconds
             if limit is not None and runner.distributed:
                 # Compilation and the first data make the first update slow: the limit that catches a hang begins after it.

@@ -9,16 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danling.graph.compilation import GraphCompilation, MemoryPolicy, Recomputation, WholeLoss
+from danling.config.checks import read_memory_policy
+from danling.graph.compilation import GraphCompilation, WholeLoss, check_backend, policy_tag
 
-SECTION: dict[str, Any] = {
-    "backend": None,
-    "fullgraph": None,
-    "dynamic": None,
-    "mode": None,
-    "options": None,
-    "optimize_ddp": "ddp_optimizer",
-}
 POLICIES = ["default", "budget:0.9", "budget:0.5", "budget:0.1", "budget:0.01", "recompute"]
 
 
@@ -39,15 +32,8 @@ def build() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(3))).double()
 
 
-def compiled(model: nn.Module, policy: str, backend: str | None = "aot_eager_decomp_partition") -> WholeLoss:
-    chosen = MemoryPolicy.parse(policy)
-    compilation = GraphCompilation(
-        {**SECTION, "backend": backend},
-        distributed=False,
-        policy=chosen,
-        artifacts=None,
-        recomputation=Recomputation(model) if chosen.kind == "recompute" else None,
-    )
+def compiled(model: nn.Sequential, policy: str, backend: str | None = "aot_eager_decomp_partition") -> WholeLoss:
+    compilation = GraphCompilation({"backend": backend, "memory_policy": policy}, model)
     return WholeLoss(model, lambda: lambda pred, target: (pred - target).square().mean(), compilation)
 
 
@@ -150,10 +136,10 @@ def test_the_settings_of_the_process_are_put_back() -> None:
 
 
 def test_the_tag_tells_policies_and_versions_of_the_pass_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    tags = {MemoryPolicy.parse(policy).tag for policy in (*POLICIES, None)}
+    tags = {policy_tag(policy) for policy in (*POLICIES, None)}
     assert len(tags) == len(POLICIES)
     monkeypatch.setattr("danling.graph.compilation.PASS_VERSION", 2)
-    assert MemoryPolicy.parse("budget:0.5").tag not in tags
+    assert policy_tag("budget:0.5") not in tags
 
 
 @pytest.mark.parametrize(
@@ -161,7 +147,7 @@ def test_the_tag_tells_policies_and_versions_of_the_pass_apart(monkeypatch: pyte
 )
 def test_other_policies_are_refused(policy: str) -> None:
     with pytest.raises(ValueError, match=r"Expected compile\.memory_policy"):
-        MemoryPolicy.parse(policy)
+        read_memory_policy(policy)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +163,7 @@ def test_other_policies_are_refused(policy: str) -> None:
 )
 def test_a_backend_that_passes_over_the_policy_is_refused(policy: str, backend: str | None, followed: bool) -> None:
     if followed:
-        MemoryPolicy.parse(policy).check_backend(backend)
+        check_backend(policy, backend)
     else:
         with pytest.raises(ValueError, match=r"compile\.backend"):
-            MemoryPolicy.parse(policy).check_backend(backend)
+            check_backend(policy, backend)

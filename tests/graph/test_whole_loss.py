@@ -10,19 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danling.graph.compilation import GraphCompilation, MemoryPolicy, WholeLoss
+from danling.graph.compilation import GraphCompilation, WholeLoss
 
 
 def compilation(**section: Any) -> GraphCompilation:
-    names = ("backend", "fullgraph", "dynamic", "mode", "options")
-    settings = {**dict.fromkeys(names), "backend": "eager", "optimize_ddp": "ddp_optimizer", **section}
-    return GraphCompilation(
-        settings,
-        distributed=False,
-        policy=MemoryPolicy(),
-        artifacts=None,
-        recomputation=None,
-    )
+    return GraphCompilation({"backend": "eager", **section}, [])
 
 
 def squares(pred: Tensor, target: Tensor) -> Tensor:
@@ -99,6 +91,6 @@ def test_what_cannot_be_one_graph_is_an_error_unless_parts_are_asked_for(whole: 
 def test_an_update_that_leaves_the_function_out_is_an_error() -> None:
     made = compilation()
     with pytest.raises(ValueError, match=r"super\(\)\.train_step"):
-        made.after_first_update(speaks=True)
+        made.after_first_update(is_main=True)
     WholeLoss(nn.Linear(2, 2), lambda: squares, made)(torch.ones(1, 2), torch.zeros(1, 2))
-    made.after_first_update(speaks=True)
+    made.after_first_update(is_main=True)

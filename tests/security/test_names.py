@@ -58,6 +58,14 @@ FUNCTIONS = {
     "config/imposed": ["MeantRun.write"],
     "data/packing": ["document_lengths"],
     "deepspeed/checkpoints": ["DeepSpeedCheckpointManager._finish.publish"],
+    "graph/artifacts": [
+        "ArtifactDirectory._check",
+        "ArtifactDirectory._list",
+        "ArtifactDirectory._open",
+        "ArtifactDirectory._sum",
+        "ArtifactDirectory._take_lock",
+        "_user_key",
+    ],
     "remote/attach": ["RunMirror._disk_sharing", "RunMirror._disk_sharing.written"],
     "remote/mirror": ["CheckpointMirror._file"],
     "remote/reading": ["_bring"],
@@ -90,14 +98,6 @@ FUNCTIONS = {
     "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
     "supervision/rank_watch": ["RankWatch._dump", "WatchedThread.__init__"],
     "torchft/member": ["Healing.take"],
-    "training/artifacts": [
-        "ArtifactDirectory._prepare",
-        "ArtifactDirectory._remove_unlisted",
-        "ArtifactDirectory._sum",
-        "ArtifactDirectory._take_lock",
-        "ArtifactDirectory.seal",
-        "_user_key",
-    ],
     "utils/files": ["clear_places", "open_file", "read_text", "sync_directory", "write_atomically"],
     "utils/locks": ["FileLock.is_taken", "_give_back", "_open_made", "_open_to_share", "exclusive"],
     "utils/process": ["first_failure"],
@@ -119,7 +119,7 @@ PARSERS = {
     "checkpoints/manifest": "plain_name",
     "checkpoints/shard_index": "plain_name",
     "remote/sources": "is_plain_path",
-    "training/artifacts": "plain_path",
+    "graph/artifacts": "plain_path",
     "stream/stores/directory": "quote",  # ids of objects are quoted, so that any text is a name
 }
 """By module that takes names from files: what it parses them by, which comes to `plain_path` (or, of streams, quotes them)."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danling.training import Compilation
+from danling.graph.compilation import Compilation
 
 
 class Backend:
@@ -121,18 +121,17 @@ def test_a_setting_of_the_process_is_changed_for_the_call_only() -> None:
 
     before = torch._dynamo.config.optimize_ddp
     module = nn.Linear(4, 4)
-    Compilation({"backend": backend}, optimize_ddp="no_optimization").compile(module)
+    Compilation({"backend": backend, "optimize_ddp": "no_optimization"}, distributed=True).compile(module)
     module(torch.randn(2, 4))
     assert seen == ["no_optimization"] and torch._dynamo.config.optimize_ddp == before
 
 
-def test_no_graph_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_graph_is_said(caplog: pytest.LogCaptureFixture) -> None:
     module = Own()
     compilation = Compilation({"backend": Backend()})
     compilation.compile(module)
     module.inner(torch.randn(2, 4))
-    compilation.warn_without_graph()
-    compilation.warn_without_graph()
+    compilation.after_first_update(is_main=True)
     (record,) = caplog.records
     assert "no graph" in record.getMessage() and "Own" in record.getMessage()
     module(torch.randn(2, 4))
