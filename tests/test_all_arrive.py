@@ -9,7 +9,7 @@ import pytest
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from danling.distributed import all_arrive, meeting
+from danling.distributed import all_arrive, domain
 
 
 class Hesitant:
@@ -35,7 +35,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     own = threading.local()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(meeting, "_get_default_store", lambda: own.store)
+    monkeypatch.setattr(domain, "_get_default_store", lambda: own.store)
     return own
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from danling.distributed import LocalDomain, Placement, world_of
-from danling.utils.protocols import ReductionDomain
 
 
 class Ranks(LocalDomain):
@@ -24,8 +23,7 @@ def test_a_rank_reads_its_share_of_the_data() -> None:
 
 
 def test_training_data_is_divided_over_replica_groups_and_evaluation_is_not() -> None:
-    ranks: list[ReductionDomain] = [Ranks(rank, 2) for rank in range(2)]
-    places = [Placement.alike(Ranks(d.rank, d.size)).in_group(group, 3) for group in range(3) for d in ranks]
+    places = [Placement.alike(Ranks(rank, 2), replica_group=(group, 3)) for group in range(3) for rank in range(2)]
     assert [place.share(trained=True) for place in places] == [(index, 6) for index in range(6)]
     assert [place.share(trained=False) for place in places] == [(0, 2), (1, 2)] * 3
     assert {place.data_replicas for place in places} == {6}

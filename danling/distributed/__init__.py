@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .domain import Domain, LocalDomain, world_of
+from .domain import Domain, JointLeave, LocalDomain, Placement, all_arrive, default_store, world_of
 from .environment import (
     LaunchEnvironment,
     collective_timeout,
@@ -11,8 +11,6 @@ from .environment import (
     select_device,
     set_collective_timeout,
 )
-from .meeting import JointLeave, all_arrive, default_store
-from .placement import Placement
 from .step_sync import REQUESTS, GradientNorms, ReplicaDriftError, StepSync, StepTotals, agree
 
 __all__ = [

@@ -1,13 +1,19 @@
-"""Sets of ranks that reduce together."""
+"""The ranks of a run: with which others a rank reduces, what of its work counts, and how ranks meet without a collective."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -17,6 +23,7 @@ _OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+_PAUSE_SECONDS = 0.02
 
 
 class Domain:
@@ -47,7 +54,8 @@ class Domain:
         """
         if self.size == 1:
             return tensor
-        if tensor.device.type == self.device.type or _reduces_on(self.group, tensor.device):
+        kind = tensor.device.type
+        if kind == self.device.type or f"{kind}:" in dist.get_backend_config(self.group):
             dist.all_reduce(tensor, _OPERATIONS[op], group=self.group)
             return tensor
         moved = tensor.to(self.device)
@@ -97,11 +105,6 @@ class Domain:
             dist.barrier(group=self.group)
 
 
-def _reduces_on(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    backend = dist.get_backend_config(group)
-    return f"{device.type}:" in backend
-
-
 class LocalDomain(Domain):
     """This process alone: nothing is communicated, whatever groups exist."""
 
@@ -128,3 +131,133 @@ def world_of(size: int, device: torch.device) -> Domain:
             "in it, or torch.distributed.init_process_group."
         )
     return Domain(device=device) if size > 1 else LocalDomain()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The place of one rank in a run.
+
+    Attributes:
+        data: Ranks that read different samples.
+        optimizer: Ranks that decide an update together.
+        metrics: Ranks whose losses and metrics add up to those of all data.
+        groups: Returns the process groups that training communicates over; `None` is the default one.
+        reads_data: Whether this rank reads batches.
+        counts_loss: Whether the loss of this rank counts: of the ranks that compute the same one, the first does.
+        counts_samples: Whether the samples of this rank count: of the ranks that see the same ones, the first does.
+        forward_place: Joins the keys of random numbers in a forward, if ranks that see the same samples need different noise.
+        update_place: Joins the keys of random numbers in an optimizer step, where no rank with another one holds a copy of a parameter.
+        replica_group: Index of the replica group of this process, and how many there are.
+    """
+
+    data: Domain
+    optimizer: Domain
+    metrics: Domain
+    groups: Callable[[], Sequence[Any]] = lambda: (None,)
+    reads_data: bool = True
+    counts_loss: bool = True
+    counts_samples: bool = True
+    forward_place: tuple[int, ...] = ()
+    update_place: tuple[int, ...] = ()
+    replica_group: tuple[int, int] = (0, 1)
+
+    @classmethod
+    def alike(cls, world: Domain, **more: Any) -> Placement:
+        """Return the place of a rank if every rank holds the whole model and reads its own samples."""
+        return cls(data=world, optimizer=world, metrics=world, **more)
+
+    @property
+    def data_replicas(self) -> int:
+        """Number of ranks that read different samples to train on, over all replica groups."""
+        return self.data.size * self.replica_group[1]
+
+    def share(self, *, trained: bool) -> tuple[int, int]:
+        """Return which share of a split this rank reads, and how many shares there are.
+
+        Training data is divided over all replica groups; each group evaluates all of a split, so that no death makes a metric wrong.
+
+        Args:
+            trained: Whether the split is trained on.
+        """
+        group, groups = self.replica_group if trained else (0, 1)
+        return group * self.data.size + self.data.rank, groups * self.data.size
+
+
+# Without a collective: a rank may be somewhere else
+
+
+def default_store() -> Store:
+    """Return the store that all ranks of the job share."""
+    return _get_default_store()
+
+
+def all_arrive(name: str, *, seconds: float) -> bool:
+    """Return whether every rank of the job comes here within some seconds; each is told the same.
+
+    A collective would hang, or pair with another one, where some ranks wait for each other elsewhere. May be called on some
+    ranks only.
+
+    Args:
+        name: What the ranks come here for; used once.
+        seconds: How long to wait for the others.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return True
+    store, size = default_store(), dist.get_world_size()
+    end, counter = time.monotonic() + seconds, f"danling/{name}/arrived"
+    store.add(counter, 1)
+    while (arrived := store.add(counter, 0)) < size and time.monotonic() <= end:
+        time.sleep(_PAUSE_SECONDS)
+    # The first rank that has seen one or the other decides: the last one may arrive at the instant at which another gives it up.
+    verdict = store.compare_set(f"danling/{name}/verdict", "", "together" if arrived == size else "apart")
+    return bytes(verdict) == b"together"
+
+
+class JointLeave:
+    """Leaving a wait on all ranks or on none, without a collective: a rank that does not have to wait never looks here.
+
+    One entry of the store lists the ranks that have joined, until one of them replaces the list by the word that all stay. All leave if
+    each rank was listed before.
+
+    Args:
+        store: What all ranks share; see `default_store`.
+        name: Name of the wait; used once.
+        rank: This rank.
+        size: Number of ranks.
+
+    Attributes:
+        joined: Whether this rank wants to leave.
+    """
+
+    _STAY = "stay"
+
+    def __init__(self, store: Store, name: str, *, rank: int, size: int) -> None:
+        self._store, self._key = store, f"danling/leave/{name}"
+        self._rank, self._size = str(rank), size
+        self.joined = False
+
+    def _read(self) -> str:
+        return bytes(self._store.get(self._key)).decode() if self._store.check([self._key]) else ""
+
+    def is_asked_for(self) -> bool:
+        """Return whether any rank wants to leave."""
+        return bool(self._read())
+
+    def join(self) -> bool:
+        """Say that this rank would leave; return whether all do."""
+        self.joined = True
+        while (before := self._read()) != self._STAY:
+            joined = {*before.split(","), self._rank} - {""}
+            after = ",".join(sorted(joined))
+            # In a list without this rank's own number no other rank can have written it.
+            if after == before or bytes(self._store.compare_set(self._key, before, after)).decode() == after:
+                return len(joined) == self._size
+        return False
+
+    def go_on(self) -> bool:
+        """Say that this rank, which has joined, has nothing to wait for any more; return `False` where all leave already."""
+        while (before := self._read()) != self._STAY:
+            if len(before.split(",")) == self._size:
+                return False
+            self._store.compare_set(self._key, before, self._STAY)
+        return True

@@ -14,6 +14,9 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+_VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
+"""Variables of the environment in the order of the fields of `LaunchEnvironment`, and their defaults."""
+
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
@@ -35,36 +38,26 @@ class LaunchEnvironment:
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
-        """Read `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and `TORCHELASTIC_RESTART_COUNT`.
+        """Read the variables that `torchrun` sets.
 
         Raises:
             ValueError: If a variable is not an integer, or the rank is outside the world.
         """
-        values = {
-            "rank": _read_int("RANK", 0),
-            "world_size": _read_int("WORLD_SIZE", 1),
-            "restart_count": _read_int("TORCHELASTIC_RESTART_COUNT", 0),
-        }
-        values["local_rank"] = _read_int("LOCAL_RANK", 0)
-        values["local_world_size"] = _read_int("LOCAL_WORLD_SIZE", 1)
-        if not 0 <= values["rank"] < values["world_size"]:
+        values = {}
+        for name, default in _VARIABLES.items():
+            text = os.environ.get(name, "")
+            try:
+                values[name] = int(text) if text else default
+            except ValueError:
+                raise ValueError(
+                    f"Expected the environment variable {name} to be an integer. Received: {name}={text!r}."
+                ) from None
+        if not 0 <= values["RANK"] < values["WORLD_SIZE"]:
             raise ValueError(
-                f"Expected 0 <= RANK < WORLD_SIZE. Received: RANK={values['rank']}, WORLD_SIZE={values['world_size']}. "
+                f"Expected 0 <= RANK < WORLD_SIZE. Received: RANK={values['RANK']}, WORLD_SIZE={values['WORLD_SIZE']}. "
                 "Launch with torchrun, or unset both."
             )
-        return cls(**values)
-
-
-def _read_int(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(
-            f"Expected the environment variable {name} to be an integer. Received: {name}={text!r}."
-        ) from None
+        return cls(*values.values())
 
 
 def is_first_on_machine() -> bool:

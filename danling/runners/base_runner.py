@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from glob import escape
 from pathlib import Path
@@ -202,7 +202,8 @@ class BaseRunner(metaclass=MetaRunner):
         self.state.elastic = ElasticState(world_size=self.world_size, restart_count=self.launch.restart_count)
         self.placement = self.build_placement()
         if self.config.ft.enabled:
-            self.placement = self.placement.in_group(self.config.ft.replica_id, self.config.ft.group_size)
+            group = self.config.ft.replica_id, self.config.ft.group_size
+            self.placement = replace(self.placement, replica_group=group)
         # Must precede `set_seed`: a seed that is drawn there must not enter the run's id.
         self._identify_run()
         self.set_seed()

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.utils._pytree import tree_map_only
 
 from danling.config import RunnerConfig
-from danling.distributed.domain import Domain
+from danling.distributed import Domain
 from danling.training.session import IntactStateError, TrainingAbandoned
 from danling.utils.tensors import bucketed, flattened, local_part, scatter
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from danling.distributed.collectives import gather_along
 from danling.mesh import ParallelContext, check_heads
+from danling.mesh.collectives import gather_along
 
 from .moe import MixtureOfExperts
 

@@ -8,8 +8,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from danling.distributed.collectives import copy_to, sum_over
 from danling.mesh import ParallelContext, check_expert_width, check_experts
+from danling.mesh.collectives import copy_to, sum_over
 
 
 class MixtureOfExperts(nn.Module):

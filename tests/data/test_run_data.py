@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_a_loader_of_windows_hears_where_it_is_read() -> None:
 
 def test_replica_groups_that_come_and_go_cannot_divide_a_stream() -> None:
     run = Run()
-    run.placement = run.placement.in_group(0, 2)
+    run.placement = replace(run.placement, replica_group=(0, 2))
     loader = StreamLoader(MemoryStore(), MemoryChannel("a stream"), 2)
     with pytest.raises(
         ValueError, match="can divide anew for split 'train'. Received: a StreamLoader.*Leave ft.enabled out"

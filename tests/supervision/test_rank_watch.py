@@ -169,7 +169,7 @@ def test_stacks_are_read_as_people_do() -> None:
     for between in ([f"{danling}/distributed/domain.py", f"{dist}/c10d_logger.py"], [f"{dist}/fsdp/_fsdp_common.py"]):
         name, called = collective_of(frame_in("train.py", *between, c10d))
         assert name == "step_0" and called.startswith(f"train.py:1 in step_{len(between) + 1}")
-    assert collective_of(frame_in("train.py", f"{danling}/distributed/meeting.py"))[0] == "step_0"
+    assert collective_of(frame_in("train.py", f"{danling}/distributed/domain.py"))[0] == "step_0"
     assert collective_of(frame_in("train.py", threading.__file__)) == ("", "")
     backward = frame_in(str(TORCH / "autograd" / "graph.py"), innermost="_engine_run_backward")
     assert collective_of(backward)[0] == "the reduction of gradients at the end of a backward"
