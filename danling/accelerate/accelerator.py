@@ -5,22 +5,25 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from danling.distributed import Domain, LaunchEnvironment
+from danling.distributed import Domain, LaunchEnvironment, LocalDomain
 from danling.training.preparation import ModelPreparation
-from danling.training.reduction import DDPReduction, NamedParameters
+from danling.training.reduction import NO_CONTEXT, DDPReduction
 from danling.training.update import NonFiniteError
 from danling.utils.messages import did_you_mean
-from danling.utils.protocols import SteppedOptimizer
+
+if TYPE_CHECKING:
+    from danling.runners.accelerate_runner import AccelerateRunner
 
 AutocastPrecision = Literal["fp16", "bf16"]
 
@@ -325,27 +328,17 @@ class AcceleratePreparation(ModelPreparation):
         return self._stepped
 
 
-_NO_CONTEXT: AbstractContextManager[object] = nullcontext()
-
-
 class AccelerateReduction(DDPReduction):
     """The gradient of a model that Accelerate has prepared; the window has weighed each loss, and Accelerate must not divide again."""
 
-    def __init__(
-        self,
-        optimizer: SteppedOptimizer,
-        named_parameters: NamedParameters,
-        scaler: torch.amp.GradScaler | None = None,
-        *,
-        accelerator: Any,
-        stepped: object,
-        **ranks: Any,
-    ) -> None:
-        super().__init__(optimizer, named_parameters, scaler, **ranks)
-        self.accelerator = accelerator
-        self.stepped = stepped
+    def __init__(self, runner: AccelerateRunner) -> None:
+        super().__init__(runner)
+        self.accelerator: Any = runner.accelerator
+        self.stepped = runner.preparation.stepped(self.optimizer)
+        if not isinstance(self.model, DistributedDataParallel):
+            self.domain, self.mean_over = LocalDomain(), 1
 
-    def begin(self, *, first: bool) -> None:
+    def begin(self) -> None:
         """Refuse an accelerator that divides the loss: another one of this process may have changed the state that they share."""
         steps = self.accelerator.gradient_accumulation_steps
         if steps != 1:
@@ -357,17 +350,18 @@ class AccelerateReduction(DDPReduction):
 
     def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Return the context in which gradients stay on this rank, but for the last micro-batch."""
-        return _NO_CONTEXT if last or self.mean_over == 1 else self.accelerator.no_sync(self.model)
+        return NO_CONTEXT if last or self.mean_over == 1 else self.accelerator.no_sync(self.model)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate a loss that is scaled already."""
         self.accelerator.backward(loss)
 
-    def apply(self, step: int) -> None:
+    def apply(self) -> None:
         """Let Accelerate step the optimizer, which it would leave out between updates by its own count."""
         self.accelerator.sync_gradients = True
-        super().apply(step)
+        super().apply()
         if getattr(self.stepped, "step_was_skipped", False):
+            step = self.runner.state.train.global_step + 1
             raise NonFiniteError(
                 f"Expected Accelerate to make update {step}, which was found finite. Received: its own gradient scaler left it out. "
                 "Set precision='fp16', whose scaler is the library's."

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from danling.training.reduction import LocalReduction, scale_gradients
+from danling.training.reduction import GradientReduction, scale_gradients
 from danling.training.update import NonFiniteError
 
 from . import engine as engines
@@ -49,31 +49,30 @@ class _Holders:
         self.param_groups = [{"params": holders}]
 
 
-class EngineReduction(LocalReduction):
+class EngineReduction(GradientReduction):
     """The gradient of a model in an engine, which takes the mean over the ranks."""
 
-    def __init__(self, runner: DeepSpeedRunner, *, max_norm: float | None) -> None:
-        super().__init__(runner.optimizer, runner.named_parameters, runner.precision.scaler)
+    def __init__(self, runner: DeepSpeedRunner) -> None:
+        super().__init__(runner)
         self.engine: Any = runner.engine
         self.domain = runner.data_domain
         self.device = runner.device
-        self.max_norm = max_norm
+        self.max_norm = runner._max_norm
         self.mean_over = self.domain.size
-        self.broadcast_buffers = runner.broadcast_buffers
         self.is_divided = engines.is_divided(self.engine)
         self._shares: list[Tensor] = []
         self._watch: GradientWatch | None = None
 
-    def begin(self, *, first: bool) -> None:
+    def begin(self) -> None:
         """Broadcast buffers, and watch the first window, since the engine takes gradients away as they come."""
-        self.broadcast_buffers()
-        if first and self._watch is None:
-            self._watch = GradientWatch(self.named_parameters())
+        self.runner.broadcast_buffers()
+        if self.runner.window.is_first and self._watch is None:
+            self._watch = GradientWatch(self.runner.named_parameters())
 
     def without_gradient(self, trained: set[int]) -> list[str]:
         """Return the names of trained parameters that got no gradient on this rank; to be asked once."""
         watch, self._watch = self._watch, None
-        own = {name for name, parameter in self.named_parameters() if id(parameter) in trained}
+        own = {name for name, parameter in self.runner.named_parameters() if id(parameter) in trained}
         return [name for name in watch.close() if name in own] if watch is not None else []
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -119,10 +118,11 @@ class EngineReduction(LocalReduction):
         """Clip by the norm that engine and runner agree on, then by value."""
         super().clip(norm, self.max_norm, max_value)
 
-    def apply(self, step: int) -> None:
+    def apply(self) -> None:
         """Let the engine update the weights of all ranks."""
         self.engine.step()
         if not self.engine.was_step_applied():
+            step = self.runner.state.train.global_step + 1
             raise NonFiniteError(
                 f"Expected DeepSpeed to apply update {step}. Received: it found the gradient not finite in float32. Lower the learning "
                 "rate, or set max_grad_norm."
@@ -133,13 +133,12 @@ class EngineReduction(LocalReduction):
         self._shares = []
         engines.discard_gradients(self.engine)
 
-    def nonfinite(self) -> list[str]:
-        """Return the names of the first parameters whose gradient is not finite."""
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each gradient by name; under ZeRO it is gathered from all ranks."""
         if not self.is_divided:
-            return super().nonfinite()
-        found = []
-        for name, parameter in self.named_parameters():
+            yield from super().named_gradients()
+            return
+        for name, parameter in self.runner.named_parameters():
             gradient = engines.full_gradient(parameter) if parameter.requires_grad else None
-            if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                found.append(name)
-        return found[:5]
+            if gradient is not None:
+                yield name, gradient

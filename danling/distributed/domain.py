@@ -133,6 +133,11 @@ def world_of(size: int, device: torch.device) -> Domain:
     return Domain(device=device) if size > 1 else LocalDomain()
 
 
+def _default_group() -> Sequence[Any]:
+    """Return the default process group alone."""
+    return (None,)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """The place of one rank in a run.
@@ -153,7 +158,7 @@ class Placement:
     data: Domain
     optimizer: Domain
     metrics: Domain
-    groups: Callable[[], Sequence[Any]] = lambda: (None,)
+    groups: Callable[[], Sequence[Any]] = _default_group
     reads_data: bool = True
     counts_loss: bool = True
     counts_samples: bool = True

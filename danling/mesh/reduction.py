@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,15 @@ from torch.distributed.tensor.parallel import loss_parallel
 from danling.data.shares import part
 from danling.distributed import StepTotals
 from danling.training.canonical import CanonicalSum, Tree, order_free_norm
-from danling.training.reduction import LocalReduction, NamedParameters, scale_gradients
-from danling.training.update import Window
-from danling.utils.protocols import SteppedOptimizer
+from danling.training.reduction import GradientReduction, scale_gradients
 from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter, with_local_part
 
 from .axes import axes_with
 from .fsdp import set_gradient_sync, sharded_modules
 from .topology import Topology
+
+if TYPE_CHECKING:
+    from danling.runners.parallel_runner import ParallelRunner
 
 
 def divided_axes(tensor: Tensor) -> tuple[str, ...]:
@@ -158,24 +159,16 @@ def loss_context(topology: Topology) -> AbstractContextManager[object]:
     return loss_parallel() if topology.axes.degree("tensor") > 1 else nullcontext()
 
 
-class MeshReduction(LocalReduction):
+class MeshReduction(GradientReduction):
     """The gradient of a model that is divided over a mesh."""
 
-    def __init__(
-        self,
-        optimizer: SteppedOptimizer,
-        named_parameters: NamedParameters,
-        scaler: torch.amp.GradScaler | None = None,
-        *,
-        topology: Topology,
-        model: nn.Module,
-        gradient_sync: str | None,
-    ) -> None:
+    def __init__(self, runner: ParallelRunner) -> None:
         self._copies: tuple[list[nn.Parameter], int, ParameterCopies] | None = None
-        super().__init__(optimizer, named_parameters, scaler)
-        self.topology = topology
-        self.model = model
-        self.gradient_sync = gradient_sync if topology.axes.degree("shard") > 1 else None
+        super().__init__(runner)
+        self.topology = runner.topology
+        self.model = runner.model
+        syncs = self.topology.axes.degree("shard") > 1 and runner.pipeline is None
+        self.gradient_sync = runner.config.fsdp.gradient_sync if syncs else None
 
     @property
     def copies(self) -> ParameterCopies:
@@ -304,14 +297,13 @@ def exchange_shards(model: nn.Module, sums: CanonicalSum) -> list[CanonicalReduc
 class CanonicalMeshReduction(MeshReduction):
     """The gradient of replicas, or of shards, in one order of addition."""
 
-    def __init__(
-        self, *args: Any, sums: CanonicalSum, exchanges: Sequence[CanonicalReduceScatter], **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.sums = sums
-        self.exchanges = exchanges
+    def __init__(self, runner: ParallelRunner) -> None:
+        super().__init__(runner)
+        assert runner._parts.canonical is not None
+        self.sums = runner._parts.canonical
+        self.exchanges = runner._exchanges
 
-    def begin(self, *, first: bool) -> None:
+    def begin(self) -> None:
         """Refuse a loop of the user's own."""
         self.sums.check_open()
 
@@ -326,7 +318,7 @@ class CanonicalMeshReduction(MeshReduction):
         """Add the gradients of parameters that are not sharded."""
         self.sums.complete()
 
-    def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:
+    def agree(self, totals: StepTotals) -> StepTotals | None:
         """Return the totals, added in order."""
         return self.sums.totals(totals)
 

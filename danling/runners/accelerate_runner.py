@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
-
-from torch.nn.parallel import DistributedDataParallel
 
 from danling.accelerate.accelerator import (
     AcceleratePreparation,
@@ -20,7 +17,7 @@ from danling.accelerate.accelerator import (
     release_accelerator,
 )
 from danling.config import RunnerConfig
-from danling.distributed import LocalDomain, world_of
+from danling.distributed import world_of
 from danling.training import GradientReduction
 
 from .torch_runner import TorchRunner
@@ -88,14 +85,4 @@ class AccelerateRunner(TorchRunner):
         self._wrap()
 
     def build_reduction(self) -> GradientReduction:
-        wrapped = isinstance(self.model, DistributedDataParallel)
-        return AccelerateReduction(
-            self.optimizer,
-            self.named_parameters,
-            self.precision.scaler,
-            accelerator=self.accelerator,
-            stepped=self.preparation.stepped(self.optimizer),
-            model=self.model,
-            domain=self.data_domain if wrapped else LocalDomain(),
-            unreduced=partial(self._unreduced, self.optimizer),
-        )
+        return AccelerateReduction(self)

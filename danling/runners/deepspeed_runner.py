@@ -171,4 +171,4 @@ class DeepSpeedRunner(TorchRunner):
     # Update
 
     def build_reduction(self) -> GradientReduction:
-        return EngineReduction(self, max_norm=self._max_norm)
+        return EngineReduction(self)

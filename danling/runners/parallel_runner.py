@@ -404,16 +404,7 @@ class ParallelRunner(TorchRunner):
     # One update
 
     def build_reduction(self) -> GradientReduction:
-        common: dict[str, Any] = {
-            "topology": self.topology,
-            "model": self.model,
-            "gradient_sync": self.config.fsdp.gradient_sync if self.pipeline is None else None,
-        }
-        arguments = self.optimizer, self.named_parameters, self.precision.scaler
-        sums = self._parts.canonical
-        if sums is not None:
-            return CanonicalMeshReduction(*arguments, sums=sums, exchanges=self._exchanges, **common)
-        return MeshReduction(*arguments, **common)
+        return (MeshReduction if self._parts.canonical is None else CanonicalMeshReduction)(self)
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         """Run one micro-batch forward and backward. See `TorchRunner.train_step`.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -37,7 +37,6 @@ from danling.training import (
     EMA,
     DDPReduction,
     GradientReduction,
-    LocalReduction,
     PassAgreement,
     Precision,
     UpdateOutcome,
@@ -69,7 +68,6 @@ from danling.training.results import RunResults
 from danling.training.run_state import StatePart, carry_of_all, component_parts, progress_parts
 from danling.training.update import UpdateStep
 from danling.training.weighing import BatchLoss, criterion_setting, returned_loss
-from danling.utils.protocols import SteppedOptimizer
 from danling.utils.tensors import canonical_name
 
 from .base_runner import RESERVED_FIGURES, BaseRunner, Results, SplitNames
@@ -259,17 +257,6 @@ class TorchRunner(BaseRunner):
     def _criterion_tensors(self, kind: Literal["parameters", "buffers"]) -> list[Tensor]:
         """Return the parameters or the buffers of the criterion, if it is a module."""
         return list(getattr(self.criterion, kind)()) if isinstance(self.criterion, nn.Module) else []
-
-    def _unreduced(self, optimizer: SteppedOptimizer) -> Sequence[Tensor]:
-        """Return what DistributedDataParallel does not reduce: parameters of the criterion.
-
-        All, if memory may run out in the backward, or the optimizer is one of several.
-        """
-        if isinstance(self.model, PhasedModel):
-            return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not self._data.splits.finds_micro_batch_size:
-            return self._criterion_tensors("parameters")
-        return [parameter for _, parameter in self.named_parameters()]
 
     def _check_memory_retry(self) -> None:
         """Refuse to look for the size of micro-batches where forward or backward communicate."""
@@ -702,18 +689,8 @@ class TorchRunner(BaseRunner):
     def build_reduction(self) -> GradientReduction:
         """Return the component that completes, measures, clips and applies the gradient; override it in your own stack."""
         if self._parts.canonical is not None:
-            sums = self._parts.canonical
-            return CanonicalReduction(self.optimizer, self.named_parameters, self.precision.scaler, sums=sums)
-        if not isinstance(self.model, DistributedDataParallel):
-            return LocalReduction(self.optimizer, self.named_parameters, self.precision.scaler)
-        return DDPReduction(
-            self.optimizer,
-            self.named_parameters,
-            self.precision.scaler,
-            model=self.model,
-            domain=self.data_domain,
-            unreduced=partial(self._unreduced, self.optimizer),
-        )
+            return CanonicalReduction(self)
+        return (DDPReduction if isinstance(self.model, DistributedDataParallel) else GradientReduction)(self)
 
     def train_context(self) -> AbstractContextManager[object]:
         """Return the context of the forward and backward of one micro-batch; gradients are reduced on the last one only."""
@@ -766,7 +743,7 @@ class TorchRunner(BaseRunner):
             self.reduction = self._chosen_reduction()
         if self.precision.scaler is not None and not self._session.running:
             self.window.check_open()
-        self.reduction.apply(self.state.train.global_step + 1)
+        self.reduction.apply()
 
     def zero_gradients(self) -> None:
         """Drop the gradient of the window, whether it was applied or not."""

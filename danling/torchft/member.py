@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from danling.checkpoints.snapshot import convert
 from danling.distributed import StepTotals
-from danling.training.reduction import GradientReduction, normalization_statistics
+from danling.training.reduction import GradientReduction
 from danling.training.run_state import StatePart
-from danling.training.update import Window
 from danling.utils.locks import FileLock
 from danling.utils.tensors import is_sharded, local_part, with_local_part
 
@@ -182,12 +181,14 @@ class ReplicatedReduction:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:
+    def agree(self, totals: StepTotals) -> StepTotals | None:
         """Add totals and gradients of the groups that take part, and ask whether the update may be made.
 
         Returns:
             The totals over all groups; `None` where the update is not made and was taken back.
         """
+        runner = self.member._runner
+        window = runner.window
         self._divides = not window.sum_reduced
         groups, parameters = self.member.groups, self.inner.parameters
         present = [float(parameter.grad is not None) for parameter in parameters]
@@ -197,9 +198,11 @@ class ReplicatedReduction:
         # Each group has scaled by its own reference, and divided by its number of ranks: undone before the sum.
         factor = window.gradient_factor(1.0, self.inner.mean_over)
         groups.reduce_gradients(parameters, [count > 0 for count in holders], factor)
-        groups.average(normalization_statistics(self.member._runner.unwrapped_model))
+        norms = [m for m in runner.unwrapped_model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        statistics = [each for m in norms if m.track_running_stats for each in (m.running_mean, m.running_var)]
+        groups.average([each for each in statistics if each is not None])
         # Asked before anything is decided: after an error between the groups these figures mean nothing.
-        if not self.member.commit_update(step):
+        if not self.member.commit_update(runner.state.train.global_step + 1):
             return None
         return StepTotals(weight, loss, samples, nonfinite, totals.requests)
 

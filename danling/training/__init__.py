@@ -18,10 +18,7 @@ from .passes import PassAgreement
 from .reduction import (
     DDPReduction,
     GradientReduction,
-    LocalReduction,
     Precision,
-    scale_gradients,
-    total_norm,
 )
 from .session import TrainingSession
 from .update import UNCOMMITTED, NonFiniteError, UpdateOutcome, Window
@@ -33,7 +30,6 @@ __all__ = [
     "UNCOMMITTED",
     "DDPReduction",
     "GradientReduction",
-    "LocalReduction",
     "NonFiniteError",
     "PassAgreement",
     "Precision",
@@ -49,8 +45,6 @@ __all__ = [
     "model_weight",
     "peek_target",
     "prediction_of",
-    "scale_gradients",
     "shifts_labels",
-    "total_norm",
     "unpack_batch",
 ]

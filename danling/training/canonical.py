@@ -21,16 +21,14 @@ from danling.data import DataLoader
 from danling.data.shares import WholeMicroBatches, part
 from danling.distributed import Domain, StepTotals
 from danling.optim import JointOptimizer
-from danling.utils.protocols import ReductionDomain, SteppedOptimizer
+from danling.utils.protocols import ReductionDomain
 from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter
 
-from .reduction import LocalReduction, NamedParameters
+from .reduction import GradientReduction
 
 if TYPE_CHECKING:
     from danling.data import Batch
     from danling.runners.torch_runner import TorchRunner
-
-    from .update import Window
 
 logger = logging.getLogger("danling")
 
@@ -347,27 +345,21 @@ class CanonicalSum:
         return whole[:size]
 
 
-class CanonicalReduction(LocalReduction):
+class CanonicalReduction(GradientReduction):
     """The gradient of one process, or of several that hold the whole model, in one order of addition."""
 
-    def __init__(
-        self,
-        optimizer: SteppedOptimizer,
-        named_parameters: NamedParameters,
-        scaler: torch.amp.GradScaler | None = None,
-        *,
-        sums: CanonicalSum,
-    ) -> None:
-        super().__init__(optimizer, named_parameters, scaler)
-        self.sums = sums
+    def __init__(self, runner: TorchRunner) -> None:
+        super().__init__(runner)
+        assert runner._parts.canonical is not None
+        self.sums = runner._parts.canonical
 
-    def begin(self, *, first: bool) -> None:
+    def begin(self) -> None:
         self.sums.check_open()
 
     def complete(self) -> None:
         self.sums.complete()
 
-    def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:
+    def agree(self, totals: StepTotals) -> StepTotals | None:
         return self.sums.totals(totals)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ from danling.distributed import GradientNorms, StepSync, StepTotals
 from danling.metrics import TrainMetrics
 from danling.optim import JointScheduler
 from danling.utils.protocols import ReductionDomain
+from danling.utils.tensors import local_part
 
 from .batches import not_one_loss, note_batch, peek_target, prediction_of
 from .recompute import Recompute, map_carry
@@ -252,7 +253,7 @@ class UpdateStep:
         """Run forward and backward of a micro-batch of the open window, and return what its step returned."""
         runner, window, session = self._runner, self._runner.window, self._session
         if window.count == 0:
-            runner.reduction.begin(first=window.is_first)
+            runner.reduction.begin()
             if session.observers:
                 session.observers.notify("update_started")
         if self.recompute is not None:
@@ -332,7 +333,7 @@ class UpdateStep:
         totals = self.agree(window)
         runner.complete_gradients()
         step = runner.state.train.global_step + 1
-        agreed = runner.reduction.agree(totals, window, step)
+        agreed = runner.reduction.agree(totals)
         if agreed is None:
             return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED), totals.requests
         gradients = runner.unscale_gradients(agreed)
@@ -380,7 +381,8 @@ class UpdateStep:
             return None
         if scales or may_skip:
             return "overflow" if scales else "nonfinite"
-        raise self._nonfinite_error(step, window.nonfinite, runner.reduction.nonfinite())
+        gradients = [name for name, g in runner.reduction.named_gradients() if not local_part(g).isfinite().all()]
+        raise self._nonfinite_error(step, window.nonfinite, gradients[:5])
 
     def _check_last(self) -> None:
         """Check the last update now, if that is still to be done."""

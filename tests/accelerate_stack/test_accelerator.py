@@ -99,16 +99,12 @@ def reduction(accelerator: Any, model: nn.Module, optimizer: Any, scaler: Any = 
     preparation = AcceleratePreparation(LocalDomain(), accelerator=accelerator)
     preparation.bind(optimizer)
     wrapped = preparation.wrap(model, {})
-    return AccelerateReduction(
-        optimizer,
-        model.named_parameters,
-        scaler,
-        accelerator=accelerator,
-        stepped=preparation.stepped(optimizer),
-        model=wrapped,
-        domain=LocalDomain(),
-        unreduced=list,
+    runner: Any = SimpleNamespace(
+        optimizer=optimizer, precision=SimpleNamespace(scaler=scaler), accelerator=accelerator
     )
+    runner.named_parameters, runner.model, runner.preparation = model.named_parameters, wrapped, preparation
+    runner.data_domain, runner.state = LocalDomain(), SimpleNamespace(train=SimpleNamespace(global_step=0))
+    return AccelerateReduction(runner)
 
 
 def test_until_it_is_bound_the_model_is_as_it_is(accelerator: Any) -> None:
@@ -142,10 +138,10 @@ def test_a_step_is_made_also_where_accelerate_counts_otherwise(accelerator: Any)
     model = nn.Linear(1, 1, bias=False)
     weight = model.weight.detach().clone()
     through = reduction(accelerator, model, torch.optim.SGD(model.parameters(), lr=1.0))
-    through.begin(first=True)
+    through.begin()
     through.backward(model(torch.ones(1, 1)).sum(), last=True)
     accelerator.sync_gradients = False
-    through.apply(1)
+    through.apply()
     assert torch.equal(model.weight, weight - 1.0)
     through.zero()
     assert model.weight.grad is None
@@ -156,7 +152,7 @@ def test_a_step_that_accelerate_leaves_out_is_an_error(accelerator: Any) -> None
     through = reduction(accelerator, model, torch.optim.SGD(model.parameters(), lr=1.0))
     through.stepped._is_overflow = True
     with pytest.raises(NonFiniteError, match="update 7, which was found finite"):
-        through.apply(7)
+        through.apply()
 
 
 def test_one_scaler_the_librarys(accelerator: Any) -> None:
@@ -168,7 +164,7 @@ def test_one_scaler_the_librarys(accelerator: Any) -> None:
         before = model.weight.detach().clone()
         through.backward(scaler.scale(value * model(torch.ones(1, 1)).sum()), last=True)
         through.unscale(1.0, 1.0)
-        through.apply(1)
+        through.apply()
         scaler.update()
         through.zero()
         assert torch.equal(model.weight, before - moved)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from danling.training.reduction import clip_by_norm, clip_coefficient, gradients_of, total_norm
+from danling.training.reduction import GradientReduction, clip_coefficient
 
 KINDS = {
     "one": (torch.float32,) * 4,
@@ -33,12 +35,15 @@ def test_clipped_as_torch_clips(kinds: tuple[torch.dtype, ...], share: float) ->
     theirs = copy.deepcopy(own)
     for mine, other in zip(own, theirs):
         other.grad = None if mine.grad is None else mine.grad.clone()
-    norm = total_norm(gradients_of(own))
-    assert torch.equal(norm, nn.utils.get_total_norm(gradients_of(theirs)))
+    runner = SimpleNamespace(optimizer=torch.optim.SGD(own), precision=SimpleNamespace(scaler=None))
+    runner.named_parameters = list
+    reduction = GradientReduction(cast(Any, runner))
+    norm = reduction.norm(reduction.held())
+    assert torch.equal(norm, nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None]))
     max_norm = share * norm.item()
-    clip_by_norm(lambda: gradients_of(own), max_norm, norm)
+    reduction.clip(norm, max_norm, None)
     nn.utils.clip_grad_norm_(theirs, max_norm)
-    for mine, other in zip(gradients_of(own), gradients_of(theirs)):
+    for mine, other in zip(reduction.held(), (p.grad for p in theirs if p.grad is not None)):
         # To a gradient of lower precision torch rounds the factor first.
         assert torch.equal(mine, other) if len(set(kinds)) == 1 else torch.allclose(mine, other, rtol=1e-2)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from danling.training import LocalReduction
+from danling.training import GradientReduction
 
 
 def model() -> nn.Module:
@@ -21,21 +22,24 @@ def batch(rank: int = 0, samples: int = 5) -> Tensor:
     return torch.randn(samples, 4, generator=torch.Generator().manual_seed(10 + rank))
 
 
-def reduction_of(net: nn.Module, **settings: Any) -> LocalReduction:
-    return LocalReduction(torch.optim.SGD(net.parameters(), lr=0.1, **settings), lambda: net.named_parameters())
+def reduction_of(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None) -> GradientReduction:
+    runner: Any = SimpleNamespace(optimizer=optimizer, precision=SimpleNamespace(scaler=scaler))
+    runner.named_parameters = net.named_parameters
+    return GradientReduction(runner)
 
 
 @pytest.mark.parametrize("max_norm,max_value", [(None, None), (0.1, None), (None, 0.02), (0.1, 0.02)])
 def test_an_update_is_that_of_torch(max_norm: float | None, max_value: float | None) -> None:
     net = model()
     other = copy.deepcopy(net)
-    reduction, theirs = reduction_of(net), torch.optim.SGD(other.parameters(), lr=0.1)
+    reduction = reduction_of(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
     for _ in range(3):
         reduction.backward(net(batch()).square().sum(), last=True)
         reduction.complete()
         norm = reduction.norm(reduction.unscale(0.25, 4.0))
         reduction.clip(norm, max_norm, max_value)
-        reduction.apply(1)
+        reduction.apply()
         reduction.zero()
         (other(batch()).square().sum() * 0.25).backward()
         assert torch.allclose(norm, nn.utils.get_total_norm([p.grad for p in other.parameters()]))  # type: ignore[misc]
@@ -51,7 +55,7 @@ def test_an_update_is_that_of_torch(max_norm: float | None, max_value: float | N
 
 def test_a_group_that_is_added_is_updated_and_what_nobody_applies_does_not_pile_up() -> None:
     net, late = model(), nn.Parameter(torch.ones(2))
-    reduction = LocalReduction(torch.optim.SGD(net[0].parameters(), lr=0.1), lambda: net.named_parameters())  # type: ignore[index]
+    reduction = reduction_of(net, torch.optim.SGD(net[0].parameters(), lr=0.1))  # type: ignore[index]
     assert len(reduction.parameters) == 2
     net(batch()).sum().backward()
     reduction.zero()
@@ -70,7 +74,7 @@ def test_an_optimizer_of_the_users_own_zeroes_as_it_does() -> None:
             super().zero_grad(set_to_none)
 
     net = model()
-    LocalReduction(Counting(net.parameters(), lr=0.1), lambda: net.named_parameters()).zero()
+    reduction_of(net, Counting(net.parameters(), lr=0.1)).zero()
     assert Counting.zeroed == 1
 
 
@@ -78,17 +82,17 @@ def test_the_scale_of_float16_is_taken_out_and_an_overflow_leaves_the_weights() 
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     net = nn.Linear(2, 1, bias=False)
     weights = net.weight.detach().clone()
-    reduction = LocalReduction(torch.optim.SGD(net.parameters(), lr=1.0), lambda: net.named_parameters(), scaler)
+    reduction = reduction_of(net, torch.optim.SGD(net.parameters(), lr=1.0), scaler)
     reduction.backward(scaler.scale(net(torch.ones(1, 2)).sum()), last=True)
     assert reduction.unscale(1.0, 1.0)[0].tolist() == [[1.0, 1.0]]
-    reduction.apply(1)
+    reduction.apply()
     scaler.update()
     assert torch.equal(net.weight, weights - 1.0)
     reduction.zero()
     reduction.backward(scaler.scale(net(torch.full((1, 2), torch.inf)).sum()), last=True)
     reduction.unscale(1.0, 1.0)
-    reduction.apply(2)
-    assert torch.equal(net.weight, weights - 1.0) and reduction.nonfinite() == ["weight"]
+    reduction.apply()
+    assert torch.equal(net.weight, weights - 1.0) and not reduction.held()[0].isfinite().any()
     # A window of padding has no gradient, and the next one can be unscaled.
     scaler.update()
     reduction.zero()
