@@ -11,9 +11,8 @@ import torch
 
 from danling.config.imposed import end_after
 from danling.data import Batch, BatchSource
-from danling.training.recompute import RunWindow
 from danling.training.session import IntactStateError
-from danling.training.update import UpdateStep
+from danling.training.update import RunWindow, UpdateStep
 from danling.utils.observers import Observer
 
 from .digests import UpdateAudit

@@ -48,7 +48,7 @@ from danling.training import (
     prediction_of,
     unpack_batch,
 )
-from danling.training.batches import is_pair
+from danling.training.batches import BatchLoss, criterion_setting, is_pair, returned_loss
 from danling.training.canonical import CanonicalReduction, CanonicalSum
 from danling.training.checks import (
     ComponentChecks,
@@ -58,16 +58,13 @@ from danling.training.checks import (
     misnamed_overrides,
     untied,
 )
-from danling.training.evaluation import EvaluationForward, Evaluator
+from danling.training.evaluation import EvaluationForward, Evaluator, RunResults
 from danling.training.loop import TrainingLoop
 from danling.training.model_states import FrozenWeights, ModelStates
 from danling.training.phases import PhasedModel, Phases, phases_of
 from danling.training.preparation import ModelPreparation
-from danling.training.recompute import MemoryRetry, Recompute, RunWindow
-from danling.training.results import RunResults
 from danling.training.run_state import StatePart, carry_of_all, component_parts, progress_parts
-from danling.training.update import UpdateStep
-from danling.training.weighing import BatchLoss, criterion_setting, returned_loss
+from danling.training.update import MemoryRetry, Recompute, RunWindow, UpdateStep
 from danling.utils.tensors import canonical_name
 
 from .base_runner import RESERVED_FIGURES, BaseRunner, Results, SplitNames

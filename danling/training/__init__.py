@@ -8,13 +8,16 @@ from .batches import (
     count_samples,
     count_tokens,
     criterion_loss,
+    criterion_weight,
     model_loss,
+    model_weight,
     peek_target,
     prediction_of,
+    shifts_labels,
     unpack_batch,
 )
 from .ema import EMA
-from .passes import PassAgreement
+from .loop import PassAgreement
 from .reduction import (
     DDPReduction,
     GradientReduction,
@@ -22,7 +25,6 @@ from .reduction import (
 )
 from .session import TrainingSession
 from .update import UNCOMMITTED, NonFiniteError, UpdateOutcome, Window
-from .weighing import criterion_weight, model_weight, shifts_labels
 
 __all__ = [
     "EMA",

@@ -13,7 +13,7 @@ from danling.checkpoints.exclusion import USERS_OWN, ExcludedFromLoading
 from danling.data import BatchSource, DataLoader
 
 from .model_states import criterion_state, load_criterion
-from .recompute import map_carry
+from .update import map_carry
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner

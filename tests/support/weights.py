@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from danling.training.weighing import BatchLoss
+from danling.training.batches import BatchLoss
 
 
 def batch_loss(*overridden: str, targetless: bool | None = None, **runner: Any) -> BatchLoss:

@@ -11,7 +11,7 @@ from support.weights import batch_loss
 from torch import nn
 
 from danling.data import PLACEHOLDER, Batch
-from danling.training.weighing import returned_loss
+from danling.training.batches import returned_loss
 
 PAIR = (torch.ones(3, 2), torch.ones(3))
 BARE = Batch(PAIR[0], None, None)
