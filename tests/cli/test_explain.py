@@ -41,7 +41,9 @@ def recorded(root: Path) -> str:
 
 def killed(root: Path) -> None:
     config = {"steps": 12, "dir": str(root), "seed": 3, "log_interval": 3, "dataloader": {"batch_size": 4}}
-    with Killed({**config, "optim": {"type": "sgd", "lr": 0.1}, "checkpoint": {"interval": 4}}) as runner:
+    with Killed(
+        {**config, "optim": {"type": "sgd", "lr": 0.1}, "checkpoint": {"interval": 4, "async_enabled": False}}
+    ) as runner:
         runner.train()
 
 
@@ -131,9 +133,7 @@ def test_a_run_without_a_record_says_what_is_unknown(run: Path, tmp_path: Path) 
         (tmp_path / name).write_bytes((run / name).read_bytes())
     found = explain(Run(tmp_path, "old"))
     assert "metadata/run.json" in found["missing"][0] and "model" not in found
-    assert found["optimizer"] == ["adamw: lr 0.01"] and found["layout"] == ["stack auto"]
-    assert found["update"] == ["1 micro-batch of 4, fp32, clipped at norm 0.5"]
-    assert found["schedule"][0] == "cosine: warmup_steps 3" and "disk" not in found
+    assert found["run"][0].startswith("trained to step 12 of 12") and list(found) == ["run", "results", "missing"]
 
 
 def test_the_report_has_it_and_a_url_names_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
