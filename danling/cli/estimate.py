@@ -18,8 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from danling.mesh.axes import AXES, Axes, axes_with
-from danling.utils.messages import did_you_mean
+from danling.mesh.axes import AXES, axes_with
 
 from .output import OK, add_json, as_bytes, print_json, print_table
 
@@ -52,16 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", type=count, help="parameters outside experts: 7e9, 7B, 350M")
     parser.add_argument("--expert-params", type=count, default=0.0, help="parameters of all experts together")
     for axis in AXES:
-        parser.add_argument(
-            f"--{axis.replace('_', '-')}", type=int, default=1, metavar="N", help=f"degree of the {axis} axis"
-        )
+        name = axis.replace("_", "-")
+        parser.add_argument(f"--{name}", type=_degree, default=1, metavar="N", help=f"degree of the {axis} axis")
     parser.add_argument(
         "--stage",
         type=int,
+        choices=range(4),
         default=3,
         help="ZeRO stage, which decides what shard divides: 0 nothing (DDP), 1 optimizer, 2 gradients too, 3 parameters too (FSDP)",
     )
-    parser.add_argument("--optimizer", default="adamw", help=", ".join(OPTIMIZER_STATES))
+    parser.add_argument("--optimizer", choices=OPTIMIZER_STATES, default="adamw", help="what keeps state")
     parser.add_argument(
         "--precision", choices=tuple(DTYPE_BYTES), default="fp32", help="dtype of the weights; autocast keeps fp32"
     )
@@ -77,30 +76,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the bytes of each part."""
-    layout = Layout(stage=options.stage, **{axis: getattr(options, axis) for axis in AXES})
-    model, degrees = _model(options), dict(layout.axes.degrees)
+    if (options.checkpoint is None) == (options.params is None):
+        received = f"checkpoint={options.checkpoint!r}, params={options.params!r}"
+        raise ValueError(f"Expected a checkpoint or --params, one of the two. Received: {received}.")
+    if options.checkpoint is not None and options.expert_params:
+        raise ValueError(
+            "Expected --expert-params with --params. Received: a checkpoint, whose shapes do not say what an expert is."
+        )
+    if options.checkpoint is None:
+        model = Model(options.params, options.expert_params)
+    else:
+        model = Model.from_shapes(model_shapes(options.checkpoint))
+    degrees = {axis: getattr(options, axis) for axis in AXES}
     parts = bytes_per_rank(
         model,
-        layout,
+        degrees,
+        stage=options.stage,
         optimizer=options.optimizer,
         precision=options.precision,
         gradients=options.grad_precision,
         master=options.master,
         ema=options.ema,
     )
+    ranks, parameters = math.prod(degrees.values()), model.dense + model.experts
     if options.json:
-        facts = {"layout": {**degrees, "stage": layout.stage}, "world_size": layout.axes.world_size}
-        print_json({**facts, "parameters": model.dense + model.experts, "bytes_per_rank": parts})
+        facts = {"layout": {**degrees, "stage": options.stage}, "world_size": ranks}
+        print_json({**facts, "parameters": parameters, "bytes_per_rank": parts})
         return OK
     active = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "no axis above 1"
-    print(
-        f"{model.dense + model.experts:.4g} parameters on {layout.axes.world_size} ranks ({active}), ZeRO stage {layout.stage}\n"
-    )
-    print_table(
-        ("on each rank", "memory"), [(name, as_bytes(size)) for name, size in parts.items() if size or name == "total"]
-    )
+    print(f"{parameters:.4g} parameters on {ranks} ranks ({active}), ZeRO stage {options.stage}\n")
+    rows = [(name, as_bytes(size)) for name, size in parts.items() if size or name == "total"]
+    print_table(("on each rank", "memory"), rows)
     print("\nActivations, buffers, parameters gathered for a moment and communicators come on top.")
     return OK
+
+
+def _degree(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"Expected an integer >= 1. Received: {text!r}.")
+    return int(text)
 
 
 def count(text: str) -> float:
@@ -110,19 +124,6 @@ def count(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"Expected a number of parameters such as 7e9 or 350M. Received: {text!r}.")
     return value
-
-
-def _model(options: argparse.Namespace) -> Model:
-    if (options.checkpoint is None) == (options.params is None):
-        received = f"checkpoint={options.checkpoint!r}, params={options.params!r}"
-        raise ValueError(f"Expected a checkpoint or --params, one of the two. Received: {received}.")
-    if options.checkpoint is None:
-        return Model(options.params, options.expert_params)
-    if options.expert_params:
-        raise ValueError(
-            "Expected --expert-params with --params. Received: a checkpoint, whose shapes do not say what an expert is."
-        )
-    return Model.from_shapes(model_shapes(options.checkpoint))
 
 
 def model_shapes(source: str) -> dict[str, tuple[int, ...]]:
@@ -147,19 +148,6 @@ def model_shapes(source: str) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if not trained or name in trained}
 
 
-class Layout:
-    """How state is divided over ranks."""
-
-    def __init__(self, *, stage: int = 3, **degrees: int) -> None:
-        if stage not in range(4):
-            raise ValueError(f"Expected stage to be 0, 1, 2 or 3. Received: stage={stage!r}.")
-        for name, degree in degrees.items():
-            if degree < 1:
-                raise ValueError(f"Expected {name} to be an integer >= 1. Received: {name}={degree!r}.")
-        self.axes = Axes.resolve(degrees, world_size=math.prod(degrees.values()))
-        self.stage = stage
-
-
 @dataclass(frozen=True)
 class Model:
     """The sizes of a model: parameters outside the experts, those of the experts, and the shape of every parameter by name.
@@ -179,8 +167,9 @@ class Model:
 
 def bytes_per_rank(
     model: Model,
-    layout: Layout,
+    degrees: Mapping[str, int],
     *,
+    stage: int = 3,
     optimizer: str = "adamw",
     precision: str = "fp32",
     gradients: str | None = None,
@@ -194,27 +183,23 @@ def bytes_per_rank(
 
     Args:
         model: The model.
-        layout: How it is divided.
+        degrees: Degrees of the axes; those that are left out have 1.
+        stage: ZeRO stage: what `shard` divides.
         optimizer: Name of the optimizer.
         precision: Dtype of the weights that the model computes with. Autocast leaves them in fp32.
         gradients: Dtype of the gradients; `None` takes that of the weights, as autograd does.
         master: Whether the optimizer keeps a copy of 16-bit weights and its own tensors in fp32, as DeepSpeed does.
         ema: Whether an average of the weights is kept.
     """
-    if optimizer not in OPTIMIZER_STATES:
-        known = ", ".join(OPTIMIZER_STATES)
-        raise ValueError(
-            f"Expected an optimizer out of: {known}. Received: {optimizer!r}.{did_you_mean(optimizer, OPTIMIZER_STATES)}"
-        )
-    whole, divided = elements(model, layout, sharded=False), elements(model, layout, sharded=True)
+    whole, divided = elements(model, {**degrees, "shard": 1}), elements(model, degrees)
     tensors, scalars = OPTIMIZER_STATES[optimizer]
-    kept = divided if layout.stage >= 1 else whole
-    weights = (divided if layout.stage == 3 else whole) * DTYPE_BYTES[precision]
+    kept = divided if stage >= 1 else whole
+    weights = (divided if stage == 3 else whole) * DTYPE_BYTES[precision]
+    kept_bytes = DTYPE_BYTES["fp32" if master else precision]
     parts = {
         "parameters": weights,
-        "gradients": (divided if layout.stage >= 2 else whole) * DTYPE_BYTES[gradients or precision],
-        "optimizer": kept * tensors * DTYPE_BYTES["fp32" if master else precision]
-        + scalars * SCALAR_BYTES * len(model.shapes),
+        "gradients": (divided if stage >= 2 else whole) * DTYPE_BYTES[gradients or precision],
+        "optimizer": kept * tensors * kept_bytes + scalars * SCALAR_BYTES * len(model.shapes),
         "master": kept * DTYPE_BYTES["fp32"] if master and precision != "fp32" else 0,
         "ema": weights if ema else 0,
     }
@@ -222,16 +207,15 @@ def bytes_per_rank(
     return {**rounded, "total": sum(rounded.values())}
 
 
-def elements(model: Model, layout: Layout, *, sharded: bool) -> float:
-    """Return the parameters on the fullest rank, with or without the division over `shard`."""
-    axes = layout.axes
-    degree = axes.degree("shard") if sharded else 1
-    dense: float = model.dense / degree
+def elements(model: Model, degrees: Mapping[str, int]) -> float:
+    """Return the parameters on the fullest rank."""
+    shard = degrees.get("shard", 1)
+    # Of shapes, `shard` divides the rows.
+    dense = model.dense / shard
     if model.shapes:
         dense = sum(
-            math.ceil(shape[0] / degree) * math.prod(shape[1:]) if shape else 1 for shape in model.shapes.values()
+            math.ceil(shape[0] / shard) * math.prod(shape[1:]) if shape else 1 for shape in model.shapes.values()
         )
-    # The stage decides which tensors `shard` divides; `degree` above has counted it.
-    over_dense = [name for name in axes_with(divides_dense=True) if name != "shard"]
-    over_experts = [name for name in axes_with(divides_experts=True) if name != "shard"]
-    return dense / axes.degree(*over_dense) + model.experts / degree / axes.degree(*over_experts)
+    others = [axis for axis in axes_with(divides_dense=True) if axis != "shard"]
+    dense /= math.prod(degrees.get(axis, 1) for axis in others)
+    return dense + model.experts / math.prod(degrees.get(axis, 1) for axis in axes_with(divides_experts=True))

@@ -8,7 +8,6 @@ from dataclasses import fields
 
 import pytest
 
-from danling.cli.estimate import Layout
 from danling.config.schema import AxesConfig
 from danling.mesh.axes import AXES, MESH_ORDER, TRAITS, AxisTraits, axes_with
 
@@ -20,7 +19,6 @@ def test_the_order_of_the_mesh() -> None:
 
 def test_the_configuration_has_a_degree_for_each_axis() -> None:
     assert tuple(AxesConfig().keys()) == AXES
-    assert tuple(Layout().axes.degrees) == AXES
 
 
 def test_an_unknown_trait_is_an_error() -> None:
