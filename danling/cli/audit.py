@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .output import DAMAGED, OK, add_json, print_json
+from .output import DAMAGED, OK, add_json, at_least, print_json
 
 if TYPE_CHECKING:
     from danling.audit.rerun import AuditResult
@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scratch", type=Path, help="directory to train in, which is kept (default: one that is removed)"
     )
-    parser.add_argument("--timeout", type=float, help="seconds that the program may take")
+    parser.add_argument("--timeout", type=at_least(0, float), help="seconds that the program may take")
     parser.add_argument(
         "--tolerance",
-        type=_tolerance,
+        type=at_least(0, float),
         help="accept differences of at most this share of the stored value: of losses, metrics, and the norm of each tensor",
     )
     add_json(parser)
@@ -114,16 +114,6 @@ def _show(found: AuditResult, first: int, tolerance: float | None, *, is_accepte
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a share from 0 to below 1, such as 1e-5; received {text!r}")
-    return value
 
 
 def stretch(text: str) -> tuple[Path, int | None, int | None]:

@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from .output import DAMAGED, OK, WRONG_USAGE, add_json, print_json
+from .output import DAMAGED, OK, WRONG_USAGE, add_json, at_least, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "layout",
         help="axes and their degrees, such as shard=2,tensor=2; or ddp=2, accelerate=2: their product is started",
     )
-    parser.add_argument("--updates", type=int, default=2, help="updates to compare (default: 2)")
+    parser.add_argument("--updates", type=at_least(1), default=2, help="updates to compare (default: 2)")
     parser.add_argument(
         "--dtype",
         choices=("float64", "own"),
@@ -34,10 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="float64, or the precision of the program, where rounding is larger (default: float64)",
     )
     parser.add_argument(
-        "--batch", type=int, help="samples of an update (default: those of the program, in shares that differ)"
+        "--batch", type=at_least(1), help="samples of an update (default: those of the program, in shares that differ)"
     )
-    parser.add_argument("--tolerance", type=float, help="relative difference that is rounding (default: by the dtype)")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that each start may take (default: 600)")
+    parser.add_argument(
+        "--tolerance", type=at_least(0, float), help="relative difference that is rounding (default: by the dtype)"
+    )
+    parser.add_argument(
+        "--timeout", type=at_least(0, float), default=600.0, help="seconds that each start may take (default: 600)"
+    )
     parser.add_argument(
         "--scratch", type=Path, help="directory to train in, which is kept (default: one that is removed)"
     )
@@ -50,10 +54,6 @@ def run(options: argparse.Namespace) -> int:
     from danling.audit.layout_check import CheckOptions, Layout, check_layout  # torch
 
     layout = Layout.parse(options.layout)
-    for name in ("updates", "batch"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"Expected --{name} to be at least 1. Received: {value}. Leave it out.")
     how = CheckOptions(
         updates=options.updates,
         dtype=None if options.dtype == "own" else options.dtype,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from danling.mesh.axes import AXES, axes_with
 
-from .output import OK, add_json, as_bytes, print_json, print_table
+from .output import OK, add_json, as_bytes, at_least, print_json, print_table
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expert-params", type=count, default=0.0, help="parameters of all experts together")
     for axis in AXES:
         name = axis.replace("_", "-")
-        parser.add_argument(f"--{name}", type=_degree, default=1, metavar="N", help=f"degree of the {axis} axis")
+        parser.add_argument(f"--{name}", type=at_least(1), default=1, metavar="N", help=f"degree of the {axis} axis")
     parser.add_argument(
         "--stage",
         type=int,
@@ -109,12 +109,6 @@ def run(options: argparse.Namespace) -> int:
     print_table(("on each rank", "memory"), rows)
     print("\nActivations, buffers, parameters gathered for a moment and communicators come on top.")
     return OK
-
-
-def _degree(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"Expected an integer >= 1. Received: {text!r}.")
-    return int(text)
 
 
 def count(text: str) -> float:

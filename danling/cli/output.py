@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,21 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON for programs instead of text for people")
+
+
+def at_least(low: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """Return the `type` of an option that takes a number of at least `low`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(low - 1)
+        if not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"Expected a number of at least {low:g}. Received: {text!r}.")
+        return value
+
+    return parse
 
 
 def print_json(value: object) -> None:

@@ -195,4 +195,4 @@ def test_another_number_of_processes_is_within_a_tolerance_and_a_disturbed_updat
     assert main(["audit", "global", "--tolerance", "0.5", "--", *program]) == 0
     with pytest.raises(SystemExit):
         main(["audit", "global", "--tolerance", "-1", "--", interpreter(), *words])
-    assert "expected a share from 0 to below 1" in capsys.readouterr().err
+    assert "--tolerance: Expected a number of at least 0" in capsys.readouterr().err

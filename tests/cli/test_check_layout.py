@@ -227,7 +227,6 @@ def test_sigterm_ends_what_was_started(program: list[str], tmp_path: Path) -> No
         (["tensor=x", "--", "python"], "such as shard=2,tensor=2"),
         (["shard=2"], "Expected a program behind `--`"),
         (["shard=2", "--", "torchrun", "--nproc-per-node", "2", "train.py"], "as it is started for one process"),
-        (["shard=2", "--updates", "0", "--", "python"], "--updates to be at least 1"),
     ],
 )
 def test_command_lines_that_cannot_be(words: list[str], received: str, capsys: pytest.CaptureFixture[str]) -> None:
