@@ -58,24 +58,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Verify, read and write."""
-    _check_output(options)
-    with checkpoint_at(options.checkpoint, files=["metadata"] if options.format == "hf" else []) as path:
-        options.checkpoint = str(path)
-        return _export(options)
-
-
-def _export(options: argparse.Namespace) -> int:
     from danling.checkpoints.reading import is_of_ranks
 
-    if is_of_ranks(Path(options.checkpoint)):
-        model, ema, step = _read_ranks(options), None, None
-    else:
-        _check_place(options.output, options.checkpoint)
-        model, ema, step = read_weights(
-            options.checkpoint, options.ema, trust=options.trust, complete=options.format == "hf"
-        )
-    written = _write(options, model, ema, step)
-    sizes = {str(path): path.stat().st_size for path in written}
+    _check_output(options)
+    with checkpoint_at(options.checkpoint, files=["metadata"] if options.format == "hf" else []) as path:
+        step, ema = None, None
+        if is_of_ranks(path):
+            from danling.checkpoints.exchange import import_weights
+
+            if options.ema or options.format:
+                raise ValueError(
+                    f"Expected a checkpoint of this library for --ema and --format. Received: {str(path)!r}, a directory of "
+                    "torch_checkpointing, which has weights alone. Leave the option out."
+                )
+            model = import_weights(str(path))
+        else:
+            _check_place(options.output, path)
+            model, ema, step = read_weights(path, options.ema, trust=options.trust, complete=options.format == "hf")
+        written = _write(options, path, model, ema, step)
+    sizes = {str(file): file.stat().st_size for file in written}
     if options.json:
         print_json({"files": sizes, "tensors": len(model), "step": step})
     else:
@@ -96,20 +97,27 @@ def _check_output(options: argparse.Namespace) -> None:
             f"Expected an output that ends in {', '.join(_SUFFIXES[1:])}, or a directory without an ending. Received: "
             f"{str(output)!r}. Other formats are not written here; for ONNX there is torch.onnx.export."
         )
-    if options.max_shard_size is not None and output.suffix:
+    if output.suffix and (options.max_shard_size is not None or options.format == "hf"):
         raise ValueError(
-            f"Expected a directory as the output with --max-shard-size. Received: {str(output)!r}, which is one file. "
+            f"Expected a directory as the output with --max-shard-size or --format hf. Received: {str(output)!r}, which is one file. "
             "Leave its ending out, or the option."
         )
-    if options.format == "hf" and output.suffix:
+
+
+def _check_place(output: Path, checkpoint: Path) -> None:
+    """Refuse to write among a run's checkpoints: bare weights in place of one could not be resumed from, and verify as damaged."""
+    source = Path(os.path.realpath(locate(checkpoint)[1])).parent
+    directory = source.parent if source.name == TARGETS else source
+    is_of_run = directory.name == "checkpoints" or (directory / TARGETS).is_dir()
+    own = Path(os.path.realpath(output))
+    if own == directory or (is_of_run and directory in own.parents) or own.with_name(own.name + FILE_SUMS).exists():
         raise ValueError(
-            f"Expected a directory as the output with --format hf. Received: {str(output)!r}, which is one file. "
-            "Leave its ending out."
+            f"Expected an output outside of the run's checkpoints. Received: {str(output)!r}. Choose another directory."
         )
 
 
 def _write(
-    options: argparse.Namespace, model: dict[str, Any], ema: dict[str, Any] | None, step: int | None
+    options: argparse.Namespace, checkpoint: Path, model: dict[str, Any], ema: dict[str, Any] | None, step: int | None
 ) -> list[Path]:
     """Write the weights, and what describes the model where that is asked for; return the files."""
     # Only now, so that a wrong option is named at once.
@@ -120,7 +128,10 @@ def _write(
     dtype = getattr(torch, DTYPES[options.dtype]) if options.dtype else None
     described = {}
     if options.format == "hf":
-        described = read_description(_run_of(options.checkpoint) / "metadata" / DESCRIPTION, model, dtype)
+        # The directory of the run that the checkpoint is in.
+        path = Path(os.path.realpath(locate(checkpoint)[1]))
+        run = next((parent for parent in path.parents if (parent / "metadata").is_dir()), path.parent)
+        described = read_description(run / "metadata" / DESCRIPTION, model, dtype)
     written = export_weights(
         options.output,
         model,
@@ -134,37 +145,8 @@ def _write(
     return [*written, *(options.output / name for name in described)]
 
 
-def _run_of(checkpoint: str) -> Path:
-    """Return the directory of the run that a checkpoint is in."""
-    path = Path(os.path.realpath(locate(checkpoint)[1]))
-    return next((parent for parent in path.parents if (parent / "metadata").is_dir()), path.parent)
-
-
-def _check_place(output: Path, checkpoint: str) -> None:
-    """Refuse to write among a run's checkpoints: bare weights in place of one could not be resumed from, and verify as damaged."""
-    source = Path(os.path.realpath(locate(checkpoint)[1])).parent
-    directory = source.parent if source.name == TARGETS else source
-    is_of_run = directory.name == "checkpoints" or (directory / TARGETS).is_dir()
-    own = Path(os.path.realpath(output))
-    if own == directory or (is_of_run and directory in own.parents) or own.with_name(own.name + FILE_SUMS).exists():
-        raise ValueError(
-            f"Expected an output outside of the run's checkpoints. Received: {str(output)!r}. Choose another directory."
-        )
-
-
-def _read_ranks(options: argparse.Namespace) -> dict[str, Any]:
-    from danling.checkpoints.exchange import import_weights
-
-    if options.ema or options.format:
-        raise ValueError(
-            f"Expected a checkpoint of this library for --ema and --format. Received: {options.checkpoint!r}, a directory of "
-            "torch_checkpointing, which has weights alone. Leave the option out."
-        )
-    return import_weights(options.checkpoint)
-
-
 def read_weights(
-    source: str, ema: str | None, *, trust: bool = False, complete: bool = False
+    source: Path, ema: str | None, *, trust: bool = False, complete: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any] | None, int | None]:
     """Return the weights to write as the model, the averaged ones to write as well, and the step of a verified checkpoint."""
     from danling.checkpoints.reading import moment, read_payload
