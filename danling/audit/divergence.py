@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from danling.utils.plain import flatten
 from danling.workspace.runs import Curve, Run, config_differences
@@ -17,8 +18,8 @@ _REPEATABLE = frozenset({"loss", "grad_norm", "learning_rate"})
 """Metrics of single updates that are the same when a run is made again; others tell of its pace."""
 
 Pair = tuple[object, object]
-Figures = Mapping[str, Mapping[int, object]]
-"""By name and step."""
+Pairs = Mapping[str, Mapping[int, Pair]]
+"""By figure and step, the values of two runs, at the steps that both have, in their order."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,8 @@ class Divergence:
     @property
     def what(self) -> str:
         """What diverged: `data`, `loss`, `gradients`, `optimizer`, `weights`, or the name of the figure."""
-        names = {
-            "samples": "data",
-            "loss": "loss",
-            "train/loss": "loss",
-            "grad_norm": "gradients",
-            "train/grad_norm": "gradients",
-        }
-        return names.get(self.figure, self.figure.partition(".")[0])
+        name = self.figure.removeprefix("train/")
+        return {"samples": "data", "loss": "loss", "grad_norm": "gradients"}.get(name, self.figure.partition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -79,119 +74,106 @@ class Comparison:
 
 def compare_runs(first: Run, second: Run) -> Comparison:
     """Return how two runs differ."""
-    settings = {
-        key: (values[0], values[1]) for key, values in config_differences([first, second], everything=True).items()
-    }
+    settings = config_differences([first, second], everything=True)
     environments = [flatten(run.record.get("environment", {}), keeps_empty=True) for run in (first, second)]
     # Of packages, those that both have imported.
     apart = {key for key in set(environments[0]) ^ set(environments[1]) if key.startswith("versions.")}
     environments = [{key: value for key, value in each.items() if key not in apart} for each in environments]
+    has_environment = all(environments)
     digests = read_digests(first.path, first.problems), read_digests(second.path, second.problems)
-    shared = [
-        *_shared(*_of_digests(*digests)),
-        *_shared(*(_of_metrics(run) for run in (first, second))),
-    ]
-    both = all(environments)
+    pairs = {**_paired_digests(*digests), **_paired_metrics(first, second)}
+    shares = {name: max(map(_share, of_steps.values())) for name, of_steps in pairs.items()}
     return Comparison(
-        settings,
-        _differences(*environments) if both else {},
-        both,
-        _differences(*({key: run.git.get(key) for key in _CODE} for run in (first, second))),
-        sorted(digests[0].keys() & digests[1].keys()),
-        sorted(name for name, _, _ in shared),
-        _divergences(shared),
-        {name: share for name, *values in shared if (share := largest_share(*values))},
+        settings={key: (values[0], values[1]) for key, values in settings.items()},
+        environment=_differences(*environments) if has_environment else {},
+        has_environment=has_environment,
+        code=_differences(*({key: run.git.get(key) for key in _CODE} for run in (first, second))),
+        compared=sorted(digests[0].keys() & digests[1].keys()),
+        figures=sorted(pairs),
+        divergences=_divergences(pairs),
+        shares={name: share for name, share in shares.items() if share},
     )
 
 
 def compare_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> list[Divergence]:
     """Return where the digests of two runs diverge, the first one first."""
-    return _divergences(_shared(*_of_digests(first, second)))
+    return _divergences(_paired_digests(first, second))
 
 
-def _shared(first: Figures, second: Figures) -> list[tuple[str, Mapping[int, object], Mapping[int, object]]]:
-    """Return the figures that both runs have at one step at least."""
-    names = sorted(first.keys() & second.keys())
-    return [(name, first[name], second[name]) for name in names if first[name].keys() & second[name].keys()]
-
-
-def _divergences(shared: Sequence[tuple[str, Mapping[int, object], Mapping[int, object]]]) -> list[Divergence]:
-    found = [divergence for each in shared if (divergence := first_difference(*each)) is not None]
-    return sorted(found, key=lambda each: (each.step, _rank(each.figure), each.figure))
-
-
-def first_difference(name: str, first: Mapping[int, object], second: Mapping[int, object]) -> Divergence | None:
-    """Return where a figure of two runs diverges, `None` where it is the same at all steps that both have."""
-    last = None
-    for step in sorted(first.keys() & second.keys()):
-        values = first[step], second[step]
-        if not _same(*values):
-            numbers = [value for value in values if isinstance(value, (int, float))]
-            return Divergence(name, step, last, values, numbers[1] - numbers[0] if len(numbers) == 2 else None)
-        last = step
-    return None
-
-
-def loss_differences(first: Run, second: Run) -> dict[str, Curve]:
+def difference_curves(first: Run, second: Run) -> dict[str, Curve]:
     """Return by how much the figures of two runs differ over steps, those without any difference left out."""
-    digests = _of_digests(*(read_digests(run.path) for run in (first, second)))
-    metrics = [_of_metrics(run) for run in (first, second)]
     curves = {}
-    for ours, theirs in (digests, metrics):
-        for name in sorted(ours.keys() & theirs.keys()):
-            pairs = [(step, ours[name][step], theirs[name].get(step)) for step in sorted(ours[name])]
-            points = [
-                (s, abs(a - b)) for s, a, b in pairs if isinstance(a, (int, float)) and isinstance(b, (int, float))
-            ]
-            if any(y for _, y in points):
-                curves[name] = [float(x) for x, _ in points], [float(y) for _, y in points]
+    digests = _paired_digests(read_digests(first.path), read_digests(second.path))
+    for name, pairs in {**digests, **_paired_metrics(first, second)}.items():
+        apart = [(float(step), float(abs(b - a))) for step, (a, b) in pairs.items() if _is_number(a) and _is_number(b)]
+        if any(difference for _, difference in apart):
+            curves[name] = [step for step, _ in apart], [difference for _, difference in apart]
     return curves
 
 
-def largest_share(first: Mapping[int, object], second: Mapping[int, object]) -> float:
-    """Return by how much a figure of two runs differs at most, as a share of that of the first; 0 of digests, which have none."""
-    return max((_share(first[step], second[step]) for step in first.keys() & second.keys()), default=0.0)
+def _paired_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> Pairs:
+    """Return the figures of digests; a column that one run leaves out has no tensors there, and is 0."""
+    columns = sorted({name for lines in (first, second) for line in lines.values() for name in line.digests})
+    pairs: dict[str, dict[int, Pair]] = {}
+    for step in sorted(first.keys() & second.keys()):
+        one, other = first[step], second[step]
+        pairs.setdefault("loss", {})[step] = one.loss, other.loss
+        pairs.setdefault("grad_norm", {})[step] = one.grad_norm, other.grad_norm
+        for name in columns:
+            digests = one.digests.get(name, 0), other.digests.get(name, 0)
+            pairs.setdefault(name, {})[step] = f"{digests[0]:016x}", f"{digests[1]:016x}"
+    return pairs
 
 
-def _share(first: object, second: object) -> float:
-    if not (isinstance(first, (int, float)) and isinstance(second, (int, float))) or _same(first, second):
+def _paired_metrics(first: Run, second: Run) -> Pairs:
+    sides: list[dict[tuple[int, str], object]] = [{}, {}]
+    for run, side in zip((first, second), sides):
+        for record in run.records:
+            for name, value in record.items():
+                split, slash, quantity = name.partition("/")
+                if slash and (split != "train" or quantity.split("/")[0] in _REPEATABLE):
+                    side[int(record["step"]), name] = value
+    pairs: dict[str, dict[int, Pair]] = {}
+    for step, name in sorted(sides[0].keys() & sides[1].keys()):
+        pairs.setdefault(name, {})[step] = sides[0][step, name], sides[1][step, name]
+    return pairs
+
+
+def _divergences(pairs: Pairs) -> list[Divergence]:
+    """Return the first step at which each figure differs, the first one first; of one step, what comes first within an update."""
+    found = []
+    for figure, of_steps in pairs.items():
+        last = None
+        for step, values in of_steps.items():
+            if not _same(*values):
+                a, b = values
+                difference = b - a if _is_number(a) and _is_number(b) else None
+                found.append(Divergence(figure, step, last, values, difference))
+                break
+            last = step
+
+    def place(found: Divergence) -> tuple[int, int, str]:
+        name = found.figure.removeprefix("train/").partition(".")[0]
+        return found.step, _ORDER.index(name) if name in _ORDER else len(_ORDER), found.figure
+
+    return sorted(found, key=place)
+
+
+def _share(pair: Pair) -> float:
+    """Return by how much two numbers differ, as a share of the first; 0 of digests, which have none."""
+    first, second = pair
+    if not (_is_number(first) and _is_number(second)) or _same(first, second):
         return 0.0
     share = abs(second - first) / abs(first) if first else math.inf
     return share if math.isfinite(share) else math.inf
 
 
-def _of_digests(*runs: Mapping[int, DigestLine]) -> list[dict[str, dict[int, object]]]:
-    """Return the figures of each run by name and step; a column that one of them leaves out has no tensors there, and is 0."""
-    columns = sorted({name for lines in runs for line in lines.values() for name in line.digests})
-    found: list[dict[str, dict[int, object]]] = []
-    for lines in runs:
-        of_run: dict[str, dict[int, object]] = {}
-        for step, line in lines.items():
-            digests = {name: f"{line.digests.get(name, 0):016x}" for name in columns}
-            for name, value in {"loss": line.loss, "grad_norm": line.grad_norm, **digests}.items():
-                of_run.setdefault(name, {})[step] = value
-        found.append(of_run)
-    return found
-
-
-def _of_metrics(run: Run) -> dict[str, dict[int, object]]:
-    found: dict[str, dict[int, object]] = {}
-    for record in run.records:
-        for name, value in record.items():
-            split, slash, quantity = name.partition("/")
-            if slash and (split != "train" or quantity.split("/")[0] in _REPEATABLE):
-                found.setdefault(name, {})[int(record["step"])] = value
-    return found
-
-
-def _rank(figure: str) -> int:
-    name = figure.removeprefix("train/").partition(".")[0]
-    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float))
 
 
 def _same(first: object, second: object) -> bool:
-    both_nan = all(isinstance(value, float) and math.isnan(value) for value in (first, second))
-    return both_nan or first == second
+    return first == second or (first != first and second != second)  # NaN
 
 
 def _differences(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Pair]:

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         found = audit_run(place, options.program, scratch=scratch, start=start, end=end, timeout=options.timeout)
     first = 0 if found.start is None else found.start.step
     tolerance = options.tolerance
-    is_accepted = found.is_same if tolerance is None else found.is_within(tolerance)
+    is_accepted = found.is_same if tolerance is None else not found.beyond(tolerance)
     if options.json:
         figures = ("figure", "what", "step", "values")
         facts = {

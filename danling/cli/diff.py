@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from danling.audit.divergence import Comparison, Divergence, Pair, compare_runs, loss_differences
+from danling.audit.divergence import Comparison, Divergence, Pair, compare_runs, difference_curves
 from danling.workspace.runs import Run
 
 from .output import (
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace, *runs: Run) -> int:
     found = compare_runs(*runs)
     if options.output is not None:
-        curves = loss_differences(*runs)
+        curves = difference_curves(*runs)
         if curves:
             write_drawing(options.output, png(draw_differences(curves)))
     if options.json:
