@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from danling.config.imposed import end_after
+from danling.config.inputs import end_after
 from danling.data import Batch, BatchSource
 from danling.training.session import IntactStateError
 from danling.training.update import RunWindow, UpdateStep

@@ -4,7 +4,7 @@
     end.code, end.tail
 
 The program is started as the user would start it: as it is, `torchrun` included, in the present directory and environment. Its
-runner reads the settings from the environment when it is constructed, see `danling.config.imposed`; processes that the program
+runner reads the settings from the environment when it is constructed, see `danling.config.inputs`; processes that the program
 starts inherit them.
 """
 
@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from danling.config.imposed import VARIABLE
+from danling.config.inputs import VARIABLE
 
 _TAIL_BYTES = 8192
 _SECONDS_TO_END = 15.0

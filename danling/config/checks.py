@@ -44,11 +44,6 @@ def check_sections(config: RunnerConfig) -> None:
             f"Expected ft.min_replica_size to be at most ft.group_size. Received: ft.min_replica_size={ft.min_replica_size}, "
             f"ft.group_size={ft.group_size}."
         )
-    if isinstance(config.get("fp8"), Mapping):
-        raise ValueError(
-            f"Expected no section fp8: the library trains in float32, bfloat16 and float16. Received: fp8={dict(config['fp8'])!r}. Set "
-            "precision='bf16', or convert the model yourself at the end of __init__, as torchao's convert_to_float8_training does."
-        )
 
 
 def _check_batches(common: Mapping[str, Any]) -> None:
@@ -116,11 +111,8 @@ def seconds_of(key: str, limit: float | str) -> float:
     return seconds
 
 
-POLICIES = ("default", "budget", "recompute")
-
-
 def read_memory_policy(policy: str | None) -> tuple[str, float]:
-    """Return the kind of a memory policy, one of `POLICIES`, and the share of the activations that it keeps: 1 unless it is a budget."""
+    """Return the kind of a memory policy, and the share of the activations that it keeps: 1 unless the kind is `budget`."""
     kind, colon, share = (policy or "default").partition(":")
     if kind in ("default", "recompute") and not colon:
         return kind, 1.0
@@ -130,16 +122,10 @@ def read_memory_policy(policy: str | None) -> tuple[str, float]:
         budget = math.nan
     if 0 < budget < 1:
         return kind, budget
-    reason = ""
-    if budget == 0:
-        reason = " Under a budget of 0 torch draws dropout anew in the backward, which gives wrong gradients; 'recompute' keeps little."
-    elif kind == "offload":
-        reason = " Nothing is offloaded: 'recompute' keeps little in memory."
-    elif budget == 1:
-        reason = " A budget of 1 is 'default'."
+    # Under a budget of 0 torch draws dropout anew in the backward, which gives wrong gradients.
     raise ValueError(
-        f"Expected compile.memory_policy to be 'default', 'budget:<x>' with 0 < x < 1, or 'recompute'. Received: "
-        f"compile.memory_policy={policy!r}.{reason}"
+        f"Expected compile.memory_policy to be 'default', 'budget:<x>' with 0 < x < 1, or 'recompute', which keeps least. Received: "
+        f"compile.memory_policy={policy!r}."
     )
 
 

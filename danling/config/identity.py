@@ -6,8 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from danling.utils.plain import flatten
 from danling.utils.secrets import without_secrets
@@ -142,20 +141,19 @@ def compile_differences(stored: Mapping[str, object], now: Mapping[str, object])
     Compiled code rounds, and draws random numbers, otherwise than the code of the module. The folder of compiled code is no
     difference: it contains the code that the run would compile anyway.
     """
-    before, after = _compiled(stored), _compiled(now)
-    if not (before["compile.enable"] or after["compile.enable"]):
+    both = []
+    for settings in (stored, now):
+        flat = {name: value for name, value in flatten(settings).items() if name.startswith("compile.")}
+        flat.pop("compile.precompile_artifact_dir", None)
+        if str(settings.get("stack")).lower() == "graph":
+            # That stack compiles in any case, and otherwise than all the others.
+            flat |= {"compile.enable": True, "stack": "graph"}
+        both.append(flat)
+    before, after = both
+    if not (before.get("compile.enable") or after.get("compile.enable")):
         return []
     keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     return [f"{key}: stored {_shown(before, key)}, now {_shown(after, key)}" for key in keys]
-
-
-def _compiled(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Return what decides on compiled code, by dotted key."""
-    whole = str(settings.get("stack")).lower() == "graph"
-    flat = {name: value for name, value in flatten(settings).items() if name.startswith("compile.")}
-    flat.pop("compile.precompile_artifact_dir", None)
-    # That stack compiles in any case, and otherwise than all the others.
-    return flat | {"compile.enable": bool(flat.get("compile.enable")) or whole, **({"stack": "graph"} if whole else {})}
 
 
 def _shown(flat: Mapping[str, object], key: str) -> str:
@@ -175,15 +173,8 @@ SIZES = ("batch_size", "global_batch_size", "micro_batch_size")
 """Keys under `dataloader` that say how samples make batches and updates."""
 
 
-@dataclass(frozen=True)
-class UpdateSize:
-    """Samples of an update, and what they follow from.
-
-    Attributes:
-        samples: Over all ranks and micro-batches.
-        key: The key that says so, dotted.
-        source: What they are the product of, in words.
-    """
+class UpdateSize(NamedTuple):
+    """Samples of an update over all ranks and micro-batches, the dotted key that says so, and what they are the product of."""
 
     samples: int
     key: str

@@ -9,7 +9,7 @@ from functools import cache
 from danling.utils.messages import did_you_mean, warn_user
 from danling.utils.secrets import hide_secrets
 
-from .fields import Config, fields_of
+from .sections import Config, fields_of
 
 # Stacks
 
@@ -22,7 +22,6 @@ class StackTraits:
         aliases: Other values of `stack` that mean this one.
         default_backend: What `checkpoint.backend="auto"` means on it; `None` where the stack writes its own kind.
         unread: Sections and dotted keys that have no effect on it.
-        file_section: Whether the section named after the stack may be given as the path of a file of that library's.
         counts_flops: Whether torch sees the operations of a whole update on it, so that they can be counted: no rank computes a part of
             the model, and nothing is compiled.
     """
@@ -30,7 +29,6 @@ class StackTraits:
     aliases: tuple[str, ...] = ()
     default_backend: str | None = "file"
     unread: tuple[str, ...] = ()
-    file_section: bool = False
     counts_flops: bool = False
 
 
@@ -43,9 +41,8 @@ STACKS: Mapping[str, StackTraits] = {
         aliases=("ds",),
         default_backend=None,
         unread=("parallel", "fsdp", "accelerate", "compile.optimize_ddp", "checkpoint.backend"),
-        file_section=True,
     ),
-    "accelerate": StackTraits(unread=("parallel", "fsdp", "deepspeed"), file_section=True, counts_flops=True),
+    "accelerate": StackTraits(unread=("parallel", "fsdp", "deepspeed"), counts_flops=True),
     "graph": StackTraits(unread=("parallel", "fsdp", "deepspeed", "accelerate")),
 }
 """The stacks by name. `danling.runners.extensions` names the class of each."""
@@ -53,28 +50,11 @@ STACKS: Mapping[str, StackTraits] = {
 ALIASES: Mapping[str, str] = {alias: name for name, row in STACKS.items() for alias in (name, *row.aliases)}
 """Every accepted value of `stack`, and the stack that it means."""
 
+FILE_SECTIONS = ("deepspeed", "accelerate")
+"""Sections that may be given as the path of a file of that library's."""
+
 BACKENDS: tuple[str, ...] = tuple(dict.fromkeys(row.default_backend for row in STACKS.values() if row.default_backend))
 """The values of `checkpoint.backend` that `auto` may mean, that of the first stack first."""
-
-
-def stack_named(stack: object) -> str:
-    """Return the name of a stack without aliases; case, `-` and `_` do not matter."""
-    name = str(stack).lower().replace("-", "").replace("_", "")
-    if name not in ALIASES:
-        raise ValueError(
-            f"Expected stack to be one of {', '.join(map(repr, ALIASES))}. Received: stack={stack!r}.{did_you_mean(name, ALIASES)}"
-        )
-    return ALIASES[name]
-
-
-def has_file_section(key: str) -> bool:
-    """Return whether a key is a section that may be given as the path of a file, such as a DeepSpeed configuration."""
-    return key in STACKS and STACKS[key].file_section
-
-
-def counts_flops(stack: str) -> bool:
-    """Return whether the operations of an update can be counted on a stack; not on one of a user's own name."""
-    return stack in STACKS and STACKS[stack].counts_flops
 
 
 # Older keys
@@ -93,7 +73,7 @@ def warn_older(name: str) -> None:
 
 # Other trainers
 
-_SETTINGS_ELSEWHERE = {
+_NAMES_ELSEWHERE = {
     "accum_steps": "accumulate_grad_batches gradient_accumulation_steps grad_accum_steps gradient_accumulation grad_accum "
     "accumulation_steps",
     "auto_resume": "resume_from_checkpoint",
@@ -119,7 +99,7 @@ _SETTINGS_ELSEWHERE = {
     "optim.weight_decay": "wd",
     "parallel.activation_checkpointing": "gradient_checkpointing",
     "patience": "early_stopping early_stopping_patience",
-    "precision": "mixed_precision amp fp16 bf16 dtype use_amp",
+    "precision": "mixed_precision amp fp16 bf16 fp8 dtype use_amp",
     "scheduler.type": "lr_scheduler_type lr_scheduler sched",
     "scheduler.warmup_steps": "warmup warmup_steps warmup_ratio num_warmup_steps",
     "score_mode": "greater_is_better",
@@ -137,7 +117,9 @@ _NO_SETTINGS = {
     "torchrun, which tells each process": "local_rank rank world_size",
     "stack and parallel.axes": "strategy",
 }
-_DECIDING = ("optim", "scheduler", "ema", "dataloader")
+_PLACES = {name: place for place, names in _NAMES_ELSEWHERE.items() for name in names.split()}
+_NO_PLACES = {name: answer for answer, names in _NO_SETTINGS.items() for name in names.split()}
+_DECIDING = ("optim.", "scheduler.", "ema.", "dataloader.")
 """Sections that change the training: their keys are refused at the top level."""
 METHODS_ELSEWHERE = {
     "training_step": "train_step",
@@ -182,35 +164,23 @@ def place_of(name: str, root: type[Config], *, in_code: bool = False) -> str | N
     Known are names of other trainers, and the keys of the library's own sections; in code only of sections that change the training.
     """
     plain = name.replace("-", "_")
-    leaves = _leaves(root).get(plain, ())
-    places = [place for place in leaves if not in_code or place.partition(".")[0] in _DECIDING]
+    places = [place for place in _leaves(root).get(plain, ()) if not in_code or place.startswith(_DECIDING)]
     # A key of several sections, such as `warmup`, is most likely what other trainers mean by it.
-    return _by_name(_SETTINGS_ELSEWHERE).get(plain) or " or ".join(places) or None
+    return _PLACES.get(plain) or " or ".join(places) or None
 
 
 def refusal(name: str, received: str, root: type[Config], known: Iterable[str], secret_keys: Iterable[str]) -> str:
     """Return why a top-level key that is not declared is refused, and what to do."""
-    expected = f"Expected keys that are read. Received: {hide_secrets(received, list(secret_keys))}"
-    place, elsewhere = place_of(name, root), _by_name(_NO_SETTINGS).get(name)
-    if place is not None or elsewhere is not None:
-        advice = f"Its place is {place}." if place is not None else f"That is said by {elsewhere}."
-        return (
-            f"{expected}. {advice} To use the name for your own key, declare it in a class derived from RunnerConfig."
-        )
-    return (
-        f"{expected}, which neither the library nor the program knows.{did_you_mean(name, [*fields_of(root), *known])} Your own key "
-        "is declared in a class derived from RunnerConfig, or set in code before parse()."
-    )
-
-
-def describe_received(name: str, value: object) -> str:
-    """Return a key and its value as one writes them in code; a long value is cut."""
-    text = repr(value)
-    return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def _by_name(table: Mapping[str, str]) -> dict[str, str]:
-    return {name: place for place, names in table.items() for name in names.split()}
+    place, elsewhere = place_of(name, root), _NO_PLACES.get(name)
+    declared = "declare it in a class derived from RunnerConfig"
+    if place is not None:
+        advice = f". Its place is {place}. To use the name for your own key, {declared}."
+    elif elsewhere is not None:
+        advice = f". That is said by {elsewhere}. To use the name for your own key, {declared}."
+    else:
+        nearest = did_you_mean(name, [*fields_of(root), *known])
+        advice = f", which neither the library nor the program knows.{nearest} For your own key, {declared}, or set it before parse()."
+    return f"Expected keys that are read. Received: {hide_secrets(received, list(secret_keys))}{advice}"
 
 
 @cache
@@ -242,12 +212,18 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
+def _same_letters(one: str, other: str) -> int:
+    """Return the number of letters at the start that two words share."""
+    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
 def _is_slip(name: str, option: str) -> bool:
-    if name == option or len(option) <= 2:
-        return name == option
-    shorter, longer = sorted((name, option), key=len)
-    if len(longer) == len(shorter) + 1:
-        return any(longer[:index] + longer[index + 1 :] == shorter for index in range(len(longer)))
-    other = [pair for pair in zip(name, option) if pair[0] != pair[1]]
-    is_swapped = len(other) == 2 and other[0] == other[1][::-1]
-    return len(name) == len(option) and (is_swapped or (len(other) == 1 and len(option) > 3))
+    start = _same_letters(name, option)
+    end = _same_letters(name[start:][::-1], option[start:][::-1])
+    one, other = name[start : len(name) - end], option[start : len(option) - end]
+    if not one and not other:
+        return True
+    if len(one) == len(other) == 1:
+        return len(option) > 3
+    is_swapped = len(one) > 1 and one == other[-1:] + other[1:-1] + other[:1]
+    return len(option) > 2 and (len(one) + len(other) == 1 or is_swapped)

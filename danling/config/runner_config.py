@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from danling.utils.messages import warn_user
+from danling.utils.messages import did_you_mean, warn_user
 from danling.utils.plain import flatten as flattened
 from danling.utils.plain import to_plain
 from danling.utils.process import in_notebook
@@ -20,21 +20,10 @@ from danling.utils.secrets import hide_secrets, without_secrets
 
 from . import identity
 from .checks import check_sections, seconds_of, settings_without_effect
-from .fields import Field, Null, fields_of
-from .files import as_mapping, read_settings, strict_json
-from .names import (
-    OLDER_KEYS,
-    describe_received,
-    has_file_section,
-    place_of,
-    refusal,
-    slip_of,
-    stack_named,
-    warn_older,
-)
-from .node import Section, fresh
-from .parse import help_text, parse_into, usage_errors
+from .inputs import as_mapping, help_text, read_settings, set_option, split_options, usage_errors
+from .names import ALIASES, FILE_SECTIONS, OLDER_KEYS, place_of, refusal, slip_of, warn_older
 from .schema import TopLevelConfig
+from .sections import Field, Section, fields_of
 
 
 class RunnerConfig(TopLevelConfig):
@@ -44,7 +33,7 @@ class RunnerConfig(TopLevelConfig):
     names the nearest. Other top-level keys that are set in code are the user's: `config.model.width = 64` makes the section `model`.
     In files and on the command line a top-level key must be declared by a class, or set in code before. A name that means a key of
     the library to other trainers, or a key of `optim`, `scheduler`, `ema` or `dataloader` (`lr`), is refused with its place unless a
-    class declares it.
+    class declares it by an annotation.
 
     Subclasses declare keys with annotations and defaults, or set them in `__init__` after `super().__init__(...)`; a docstring
     under an annotated key is its help text. Arguments of the constructor override what `__init__` sets.
@@ -70,44 +59,45 @@ class RunnerConfig(TopLevelConfig):
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __init__(self, settings: object = None, /, **kwargs: Any) -> None:
-        # While it is there, keys are taken as they come; `__post_init__` asks who declares those that are left in it.
-        received: dict[str, str] = {}
-        self.__dict__["_received"] = received
-        given = as_mapping(settings)
         super().__init__()
         file = settings if isinstance(settings, (str, os.PathLike)) else None
-        self._merge_settings(given, file)
-        self.merge(**kwargs)
-        if type(self).__init__ is not RunnerConfig.__init__:
-            self.__dict__["_given"] = ({name: fresh(value) for name, value in given.items()}, kwargs)
-        named = kwargs if isinstance(settings, (Namespace, RunnerConfig)) else {**given, **kwargs}
-        received.update({str(name).partition(".")[0]: describe_received(name, value) for name, value in named.items()})
-        self.__dict__["_file"] = file
+        given = as_mapping(settings)
+        if isinstance(settings, (Namespace, RunnerConfig)):
+            self.declare(given)
+        self.__dict__["_given"] = (file, given, kwargs)
+        # The `__init__` of a subclass has yet to set the user's own keys that a file may name.
+        known = fields_of(type(self)).keys() | OLDER_KEYS.keys()
+        early = {name: value for name, value in given.items() if name in known or isinstance(value, Mapping)}
+        self._merge_settings(given if file is None else early, file)
+        self.merge(kwargs)
 
     def __post_init__(self, *args: Any, **kwargs: Any) -> None:
         """Put what was passed to the constructor above what a subclass's `__init__` set after `super().__init__(...)`.
 
         Raises:
-            ValueError: If a file has a key that neither the library nor the class declares, or a key has another place.
+            ValueError: If a file has a key that neither the library nor the class declares.
         """
-        received, file = self.__dict__["_received"], self.__dict__.pop("_file")
-        settings, more = self.__dict__.pop("_given", ({}, {}))
+        file, given, more = self.__dict__.pop("_given")
         if file is not None:
-            received = {name: f"{text} in {file}" for name, text in received.items()}
-            self._refuse_undeclared(received, dict(self.items()), present=False)
-        for name, text in received.items():
-            self._refuse_misplaced(name, text)
-        self.merge(settings, **more)
-        del self.__dict__["_received"]
+            self._refuse_undeclared(given, file)
+        if file is not None or type(self).__init__ is not RunnerConfig.__init__:
+            self._merge_settings(given, file)
+            self.merge(more)
 
     # Keys: the library's are declared, the user's are any other
+
+    def declare(self, names: Iterable[str]) -> None:
+        """Accept names as keys of the user's own, also those that other trainers have."""
+        for name in names:
+            if name not in self and name not in OLDER_KEYS and slip_of(name, fields_of(RunnerConfig)) is None:
+                self._store(name, None)
 
     def _assign(self, name: Any, value: Any) -> None:
         if name in OLDER_KEYS:
             warn_older(name)
             self.set(OLDER_KEYS[name], value)
             return
-        if has_file_section(name) and isinstance(value, (str, os.PathLike)):
+        if name in FILE_SECTIONS and isinstance(value, (str, os.PathLike)):
             # Users of these libraries keep their configuration in a file.
             value = read_settings(value)
         super()._assign(name, value)
@@ -125,56 +115,44 @@ class RunnerConfig(TopLevelConfig):
                 f"Expected a key of the configuration, or your own key with a name less close to {slip!r}. Received: "
                 f"{name}{received}. Did you mean {slip!r}?"
             )
-        if "_received" in self.__dict__:
-            self.__dict__["_received"].pop(name, None)  # set by the `__init__` of a subclass, which declares it
-        elif not dict.__contains__(self, name):
-            self._refuse_misplaced(name, f"{name}{received}")
+        is_known = name in fields_of(type(self)) or dict.__contains__(self, name)
+        if not is_known and place_of(str(name), RunnerConfig, in_code=True) is not None:
+            raise ValueError(refusal(str(name), f"{name}{received}", RunnerConfig, (), self.secret_keys or ()))
 
-    def __missing__(self, name: Any, default: object = Null) -> Any:
-        if name in fields_of(RunnerConfig):
-            return super().__missing__(name)
+    def __missing__(self, name: Any) -> Any:  # type: ignore[override]
         if name in OLDER_KEYS:
             warn_older(name)
             return self[OLDER_KEYS[name]]
+        if name in fields_of(RunnerConfig):
+            return super().__missing__(name)
         slip = slip_of(name, fields_of(RunnerConfig))
         if slip:
             raise KeyError(f"no key {name!r}. Did you mean {slip!r}?")
         if name in fields_of(type(self)):
             raise KeyError(f"no value for its key {name!r}: the class gives no default, so it must be set")
         place = place_of(str(name), RunnerConfig, in_code=True)
-        if place is not None and default is Null and "_received" not in self.__dict__:
+        if place is not None:
             raise KeyError(f"no key {name!r}. Its place is {place}.")
-        return Section.__missing__(self, name, default)
+        return Section.__missing__(self, name)
 
-    def _refuse_misplaced(self, name: object, received: str) -> None:
-        known = {*fields_of(type(self)), *OLDER_KEYS}
-        if name not in known and place_of(str(name), RunnerConfig, in_code=True) is not None:
-            raise ValueError(refusal(str(name), received, RunnerConfig, known, self._secrets()))
-
-    def _refuse_undeclared(
-        self, received: Mapping[str, str], settings: Mapping[Any, Any] = MappingProxyType({}), *, present: bool = True
-    ) -> None:
-        """Refuse what the command line or a file sets at the top level, where neither a class nor the code before it does.
-
-        Args:
-            received: How each key was received, by key.
-            settings: Values of a file: one that is a mapping makes an open section.
-            present: Whether keys that are there were set in code.
-        """
-        known = {*fields_of(type(self)), *OLDER_KEYS, *(name for name in self if present or name not in received)}
-        for name, text in received.items():
+    def _refuse_undeclared(self, settings: Mapping[Any, Any], source: object) -> None:
+        """Refuse top-level keys of a file, or of an option of the command line, that neither a class declares nor code has set before."""
+        known = {*fields_of(type(self)), *OLDER_KEYS, *self}
+        secrets = [*(self.secret_keys or ()), *(settings.get("secret_keys") or ())]
+        for name, value in settings.items():
             head, dot, _ = str(name).partition(".")
             if head in known:
                 continue
-            if not dot and not isinstance(settings.get(name), Mapping):
-                raise ValueError(refusal(head, text, RunnerConfig, known, self._secrets(settings)))
+            text = repr(value)
+            received = f"{name}={text if len(text) <= 60 else text[:57] + '...'} in {source}"
+            if isinstance(source, str) and source.startswith("--"):
+                received = source
+            if not dot and not isinstance(value, Mapping):
+                raise ValueError(refusal(head, received, RunnerConfig, known, secrets))
             slip = slip_of(head, [key for key in known if isinstance(dict.get(self, key), Mapping)])
             if slip:
-                shown = hide_secrets(text, self._secrets(settings))
-                raise ValueError(f"Expected keys that are read. Received: {shown}. Did you mean {slip!r}?")
-
-    def _secrets(self, settings: Mapping[Any, Any] = MappingProxyType({})) -> list[str]:
-        return [*(dict.get(self, "secret_keys") or ()), *(settings.get("secret_keys") or ())]
+                received = hide_secrets(received, secrets)
+                raise ValueError(f"Expected keys that are read. Received: {received}. Did you mean {slip!r}?")
 
     # Checks
 
@@ -194,7 +172,13 @@ class RunnerConfig(TopLevelConfig):
         Raises:
             ValueError: If the stack is unknown.
         """
-        return stack_named(self.stack)
+        name = self.stack.lower().replace("-", "").replace("_", "")
+        if name not in ALIASES:
+            known = ", ".join(map(repr, ALIASES))
+            raise ValueError(
+                f"Expected stack to be one of {known}. Received: stack={self.stack!r}.{did_you_mean(name, ALIASES)}"
+            )
+        return ALIASES[name]
 
     def max_time_seconds(self) -> float | None:
         """Return `max_time` in seconds, `None` when there is no limit.
@@ -205,14 +189,7 @@ class RunnerConfig(TopLevelConfig):
         return None if self.max_time is None else seconds_of("max_time", self.max_time)
 
     def warn_without_effect(self, stack: str) -> list[str]:
-        """Warn about settings that were changed but do nothing on a stack.
-
-        Args:
-            stack: Its name without aliases.
-
-        Returns:
-            Their keys.
-        """
+        """Warn about settings that were changed but do nothing on a stack, given without aliases; return their keys."""
         keys = settings_without_effect(self.plain(), _usual(), stack)
         if keys:
             warn_user(
@@ -226,7 +203,7 @@ class RunnerConfig(TopLevelConfig):
     def parse(  # type: ignore[override]
         self, args: Iterable[str] | None = None, default_config: str = "config", *, boot: bool = True
     ) -> Any:
-        """Read the command line: `--KEY VALUE`, `--config FILE`, `--help [SECTION ...]`.
+        """Read the command line: `--KEY VALUE`, `--config FILE`, `--help [SECTION ...]`. Files are read before single keys.
 
         Args:
             args: The words; `sys.argv[1:]` by default, and none in a notebook, where those are of the kernel.
@@ -249,7 +226,18 @@ class RunnerConfig(TopLevelConfig):
             if asked is not None:
                 print(help_text(self, sections=[word for word in words[asked + 1 :] if not word.startswith("-")]))
                 raise SystemExit(0)
-            parse_into(self, words, file_option=default_config, check=self._refuse_undeclared)
+            options = split_options(words)
+            for name, files in options:
+                if name in ("config", default_config):
+                    if not files:
+                        raise ValueError(f"Expected --{name} FILE. Received: no file.")
+                    for file in files:
+                        self.merge_from_file(file)
+            for name, given in options:
+                if name not in ("config", default_config):
+                    key = name if name in self else name.replace("-", "_")
+                    self._refuse_undeclared({key: None}, " ".join((f"--{name}", *given)))
+                    set_option(self, key, given)
         if of_program:
             self.__dict__["_command_line"] = tuple(words)
         if boot:
@@ -267,10 +255,7 @@ class RunnerConfig(TopLevelConfig):
         Args:
             obj: A mapping.
         """
-        config = cls()
-        config.merge(obj)
-        config.validate()
-        return config
+        return cls(obj)
 
     @classmethod
     def from_file(cls, file: str | os.PathLike[str]) -> Any:
@@ -279,48 +264,34 @@ class RunnerConfig(TopLevelConfig):
         Args:
             file: Path of the file.
         """
-        config = cls()
-        config.merge_from_file(file)
-        config.validate()
-        return config
+        return cls(file)
 
-    @classmethod
-    def load(cls, file: object, method: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Return a configuration of this class from a file; from a stream, `method` names the format."""
-        if isinstance(file, (str, os.PathLike)) and method is None:
-            return cls.from_file(file)
-        return super().load(file, method, *args, **kwargs)  # type: ignore[arg-type]
+    load = from_file  # type: ignore[assignment]
 
     def merge_from_file(self, file: Any, *args: Any, **kwargs: Any) -> Any:
         """Merge the settings of a file into this configuration; keys that it does not name stay as they are."""
         settings = read_settings(file)
-        received = {name: f"{describe_received(name, value)} in {file}" for name, value in settings.items()}
-        self._refuse_undeclared(received, settings)
+        self._refuse_undeclared(settings, file)
         return self._merge_settings(settings, file)
 
     def _merge_settings(self, settings: Mapping[str, object], file: object) -> Any:
         """Merge settings; an error of their keys and values names the file that they are from, if there is one."""
         try:
-            self.merge(settings)
+            return self.merge(settings)
         except (TypeError, ValueError) as error:
             if file is None:
                 raise
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{error} It is in {str(file)!r}.") from None
-        return self
 
     def jsons(self, *args: Any, **kwargs: Any) -> str:
         """Return the configuration as JSON; infinities become strings, which number keys read back."""
         kwargs.setdefault("indent", 2)
-        return json.dumps(strict_json(self.plain()), *args, allow_nan=False, **kwargs)
+        return json.dumps(_finite(self.plain()), *args, allow_nan=False, **kwargs)
 
     def dict(self, flatten: bool = False) -> Any:
         """Return the contents as plain values; `flatten` joins the keys of nested sections by dots."""
         return flattened(self.plain()) if flatten else self.plain()
-
-    def to_dict(self, flatten: bool = False) -> Any:
-        """Return the same as `dict`."""
-        return self.dict(flatten)
 
     # Identity
 
@@ -356,11 +327,7 @@ class RunnerConfig(TopLevelConfig):
         return identity.digest({"purpose": purpose, **canonical} if purpose else canonical)
 
     def set_apart(self, purpose: str) -> None:
-        """Give runs with these settings their own identity, since they do something else than to train.
-
-        Args:
-            purpose: What they do.
-        """
+        """Give runs with these settings their own identity, since they do something else than to train, which `purpose` names."""
         self.__dict__["_purpose"] = purpose
 
     def differences(self, stored: Mapping[str, object], *, stored_replicas: int = 1, replicas: int = 1) -> list[str]:
@@ -377,21 +344,9 @@ class RunnerConfig(TopLevelConfig):
         before = self.completed(stored)
         return identity.differences(before, self.plain(), stored_replicas=stored_replicas, replicas=replicas)
 
-    def compile_differences(self, stored: Mapping[str, object]) -> list[str]:
-        """Return how the compile settings of a stored configuration differ, which may change bits of a run; one line a key.
-
-        Args:
-            stored: The stored configuration; keys that it lacks have their defaults.
-        """
-        return identity.compile_differences(self.completed(stored), self.plain())
-
     @staticmethod
     def completed(stored: Mapping[str, object]) -> Any:
-        """Return a stored configuration as plain values, with the library's defaults for the keys that it lacks.
-
-        Args:
-            stored: The stored configuration.
-        """
+        """Return a stored configuration as plain values, with the library's defaults for the keys that it lacks."""
         whole = copy.deepcopy(_usual())
         identity.overlay(whole, to_plain(stored))
         return whole
@@ -407,6 +362,15 @@ def _usual() -> dict[str, Any]:
     return usual
 
 
+def _finite(value: object) -> object:
+    """Return plain values with infinities and NaN as strings, which JSON lacks."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value
+
+
 def continued(
     stored: Mapping[str, Any], given: Mapping[str, object] | None, config_class: type[RunnerConfig]
 ) -> RunnerConfig:
@@ -417,13 +381,9 @@ def continued(
         given: What overrides them; a configuration also gives the class of the result.
         config_class: Class of the result otherwise.
     """
+    own = copy.deepcopy(given) if isinstance(given, RunnerConfig) else config_class()
     known = without_secrets(stored, stored.get("secret_keys") or ())
-    if isinstance(given, RunnerConfig):
-        own = copy.deepcopy(given)
-        own.__dict__["_received"] = {}  # the run has trained with these keys: they are taken as they are
-        own.merge(known)
-        del own.__dict__["_received"]
-    else:
-        own = config_class(Namespace(**known))
+    own.declare(known)  # the run has trained with these keys
+    own.merge(known)
     own.merge(given.changed() if isinstance(given, RunnerConfig) else dict(given or {}))
     return own

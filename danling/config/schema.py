@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, overload
 
-from .fields import Bounds, NonNegativeFloat, NonNegativeInt, OtherNames, PositiveFloat, PositiveInt
-from .node import ClosedSection, OpenSection
+from .sections import (
+    Bounds,
+    ClosedSection,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenSection,
+    PositiveFloat,
+    PositiveInt,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,13 +41,11 @@ else:
 
 
 _PRECISIONS = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "fp32": None, "float32": None, "no": None}
-Precision = Annotated[Literal["fp16", "bf16"] | None, OtherNames(_PRECISIONS)]
+Precision = Annotated[Literal["fp16", "bf16"] | None, _PRECISIONS]
 
 
-class WandbConfig(ClosedSection):
+class WandbConfig(ClosedSection, path="wandb"):
     """Weights & Biases."""
-
-    _path: ClassVar[str] = "wandb"
 
     enabled: bool = False
     """Log scalars to Weights & Biases."""
@@ -62,10 +67,8 @@ class WandbConfig(ClosedSection):
     """Mode of wandb."""
 
 
-class MlflowConfig(ClosedSection):
+class MlflowConfig(ClosedSection, path="mlflow"):
     """MLflow."""
-
-    _path: ClassVar[str] = "mlflow"
 
     enabled: bool = False
     """Log metrics to MLflow."""
@@ -77,10 +80,8 @@ class MlflowConfig(ClosedSection):
     """Display name; none takes the run's id."""
 
 
-class TrackioConfig(ClosedSection):
+class TrackioConfig(ClosedSection, path="trackio"):
     """trackio."""
-
-    _path: ClassVar[str] = "trackio"
 
     enabled: bool = False
     """Log metrics to trackio, into the directory that TRACKIO_DIR names."""
@@ -94,10 +95,8 @@ class TrackioConfig(ClosedSection):
     """Server of trackio to log to, instead of locally."""
 
 
-class EmaConfig(ClosedSection):
+class EmaConfig(ClosedSection, path="ema"):
     """Exponential moving average of the weights."""
-
-    _path: ClassVar[str] = "ema"
 
     enabled: bool = False
     """Keep an exponential moving average (EMA) of the weights, which evaluation uses."""
@@ -109,10 +108,8 @@ class EmaConfig(ClosedSection):
     """The average takes in the weights every so many updates."""
 
 
-class RemoteConfig(ClosedSection):
+class RemoteConfig(ClosedSection, path="checkpoint.remote"):
     """A copy of the run in an object store, from which it goes on where its machine is gone."""
-
-    _path: ClassVar[str] = "checkpoint.remote"
 
     url: str | None = None
     """Where runs are: s3://bucket/prefix, gs://, abfss://, file:///; the run goes below it, as lineage/id."""
@@ -130,10 +127,8 @@ class RemoteConfig(ClosedSection):
     """How often a request is tried again that failed for a reason that may pass."""
 
 
-class CheckpointConfig(ClosedSection):
+class CheckpointConfig(ClosedSection, path="checkpoint"):
     """Checkpoint policy."""
-
-    _path: ClassVar[str] = "checkpoint"
 
     dir_name: str = "checkpoints"
     """Subdirectory of the run directory."""
@@ -179,10 +174,8 @@ class CheckpointConfig(ClosedSection):
     """A copy of the run in an object store."""
 
 
-class AxesConfig(ClosedSection):
+class AxesConfig(ClosedSection, path="parallel.axes"):
     """Degrees of parallelism; one may be -1 and is filled from the world size."""
-
-    _path: ClassVar[str] = "parallel.axes"
 
     replicate: int = 1
     """Replicas of the model (DDP, HSDP)."""
@@ -200,10 +193,8 @@ class AxesConfig(ClosedSection):
     """Ranks that have parts of each expert."""
 
 
-class ParallelConfig(ClosedSection):
+class ParallelConfig(ClosedSection, path="parallel"):
     """The device mesh of the parallel stack."""
-
-    _path: ClassVar[str] = "parallel"
 
     axes: Nested[AxesConfig]
     """Degrees of parallelism; one may be -1 and is filled from the world size."""
@@ -223,10 +214,8 @@ class ParallelConfig(ClosedSection):
     """Resume at other degrees even if that cannot be exact."""
 
 
-class FsdpConfig(ClosedSection):
+class FsdpConfig(ClosedSection, path="fsdp"):
     """FSDP2 wrapping on the parallel stack."""
-
-    _path: ClassVar[str] = "fsdp"
 
     enabled: bool = False
     """Shard parameters, gradients and optimizer state."""
@@ -242,10 +231,8 @@ class FsdpConfig(ClosedSection):
     """When gradients are reduced: every micro-batch, last only, or last_all_reduce (reduce-scatter each, all-reduce over replicas last)."""
 
 
-class CompileConfig(ClosedSection):
+class CompileConfig(ClosedSection, path="compile"):
     """torch.compile."""
-
-    _path: ClassVar[str] = "compile"
 
     enable: bool = False
     """Compile the model."""
@@ -267,10 +254,8 @@ class CompileConfig(ClosedSection):
     """What the graph stack keeps for the backward: default, budget:<x> with 0 < x < 1, recompute."""
 
 
-class CommConfig(ClosedSection):
+class CommConfig(ClosedSection, path="comm"):
     """Timeouts of process groups, and messages about ranks that others wait for."""
-
-    _path: ClassVar[str] = "comm"
 
     init_timeout_seconds: PositiveFloat | None = None
     """Timeout during start-up; none takes torch's default."""
@@ -282,10 +267,8 @@ class CommConfig(ClosedSection):
     """Seconds, and ten times the longest update of late, after which one warning says what ranks do in an update; none gives none."""
 
 
-class GcConfig(ClosedSection):
+class GcConfig(ClosedSection, path="gc"):
     """Python's garbage collection."""
-
-    _path: ClassVar[str] = "gc"
 
     interval: PositiveInt | None = None
     """Steps between collections; none leaves collection to Python."""
@@ -295,10 +278,8 @@ class GcConfig(ClosedSection):
     """Switch automatic collection off while interval is in use."""
 
 
-class ProfilingConfig(ClosedSection):
+class ProfilingConfig(ClosedSection, path="profiling"):
     """torch.profiler."""
-
-    _path: ClassVar[str] = "profiling"
 
     enabled: bool = False
     """Trace some steps."""
@@ -322,10 +303,8 @@ class ProfilingConfig(ClosedSection):
     """Directory of the traces, in the run directory unless it is absolute."""
 
 
-class HeartbeatConfig(ClosedSection):
+class HeartbeatConfig(ClosedSection, path="heartbeat"):
     """A file per rank with its progress."""
-
-    _path: ClassVar[str] = "heartbeat"
 
     enabled: bool = False
     """Write it."""
@@ -335,10 +314,8 @@ class HeartbeatConfig(ClosedSection):
     """Subdirectory of the run directory."""
 
 
-class GradientsConfig(ClosedSection):
+class GradientsConfig(ClosedSection, path="audit.gradients"):
     """The gradients of the first updates, recorded as `danling check-layout` asks for; the program ends after them."""
-
-    _path: ClassVar[str] = "audit.gradients"
 
     dir: str | None = None
     """Directory to record them in; none: they are not recorded."""
@@ -354,10 +331,8 @@ class GradientsConfig(ClosedSection):
     """Ranks over which these samples are not to be divided evenly, so that a wrong divisor shows."""
 
 
-class AuditConfig(ClosedSection):
+class AuditConfig(ClosedSection, path="audit"):
     """Checks of a run while it trains."""
-
-    _path: ClassVar[str] = "audit"
 
     digest_interval: PositiveInt | None = None
     """Updates between digests of samples, loss, weights and optimizer state in digests.jsonl, compared between replicas; none: never."""
@@ -374,10 +349,8 @@ class AuditConfig(ClosedSection):
     """The gradients of the first updates, as `danling check-layout` asks for."""
 
 
-class FtConfig(ClosedSection):
+class FtConfig(ClosedSection, path="ft"):
     """Fault tolerance by TorchFT."""
-
-    _path: ClassVar[str] = "ft"
 
     enabled: bool = False
     """Train in fault-tolerant replica groups."""
@@ -393,10 +366,8 @@ class FtConfig(ClosedSection):
     """Healthy replica groups that an update needs."""
 
 
-class OptimConfig(OpenSection):
+class OptimConfig(OpenSection, path="optim"):
     """The optimizer: `type` and its arguments. Open: other keys are passed to its constructor."""
-
-    _path: ClassVar[str] = "optim"
 
     type: str
     """Optimizer of torch by lower-case name, such as adamw or sgd."""
@@ -410,10 +381,8 @@ class OptimConfig(OpenSection):
     """List of {pattern, options, lr_multiplier, weight_decay_multiplier, beta1, beta2}; pattern is a regular expression."""
 
 
-class SchedulerConfig(OpenSection):
+class SchedulerConfig(OpenSection, path="scheduler"):
     """The learning rate schedule: `type` and its arguments. Open: other keys are passed to its constructor."""
-
-    _path: ClassVar[str] = "scheduler"
 
     type: str
     """linear, cosine, constant, wsd, or a scheduler of torch by lower-case name."""
@@ -423,10 +392,8 @@ class SchedulerConfig(OpenSection):
     """Metric that such a scheduler monitors, such as val.loss."""
 
 
-class DataLoaderConfig(OpenSection):
+class DataLoaderConfig(OpenSection, path="dataloader"):
     """Arguments of the loaders; a section named after a split overrides them for it. Open."""
-
-    _path: ClassVar[str] = "dataloader"
 
     batch_size: PositiveInt | None
     """Samples of a batch, on each rank."""
@@ -461,16 +428,12 @@ class DataLoaderConfig(OpenSection):
         return DataLoaderConfig
 
 
-class DeepSpeedConfig(OpenSection):
+class DeepSpeedConfig(OpenSection, path="deepspeed"):
     """Merged over what the DeepSpeed runner derives from its own keys. Open; a contradiction is an error."""
 
-    _path: ClassVar[str] = "deepspeed"
 
-
-class AccelerateConfig(OpenSection):
+class AccelerateConfig(OpenSection, path="accelerate"):
     """Arguments of `Accelerator`, or a file of `accelerate config`. Open; what the library decides itself is an error."""
-
-    _path: ClassVar[str] = "accelerate"
 
 
 class TopLevelConfig(ClosedSection):

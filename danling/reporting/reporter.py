@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from danling.config.names import counts_flops
+from danling.config.names import STACKS
 from danling.utils.messages import Paced, format_count
 from danling.utils.observers import Observer
 
@@ -130,7 +130,7 @@ class Reporter(Observer):
         self._runner = runner
         train, seconds = runner.state.train, runner.config.log_seconds
         known = (runner.flops_per_token() or runner.flops_per_sample()) is not None
-        countable = counts_flops(runner.stack) and not runner.config.compile.enable
+        countable = runner.stack in STACKS and STACKS[runner.stack].counts_flops and not runner.config.compile.enable
         self.flops.begin(runner.peak_flops(), known=known, countable=countable)
         self.telemetry = Telemetry(total_steps=runner.steps, global_step=train.global_step, device=runner.device)
         self._samples_at_begin = self._samples_at_log = train.samples

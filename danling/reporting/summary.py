@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from danling.config.parse import command_line_of
 from danling.utils.secrets import hide_secret_words, secret_values
 
 from .progress import format_number
@@ -86,7 +85,7 @@ def describe_end(runner: TorchRunner) -> list[str]:
 
 def _command_to_resume(runner: TorchRunner, latest: Path) -> str:
     more, script = _larger_budget(runner), program()
-    words, listed = command_line_of(runner.config), runner.config.secret_keys or ()
+    words, listed = runner.config.__dict__.get("_command_line"), runner.config.secret_keys or ()
     if script is None or words is None:
         changed = f", {more}" if more else ""
         return f"{type(runner).__name__}.from_checkpoint({shown(latest)!r}{changed}).train()"

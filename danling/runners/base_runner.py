@@ -24,7 +24,7 @@ from danling.checkpoints.errors import CheckpointNotFound
 from danling.checkpoints.reading import manager_named, obeyed, stored_seed
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
-from danling.config.imposed import impose
+from danling.config.inputs import impose
 from danling.config.runner_config import continued
 from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from danling.config import RunnerConfig
-from danling.config.imposed import imposed
+from danling.config.inputs import imposed
 
 from .base_runner import BaseRunner
 from .extensions import STACKS

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from danling.checkpoints.exclusion import USERS_OWN, ExcludedFromLoading
+from danling.config import identity
 from danling.data import BatchSource, DataLoader
 
 from .model_states import criterion_state, load_criterion
@@ -401,7 +402,8 @@ def check_same_run(runner: BaseRunner, payload: Mapping[str, Any]) -> None:
             "Restore them, add 'runner.' and the key to checkpoint.exclude_from_loading where you mean to change it, or start a "
             "new run from the weights with `pretrained`."
         )
-    compiled = runner.config.compile_differences(payload.get("runner", {}))
+    stored = runner.config.completed(payload.get("runner", {}))
+    compiled = identity.compile_differences(stored, runner.config.plain())
     if compiled and runner.placement.optimizer.rank == 0:
         logger.warning(
             "The run goes on, but not bitwise as it would have: other code is compiled than that which made the checkpoint (%s).",

@@ -11,8 +11,8 @@ from support.toys import TracingRunner
 from torch import nn
 
 import danling as dl
-from danling.config import imposed as imposed_settings
-from danling.config.imposed import VARIABLE, end_after, impose
+from danling.config import inputs
+from danling.config.inputs import VARIABLE, end_after, impose
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_run_takes_them_above_its_own(
 
 
 def test_behind_the_run_that_is_meant_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imposed_settings, "_has_ended", False)
+    monkeypatch.setattr(inputs, "_has_ended", False)
     end_after()
     monkeypatch.setenv(VARIABLE, '{"seed": 1}')
     impose(dl.RunnerConfig())

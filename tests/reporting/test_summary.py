@@ -35,7 +35,7 @@ def lines(run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str] | None, *
         """A runner."""
 
     config = dl.RunnerConfig({"score_name": "acc", "epochs": 10, "patience": 2})
-    monkeypatch.setattr(summary, "command_line_of", lambda _: words)
+    config.__dict__["_command_line"] = words
     monkeypatch.setattr(summary, "program", lambda: more.pop("script", "train.py"))
     board = SimpleNamespace(split="val", name="acc")
     standing = SimpleNamespace(board=board, evaluations_since_best=2)

@@ -153,7 +153,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"max_epochs": 4}, "Its place is epochs."),
     ({"precision": "bf17"}, "Expected precision to be one of 'fp16', 'bf16'."),
     ({"stack": "horovod"}, "Expected stack to be one of"),
-    ({"fp8": {"enabled": True}}, "Expected no section fp8"),
+    ({"fp8": {"enabled": True}}, "Its place is precision."),
     (
         {"stack": "parallel", "parallel": {"axes": {"shard": 2}}},
         "Expected the product of the parallel axes to be the world size 1.",

@@ -16,7 +16,7 @@ import torch
 from support.recorded import bounded
 
 from danling.cli.main import main
-from danling.config.files import read_settings
+from danling.config.inputs import read_settings
 from danling.reporting.trackers import JsonLines, read_jsonl
 from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
 from danling.stream.protocols import SampleRef, TensorSpec

@@ -55,7 +55,6 @@ FUNCTIONS = {
     "cli/inspection": ["read_safetensors"],
     "cli/main": ["_main"],
     "cli/output": ["write_drawing"],
-    "config/imposed": ["MeantRun.write"],
     "data/packing": ["document_lengths"],
     "deepspeed/checkpoints": ["DeepSpeedCheckpointManager._finish.publish"],
     "graph/artifacts": [

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import danling as dl
 from danling.audit.layout_check import CheckOptions, Layout, directory_of, recording_settings
-from danling.config.imposed import VARIABLE
+from danling.config.inputs import VARIABLE
 
 LENGTH, WIDTH, VOCABULARY = 4, 8, 6
 

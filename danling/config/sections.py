@@ -1,0 +1,566 @@
+"""Sections of a configuration: open ones that users own, closed ones that know their keys, and the types of declared keys.
+
+Both are `chanfig.Config` objects, with what would surprise taken out: merging copies, reading with a default creates nothing, and copies
+and pickles keep the class and run no `__init__`. The only module that imports chanfig.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import os
+import re
+import sys
+import types
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+
+from chanfig import Config as Config
+from chanfig import FlatDict
+from chanfig.io import YamlLoader as YamlLoader
+from chanfig.utils import Null as Null
+from typing_extensions import Never
+
+from danling.utils.messages import did_you_mean, warn_user
+from danling.utils.plain import to_plain
+
+MISSING = object()
+SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
+_NONE_WORDS = frozenset({"none", "null", "~"})
+_PLACEHOLDER = re.compile(r"\$\{([^${}]+)\}")
+_OF_CHANFIG = frozenset({"indent", "separator", "convert_mapping", "fallback", "frozen", "parser", "default_factory"})
+"""Attributes of a `chanfig.Config` that are no keys."""
+
+
+# Types of declared keys
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The least number allowed, and the greatest; an open bound is not allowed itself."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Return whether a number is within the bounds."""
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (value < self.high if self.open_high else value <= self.high)
+
+    def __str__(self) -> str:
+        high = "" if self.high == math.inf else f" and {'<' if self.open_high else '<='} {self.high:.10g}"
+        return f"a number {'>' if self.open_low else '>='} {self.low:.10g}{high}"
+
+
+PositiveInt = Annotated[int, Bounds(1)]
+NonNegativeInt = Annotated[int, Bounds(0)]
+PositiveFloat = Annotated[float, Bounds(0, open_low=True)]
+NonNegativeFloat = Annotated[float, Bounds(0)]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One declared key: its resolved annotation, `Any` when it is unknown; its default, or `MISSING`; the class that declared it first."""
+
+    name: str
+    hint: Any
+    default: Any
+    owner: type
+
+    @property
+    def section(self) -> type[Config] | None:
+        """The class of the section under the key, `None` when the key has a value."""
+        return self.hint if isinstance(self.hint, type) and issubclass(self.hint, Config) else None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this library declares the key, and not a user's class."""
+        return self.owner.__module__.startswith("danling.")
+
+
+def of_chanfig(kind: type) -> bool:
+    """Whether chanfig defines a class."""
+    return kind.__module__.partition(".")[0] == "chanfig"
+
+
+def owners_of(cls: type) -> list[type]:
+    """Return the classes whose bodies declare keys of a configuration class, the bases first."""
+    return [owner for owner in reversed(cls.__mro__) if owner not in (object, dict) and not of_chanfig(owner)]
+
+
+@cache
+def fields_of(cls: type) -> dict[str, Field]:
+    """Return the keys that a configuration class and its bases declare, in order of declaration.
+
+    Annotated class attributes are keys, and so are plain values assigned in the class body: without that, overriding a default without
+    repeating its annotation would be ignored. The library's own hint of a key stays when a subclass changes the default.
+    """
+    fields: dict[str, Field] = {}
+    for owner in owners_of(cls):
+        texts = inspect.get_annotations(owner)
+        hints = {
+            name: _resolve_hint(text, owner)
+            for name, text in texts.items()
+            if not name.startswith("_") and "ClassVar" not in str(text)
+        }
+        assigned = [name for name, value in vars(owner).items() if name not in texts and _is_default(name, value)]
+        for name in (*hints, *assigned):
+            known = fields.get(name)
+            default = vars(owner).get(name, MISSING if known is None else known.default)
+            if known is not None and (name not in hints or known.is_own):
+                fields[name] = replace(known, default=default)
+            else:
+                fields[name] = Field(name, hints.get(name, Any), default, owner)
+    return fields
+
+
+def _is_default(name: str, value: object) -> bool:
+    if name.startswith("_") or name.endswith("_") or name in _OF_CHANFIG:
+        return False
+    return not callable(value) and not hasattr(type(value), "__get__")
+
+
+def _resolve_hint(text: object, owner: type) -> object:
+    if not isinstance(text, str):
+        return text
+    names = {key: value for key, value in vars(owner).items() if isinstance(value, type)}
+    try:
+        return eval(text, vars(sys.modules[owner.__module__]), names)
+    except Exception:
+        return Any  # a name that exists for type checkers only
+
+
+def members_of(hint: object) -> tuple[object, ...]:
+    """Return the alternatives of a hint, `(hint,)` when it is not a union; bounds stay with their number."""
+    inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if get_origin(inner) in (Union, types.UnionType):
+        return tuple(member for argument in get_args(inner) for member in members_of(argument))
+    return (hint if inner in (int, float) else inner,)
+
+
+def kind_of(member: object) -> Any:
+    """Return the class of one alternative, such as `list` of `list[int]` and `int` of a bounded integer."""
+    base = get_args(member)[0] if get_origin(member) is Annotated else member
+    return get_origin(base) or base
+
+
+def conform(value: object, hint: object) -> Any:
+    """Return `value` as the type of `hint`, within its bounds.
+
+    Only what loses nothing is converted: `1e3` to an integer, an integer or a numeric string to a float, a path to a string, a tuple to a
+    list, and the word none to `None` where a string cannot be meant. A mapping in an annotation has what other libraries call the choices.
+
+    Raises:
+        TypeError: If it has another type; the text says what was expected.
+        ValueError: If it is out of bounds, or none of the choices.
+    """
+    for names in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+        if isinstance(names, Mapping):
+            value = names.get(str(value).removeprefix("torch.").lower(), value)
+    members = members_of(hint)
+    # `None` first, so that the word none of a YAML file is not taken for one of the choices.
+    tried = [member for member in members if _is_exactly(value, member)] or sorted(members, key=_is_no_none)
+    problem = None
+    for member in tried:
+        try:
+            found: Any = _convert(value, member)
+        except (TypeError, ValueError):
+            continue
+        bounds = [each for each in get_args(member)[1:] if isinstance(each, Bounds) and not each.holds(found)]
+        if get_origin(member) is Literal and found not in get_args(member):
+            problem = problem or "one of " + ", ".join(repr(choice) for choice in get_args(member))
+        elif bounds:
+            problem = problem or str(bounds[0])
+        else:
+            return found
+    raise ValueError(problem) if problem else TypeError(describe(hint))
+
+
+def _is_no_none(member: object) -> bool:
+    return member is not type(None)
+
+
+def _is_exactly(value: object, member: object) -> bool:
+    kind = kind_of(member)
+    if kind is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(member))
+    return kind not in SEQUENCES and type(value) is kind
+
+
+def _convert(value: Any, member: object) -> object:
+    """Return a value as one type, or raise `TypeError` or `ValueError`; a string that is none of the choices stays."""
+    kind = kind_of(member)
+    if kind is Any:
+        return value
+    if kind is type(None):
+        if value is None or (isinstance(value, str) and value.lower() in _NONE_WORDS):
+            return None
+    elif kind is Literal:
+        if _is_exactly(value, member):
+            return value
+        if value is None and "none" in get_args(member):
+            return "none"
+        if isinstance(value, str):
+            return next((choice for choice in get_args(member) if str(choice).lower() == value.lower()), value)
+    elif kind in SEQUENCES:
+        return _convert_sequence(value, kind, get_args(member))
+    elif kind is bool:
+        if type(value).__name__ in ("bool", "bool_"):
+            return bool(value)
+    elif kind is int:
+        if isinstance(value, Real) and not isinstance(value, bool) and float(value).is_integer():
+            return int(value)  # type: ignore[call-overload]
+    elif kind is float:
+        if isinstance(value, (Real, str)) and not isinstance(value, bool):
+            return float(value)
+    elif kind in (str, Path):
+        text = value.value if isinstance(value, Enum) else os.fspath(value)
+        if isinstance(text, str):
+            return kind(text)
+    elif not isinstance(kind, type) or isinstance(value, kind):
+        return value
+    elif issubclass(kind, Enum):
+        return kind(value)
+    raise TypeError
+
+
+def _convert_sequence(value: Any, kind: Any, arguments: tuple[object, ...]) -> object:
+    if isinstance(value, str) and arguments and str in members_of(arguments[0]):
+        value = [value]
+    if not isinstance(value, SEQUENCES):
+        raise TypeError
+    if kind is tuple and arguments and arguments[-1] is not Ellipsis:
+        if len(arguments) != len(value):
+            raise TypeError
+        return tuple(conform(item, hint) for item, hint in zip(value, arguments))
+    return kind(conform(item, arguments[0] if arguments else Any) for item in value)
+
+
+def describe(hint: object) -> str:
+    """Return a hint in words, for an error or the help."""
+    words = {
+        type(None): "none",
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        dict: "a mapping",
+        Any: "anything",
+    }
+    described = []
+    for member in members_of(hint):
+        kind, arguments = kind_of(member), get_args(member)
+        if kind is Literal:
+            described += [repr(choice) for choice in arguments]
+        elif kind in SEQUENCES:
+            described.append(f"a list of {describe(arguments[0])}" if arguments else "a list")
+        else:
+            described.append(str(words.get(kind) or getattr(kind, "__name__", kind)))
+    return " or ".join(dict.fromkeys(described))
+
+
+# Sections
+
+
+class Section(Config):
+    """An open section: any key is accepted, and attribute access creates nested sections, as in `chanfig.Config`.
+
+    Keys that a subclass declares have its types; those without a default read as `None` until they are set. A subclass of the library
+    names its place in the configuration: `class AxesConfig(ClosedSection, path="parallel.axes")`.
+    """
+
+    _path: ClassVar[str] = ""
+
+    def __init_subclass__(cls, *, path: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if path is not None:
+            cls._path = path
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(default_factory=self.section_type())
+        self.merge(*args, **kwargs)
+
+    def _copy_class_attributes(self) -> Any:
+        """Fill in defaults; called by chanfig's constructor."""
+        for name, field in fields_of(type(self)).items():
+            if name not in self and (field.section or field.default is not MISSING):
+                self._assign(name, {} if field.default is MISSING else fresh(field.default))
+        return self
+
+    @staticmethod
+    def _validate(obj: object) -> None:
+        # chanfig evaluates annotations here, and fails on names that only type checkers know.
+        return None
+
+    @classmethod
+    def section_type(cls) -> type[Section]:
+        """Return the class of sections nested in this one."""
+        return Section
+
+    def set(self, name: object, value: object, convert_mapping: bool | None = None) -> None:
+        """Set a key; dots reach into nested sections, which are created.
+
+        Args:
+            name: A key, or keys joined by dots.
+            value: The value; a mapping becomes a section.
+            convert_mapping: As in `chanfig.Config`; mappings are always converted here.
+
+        Raises:
+            TypeError: If the value is not of the type that is declared for the key.
+            ValueError: If it is out of bounds, the key is unknown or runs through a value, or the configuration is frozen.
+        """
+        if self.__dict__.get("frozen", False):
+            raise ValueError(
+                f"Expected a configuration that is not frozen. Received: {name}={value!r}. Call defrost()."
+            )
+        if not isinstance(name, str) or "." not in name or dict.__contains__(self, name):
+            self._assign(name, value)
+            return
+        head, rest = name.split(".", 1)
+        self._check_key(head, f".{rest}={value!r}")
+        if dict.get(self, head) is None:
+            self._assign(head, {})
+        child = dict.__getitem__(self, head)
+        if not isinstance(child, MutableMapping):
+            raise ValueError(
+                f"Expected {self._join(head)!r} to be a section. Received: {self._join(head)}.{rest}={value!r}, where "
+                f"{self._join(head)}={child!r}."
+            )
+        child[rest] = value
+
+    def _check_key(self, name: object, received: str) -> None:
+        """Refuse a name that is no key of this section."""
+
+    def _assign(self, name: Any, value: Any) -> None:
+        self._check_key(name, f"={value!r}")
+        field = fields_of(type(self)).get(name)
+        if field is not None:
+            value = self._fit(field, value)
+        else:
+            value = self._adopt(value)
+            if isinstance(name, str) and hides_method(type(self), name):
+                warn_user(
+                    f"The key {self._join(name)!r} has the name of a method: read it as config[{name!r}].", UserWarning
+                )
+        self._store(name, value)
+
+    def _fit(self, field: Field, value: object) -> Any:
+        """Return a value as the key's declaration has it."""
+        name = self._join(field.name)
+        if field.section:
+            if not isinstance(value, Mapping):
+                raise TypeError(f"Expected {name!r} to be a section, a mapping of keys. Received: {name}={value!r}.")
+            return value if isinstance(value, field.section) else field.section(value)
+        try:
+            return conform(value, field.hint)
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"Expected {name} to be {error}. Received: {name}={value!r} ({type(value).__name__})."
+            ) from None
+
+    def _adopt(self, value: object) -> Any:
+        """Return a value with its mappings as sections, at any depth."""
+        if isinstance(value, Mapping) and not isinstance(value, Config):
+            return self.section_type()(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
+            items = [self._adopt(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    def _store(self, name: object, value: object) -> None:
+        dict.__setitem__(self, name, value)
+        # Also an instance attribute, so that reading costs no Python call.
+        if isinstance(name, str) and not hides_method(type(self), name):
+            self.__dict__[name] = value
+
+    def _join(self, name: object) -> str:
+        return f"{self._path}.{name}" if self._path else str(name)
+
+    def get(self, name: object, default: object = None) -> Any:  # type: ignore[override]
+        """Return the value of a key, or `default`; nothing is created.
+
+        Args:
+            name: A key, or keys joined by dots.
+            default: What an absent key gives.
+        """
+        if dict.__contains__(self, name):
+            return dict.__getitem__(self, name)
+        if not isinstance(name, str) or "." not in name:
+            return self.__missing__(name) if default is Null else default
+        head, rest = name.split(".", 1)
+        child = self[head] if default is Null else dict.get(self, head)
+        if isinstance(child, Mapping):
+            return child[rest] if default is Null else child.get(rest, default)
+        if default is Null:
+            raise KeyError(f"{self._join(name)}: {self._join(head)!r} is a value, not a section")
+        return default
+
+    def __missing__(self, name: Any) -> Any:  # type: ignore[override]
+        field = fields_of(type(self)).get(name)
+        if field is not None:
+            return None if field.default is MISSING else field.default
+        factory = self.__dict__.get("default_factory")
+        # Private names are asked for by notebooks, debuggers and copy protocols, never by a user.
+        if not factory or self.__dict__.get("frozen") or (isinstance(name, str) and name.startswith("_")):
+            options = [*fields_of(type(self)), *map(str, self)]
+            raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), options)}")
+        self._store(name, factory())
+        return dict.__getitem__(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.get(name, Null)
+        except KeyError as error:
+            raise AttributeError(f"{type(self).__name__} has {error.args[0]}") from None
+
+    def setdefault(self, name: object, value: object = None, convert_mapping: bool | None = None) -> Any:
+        """Return the value of a key, which is set to `value` first where it is absent."""
+        if name not in self:
+            self.set(name, value)
+        return self.get(name)
+
+    def merge(self, *args: Any, overwrite: bool = True, **kwargs: Any) -> Any:
+        """Merge mappings into this section, nested ones key by key; nothing is shared with what was merged.
+
+        Args:
+            *args: Mappings, or iterables of pairs.
+            overwrite: Whether keys that exist are set.
+            **kwargs: More keys.
+
+        Returns:
+            This section.
+        """
+        for other in (*args, kwargs):
+            for name, value in other.items() if isinstance(other, Mapping) else other or ():
+                existing = Section.get(self, name, MISSING)
+                if isinstance(existing, FlatDict) and isinstance(value, Mapping):
+                    existing.merge(fresh(dict(value)), overwrite=overwrite)
+                elif overwrite or existing is MISSING:
+                    self.set(name, fresh(value))
+        return self
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Merge mappings into this section."""
+        self.merge(*args, **kwargs)
+
+    def __or__(self, other: object) -> Any:
+        return copy.deepcopy(self).merge(other) if isinstance(other, Mapping) else NotImplemented
+
+    def __ior__(self, other: object) -> Any:
+        return self.merge(other)
+
+    def interpolate(self, interpolators: object = None) -> Any:
+        """Replace `${section.key}` in strings by the value of that key, once; a whole string becomes the value itself.
+
+        Args:
+            interpolators: Where keys are looked up; this configuration by default.
+
+        Raises:
+            ValueError: If a key is unknown or refers to itself.
+        """
+        root = self if interpolators is None else interpolators
+        for name, value in list(self.items()):
+            if isinstance(value, Section):
+                value.interpolate(root)
+            elif isinstance(value, str) and _PLACEHOLDER.search(value):
+                self.set(name, _interpolated(value, root, (self._join(name),)))
+        return self
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        return _rebuild(type(self), copy.deepcopy(dict(self.items()), memo), self._instance_attrs())
+
+    def __copy__(self) -> Any:
+        return copy.deepcopy(self)  # sections are never shared
+
+    def clone(self, memo: Any = None) -> Any:
+        """Return an independent copy that may be changed even when this configuration is frozen."""
+        return copy.deepcopy(self, memo).defrost()
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return _rebuild, (type(self), dict(self.items()), self._instance_attrs())
+
+    def plain(self) -> dict[str, Any]:
+        """Return the contents as dictionaries, lists, strings, numbers, booleans and `None`."""
+        result: dict[str, Any] = to_plain(self, self._path)
+        return result
+
+    def __repr__(self) -> str:
+        return FlatDict.__repr__(self)
+
+
+class OpenSection(Section):
+    """A section of the library that takes further keys, such as the arguments of an optimizer."""
+
+    def _fit(self, field: Field, value: object) -> Any:
+        if value is None or (isinstance(value, str) and _PLACEHOLDER.search(value)):
+            return value
+        return self._adopt(super()._fit(field, value))
+
+
+class ClosedSection(Section):
+    """A section whose keys are all declared by its class: an unknown key is an error that names the nearest one."""
+
+    if TYPE_CHECKING:
+        # So that type checkers, too, refuse to set a key that is not declared.
+        def __setattr__(self, name: str, value: Never) -> None: ...
+
+    def _check_key(self, name: object, received: str) -> None:
+        options = list(fields_of(type(self)))
+        if name not in options:
+            raise ValueError(
+                f"Expected a key of {self._path!r} ({', '.join(options)}). Received: {self._join(name)}{received}."
+                f"{did_you_mean(str(name), options)}"
+            )
+
+    def __missing__(self, name: Any) -> Any:  # type: ignore[override]
+        field = fields_of(type(self)).get(name)
+        if field is not None and field.default is not MISSING:
+            return field.default
+        raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), fields_of(type(self)))}")
+
+
+@cache
+def hides_method(cls: type, name: str) -> bool:
+    """Whether a key of this name would be hidden behind a method, a property or an attribute that chanfig uses."""
+    value = getattr(cls, name, None)
+    return name in _OF_CHANFIG or callable(value) or isinstance(value, property)
+
+
+def fresh(value: Any) -> Any:
+    """Return `value` with its containers copied, so that a configuration shares none with its source."""
+    if isinstance(value, FlatDict) and not of_chanfig(type(value)) and type(value) is not Section:
+        return copy.deepcopy(value)
+    if isinstance(value, Mapping):
+        return {name: fresh(item) for name, item in value.items()}
+    return type(value)(map(fresh, value)) if type(value) in (list, tuple, set) else value
+
+
+def _rebuild(cls: type[Section], items: dict[Any, Any], attributes: dict[str, Any]) -> Section:
+    section = cls.__new__(cls)
+    section.__dict__.update(attributes)
+    for name, value in items.items():
+        section._store(name, value)
+    return section
+
+
+def _interpolated(text: str, root: Any, seen: tuple[str, ...]) -> Any:
+    def look_up(found: re.Match[str]) -> Any:
+        name = found.group(1)
+        value = root.get(name, MISSING)
+        if value is MISSING or name in seen:
+            reason = "a key that exists" if value is MISSING else "no circle of references"
+            raise ValueError(
+                f"Expected {reason} in ${{{name}}} of {seen[0]!r}.{did_you_mean(name, map(str, root.all_keys()))}"
+            )
+        return _interpolated(value, root, (*seen, name)) if isinstance(value, str) else fresh(value)
+
+    whole = _PLACEHOLDER.fullmatch(text)
+    return look_up(whole) if whole else _PLACEHOLDER.sub(lambda found: str(look_up(found)), text)
