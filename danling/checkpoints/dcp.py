@@ -20,11 +20,10 @@ from danling.utils.tensors import local_part
 
 from . import storage
 from .dcp_files import Reuse, TargetWriter, flatten, save_target, written_by
+from .directory import SUMS
 from .errors import CheckpointDiskError, CheckpointError
-from .manager import CollectiveCheckpointManager
+from .manager import CollectiveCheckpointManager, SnapshotBuffers, count_bytes
 from .manifest import Record, find_problems, read_manifest
-from .snapshot import SnapshotBuffers, count_bytes
-from .store import SUMS
 from .writer_process import WriterProcess, meet
 
 logger = logging.getLogger("danling")
@@ -142,11 +141,11 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             raise
         finally:
             save.release()
-        put_off, is_main = self._is_mirror_behind(self._exchange), self.domain.rank == 0
+        put_off = self._is_mirror_behind(self._exchange)
         files = () if self.mirror is None else storage.names(path) - {SUMS}
         own = [name for name in files if written_by(name) == self.domain.rank]
         self._publish(save.record, save.names, save.payload, own, put_off=put_off)
-        self.checkpoints.follow(save.record.sequence, self._exchange, is_main=is_main)
+        self._follow(save.record.sequence, self._exchange)
 
     def _reuse(self, save: _Save, before: SavedAhead | None) -> Reuse | None:
         """Return the tensors that the last save has written and that are unchanged on every rank."""

@@ -32,11 +32,11 @@ from torch.futures import Future
 from danling.utils.tensors import is_sharded
 
 from . import storage
+from .directory import SUMS
 from .errors import CheckpointDamaged, CheckpointError
 from .manifest import Manifest, Record, archive_complaints, read_manifest
 from .outline import READ_WHOLE, Entry, Outline, without_tensors
 from .shard_index import INDEX, index_text, read_index
-from .store import SUMS
 from .torch_files import check_format, check_values
 
 METADATA = ".metadata"

@@ -1,34 +1,558 @@
-"""The directory of a run's checkpoints: which one is meant, which is the newest intact one, where saves belong, and retention."""
+"""The directory of a run's checkpoints: how saves are published, found, listed, verified and removed.
+
+`FileStore` and `TargetStore` are the two ways in which checkpoints are arranged on the disk, `CheckpointDirectory` is all that a run has.
+Everything here runs on rank 0, communicates nothing and needs no torch.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import os
+import re
+import uuid
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from danling.utils.files import refuse_link
 
 from . import storage
-from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from .manifest import Line, Record, newest, next_line, on_line
-from .reading import newest_record, read_payload, stores_in
-from .store import CheckpointStore
+from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, reason
+from .manifest import (
+    Line,
+    Manifest,
+    Record,
+    archive_complaints,
+    damaged,
+    find_problems,
+    history_name,
+    is_history,
+    is_name,
+    newest,
+    next_line,
+    on_line,
+    read_manifest,
+    to_delete,
+)
 
 if TYPE_CHECKING:
     from .manager import CheckpointSettings
 
 logger = logging.getLogger("danling")
 
-Found = tuple[Record, CheckpointStore]
-"""The record of a checkpoint, and the store that has it."""
+SUFFIX = ".pth"
+FILE_SUMS = ".sha256"
+"""Suffix of the manifest of a file."""
+NEXT = ".sha256.next"
+DELETING = ".deleting-"
+"""Prefix of a mark that a checkpoint of that name is being deleted. It is removed after the last of its files."""
+TARGETS = "targets"
+SUMS = "manifest.sha256"
+"""The manifest of a target."""
+RUNNER_FILE = "runner.pth"
+"""In a target of a DeepSpeed engine: everything but model and optimizer, for `torch.load(weights_only=True)`."""
 
+_TARGET = re.compile(r"\d{8,}-[0-9a-f]{8}")
+_POINTER_BYTES = 64
+_NAMED = 4
+"""So many checkpoints are named in an error."""
 _ALONE = {
     "full": ": it was verified by those inside of it, which tell damage, but not which save it is.",
     "size": ": all but its tensors was verified by those inside of it.",
     "none": ", and checkpoint.verify='none' looks at nothing else.",
 }
-_NAMED = 4
-"""So many checkpoints are named in an error."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run in one place."""
+
+    is_elsewhere: ClassVar[bool] = False
+    """Whether checkpoints are in another place than the directory, and are brought there by `verify`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.is_part = False
+        """Whether other machines have the rest of each checkpoint, so that none can be read here."""
+        self.directory = directory
+        self._skipped: dict[Path | str, str] = {}
+
+    @property
+    def place(self) -> str:
+        """Where these checkpoints are, for errors."""
+        return str(self.directory)
+
+    # Finding
+
+    def path(self, name: str) -> Path:
+        """Return the path of a name of this directory, whether or not it exists."""
+        raise NotImplementedError
+
+    def path_of(self, record: Record) -> Path:
+        """Return the path of a checkpoint that `records` has returned."""
+        return self.path(record.name)
+
+    def locate(self, source: Path) -> Path | None:
+        """Return the checkpoint that a path means: itself, or `latest` in a checkpoint or run directory."""
+        return None
+
+    def find(self, source: str | Path) -> Path | None:
+        """Return the checkpoint that a name or a path means, if there is one."""
+        text = str(source)
+        plain = "/" not in text and not text.startswith(".")
+        return (self.locate(self.path(text)) if plain else None) or self.locate(Path(source))
+
+    def target(self, path: Path) -> Path:
+        """Return the file or directory that a checkpoint at `path` is read from."""
+        return path
+
+    def listed(self) -> list[Path]:
+        """Return every checkpoint, those of which only the checksums are left included."""
+        return []
+
+    def records(self, *, complete: bool) -> list[Record]:
+        """Return what manifests record, oldest first. Checkpoints with missing or cut files are logged."""
+        found = []
+        for path in self.listed():
+            try:
+                manifest, problems = self.examine(path, "size")
+            except CheckpointDamaged as error:
+                self.skip(path, error)
+                continue
+            if problems:
+                self.skip(path, damaged(problems, path))
+            if not (problems and complete):
+                found.append(replace(manifest.record, name=path.name.removesuffix(SUFFIX)))
+        return sorted(found, key=lambda record: (record.sequence, record.name))
+
+    def describe(self, path: Path) -> Record | None:
+        """Return the record of a checkpoint of this directory; `None` for one in another directory."""
+        return self.record(path) if self.owns(path) else None
+
+    def owns(self, path: Path) -> bool:
+        """Whether a checkpoint is in the directory of this store."""
+        # pathlib raises where links lead to each other.
+        return Path(os.path.realpath(self.directory)) in Path(os.path.realpath(path)).parents
+
+    def record(self, path: Path) -> Record:
+        """Return the record of the checkpoint at a path."""
+        return self.examine(path, "none")[0].record
+
+    # Verifying
+
+    def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
+        """Return the manifest of a checkpoint, and every way in which its files differ from it."""
+        raise NotImplementedError
+
+    def verify(self, path: Path, level: str) -> None:
+        """Compare a checkpoint with its manifest, and raise `CheckpointDamaged` if it differs."""
+        if level != "none":
+            problems = self.examine(path, level)[1]
+            if problems:
+                raise damaged(problems, path)
+
+    def bring(self, path: Path) -> None:
+        """Make a checkpoint that was verified on rank 0 readable at its path by every process. Called on all ranks."""
+
+    def skip(self, path: Path | str, error: Exception) -> None:
+        """Log, once for each reason, that a checkpoint does not count."""
+        if self._skipped.get(path) != str(error):
+            self._skipped[path] = str(error)
+            logger.warning("%s is skipped: %s", path, error)
+
+    def lost(self) -> list[str]:
+        """Return a line for each checkpoint that was skipped and of which something is left."""
+        return [
+            f"{path}: {why}"
+            for path, why in self._skipped.items()
+            if isinstance(path, Path)
+            and is_name(path.name.removesuffix(path.suffix))
+            and storage.absence(path) != storage.MISSING
+        ]
+
+    # Removing
+
+    def recover(self) -> None:
+        """Finish or undo the changes that a killed save has begun."""
+
+    def litter(self) -> list[Path]:
+        """Return the files that killed saves and deletions have left where no process writes."""
+        return []
+
+    def delete(self, name: str) -> None:
+        raise NotImplementedError
+
+    def sweep(self, protected: set[int]) -> None:
+        """Remove what no name leads to any more, except the saves with these sequences."""
+
+    def prune(self, line: Line, *, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
+        """Remove the history that retention gives up. What cannot be removed is tried again at the next save."""
+        try:
+            records = [r for r in self.records(complete=True) if on_line(r, line.branch, line.ancestors)]
+        except OSError as error:
+            logger.warning("Could not see which checkpoints in %s are old: %s", self.directory, error)
+            return
+        protected = {r.sequence for r in records if r.name in ("latest", "best")} | pending
+        if resumed is not None:
+            protected.add(resumed.sequence)
+        for name in to_delete(records, keep=keep, protected=protected):
+            self._try_to(partial(self.delete, name))
+        self._try_to(partial(self.sweep, protected))
+
+    def _try_to(self, remove: Callable[[], None]) -> None:
+        try:
+            remove()
+        except OSError as error:
+            logger.warning("An old checkpoint in %s is still there: %s", self.directory, error)
+
+    def _log_moved(self, path: Path, aside: Path | None) -> None:
+        if aside is not None:
+            logger.warning("%s was in the way of a checkpoint and is no part of one. It is at %s now.", path, aside)
+
+
+# Single files
+
+
+class FileStore(CheckpointStore):
+    """`{name}.pth` with `{name}.pth.sha256`.
+
+    A file and its checksums cannot change at one instant. The new checksums wait in `{name}.pth.sha256.next` while the file is replaced, so
+    that at every instant one of the two describes the file.
+    """
+
+    def path(self, name: str) -> Path:
+        return self.directory / f"{name}{SUFFIX}"
+
+    def locate(self, source: Path) -> Path | None:
+        latest = f"latest{SUFFIX}"
+        for candidate in (source, source / latest, source / self.directory.name / latest):
+            # A bare name is a pointer to a sharded checkpoint.
+            if not is_name(candidate.name) and storage.size_of(candidate) is not None:
+                return candidate
+        return None
+
+    def write(self, write: Callable[[storage.HashingWriter], object], records: Sequence[Record]) -> None:
+        """Write one file durably and publish it under the names of the records, in their order."""
+        self._settle()
+        paths = [self.path(record.name) for record in records]
+        for path in paths:
+            self._make_way(path)
+        staged = storage.staged_name(self.directory)
+        written = storage.write_file(staged, write)
+        try:
+            for path, record in zip(paths, records):
+                storage.replace_text(_beside(path, NEXT), Manifest(record, {path.name: written}).text())
+            storage.sync_directory(self.directory)
+            for path in paths:
+                storage.link(staged, path)
+            storage.sync_directory(self.directory)
+            for path in paths:
+                storage.replace(_beside(path, NEXT), _beside(path, FILE_SUMS))
+            storage.sync_directory(self.directory)
+        finally:
+            storage.discard(staged)
+
+    def _make_way(self, path: Path) -> None:
+        # A deletion that failed half-way must not be finished on what takes the name now.
+        storage.remove(self.directory / f"{DELETING}{path.name.removesuffix(SUFFIX)}")
+        for part in (path, _beside(path, NEXT), _beside(path, FILE_SUMS)):
+            self._log_moved(part, storage.make_way(part))
+        bare = all(storage.absence(_beside(path, suffix)) == storage.MISSING for suffix in (FILE_SUMS, NEXT))
+        if bare and storage.absence(path) == storage.IS_FILE:
+            # No save leaves a file like that, not even a killed one: a user has put it there.
+            self._log_moved(path, storage.set_aside(path))
+
+    def recover(self) -> None:
+        storage.clean(self.directory)
+        for name in sorted(storage.names(self.directory)):
+            if name.startswith(DELETING):
+                self.delete(name.removeprefix(DELETING))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let each file that was being replaced have the checksums that describe it."""
+        for name in sorted(storage.names(self.directory)):
+            path = self.directory / name.removesuffix(NEXT)
+            waiting, sums = _beside(path, NEXT), _beside(path, FILE_SUMS)
+            if not name.endswith(f"{SUFFIX}{NEXT}") or storage.size_of(waiting) is None:
+                continue
+            if not _compare(path, NEXT, "full")[1]:
+                self._log_moved(sums, storage.make_way(sums))
+                storage.replace(waiting, sums)
+            elif storage.absence(path) == storage.MISSING or not _compare(path, FILE_SUMS, "full")[1]:
+                storage.remove(waiting)
+            # Else the file cannot be read now, or fits neither: what describes it is kept.
+
+    def litter(self) -> list[Path]:
+        names = storage.names(self.directory)
+        marked = {f"{name.removeprefix(DELETING)}{SUFFIX}" for name in names if name.startswith(DELETING)}
+        left = {name for name in names if name.startswith((storage.STAGED, DELETING))}
+        left |= {f"{file}{FILE_SUMS}" for file in marked - names}
+        # Of a save that was killed before its file had the name for the first time.
+        waiting = {name.removesuffix(NEXT) for name in names if name.endswith(f"{SUFFIX}{NEXT}")}
+        left |= {f"{file}{NEXT}" for file in waiting - names if f"{file}{FILE_SUMS}" not in names}
+        return [self.directory / name for name in left]
+
+    def listed(self) -> list[Path]:
+        names = storage.names(self.directory)
+        files = {name for name in names if name.endswith(SUFFIX)}
+        described = {name.removesuffix(FILE_SUMS) for name in names if name.endswith(f"{SUFFIX}{FILE_SUMS}")}
+        # A pipe or a directory under a name that the library never gives is no checkpoint, and not worth a word at every restart.
+        others = {name for name in files - described if not is_name(name.removesuffix(SUFFIX))}
+        strange = {name for name in others if storage.is_no_file(self.directory / name)}
+        return [self.directory / name for name in sorted((files | described) - strange)]
+
+    def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
+        # The kind of a path that is no file says more than its missing checksums.
+        problems = [f"{path.name} {storage.absence(path)}"] if storage.is_no_file(path) else []
+        last = None
+        # A save was killed between file and checksums: only the contents tell which of the two describes the file.
+        waiting = storage.size_of(_beside(path, NEXT)) is not None
+        for suffix in (FILE_SUMS, NEXT) if waiting else (FILE_SUMS,):
+            manifest, found = _compare(path, suffix, "full" if waiting else level)
+            if manifest is not None and not found:
+                return manifest, []
+            last = manifest or last
+            problems += found
+        if last is None:
+            raise damaged(problems, path)
+        return last, problems
+
+    def verify(self, path: Path, level: str) -> None:
+        if level == "none" or has_sums(path):
+            super().verify(path, level)
+        elif self.owns(path) or is_of_run(path.parent):
+            raise missing_sums(path)
+        else:
+            verify_alone(path, level)
+
+    def delete(self, name: str) -> None:
+        mark, path = self.directory / f"{DELETING}{name}", self.path(name)
+        storage.write_new_text(mark, "")
+        # Sums last: a file that lost them alone would stay for ever, neither a checkpoint nor removed by retention.
+        for part in (path, _beside(path, NEXT), _beside(path, FILE_SUMS), mark):
+            storage.remove(part)
+
+
+def has_sums(path: Path) -> bool:
+    """Whether a file has its checksums."""
+    return any(storage.size_of(_beside(path, suffix)) is not None for suffix in (FILE_SUMS, NEXT))
+
+
+def is_of_run(directory: Path) -> bool:
+    """Whether files in a directory are checkpoints of a run, and no copies: others have checksums, or the run's description is near."""
+    if storage.size_of(directory.parent / "metadata" / "config.full.yaml") is not None:
+        return True
+    return any(name.endswith((FILE_SUMS, NEXT)) for name in storage.names(directory))
+
+
+def missing_sums(path: Path) -> CheckpointDamaged:
+    """Return the error for a file in the directory of a run that has no checksums."""
+    return CheckpointDamaged(
+        f"Expected a checkpoint with its checksums next to it. Received: {path}; {path.name}{FILE_SUMS} is missing, which in the directory "
+        "of a run is damage. Use another checkpoint; or, if you put the file there, move it to its own directory, where it is "
+        "verified by the checksums inside of it."
+    )
+
+
+def verify_alone(path: Path, level: str, *, required: bool = True) -> None:
+    """Compare a file with the checksums inside of it."""
+    problems = [] if level == "none" else archive_complaints(path, tensors=level == "full", required=required)
+    if problems:
+        raise CheckpointDamaged(
+            f"Expected {path} as it was written. Received: {'; '.join(problems[:5])}. Copy it again, "
+            f"with {path.name}{FILE_SUMS} next to it."
+        )
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.parent / f"{path.name}{suffix}"
+
+
+def _compare(path: Path, suffix: str, level: str) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest next to a file, if it is one of this file, and how the file differs from it."""
+    sums = _beside(path, suffix)
+    try:
+        manifest = read_manifest(sums, sums.name)
+    except CheckpointDamaged as error:
+        return None, [str(error)]
+    described = {*manifest.files, f"{manifest.record.name}{path.suffix}"}
+    if described != {path.name} or not manifest.files:
+        others = ", ".join(sorted(described - {path.name})) or "nothing"
+        return None, [f"{sums.name} describes {others} instead of {path.name}"]
+    return manifest, find_problems(manifest, path.parent, level)
+
+
+# Targets
+
+
+class TargetStore(CheckpointStore):
+    """`targets/{sequence}-{random}/`, written once and never changed, and pointer files `latest`, `best`, `ckpt-*`, `model`.
+
+    A pointer holds the name of a target and nothing else. A target counts when it has its manifest, which is written last.
+    """
+
+    def path(self, name: str) -> Path:
+        return self.directory / TARGETS / name if is_target(name) else self.directory / name
+
+    def give_up(self, target: str) -> None:
+        """Remove a target that could not be finished; when that fails as well, the next process that saves does it."""
+        try:
+            storage.remove_tree(self.path(target))
+        except OSError as error:
+            logger.warning("Could not remove the unfinished %s: %s", self.path(target), error)
+
+    def publish(self, target: str, names: Sequence[str]) -> None:
+        """Let names lead to a complete target, in the order given. Here a save into a directory becomes visible."""
+        for name in names:
+            self._log_moved(self.directory / name, storage.make_way(self.directory / name))
+            storage.write_text(self.directory / name, f"{target}\n")
+
+    def locate(self, source: Path) -> Path | None:
+        for candidate in (source, source / "latest", source / self.directory.name / "latest"):
+            if is_name(candidate.name) and storage.size_of(candidate) is not None:
+                return candidate
+        return source if storage.size_of(source / SUMS) is not None else None
+
+    def target(self, path: Path) -> Path:
+        if os.path.isdir(path) and not is_name(path.name):
+            return path
+        try:
+            size = storage.size_of(path)
+            if size is None:
+                raise damaged([f"{path.name} {storage.absence(path)}"], path)
+            name = storage.read_text(path).removesuffix("\n") if size <= _POINTER_BYTES else f"{size} bytes"
+        except OSError as error:
+            raise damaged([f"{path.name} cannot be read: {reason(error)}"], path) from error
+        if not is_target(name):
+            raise CheckpointDamaged(
+                f"Expected {path} to hold the name of a target, such as 00000012-1a2b3c4d. Received: {name[:80]!r}. Use another checkpoint."
+            )
+        target = path.parent / TARGETS / name
+        if not os.path.isdir(target):
+            raise CheckpointDamaged(
+                f"Expected {path} to lead to a target. Received: {TARGETS}/{name}, which {storage.absence(target)}. Use another checkpoint."
+            )
+        return target
+
+    def recover(self) -> None:
+        targets = self.directory / TARGETS
+        refuse_link(targets)
+        if not os.path.isdir(targets):
+            self._log_moved(targets, storage.set_aside(targets) if os.path.lexists(targets) else None)
+        storage.make_directory(targets)
+        storage.clean(self.directory)
+        for path in self.litter():
+            if path.parent == targets:
+                self.give_up(path.name)
+
+    def litter(self) -> list[Path]:
+        left = [self.directory / name for name in storage.names(self.directory) if name.startswith(storage.STAGED)]
+        targets = self.directory / TARGETS
+        names = storage.names(targets) if os.path.isdir(targets) else ()
+        return left + [targets / name for name in names if is_target(name) and _is_unfinished(targets / name)]
+
+    def listed(self) -> list[Path]:
+        pointers = [self.directory / name for name in sorted(filter(is_name, storage.names(self.directory)))]
+        led_to = set()
+        for pointer in pointers:
+            with suppress(CheckpointDamaged):  # `examine` says why
+                led_to.add(self.target(pointer).name)
+        nameless = [self.path(name) for name in sorted(filter(is_target, self.targets() - led_to))]
+        return pointers + [path for path in nameless if not _is_unfinished(path)]
+
+    def targets(self) -> set[str]:
+        """Return the names of the targets in the directory."""
+        try:
+            return storage.names(self.directory / TARGETS)
+        except OSError as error:
+            # The other kind of checkpoints in the same directory may be as good as ever.
+            self.skip(self.directory / TARGETS, error)
+            return set()
+
+    def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
+        target = self.target(path)
+        try:
+            manifest = read_manifest(target / SUMS, f"{target.name}/{SUMS}")
+        except CheckpointDamaged as error:
+            raise damaged([str(error)], path) from error
+        if manifest.record.name != target.name:
+            raise damaged([f"{target.name}/{SUMS} describes {manifest.record.name} instead of {target.name}"], path)
+        names = storage.names(target)
+        # Of what is spread over machines, those files that are here.
+        here = {name: of for name, of in manifest.files.items() if not self.is_part or name in names}
+        problems = find_problems(replace(manifest, files=here), target, level) + misled(path, manifest.record)
+        extra = sorted(names - manifest.files.keys() - {SUMS})
+        return manifest, problems + [f"{name} is not part of it" for name in extra]
+
+    def delete(self, name: str) -> None:
+        storage.remove(self.directory / name)
+
+    def sweep(self, protected: set[int]) -> None:
+        for record in self.records(complete=False):
+            unused = is_target(record.name) and record.sequence not in protected
+            if unused and not os.path.islink(self.path(record.name)):
+                # The manifest first: without it the target does not count, whatever else is left when this is interrupted.
+                storage.remove(self.path(record.name) / SUMS)
+                storage.remove_tree(self.path(record.name))
+
+    def follow(self, sequence: int, kept: Collection[str]) -> None:
+        """Remove this machine's part of older targets that the main process has removed."""
+        for name in sorted(self.targets() - {*kept}):
+            older = is_target(name) and int(name.partition("-")[0]) < sequence
+            if older and not os.path.islink(self.path(name)):
+                self._try_to(partial(storage.remove_tree, self.path(name)))
+
+
+def new_target(sequence: int) -> str:
+    """Return a name that no attempt ever had."""
+    return f"{sequence:08d}-{uuid.uuid4().hex[:8]}"
+
+
+def is_target(name: str) -> bool:
+    return _TARGET.fullmatch(name) is not None
+
+
+def is_engine_target(target: Path) -> bool:
+    """Whether a target was written by the DeepSpeed manager."""
+    return storage.size_of(target / RUNNER_FILE) is not None
+
+
+def misled(pointer: Path, record: Record) -> list[str]:
+    """Return the defects of a pointer to a checkpoint of another step or epoch than its name says; empty when nothing is."""
+    fitting = [history_name(step_mode=mode, epoch=record.epoch, global_step=record.step) for mode in (True, False)]
+    if not is_history(pointer.name) or pointer.name in fitting:
+        return []
+    return [f"{pointer.name} leads to the checkpoint of step {record.step}, epoch {record.epoch}"]
+
+
+def _is_unfinished(target: Path) -> bool:
+    """Whether a target is what a killed save leaves: a directory without a manifest, which is written last."""
+    return os.path.isdir(target) and not os.path.islink(target) and storage.absence(target / SUMS) == storage.MISSING
+
+
+# All of a run
+
+
+def stores_in(directory: Path, *, first: type[CheckpointStore] = FileStore) -> list[CheckpointStore]:
+    """Return both kinds of stores of a directory: a run may go on with another kind of manager."""
+    kinds: dict[type[CheckpointStore], None] = dict.fromkeys((first, FileStore, TargetStore))
+    return [kind(directory) for kind in kinds]
+
+
+def newest_record(directory: Path) -> Record | None:
+    """Return the record of the newest save in a directory, of any kind, from the manifests alone; unreadable ones are left out."""
+    found = []
+    with suppress(OSError):
+        for path in (*directory.glob(f"*{FILE_SUMS}"), *directory.glob(f"{TARGETS}/*/{SUMS}")):
+            with suppress(CheckpointError, OSError):
+                found.append(read_manifest(path, path.name).record)
+    return newest(found)
+
+
+Found = tuple[Record, CheckpointStore]
+"""The record of a checkpoint, and the store that has it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +564,15 @@ class DiskSharing:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run, in its directory and elsewhere. Nothing here communicates; what accesses a disk runs on rank 0."""
+    """The checkpoints of one run, in its directory and elsewhere.
+
+    Args:
+        path: The directory.
+        first: The kind of store that the run saves in.
+        run_id: Identity of the run.
+        settings: Policy.
+        compare: Returns how the configuration in the checkpoint at a path differs from that of this run, one line a key.
+    """
 
     def __init__(
         self,
@@ -49,17 +581,15 @@ class CheckpointDirectory:
         first: type[CheckpointStore],
         run_id: str,
         settings: CheckpointSettings,
-        compare: Callable[[Mapping[str, Any]], list[str]] | None = None,
+        compare: Callable[[Path], list[str]],
     ) -> None:
         self.path = path
         self.run_id = run_id
         self._settings = settings
         self._compare = compare
-        # A run may go on with another kind of manager: what the other kinds have written counts and can be loaded.
-        self.stores = stores_in(path, first=first, run_id=run_id)
+        self.stores = stores_in(path, first=first)
+        """Where the checkpoints of the run are: its own store first, then those of other kinds and elsewhere."""
         self.sharing = DiskSharing()
-        self.mirror: Any = None
-        """See `CheckpointManager.mirror`."""
         self.resumed: Record | None = None
         """The checkpoint of the run that the process goes on from; `None` from scratch. Known on all ranks."""
         self._line: Line | None = None
@@ -86,8 +616,7 @@ class CheckpointDirectory:
         scheme, is_url, _ = str(source).partition("://")
         if self._open_sources is None or not is_url or not scheme.isalnum():
             return None
-        if self._sources is None:
-            self._sources = self._open_sources()
+        self._sources = self._sources or self._open_sources()
         return self._sources
 
     def release(self) -> None:
@@ -107,7 +636,7 @@ class CheckpointDirectory:
         """Find a checkpoint and compare it with its checksums; return whether it was brought from an object store, and its path."""
         store, path = self._resolve(source)
         store.verify(path, self._settings.verify)
-        if store.lacks_sums(path) and path not in self._alone:
+        if isinstance(store, FileStore) and not has_sums(path) and path not in self._alone:
             self._alone.add(path)
             logger.warning("%s has no checksums next to it%s", path, _ALONE[self._settings.verify])
         self._record_of(store, path)
@@ -140,8 +669,7 @@ class CheckpointDirectory:
             found = store.find(wanted)
             if found is not None:
                 return store, found
-        present = sorted({r.name for store in stores for r in store.records(complete=True)})
-        there = ", ".join(present) or "none"
+        there = ", ".join(sorted({r.name for store in stores for r in store.records(complete=True)})) or "none"
         if sources is not None:
             raise CheckpointNotFound(
                 f"Expected a checkpoint at {source}. Received: none (in {stores[0].place} there are: {there}). Give the URL of one that "
@@ -201,9 +729,9 @@ class CheckpointDirectory:
 
     # All of them
 
-    def records(self) -> list[Found]:
-        """Return the record of every checkpoint, incomplete ones included, with the store that has it."""
-        return [(record, store) for store in self.stores for record in store.records(complete=False)]
+    def records(self, *, complete: bool = False) -> list[Found]:
+        """Return the record of every checkpoint, with the store that has it."""
+        return [(record, store) for store in self.stores for record in store.records(complete=complete)]
 
     def _whole(self) -> list[CheckpointStore]:
         """Return the stores whose checkpoints every rank can read."""
@@ -220,12 +748,8 @@ class CheckpointDirectory:
             return
         record, store = max(foreign, key=lambda pair: pair[0].sequence)
         differences: list[str] = []
-        if self._compare is not None:
-            try:
-                path = store.target(store.path_of(record))
-                differences = self._compare(read_payload(path, sections=["runner", "state"], mmap=True))
-            except (CheckpointError, OSError):
-                pass  # its configuration only makes the refusal clearer
+        with suppress(CheckpointError, OSError):  # its configuration only makes the refusal clearer
+            differences = self._compare(store.target(store.path_of(record)))
         others = "".join(f"\n  {line}" for line in differences)
         raise CheckpointMismatch(
             f"Expected {store.place} to hold checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
@@ -235,10 +759,9 @@ class CheckpointDirectory:
 
     def still_good(self) -> str:
         """Return a sentence for an error: it names the complete checkpoints that remain, the newest first."""
-        try:
-            found = [record for store in self.stores for record in store.records(complete=True)]
-        except (CheckpointError, OSError):
-            found = []
+        found: list[Record] = []
+        with suppress(CheckpointError, OSError):
+            found = [record for record, _ in self.records(complete=True)]
         if not found:
             return f"What was complete before was not touched; in {self.path} no complete checkpoint can be seen now."
         newest_first = sorted(found, key=lambda record: record.sequence, reverse=True)
@@ -253,16 +776,10 @@ class CheckpointDirectory:
         self.resumed = record
         self._line = None
 
-    def open_save(self, names: list[str], *, needed: int, epoch: int, global_step: int) -> list[Record]:
-        """Number the next save, see that there is room for it, and return its records, one a name."""
-        if self._line is None:
-            self._line = self._open_line()
-        self._make_room(needed)
-        self._line = line = replace(self._line, sequence=self._line.sequence + 1)
-        return [Record(n, line.sequence, line.branch, line.ancestors, self.run_id, global_step, epoch) for n in names]
-
-    def _open_line(self) -> Line:
-        """Make the directory ready for saves, and return where they belong."""
+    def open_line(self) -> None:
+        """Before the first save, make the directory ready and find out where saves belong."""
+        if self._line is not None:
+            return
         storage.make_directory(self.path)
         self.stores[0].recover()
         found = self.records()
@@ -275,37 +792,19 @@ class CheckpointDirectory:
             logger.warning(
                 "Going on %s: %d saves in %s are no longer part of this run.", origin, len(abandoned), self.path
             )
-        return line
+        self._line = line
 
-    def _make_room(self, needed: int) -> None:
-        """Refuse a save that the disk has no room for, though uploads that wait are given up for it."""
-        try:
-            storage.require_space(self.path, needed)
-        except CheckpointError:
-            given_up = self.mirror.let_go() if self.mirror is not None else []
-            if not given_up:
-                raise
-            logger.warning(
-                "%s has no room for the next save: %s will not be copied to the object store, and may be removed here.",
-                self.path,
-                ", ".join(given_up),
-            )
-            self.prune()
-            storage.require_space(self.path, needed)
+    def next_records(self, names: list[str], *, epoch: int, global_step: int) -> list[Record]:
+        """Number the next save, and return its records, one a name."""
+        assert self._line is not None
+        self._line = line = replace(self._line, sequence=self._line.sequence + 1)
+        return [Record(n, line.sequence, line.branch, line.ancestors, self.run_id, global_step, epoch) for n in names]
 
-    def prune(self) -> None:
-        """Remove the history that retention gives up, once a save is complete; saves whose upload is not complete stay."""
+    def prune(self, pending: frozenset[int]) -> None:
+        """Remove the history that retention gives up, once a save is complete; saves whose upload is pending stay."""
         if self._line is not None:
-            pending = self.mirror.pending() if self.mirror is not None else frozenset()
             keep = self._settings.keep_latest_k
             self.stores[0].prune(self._line, keep=keep, resumed=self.resumed, pending=pending)
-
-    def follow(self, sequence: int, exchange: Callable[[object], list[Any]], *, is_main: bool) -> None:
-        """On machines with separate disks, remove the checkpoints that the main process has removed. On all ranks, in background too."""
-        if self.sharing.is_split:
-            kept = exchange(self.stores[0].targets() if is_main else None)[0]
-            if self.sharing.follows:
-                self.stores[0].follow(sequence, kept)
 
     def tidy(self) -> None:
         """Remove the files that killed saves and deletions have left in the directory of this run, where no other process writes."""
@@ -314,7 +813,7 @@ class CheckpointDirectory:
             return
         try:
             for store in self.stores:
-                if store.is_used():
+                if not isinstance(store, TargetStore) or (self.path / TARGETS).is_dir():
                     store.recover()
             storage.clean(self.path, storage.UPLOADING)
         except OSError as error:

@@ -21,11 +21,11 @@ from danling.utils.plain import parse_json
 from danling.utils.tensors import canonical_name, is_sharded
 
 from . import storage
+from .directory import TARGETS, FileStore, has_sums, is_of_run, missing_sums
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .manifest import is_name
 from .rank_files import join_ranks, rank_files
 from .reading import is_of_ranks, moment
-from .store import TARGETS, has_sums, is_of_run, missing_sums, read_file_manifest
 from .torch_files import check_foreign, holds_format, is_own, read_file
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _is_foreign(path: Path) -> bool:
 def _read_torch_file(path: Path) -> object:
     """Read a file of `torch.save` after comparing it with its checksums, or with those inside of it if there are none next to it."""
     if has_sums(path):
-        read_file_manifest(path, "full")
+        FileStore(path.parent).verify(path, "full")
         return read_file(path)
     check_foreign(path, "full")
     content = read_file(path)

@@ -1,6 +1,6 @@
-"""The checkpoint managers: when a save is made, in which thread, and which errors all ranks raise; and the manager of single files.
+"""The checkpoint managers: when a save is made, of which copy of the state, in which thread, and which errors all ranks raise.
 
-How checkpoints are arranged on the disk is told by `store`, which one is meant by `directory`.
+Last comes the manager of single files. `directory` arranges checkpoints on the disk and finds them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from danling.utils.protocols import ReductionDomain
+from danling.utils.tensors import local_part, with_local_part
 
 from . import storage
-from .directory import CheckpointDirectory
+from .directory import CheckpointDirectory, CheckpointStore, FileStore, TargetStore, new_target
 from .errors import CheckpointDiskError, CheckpointError, disk_error
 from .manifest import Record, history_name
 from .reading import read_payload
-from .snapshot import SnapshotBuffers, count_bytes, to_host
-from .store import CheckpointStore, FileStore, TargetStore
 
 logger = logging.getLogger("danling")
 
@@ -33,6 +33,9 @@ T = TypeVar("T")
 
 Told = tuple[type[Exception], str]
 """The class and the text of an error: it need not be possible to pickle the error itself."""
+
+_PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
+_KEPT = (type(None), torch.dtype, torch.device, torch.Size, *_PLAIN)
 
 _SECONDS_BETWEEN_SIGNS = 1.0
 """How often ranks that wait for each other's uploads hear that the others still do."""
@@ -96,6 +99,137 @@ class Saved:
     def may_give_way(self) -> bool:
         """Whether a newer save may take its place: it is no history, no best and no export."""
         return self.names == ("latest",)
+
+
+# A copy of a state that later updates do not reach
+
+
+def convert(value: object, on_tensor: Callable[[Tensor], Tensor], path: str = "") -> Any:
+    """Return nested mappings, lists and tuples as dicts, lists and tuples, with `on_tensor` applied to every tensor."""
+    if isinstance(value, Tensor):
+        return on_tensor(value.detach())
+    if isinstance(value, Mapping):
+        return {
+            _plain(key, path): convert(item, on_tensor, f"{path}.{key}" if path else str(key))
+            for key, item in value.items()
+        }
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [convert(item, on_tensor, f"{path}.{index}") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, set):
+        return {_plain(item, path) for item in value}
+    return _plain(value, path)
+
+
+def _plain(value: object, path: str) -> object:
+    if type(value) in _KEPT:
+        return value
+    for kind in _PLAIN:
+        # Subclasses such as numpy's float64 and enumerations, which a safe reader does not know.
+        if isinstance(value, kind):
+            return kind(value)
+    raise CheckpointError(
+        f"Expected tensors and plain values in a checkpoint. Received: {path}={value!r} ({type(value).__name__}). Save it as a tensor, a "
+        "number, a string, or a list or dict of these."
+    )
+
+
+class SnapshotBuffers:
+    """Host memory for copies of a state.
+
+    One set of buffers is kept between saves, since fresh memory costs several times the copy itself: it is taken by the first
+    save and by every later one that finds it free. A save that comes while it is taken gets other memory.
+    """
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self._shared = shared
+        self._spare: dict[Any, list[Tensor]] | None = {}
+        self._lock = threading.Lock()
+
+    def copy(self, value: object) -> tuple[Any, Callable[[], None]]:
+        """Copy a state; tensors that are one and the same share their copy."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        used: dict[Any, list[Tensor]] = {}
+        copies: dict[Any, Tensor] = {}
+        devices = set()
+
+        def on_tensor(tensor: Tensor) -> Tensor:
+            local = local_part(tensor)
+            if is_traceable_wrapper_subclass(local):
+                # Such as a weight in 8 bits: it owns no memory, and may not support empty copies.
+                return with_local_part(tensor, _with_parts(local, on_tensor))
+            if local.layout != torch.strided:
+                return tensor.cpu().clone()
+            key = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+            if local.numel() == 0 or key not in copies:
+                copies[key] = self._buffer(local, spare, used)
+                copies[key].copy_(local, non_blocking=True)
+                devices.add(local.device)
+            return with_local_part(tensor, copies[key])
+
+        copied = convert(value, on_tensor)
+        for device in devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        return copied, lambda: self._give_back(spare is not None, used)
+
+    def _buffer(self, tensor: Tensor, spare: dict[Any, list[Tensor]] | None, used: dict[Any, list[Tensor]]) -> Tensor:
+        key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type)
+        free = spare.get(key) if spare else None
+        # Through empty_like, so that a slice of a large storage does not take all of it along.
+        if free:
+            buffer = free.pop()
+        else:
+            pinned = tensor.device.type == "cuda" and not self._shared
+            buffer = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+            if self._shared:
+                buffer.share_memory_()  # type: ignore[no-untyped-call]
+        used.setdefault(key, []).append(buffer)
+        return buffer
+
+    def _give_back(self, reusable: bool, used: dict[Any, list[Tensor]]) -> None:
+        if reusable:
+            with self._lock:
+                self._spare = used
+
+
+def _with_parts(tensor: Tensor, on_part: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor that is made of others with something else in the place of these."""
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: on_part(getattr(tensor, name).detach()) for name in names}
+    whole: Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+    return whole
+
+
+def to_host(value: object) -> Any:
+    """Return a state ready to be written at once: on the CPU, and no tensor that drags a larger storage along."""
+
+    def on_tensor(tensor: Tensor) -> Tensor:
+        local = local_part(tensor)
+        if local.device.type != "cpu":
+            return with_local_part(tensor, local.cpu())
+        if local.layout == torch.strided and local.untyped_storage().nbytes() > local.numel() * local.element_size():
+            return with_local_part(tensor, local.clone())
+        return tensor
+
+    return convert(value, on_tensor)
+
+
+def count_bytes(value: object) -> int:
+    """Return the bytes that the tensors of a state take, those of sharded ones on all ranks together."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(count_bytes(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(count_bytes(item) for item in value)
+    return 0
+
+
+# In the background
 
 
 class SaveExecutor:
@@ -216,34 +350,26 @@ class CheckpointManager(ABC):
         self.domain = domain
         self.settings = settings
         self.step_mode = step_mode
+
+        def differences(path: Path) -> list[str]:
+            return compare(read_payload(path, sections=["runner", "state"], mmap=True)) if compare is not None else []
+
         self.checkpoints = CheckpointDirectory(
-            self.directory, first=self.store_class, run_id=run_id, settings=settings, compare=compare
+            self.directory, first=self.store_class, run_id=run_id, settings=settings, compare=differences
         )
         self.store = self.checkpoints.stores[0]
         self._executor = SaveExecutor()
         self._buffers = SnapshotBuffers()
         self._closed = False
         self._said_need = False
+        self.mirror: Any = None
+        """Copies saves to an object store, on all ranks or on none; see `danling.remote.mirror.CheckpointMirror`."""
         self.before_save: Callable[[], None] = _nothing
         """Called on rank 0 before a save begins; what it raises refuses the save on all ranks."""
         self.planned_history: Callable[[], int] = int
         """Returns how many checkpoints with a history name the whole run will make; 0 where that is not known."""
         self.after_save: Callable[[Mapping[str, Any]], None] = _nothing
         """Called on rank 0 with the payload of a full state that is on the disk, maybe in the background; it must not communicate."""
-
-    @property
-    def stores(self) -> list[CheckpointStore]:
-        """Where the checkpoints of the run are: its own store first, then those of other kinds and elsewhere."""
-        return self.checkpoints.stores
-
-    @property
-    def mirror(self) -> Any:
-        """What copies saves to an object store, on all ranks or on none; see `danling.remote.mirror.CheckpointMirror`."""
-        return self.checkpoints.mirror
-
-    @mirror.setter
-    def mirror(self, mirror: Any) -> None:
-        self.checkpoints.mirror = mirror
 
     # Saving
 
@@ -291,7 +417,24 @@ class CheckpointManager(ABC):
                 self.directory,
                 _as_size(count * needed),
             )
-        return self.checkpoints.open_save(names, needed=needed, epoch=epoch, global_step=global_step)
+        self.checkpoints.open_line()
+        try:
+            storage.require_space(self.directory, needed)
+        except CheckpointError:
+            given_up = self.mirror.let_go() if self.mirror is not None else []
+            if not given_up:
+                raise
+            logger.warning(
+                "%s has no room for the next save: %s will not be copied to the object store, and may be removed here.",
+                self.directory,
+                ", ".join(given_up),
+            )
+            self._prune()
+            storage.require_space(self.directory, needed)
+        return self.checkpoints.next_records(names, epoch=epoch, global_step=global_step)
+
+    def _prune(self) -> None:
+        self.checkpoints.prune(self.mirror.pending() if self.mirror is not None else frozenset())
 
     def _prepared(self, payload: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Return the payload as it is written, and what to call when that is done."""
@@ -307,7 +450,7 @@ class CheckpointManager(ABC):
 
     def _saved(self, payload: Mapping[str, Any], names: Iterable[str]) -> None:
         """Do what follows when a payload is on the disk under its names. Called on rank 0, maybe in the background."""
-        self.checkpoints.prune()
+        self._prune()
         if "latest" in names:
             self.after_save(payload)
 
@@ -386,11 +529,6 @@ class CheckpointManager(ABC):
         self.wait()
         self.checkpoints.continue_from(self.on_main(lambda: self.checkpoints.describe(source)))
         self.release()
-
-    @property
-    def resumed(self) -> Record | None:
-        """The checkpoint of this run that it goes on from; `None` from scratch, and from another run."""
-        return self.checkpoints.resumed
 
     def release(self) -> None:
         """Remove what was brought of other runs, since it has been read. Call on all ranks."""
@@ -590,7 +728,7 @@ class CollectiveCheckpointManager(CheckpointManager):
 
     def _open_target(self, needed: int, epoch: int, global_step: int) -> Record:
         record = self._open_save(["latest"], needed=needed, epoch=epoch, global_step=global_step)[0]
-        return replace(record, name=self.store.new_target(record.sequence))
+        return replace(record, name=new_target(record.sequence))
 
     def _is_mirror_behind(self, exchange: Callable[[object], list[Any]]) -> bool:
         """Whether a save waits to be copied on any rank: they are to copy the same saves. Called on all ranks."""
@@ -606,6 +744,13 @@ class CollectiveCheckpointManager(CheckpointManager):
         self._mirrored(record, names, target=record.name, own=own, put_off=put_off)
         if is_main:
             self._saved(payload, names)
+
+    def _follow(self, sequence: int, exchange: Callable[[object], list[Any]]) -> None:
+        """On machines with separate disks, remove the checkpoints that the main process has removed. Called on all ranks."""
+        if self.checkpoints.sharing.is_split:
+            kept = exchange(self.store.targets() if self.domain.rank == 0 else None)[0]
+            if self.checkpoints.sharing.follows:
+                self.store.follow(sequence, kept)
 
 
 def _as_size(size: int) -> str:

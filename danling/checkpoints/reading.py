@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import storage
+from .directory import SUFFIX, CheckpointStore, is_engine_target, stores_in
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
-from .manifest import Manifest, Record, newest
-from .store import FILE_SUMS, SUFFIX, SUMS, TARGETS, CheckpointStore, FileStore, TargetStore, is_engine_target
 
 if TYPE_CHECKING:
     from .manager import CheckpointManager
@@ -38,11 +36,6 @@ def manager_named(backend: str) -> type[CheckpointManager]:
 def _reader(path: Path) -> Any:
     kind = "file" if not path.is_dir() else "deepspeed" if is_engine_target(path) else "dcp"
     return import_module(READERS[kind])
-
-
-def stores_in(directory: Path, *, first: type[CheckpointStore] = FileStore, run_id: str = "") -> list[CheckpointStore]:
-    kinds: dict[type[CheckpointStore], None] = dict.fromkeys((first, FileStore, TargetStore))
-    return [kind(directory, run_id=run_id) for kind in kinds]
 
 
 def locate(source: str | Path) -> tuple[CheckpointStore, Path]:
@@ -137,27 +130,6 @@ def stored_settings(directory: Path) -> tuple[Mapping[str, Any], int] | None:
 
 def _usual(directory: Path) -> list[Path]:
     return [directory / name for name in ("latest", f"latest{SUFFIX}", "best", f"best{SUFFIX}")]
-
-
-def newest_record(directory: Path) -> Record | None:
-    """Return the record of the newest save in a directory, of any kind, from the manifests alone; unreadable ones are left out."""
-
-    def manifests() -> Iterator[Path]:
-        for below, suffix in ((directory, FILE_SUMS), (directory / TARGETS, "")):
-            try:
-                names = storage.names(below)
-            except OSError:
-                continue
-            yield from (below / name / (SUMS if not suffix else "") for name in names if name.endswith(suffix))
-
-    records = []
-    for path in manifests():
-        try:
-            if storage.size_of(path) is not None:
-                records.append(Manifest.parse(storage.read_text(path)).record)
-        except (CheckpointError, OSError):
-            continue
-    return newest(records)
 
 
 # A file must not declare itself trusted. Compiled code runs when it is loaded, and options of a compiler can name programs that it runs.

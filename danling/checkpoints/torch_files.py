@@ -13,10 +13,10 @@ import torch
 from danling.utils.tensors import local_part
 
 from . import storage
+from .directory import FILE_SUMS, verify_alone
 from .errors import CheckpointDamaged, CheckpointMismatch, disk_error
 from .manifest import is_archive, oversized
 from .outline import Outline, tensors_in, without_tensors
-from .store import FILE_SUMS, verify_alone
 
 FORMAT_VERSION = 1
 """`format_version` of new files, and the newest one that can be read."""

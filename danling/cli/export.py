@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from danling.checkpoints.directory import FILE_SUMS, TARGETS, FileStore, has_sums, is_engine_target
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.checkpoints.store import FILE_SUMS, TARGETS, is_engine_target
 
 from .inspection import read_contents
 from .output import OK, add_json, as_bytes, print_json
@@ -154,7 +154,7 @@ def read_weights(
     store, found = locate(source)
     store.verify(found, "full")
     target = store.target(found)
-    alone = store.lacks_sums(found)
+    alone = isinstance(store, FileStore) and not has_sums(found)
     sections = ["model", *(["ema"] if ema else []), *(["state"] if alone else []), *(["frozen"] if complete else [])]
     payload = read_payload(target, sections=sections, trust=trust)
     model: Any = payload.get("model")

@@ -16,10 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from danling.checkpoints import storage
+from danling.checkpoints.directory import (
+    FILE_SUMS,
+    SUFFIX,
+    SUMS,
+    TARGETS,
+    FileStore,
+    TargetStore,
+    has_sums,
+    is_of_run,
+    stores_in,
+    verify_alone,
+)
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from danling.checkpoints.manifest import is_name
-from danling.checkpoints.reading import is_of_ranks, locate, stores_in
-from danling.checkpoints.store import FILE_SUMS, SUFFIX, SUMS, has_sums, is_of_run, verify_alone
+from danling.checkpoints.reading import is_of_ranks, locate
 from danling.utils.messages import as_text
 from danling.workspace.run_directory import is_in_use
 from danling.workspace.workspace import litter_in_run
@@ -110,8 +121,10 @@ def checkpoints_of(path: Path) -> Iterator[Path]:
         yield path
         return
     for directory in (path, path / "checkpoints"):
-        for store in stores_in(directory):
-            yield from store.listed()
+        if directory.is_dir():
+            yield from FileStore(directory).listed()
+        if (directory / TARGETS).is_dir():
+            yield from TargetStore(directory).listed()
 
 
 def _verdict(path: Path, level: str) -> dict[str, Any]:
@@ -120,8 +133,7 @@ def _verdict(path: Path, level: str) -> dict[str, Any]:
         if path.suffix == SUFFIX and path.is_file() and not has_sums(path) and not is_of_run(path.parent):
             found |= _facts_of_a_copy(path, level)
         else:
-            known = stores_in(path.parent)
-            store = next((store for store in known if store.claims(path)), known[-1])
+            store = FileStore(path.parent) if path.suffix == SUFFIX else TargetStore(path.parent)
             manifest, found["problems"] = store.examine(path, level)
             found |= {"step": manifest.record.step, "epoch": manifest.record.epoch}
     except (CheckpointDamaged, OSError) as error:

@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 
 from danling.checkpoints import storage
+from danling.checkpoints.directory import RUNNER_FILE, SUMS, is_engine_target
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from danling.checkpoints.exchange import export_weights
-from danling.checkpoints.manager import CollectiveCheckpointManager
+from danling.checkpoints.manager import CollectiveCheckpointManager, count_bytes, to_host
 from danling.checkpoints.manifest import Manifest, Record, archive_complaints, is_archive
 from danling.checkpoints.outline import Outline, tensors_in, without_tensors
 from danling.checkpoints.reading import locate
 from danling.checkpoints.reading import read_payload as read_any
-from danling.checkpoints.snapshot import count_bytes, to_host
-from danling.checkpoints.store import RUNNER_FILE, SUMS, is_engine_target
 from danling.checkpoints.torch_files import check_format, read_file
 from danling.utils.tensors import canonical_name
 
@@ -183,7 +182,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         self.on_main(publish)
         if not is_main:
             self._publish(record, names, plain, files.written, put_off=put_off)
-        self.checkpoints.follow(record.sequence, exchange, is_main=is_main)
+        self._follow(record.sequence, exchange)
 
     def load_checkpoint(
         self,

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from danling.checkpoints import read_config, storage
-from danling.checkpoints.directory import DiskSharing
+from danling.checkpoints.directory import SUMS, DiskSharing, TargetStore
 from danling.checkpoints.manager import CheckpointManager, Saved
 from danling.checkpoints.manifest import is_name
-from danling.checkpoints.store import SUMS, TargetStore
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.process import in_notebook
 from danling.workspace.workspace import is_unfinished
@@ -95,9 +94,9 @@ class RunMirror:
         self._manager.on_main(self._begin)
 
     def _begin(self) -> None:
-        here = [store for store in self._manager.stores if not (store.is_elsewhere or store.is_part)]
+        here = [store for store in self._manager.checkpoints.stores if not (store.is_elsewhere or store.is_part)]
         local = [(record, store) for store in here for record in store.records(complete=True)]
-        if not local and self._manager.resumed is None and self.run.records:
+        if not local and self._manager.checkpoints.resumed is None and self.run.records:
             newest = max(self.run.records, key=lambda record: record.sequence)
             raise RemoteError(
                 f"Expected {self.run.url} to hold no run, since this one begins from scratch. Received: one at step {newest.step}. Set "
@@ -220,7 +219,6 @@ class RemoteStores:
         url, layout = runner.config.checkpoint.remote.url, RunLayout(place.family, place.instance)
         return RemoteSources(
             runner.workspace.checkpoints,
-            run_id=runner.id,
             connect=self.connect,
             home=(url, layout) if url is not None else None,
         )

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from danling.checkpoints import storage
+from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError
 from danling.checkpoints.manager import Saved
 from danling.checkpoints.manifest import Manifest, read_manifest
-from danling.checkpoints.store import SUFFIX, SUMS, TARGETS
 from danling.utils.messages import Paced
 
 from .store import RemoteError, RemoteStore, RemoteUnavailable

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from danling.checkpoints.directory import SUFFIX, TARGETS, is_target, misled
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
-from danling.checkpoints.store import SUFFIX, TARGETS, is_target, misled
 from danling.utils.files import is_plain_path
 from danling.workspace.runs import Run, find_runs
 

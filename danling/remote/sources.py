@@ -17,9 +17,9 @@ from pathlib import Path
 from yaml import YAMLError
 
 from danling.checkpoints import storage
+from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS, CheckpointStore, FileStore, TargetStore, is_target
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from danling.checkpoints.manifest import Record, is_name
-from danling.checkpoints.store import SUFFIX, SUMS, TARGETS, CheckpointStore, FileStore, TargetStore, is_target
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.files import is_plain_path, refuse_link
 from danling.utils.plain import parse_yaml
@@ -68,12 +68,12 @@ class RemoteCheckpoints(CheckpointStore):
 
     is_elsewhere = True
 
-    def __init__(self, directory: Path, run: StoredRun, *, run_id: str, is_home: bool = True) -> None:
-        super().__init__(directory, run_id=run_id)
+    def __init__(self, directory: Path, run: StoredRun, *, is_home: bool = True) -> None:
+        super().__init__(directory)
         self.run = run
         self.is_home = is_home
-        self._files = FileStore(directory, run_id=run_id)
-        self._targets = TargetStore(directory, run_id=run_id)
+        self._files = FileStore(directory)
+        self._targets = TargetStore(directory)
 
     @property
     def place(self) -> str:
@@ -208,19 +208,17 @@ class RemoteSources:
         self,
         directory: Path,
         *,
-        run_id: str,
         connect: Callable[[str], RemoteStore],
         home: tuple[str, RunLayout] | None,
     ) -> None:
         self._directory = directory
-        self._run_id = run_id
         self._connect = connect
         self._home = home
         self._others: dict[str, RemoteCheckpoints] = {}
 
     def own(self) -> RemoteCheckpoints | None:
         """Return the store of the run itself."""
-        return None if self.home is None else RemoteCheckpoints(self._directory, self.home, run_id=self._run_id)
+        return None if self.home is None else RemoteCheckpoints(self._directory, self.home)
 
     @cached_property
     def home(self) -> StoredRun | None:
@@ -259,7 +257,7 @@ class RemoteSources:
         key = f"{place.base}/{place.layout.root}"
         if key not in self._others:
             run, directory = StoredRun(self._connect(place.base), place.layout), self._place_for(key)
-            self._others[key] = RemoteCheckpoints(directory, run, run_id=self._run_id, is_home=False)
+            self._others[key] = RemoteCheckpoints(directory, run, is_home=False)
         return self._others[key]
 
     def bring_file(self, url: str) -> Path | None:
@@ -307,7 +305,7 @@ def local_copy(
         yield Path(source)
         return
     with tempfile.TemporaryDirectory(prefix="danling-copy-") as folder:
-        sources = RemoteSources(Path(folder), run_id="", connect=connect, home=None)
+        sources = RemoteSources(Path(folder), connect=connect, home=None)
         path = sources.bring_file(str(source))
         if path is None:
             path = sources.brought(str(source))

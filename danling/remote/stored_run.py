@@ -28,10 +28,10 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from danling.checkpoints import storage
+from danling.checkpoints.directory import FILE_SUMS as SUMS_OF_FILE
+from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS, is_target
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
 from danling.checkpoints.manifest import Manifest, Record, is_name, newest, on_line, to_delete
-from danling.checkpoints.store import FILE_SUMS as SUMS_OF_FILE
-from danling.checkpoints.store import SUFFIX, SUMS, TARGETS, is_target
 
 from .store import RemoteMissing, RemoteStore, check_url
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from danling.checkpoints.snapshot import convert
+from danling.checkpoints.manager import convert
 from danling.distributed import StepTotals
 from danling.training.reduction import GradientReduction
 from danling.training.run_state import StatePart

@@ -121,7 +121,7 @@ class RunDirectoryRequest:
 
         A seed that was drawn is part of the configuration of a checkpoint, but not of the id of its run: such a run keeps its id.
         """
-        from danling.checkpoints.reading import newest_record  # torch
+        from danling.checkpoints.directory import newest_record  # torch
 
         record = newest_record(run / self.config.checkpoint.dir_name)
         if record is None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from danling.checkpoints import (
     read_model,
     storage,
 )
+from danling.checkpoints.reading import read_payload
 from danling.checkpoints.manifest import Manifest, Record
 from danling.distributed import Domain
 
@@ -88,8 +89,8 @@ def test_another_run_is_refused_with_what_differs_unless_one_only_looks(kind: st
     place = record_saves(kind, tmp_path / "checkpoints")
     other, seen = make_manager(kind, place, run="other"), []
 
-    def compare(stored: Mapping[str, Any]) -> list[str]:
-        seen.append(stored["state"])
+    def compare(path: Path) -> list[str]:
+        seen.append(read_payload(path)["state"])
         return ["optim.lr: stored 1, now 2"]
 
     other.checkpoints._compare = compare

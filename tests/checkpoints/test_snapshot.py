@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from danling.checkpoints import CheckpointError
-from danling.checkpoints.snapshot import SnapshotBuffers, to_host
+from danling.checkpoints.manager import SnapshotBuffers, to_host
 
 
 def test_tied_tensors_stay_tied_and_slices_stay_small() -> None:

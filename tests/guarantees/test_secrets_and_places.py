@@ -22,8 +22,7 @@ from support.processes import run_processes
 from support.toys import Small
 
 import danling as dl
-from danling.checkpoints.reading import newest_record
-from danling.checkpoints.store import FileStore
+from danling.checkpoints.directory import FileStore, newest_record
 
 SECRETS = {
     "hub": {"token": "hf-TOPSECRET-0001", "user": "ann"},
@@ -216,7 +215,7 @@ def test_places_in_a_crafted_checkpoint_are_not_obeyed(tmp_path: Path) -> None:
     payload["runner"].update({**hostile, "checkpoint": {**payload["runner"]["checkpoint"], **hostile["checkpoint"]}})
     record = newest_record(run / "checkpoints")
     assert record is not None
-    store = FileStore(Path("sent"), run_id=record.run)
+    store = FileStore(Path("sent"))
     store.write(lambda writer: torch.save(payload, writer), [replace(record, name="latest")])  # type: ignore[arg-type]
     with Reading.from_checkpoint("sent/latest.pth", {"epochs": 2}) as runner:
         runner.train()

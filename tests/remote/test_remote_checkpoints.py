@@ -46,7 +46,7 @@ class Remote:
         manager = make_manager(self.kind, directory, keep=0, run=run)
         known = (self.url, LAYOUT) if home else None
         manager.checkpoints.look_in(
-            lambda: RemoteSources(directory, run_id=run, connect=open_store, home=known), own=True
+            lambda: RemoteSources(directory, connect=open_store, home=known), own=True
         )
         return manager
 

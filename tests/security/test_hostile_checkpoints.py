@@ -15,8 +15,8 @@ import torch
 from support.recorded import bounded, record_run
 
 from danling.checkpoints import CheckpointDamaged, storage
+from danling.checkpoints.directory import FILE_SUMS
 from danling.checkpoints.manifest import Manifest
-from danling.checkpoints.store import FILE_SUMS
 from danling.checkpoints.torch_files import check_values, read_file
 from danling.cli.main import main
 

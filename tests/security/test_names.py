@@ -43,7 +43,7 @@ FUNCTIONS = {
         "sync_directory",
         "write_file",
     ],
-    "checkpoints/store": [
+    "checkpoints/directory": [
         "FileStore._make_way",
         "FileStore._settle",
         "FileStore.delete",
@@ -113,7 +113,7 @@ FUNCTIONS = {
 
 PARSERS = {
     "checkpoints/exchange": "plain_name",  # index of safetensors
-    "checkpoints/store": "read_manifest",
+    "checkpoints/directory": "read_manifest",
     "checkpoints/dcp_files": "read_index",
     "checkpoints/manifest": "plain_name",
     "checkpoints/shard_index": "plain_name",

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS
 from danling.checkpoints.manifest import Manifest, is_name
-from danling.checkpoints.store import SUFFIX, SUMS, TARGETS
 from danling.remote import RemoteStore, RunLayout
 from danling.remote.stored_run import FILE_SUMS
 
