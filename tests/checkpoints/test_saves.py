@@ -33,8 +33,8 @@ from danling.checkpoints import (
     read_model,
     storage,
 )
-from danling.checkpoints.reading import read_payload
 from danling.checkpoints.manifest import Manifest, Record
+from danling.checkpoints.reading import read_payload
 from danling.distributed import Domain
 
 OLDEST, SECOND = "ckpt-s000000000001", "ckpt-s000000000002"

@@ -45,9 +45,7 @@ class Remote:
         directory = directory or self.root / f"machine-{self.machines}" / "checkpoints"
         manager = make_manager(self.kind, directory, keep=0, run=run)
         known = (self.url, LAYOUT) if home else None
-        manager.checkpoints.look_in(
-            lambda: RemoteSources(directory, connect=open_store, home=known), own=True
-        )
+        manager.checkpoints.look_in(lambda: RemoteSources(directory, connect=open_store, home=known), own=True)
         return manager
 
     def object_of(self, step: int) -> Path:
