@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -22,11 +23,9 @@ if os.environ.get("DANLING_TEST_GPU") != "1":
 
 import pytest
 import torch
-from support.collecting import pytest_collection as pytest_collection
 from support.object_servers import ObjectServer, local_bucket, moto_server
-from support.places import share_places
 from support.preloading import take_huge_pages
-from support.process_tree import adopt_orphans, kill_all, offspring, reap, seconds_since_boot
+from support.process_tree import adopt_orphans, descendants, kill_all, reap, seconds_since_boot
 from support.processes import fork_server, server_processes
 
 torch.set_num_threads(1)
@@ -44,6 +43,21 @@ def pytest_configure() -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what is loaded while tests are collected out of garbage collection: every run collects some times, 0.3 s each otherwise.
+
+    Around the hook, since pytest-xdist's controller, which collects nothing, is not told when a collection has finished.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """Fork the server of forks while all test files are loaded and none has run; what a fork prints is captured as what a test does."""
@@ -56,13 +70,6 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         take_huge_pages()
         capture.suspend_global_capture()
     return (yield)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _places_of_all_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Ranks of the tests of all workers of pytest-xdist share the places of `support.places`."""
-    if hasattr(request.config, "workerinput"):
-        share_places(tmp_path_factory.getbasetemp().parent / "places")
 
 
 @pytest.fixture(scope="session")
@@ -98,12 +105,8 @@ def _no_process_left() -> Iterator[None]:
     begun = seconds_since_boot()
     yield
     end = time.monotonic() + 3.0
-    while (left := _new_processes(begun)) and time.monotonic() < end:
+    while (left := descendants(os.getpid(), without=server_processes(), since=begun)) and time.monotonic() < end:
         time.sleep(0.02)
     kill_all(left)
     reap()
     assert not left, f"Expected no process to outlive the test. Received: {left}."
-
-
-def _new_processes(begun: float) -> dict[int, str]:
-    return offspring(os.getpid(), without=server_processes(), since=begun)

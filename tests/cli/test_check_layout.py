@@ -213,7 +213,7 @@ def test_a_program_that_cannot_be_checked(word: str, received: str, hint: str, p
 def test_sigterm_ends_what_was_started(program: list[str], tmp_path: Path) -> None:
     scratch = ["--scratch", str(tmp_path / "scratch")]
     command = [interpreter(), "-m", "danling", "check-layout", "ddp=2", *scratch, "--", *program, "stuck"]
-    with Job(command, ranks=2) as job:
+    with Job(command) as job:
         job.wait_until((tmp_path / "scratch" / "layout" / "rank-1.update-1.pt").exists)
         job.signal(signal.SIGTERM)
         assert job.wait().exit_code == 143

@@ -42,7 +42,7 @@ def test_whether_a_compiler_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.mark.slow
 def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
-    with Job([sys.executable, "-m", "danling", "doctor"], environment={"TMPDIR": str(tmp_path)}, ranks=2) as job:
+    with Job([sys.executable, "-m", "danling", "doctor"], environment={"TMPDIR": str(tmp_path)}) as job:
         job.wait_until(lambda: any(tmp_path.glob("danling-doctor-*/whole/checkpoints/latest*")))
         job.signal(signal.SIGTERM)
         assert job.wait().exit_code == 143

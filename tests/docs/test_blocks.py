@@ -93,7 +93,7 @@ class Page:
         said = Path(".search").resolve()
         command = ["bash", "-euo", "pipefail", "-c", f"trap 'printf %s \"$PATH\" > {said}' EXIT\n{block.code}"]
         # What it leaves in the background ends with it, and does not keep its output open.
-        with Job(command, environment=environment, ranks=2) as job:
+        with Job(command, environment=environment) as job:
             code, self.output = job.wait(200.0)
         assert (code != 0) == raises, f"{self.page}:{block.line} ended with {code}\n{self.output}"
         self.error = RuntimeError(self.output) if raises else None

@@ -40,7 +40,7 @@ def environment() -> Iterator[dict[str, str]]:
 def test_a_worker_that_dies_is_started_again_and_the_run_ends_bitwise(environment: dict[str, str]) -> None:
     saved = Path("run/checkpoints/latest.pth")
     command = [sys.executable, str(SWEEPS / "workers.py"), "--workers", "2", "--epochs", "40"]
-    with Job(command, environment=environment, ranks=2) as job:
+    with Job(command, environment=environment) as job:
         job.wait_until(saved.exists, timeout=240)
         workers = [pid for pid, command in descendants(job.pid).items() if command.startswith("ray::RayTrainWorker")]
         os.kill(workers[-1], signal.SIGKILL)

@@ -60,7 +60,7 @@ def slurm() -> dict[str, str]:
 
 
 def run_job(slurm: dict[str, str], *args: str, preempt_with: signal.Signals | None = None) -> Finished:
-    with Job(["bash", str(EXAMPLES / "slurm" / "preemption.sbatch"), *args], environment=slurm, ranks=2) as job:
+    with Job(["bash", str(EXAMPLES / "slurm" / "preemption.sbatch"), *args], environment=slurm) as job:
         if preempt_with is not None:
             job.wait_for_output("epoch 2:")
             for task in Path("tasks").read_text().split():

@@ -132,7 +132,7 @@ with Toy(config) as runner:
 def launched(*options: str, arguments: tuple[str, ...] = ()) -> tuple[int, str]:
     Path("script.py").write_text(SCRIPT)
     launcher = [interpreter(), "-m", "accelerate.commands.launch", "--cpu", *options]
-    with Job([*launcher, "script.py", *arguments], ranks=2) as job:
+    with Job([*launcher, "script.py", *arguments]) as job:
         return job.wait()
 
 

@@ -28,13 +28,7 @@ BUCKET = "bucket"
 
 @dataclass(frozen=True)
 class Stored:
-    """An object.
-
-    Attributes:
-        content: Its contents.
-        generation: A number that no other put of this server has.
-        modified: When it was put.
-    """
+    """An object; no other put of this server has its generation."""
 
     content: bytes
     generation: int
@@ -48,15 +42,7 @@ class Stored:
 
 @dataclass
 class Cloud:
-    """A server with one bucket.
-
-    Attributes:
-        kind: `google` or `azure`.
-        endpoint: Its URL.
-        url: Of a prefix in its bucket, as a user writes it.
-        objects: What is in the bucket.
-        asked: Method, path and query of every request.
-    """
+    """A server (`google` or `azure`) with one bucket, the URL of a prefix in it as a user writes it, and every request that came."""
 
     kind: str
     endpoint: str = ""
@@ -89,9 +75,7 @@ class Cloud:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = (
-        True  # head and body of an answer are two writes, of which the second would wait for 40 ms
-    )
+    disable_nagle_algorithm = True  # the body of an answer is a second write, which would wait for 40 ms
     server: _Server
     missing: ClassVar[str] = ""
 
@@ -269,12 +253,9 @@ class _Azure(_Handler):
         for number, path in enumerate(re.findall(r"^DELETE (\S+)", self.body.decode(), re.MULTILINE)):
             key = unquote(path).lstrip("/").partition("/")[2]
             gone = self.cloud.objects.pop(key, None)
-            status = (
-                "202 Accepted" if gone else "404 The specified blob does not exist.\r\nx-ms-error-code: BlobNotFound"
-            )
-            answers.append(
-                f"--batch\r\nContent-Type: application/http\r\nContent-ID: {number}\r\n\r\nHTTP/1.1 {status}\r\n\r\n"
-            )
+            status = "202 Accepted" if gone else "404 The blob does not exist.\r\nx-ms-error-code: BlobNotFound"
+            head = f"--batch\r\nContent-Type: application/http\r\nContent-ID: {number}"
+            answers.append(f"{head}\r\n\r\nHTTP/1.1 {status}\r\n\r\n")
         content = "".join([*answers, "--batch--\r\n"]).encode()
         self.reply(202, content, {"Content-Type": "multipart/mixed; boundary=batch"})
 

@@ -17,17 +17,7 @@ _GIVE_UP_SECONDS = 120.0
 
 @dataclass
 class Request:
-    """A request that came to the proxy.
-
-    Attributes:
-        method: `GET`, `PUT`, ...
-        path: Without the query, unquoted; it begins with the bucket.
-        query: By name.
-        headers: By name in small letters.
-        received: Bytes of its body.
-        sent: Bytes of the body of its answer that were sent.
-        status: Of its answer; 0 where none was sent.
-    """
+    """A request that came to the proxy: its path begins with the bucket; bytes of the bodies that came and were answered."""
 
     method: str
     path: str
@@ -53,20 +43,7 @@ When = Callable[[Request], bool]
 
 @dataclass
 class Fault:
-    """What happens to some requests.
-
-    Attributes:
-        when: Which ones.
-        times: How many of them still.
-        status: Answer this, with an error as S3 writes it, instead of forwarding.
-        code: Of that error.
-        cut_request: Close the connection after so many bytes of the body, which is not forwarded.
-        cut_answer: Forward, and close the connection after so many bytes of the answer's body; 0 loses it all.
-        waits: Wait with forwarding until `release`.
-        changes: Changes the headers before the request is forwarded.
-        came: Set when the first such request is there.
-        hit: How many there were.
-    """
+    """What happens to some requests: an error is answered, the request or the answer is cut after so many bytes, it waits."""
 
     when: When
     times: int
@@ -96,11 +73,7 @@ def always(request: Request) -> bool:
 
 
 class FaultProxy:
-    """Stands between a client and a server.
-
-    Attributes:
-        requests: Those that came, in order.
-    """
+    """Passes requests to a server, and writes them down in order."""
 
     def __init__(self, target: str) -> None:
         self.target = urlsplit(target).netloc

@@ -17,51 +17,71 @@ from danling.checkpoints.manifest import HEADER
 
 from .hostile import reseal
 
-Damage = Callable[[Path, Path, Random], None]
+Change = Callable[[bytearray, Random], bytes | bytearray]
+Damage = Callable[[Path, Path, Random], object]
 """Takes a file, another one of the same directory of checkpoints, and where its choices are drawn."""
 
 
-def _rewrite(path: Path, content: bytes) -> None:
+def _rewrite(path: Path, content: bytes | bytearray) -> None:
     # Under a new inode: names of one save are hard links.
     path.unlink()
     path.write_bytes(content)
 
 
-def _flip_bit(path: Path, other: Path, random: Random) -> None:
-    content = bytearray(path.read_bytes() or b"\0")
+def _flip_bit(content: bytearray, random: Random) -> bytes | bytearray:
+    content = content or bytearray(1)
     content[random.randrange(len(content))] ^= 1 << random.randrange(8)
-    _rewrite(path, bytes(content))
+    return content
 
 
-def _flip_bit_of_all_names(path: Path, other: Path, random: Random) -> None:
-    content = bytearray(path.read_bytes() or b"\0")
-    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
-    path.write_bytes(content)
-
-
-def _overwrite(path: Path, other: Path, random: Random) -> None:
-    content = bytearray(path.read_bytes())
+def _overwrite(content: bytearray, random: Random) -> bytes | bytearray:
     at, size = random.randrange(len(content) + 1), random.choice((1, 8, 64, 4096))
     content[at : at + size] = bytes(size) if random.random() < 0.5 else random.randbytes(size)
-    _rewrite(path, bytes(content))
+    return content
 
 
-def _cut(path: Path, other: Path, random: Random) -> None:
-    _rewrite(path, path.read_bytes()[: random.randrange(path.stat().st_size + 1)])
+def _cut(content: bytearray, random: Random) -> bytes | bytearray:
+    return content[: random.randrange(len(content) + 1)]
 
 
-def _lengthen(path: Path, other: Path, random: Random) -> None:
-    _rewrite(path, path.read_bytes() + random.randbytes(random.choice((1, 100, 5000))))
+def _lengthen(content: bytearray, random: Random) -> bytes | bytearray:
+    return content + random.randbytes(random.choice((1, 100, 5000)))
 
 
-def _repeat_a_part(path: Path, other: Path, random: Random) -> None:
-    content = path.read_bytes()
+def _repeat_a_part(content: bytearray, random: Random) -> bytes | bytearray:
     at = random.randrange(len(content) + 1)
-    _rewrite(path, content[:at] + content[max(0, at - 100) :])
+    return content[:at] + content[max(0, at - 100) :]
 
 
-def _empty(path: Path, other: Path, random: Random) -> None:
-    _rewrite(path, b"")
+def _empty(content: bytearray, random: Random) -> bytes | bytearray:
+    return b""
+
+
+def _digit(content: bytearray, random: Random) -> bytes | bytearray:
+    digits = [index for index, byte in enumerate(content) if 48 <= byte < 58]
+    if digits:
+        content[random.choice(digits)] = 48 + random.randrange(10)
+    return content
+
+
+def _line_lost(content: bytearray, random: Random) -> bytes | bytearray:
+    lines = content.splitlines(keepends=True)
+    if lines:
+        del lines[random.randrange(len(lines))]
+    return b"".join(lines)
+
+
+CHANGES: dict[str, Change] = {
+    "a bit": _flip_bit,
+    "a stretch": _overwrite,
+    "a cut": _cut,
+    "more at the end": _lengthen,
+    "a part twice": _repeat_a_part,
+    "emptied": _empty,
+    "a digit": _digit,
+    "a line": _line_lost,
+}
+"""What becomes of the contents of one file."""
 
 
 def _huge(path: Path, other: Path, random: Random) -> None:
@@ -69,22 +89,10 @@ def _huge(path: Path, other: Path, random: Random) -> None:
     os.truncate(path, 1 << 38)
 
 
-def _remove(path: Path, other: Path, random: Random) -> None:
-    path.unlink()
-
-
 def _swap(path: Path, other: Path, random: Random) -> None:
     first, second = path.read_bytes(), other.read_bytes()
     _rewrite(path, second)
     _rewrite(other, first)
-
-
-def _copy_over(path: Path, other: Path, random: Random) -> None:
-    _rewrite(path, other.read_bytes())
-
-
-def _rename(path: Path, other: Path, random: Random) -> None:
-    os.replace(path, other)
 
 
 def _directory(path: Path, other: Path, random: Random) -> None:
@@ -99,24 +107,10 @@ def _pipe(path: Path, other: Path, random: Random) -> None:
     os.mkfifo(path)
 
 
-def _link_to_itself(path: Path, other: Path, random: Random) -> None:
+def _link(path: Path, other: Path, random: Random) -> None:
     path.unlink()
-    path.symlink_to(path.name)
-
-
-def _link_to_nothing(path: Path, other: Path, random: Random) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-def _link_to_a_device(path: Path, other: Path, random: Random) -> None:
-    path.unlink()
-    path.symlink_to(random.choice(("/dev/zero", "/dev/null", "/dev/full")))
-
-
-def _link_to_another(path: Path, other: Path, random: Random) -> None:
-    path.unlink()
-    path.symlink_to(os.path.relpath(other, path.parent))
+    devices = ("/dev/zero", "/dev/null", "/dev/full")
+    path.symlink_to(random.choice((path.name, "nowhere", os.path.relpath(other, path.parent), random.choice(devices))))
 
 
 def _hard_link_of_another(path: Path, other: Path, random: Random) -> None:
@@ -125,55 +119,30 @@ def _hard_link_of_another(path: Path, other: Path, random: Random) -> None:
         os.link(other, path)
 
 
-def _no_rights(path: Path, other: Path, random: Random) -> None:
-    path.chmod(0)
-
-
 def _directory_lost(path: Path, other: Path, random: Random) -> None:
     if path.parent.parent.name == "targets":
         shutil.rmtree(path.parent)
 
 
-def _text_changed(path: Path, other: Path, random: Random) -> None:
-    content = path.read_bytes()
-    digits = [index for index, byte in enumerate(content) if 48 <= byte < 58]
-    if digits:
-        at = random.choice(digits)
-        _rewrite(path, content[:at] + str(random.randrange(10)).encode() + content[at + 1 :])
-
-
-def _line_lost(path: Path, other: Path, random: Random) -> None:
-    lines = path.read_bytes().splitlines(keepends=True)
-    if lines:
-        del lines[random.randrange(len(lines))]
-    _rewrite(path, b"".join(lines))
-
-
 DAMAGES: dict[str, Damage] = {
-    "a bit": _flip_bit,
-    "a bit of all names": _flip_bit_of_all_names,
-    "a stretch": _overwrite,
-    "a cut": _cut,
-    "more at the end": _lengthen,
-    "a part twice": _repeat_a_part,
-    "emptied": _empty,
+    "a bit of all names": lambda path, _, random: path.write_bytes(_flip_bit(bytearray(path.read_bytes()), random)),
     "huge": _huge,
-    "removed": _remove,
+    "removed": lambda path, *_: path.unlink(),
     "two swapped": _swap,
-    "another's contents": _copy_over,
-    "renamed": _rename,
+    "another's contents": lambda path, other, _: _rewrite(path, other.read_bytes()),
+    "renamed": lambda path, other, _: os.replace(path, other),
     "a directory": _directory,
     "a named pipe": _pipe,
-    "a link to itself": _link_to_itself,
-    "a link to nothing": _link_to_nothing,
-    "a link to a device": _link_to_a_device,
-    "a link to another": _link_to_another,
+    "a link": _link,
     "a hard link of another": _hard_link_of_another,
-    "no rights": _no_rights,
+    "no rights": lambda path, *_: path.chmod(0),
     "a directory lost": _directory_lost,
-    "a digit": _text_changed,
-    "a line": _line_lost,
 }
+"""What else happens to files and directories."""
+
+
+def _change(kind: str, path: Path, random: Random) -> None:
+    _rewrite(path, CHANGES[kind](bytearray(path.read_bytes()), random))
 
 
 def spoil(directory: Path, random: Random) -> list[str]:
@@ -185,8 +154,11 @@ def spoil(directory: Path, random: Random) -> list[str]:
         if not files:
             break
         path, other = random.choice(files), random.choice(files)
-        kind = random.choice(sorted(DAMAGES))
-        DAMAGES[kind](path, other, random)
+        kind = random.choice(sorted(DAMAGES) + sorted(CHANGES))
+        if kind in CHANGES:
+            _change(kind, path, random)
+        else:
+            DAMAGES[kind](path, other, random)
         done.append(f"{kind}: {path.relative_to(directory)} ({other.relative_to(directory)})")
     return done
 
@@ -260,7 +232,7 @@ def _forge_metadata(path: Path, random: Random, victim: Path) -> None:
 
 
 def _forge_bytes(path: Path, random: Random, victim: Path) -> None:
-    random.choice((_flip_bit, _overwrite, _cut, _lengthen, _repeat_a_part, _empty))(path, path, random)
+    _change(random.choice(("a bit", "a stretch", "a cut", "more at the end", "a part twice", "emptied")), path, random)
 
 
 def _forge_manifest(path: Path, random: Random, victim: Path) -> None:

@@ -13,7 +13,6 @@ import pickle
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -206,6 +205,3 @@ def engine_target(directory: Path, payload: dict[str, object]) -> Path:
     (target / "manifest.sha256").write_text(Manifest(manifest.record, {}).text())
     reseal(directory)
     return target
-
-
-Plant = Callable[[Path, bytes], None]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from .patience import patience
-from .places import Places
 from .process_tree import kill_tree
 
 
@@ -31,22 +30,17 @@ class Job:
             exit_code, output = job.wait()
     """
 
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, ranks: int = 1) -> None:
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
         self.command = list(command)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        self._places = Places(ranks)
-        try:
-            self._process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
-                start_new_session=True,
-            )
-        except OSError:
-            self._places.give_back()
-            raise
+        self._process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
@@ -73,17 +67,14 @@ class Job:
         if self.running:
             kill_tree(self.pid)
         self._process.wait()
-        self._places.give_back()
 
     def wait(self, timeout: float = 120.0) -> Finished:
         """Wait for the end."""
         try:
-            ended = Finished(self._process.wait(patience(timeout)), self.output)
+            return Finished(self._process.wait(patience(timeout)), self.output)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"{self.command} did not end in {timeout:g} s:\n{self.output}") from None
-        self._places.give_back()
-        return ended
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
         """Wait until a condition of the test holds while the program runs."""

@@ -52,7 +52,7 @@ def mooncake_master() -> Iterator[tuple[str, str]]:
     """Run a server, and yield its address and that of its metrics."""
     rpc, metrics = free_ports(2)
     options = [f"--rpc_port={rpc}", f"--metrics_port={metrics}", "--rpc_thread_num=2", "--rpc_address=127.0.0.1"]
-    with Job([_program("mooncake_master"), *options], ranks=0) as job:
+    with Job([_program("mooncake_master"), *options]) as job:
         for port in (rpc, metrics):
             job.wait_until(partial(_answers, port), 30.0)
         yield f"127.0.0.1:{rpc}", f"127.0.0.1:{metrics}"
@@ -64,7 +64,7 @@ def lender(master: str, size: str = "64MB") -> Iterator[Job]:
     (port,) = free_ports(1)
     options = [f"--master_server_address={master}", f"--global_segment_size={size}", f"--port={port}"]
     command = [_program("mooncake_client"), "--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE", "--protocol=tcp"]
-    with Job([*command, *options], ranks=0) as job:
+    with Job([*command, *options]) as job:
         job.wait_until(partial(_answers, port), 30.0)
         yield job
 

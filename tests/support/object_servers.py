@@ -25,12 +25,7 @@ _SIGNED = "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_reques
 
 @dataclass(frozen=True)
 class ObjectServer:
-    """A server that speaks as S3 does, without credentials.
-
-    Attributes:
-        kind: `moto` or `localbucket`.
-        endpoint: Its URL.
-    """
+    """A server (`moto` or `localbucket`) that speaks as S3 does, without credentials."""
 
     kind: str
     endpoint: str

@@ -31,12 +31,12 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def descendants(root: int, *, without: Iterable[int] = ()) -> dict[int, str]:
-    """Return the living descendants of a process: command line by process id."""
+def descendants(root: int, *, without: Iterable[int] = (), since: float = 0.0) -> dict[int, str]:
+    """Return the living descendants of a process that began after a time of `seconds_since_boot`: command line by process id."""
+    table = _process_table()
     children: dict[int, list[int]] = {}
-    for pid, (parent, state) in _process_table().items():
-        if state != "Z":
-            children.setdefault(parent, []).append(pid)
+    for pid, (parent, _) in table.items():
+        children.setdefault(parent, []).append(pid)
     found: list[int] = []
     pending = [root]
     while pending:
@@ -44,22 +44,7 @@ def descendants(root: int, *, without: Iterable[int] = ()) -> dict[int, str]:
         found += offspring
         pending += offspring
     ignored = set(without)
-    return {pid: _command_line(pid) for pid in found if pid not in ignored}
-
-
-def offspring(root: int, *, without: Iterable[int] = (), since: float = -2.0) -> dict[int, str]:
-    """Return what `descendants` does from a few files, not one of each process of the machine: for what every test asks.
-
-    A process may be missed at the instant at which a sibling of it is gone: who compares two answers goes by `since`.
-    """
-    found: list[int] = []
-    pending = [root]
-    while pending:
-        living = [pid for pid in _children(pending.pop()) if _is_alive(pid)]
-        found += living
-        pending += living
-    ignored = set(without)
-    return {pid: _command_line(pid) for pid in found if pid not in ignored and seconds_of_start(pid) >= since}
+    return {pid: _command_line(pid) for pid in found if pid not in ignored and table[pid][1] >= since}
 
 
 def seconds_since_boot() -> float:
@@ -67,36 +52,15 @@ def seconds_since_boot() -> float:
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS) / _TICKS if sys.platform == "linux" else 0.0
 
 
-def seconds_of_start(pid: int) -> float:
-    """Return when a process began, as `seconds_since_boot` tells; -1 where it is gone."""
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / _TICKS
-    return -1.0
-
-
-def _children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [
-            int(child)
-            for thread in os.listdir(f"/proc/{pid}/task")
-            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
-        ]
-    return []
-
-
-def _process_table() -> dict[int, tuple[int, str]]:
-    """Return (parent, state) by process id."""
-    table: dict[int, tuple[int, str]] = {}
+def _process_table() -> dict[int, tuple[int, float]]:
+    """Return the parents of all living processes, and when they began."""
+    table: dict[int, tuple[int, float]] = {}
     for name in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
         with contextlib.suppress(OSError):
-            file = os.open(f"/proc/{name}/stat", os.O_RDONLY)
-            try:
-                text = os.read(file, 1024)
-            finally:
-                os.close(file)
             # The name stands in brackets and may contain spaces and brackets itself.
-            state, parent = text.rpartition(b")")[2].split(maxsplit=2)[:2]
-            table[int(name)] = (int(parent), state.decode())
+            state, parent, *fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+            if state != b"Z":
+                table[int(name)] = int(parent), int(fields[17]) / _TICKS
     return table
 
 
@@ -134,7 +98,7 @@ def _is_alive(pid: int) -> bool:
 
 def reap() -> None:
     """Collect ended children that nobody waits for; needed once orphans are adopted."""
-    for pid in _children(os.getpid()):
-        if not _is_alive(pid):
+    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+        if not _is_alive(int(child)):
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+                os.waitpid(int(child), os.WNOHANG)

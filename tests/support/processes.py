@@ -41,7 +41,6 @@ from types import ModuleType
 from typing import Any
 
 from .patience import patience
-from .places import Places
 from .preloading import MODULES, preload
 from .process_tree import die_with_parent, kill_tree
 
@@ -62,15 +61,7 @@ class RankTraceback(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended.
-
-    Attributes:
-        rank: Global rank.
-        value: What the function returned; `None` when it did not return.
-        error: What it raised, or a `ProcessFailure` when it died or did not end in time.
-        traceback: The rank's traceback, empty without an error of its own.
-        exit_code: Of the process; negative is the signal that ended it.
-    """
+    """How one rank ended: a negative exit code is a signal; the error is a `ProcessFailure` when it died or did not end in time."""
 
     rank: int
     value: Any
@@ -79,25 +70,9 @@ class Outcome:
     exit_code: int | None
 
 
-def run_processes(
-    function: Callable[..., Any],
-    *args: Any,
-    world_size: int = 2,
-    timeout: float = 60.0,
-    init_process_group: bool = False,
-    environment: Mapping[str, str] | None = None,
-    **kwargs: Any,
-) -> list[Any]:
-    """Run `function(*args, **kwargs)` in `world_size` processes at once and return its values by rank."""
-    outcomes = run_outcomes(
-        function,
-        *args,
-        world_size=world_size,
-        timeout=timeout,
-        init_process_group=init_process_group,
-        environment=environment,
-        **kwargs,
-    )
+def run_processes(function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Run a function in some processes at once, with the options of `run_outcomes`, and return its values by rank."""
+    outcomes = run_outcomes(function, *args, **options)
     by_rank = sorted(outcomes, key=lambda outcome: outcome.rank)
     failed = next((outcome for outcome in outcomes if outcome.error is not None), None)
     if failed is not None and failed.error is not None:
@@ -114,17 +89,12 @@ def run_outcomes(
     environment: Mapping[str, str] | None = None,
     grace: float = 5.0,
     stop: threading.Event | None = None,
-    held: Places | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """Like `run_processes`, but return how every rank ended, in the order in which they ended."""
+    """Run `function(*args, **kwargs)` in `world_size` processes, and return how every rank ended, in the order in which they ended."""
     parts = _by_file(function), pickle.dumps((args, kwargs))
-    held = held or Places(world_size)
-    try:
-        with _launched(parts, world_size, init_process_group, environment or {}) as members:
-            return _collect(members, time.monotonic() + patience(timeout), timeout, patience(grace), stop)
-    finally:
-        held.give_back()
+    with _launched(parts, world_size, init_process_group, environment or {}) as members:
+        return _collect(members, time.monotonic() + patience(timeout), timeout, patience(grace), stop)
 
 
 @dataclass

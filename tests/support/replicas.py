@@ -21,7 +21,6 @@ from danling.torchft.member import ReplicaMember
 
 from .job import Job
 from .patience import patience
-from .places import Places
 from .processes import Outcome, free_port, run_outcomes
 
 
@@ -39,7 +38,7 @@ class Lighthouse:
         program = Path(sys.executable).with_name("torchft_lighthouse")
         command = [str(program), "--bind", f"127.0.0.1:{port}", *(f"--{name}={value}" for name, value in flags.items())]
         self.address = f"http://127.0.0.1:{port}"
-        self.job = Job(command, environment={"RUST_LOG": "error"}, ranks=0)
+        self.job = Job(command, environment={"RUST_LOG": "error"})
         self.job.wait_until(lambda: _listens(port))
 
     def __enter__(self) -> Lighthouse:
@@ -87,12 +86,10 @@ class ReplicaGroup:
         """Start its ranks."""
         self.outcomes = []
         self._stop = threading.Event()
-        # Here and not in the thread: what the test waits for from now on does not wait for places.
-        held = Places(self._world_size)
-        self._thread = threading.Thread(target=self._run, args=(self._stop, held), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._stop,), daemon=True)
         self._thread.start()
 
-    def _run(self, stop: threading.Event, held: Places) -> None:
+    def _run(self, stop: threading.Event) -> None:
         self.outcomes = run_outcomes(
             self._function,
             *self._args,
@@ -100,7 +97,6 @@ class ReplicaGroup:
             timeout=self._timeout,
             environment=self._environment,
             stop=stop,
-            held=held,
         )
 
     def kill(self) -> None:

@@ -36,7 +36,7 @@ def torchrun(
     command += ["--nproc-per-node", str(nproc_per_node), "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", *flags, str(script), *args]
     variables_of_all = {**LOOPBACK, **(variables() if warm else {}), **(environment or {})}
-    return Job(command, environment=variables_of_all, ranks=nproc_per_node)
+    return Job(command, environment=variables_of_all)
 
 
 def run_torchrun(
