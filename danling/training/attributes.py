@@ -1,21 +1,34 @@
-"""Saves the attributes that users set on a runner, where they have changed, and restores them in place."""
+"""Saves the attributes that users set on a runner, where they have changed, and restores them in place.
+
+Values are encoded as tensors, plain values, and mappings of these with an entry `kind`, which `torch.load(weights_only=True)` reads.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+import re
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.data.generators import Generators
-from danling.utils.tensors import canonical_name
-
-from .encoding import MISSING, CannotRestore, Decoder, Encoder
+from danling.data.generators import Generators, generator_state, is_generator, set_generator_state
+from danling.utils.secrets import names_secret
+from danling.utils.tensors import canonical_name, is_sharded, local_part
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -26,32 +39,536 @@ REMEMBERED_BYTES = 2**26
 """Most bytes of attributes, in sum, that an update copies, so that it can be computed again."""
 COMPARED_BYTES = 2**30
 """Most bytes of attributes to compare, in sum; a message names the others, unless the class lists them in `saved` or `not_saved`."""
+MISSING = object()
+
+_NUMBERS = (type(None), bool, int, float)
+_SCALARS = (*_NUMBERS, str)
+_CONSTANTS = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, Enum, PurePath),
+    *(torch.dtype, torch.device, logging.Logger, re.Pattern, range, slice, property),
+)
+"""What a program makes anew: left to it, also within objects."""
+_LISTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (list, tuple, torch.Size, deque, set, frozenset)}
+_DICTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (dict, OrderedDict, defaultdict, Counter)}
+_PLACE = re.compile(r"(^|_)(dir|directory|folder|path|file|filename|root|url|uri)$")
+_DEPTH = 3
+"""How deep objects within objects are saved."""
+_OF_MODULE = frozenset(vars(nn.Module()))
 
 Key = tuple[str, str]
 """A section of a checkpoint, and a name in it."""
 
 
-class _Seen:
-    """Encoded values at one moment, by section and name: digests, parts left out, and classes that a restore needs."""
+# What there is
 
-    def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
-        self.nodes: dict[Key, Any] = {}
-        self.digests: dict[Key, bytes] = {}
-        self.left: dict[Key, dict[str, object]] = {}
-        self.needs: dict[Key, dict[str, str]] = {}
-        self._compared = 0
 
-    def add(self, key: Key, value: object, encoder: Encoder, *, declared: bool = False) -> None:
-        encoder.begin(declared=declared)
-        name = key[1]
-        node = encoder.encode(value, name, name)
-        if self._compared + encoder.size > COMPARED_BYTES and not declared:
-            encoder.unseen[name] = f"is not compared beyond {COMPARED_BYTES >> 30} GiB in sum"
+def _declared(runner: BaseRunner, what: str) -> set[str]:
+    """Return the names in `saved` or `not_saved` of the runner's class and its bases."""
+    return {name for kind in type(runner).__mro__ for name in vars(kind).get(what, ())}
+
+
+def _own(runner: BaseRunner) -> dict[str, object]:
+    """Return the attributes of the user's, those of the class among them."""
+    left_out = {*runner.library_names, *_declared(runner, "not_saved"), "saved", "not_saved"}
+    of_class = {
+        name: value
+        for kind in reversed(type(runner).__mro__)
+        if not kind.__module__.startswith("danling.")
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and isinstance(value, (list, dict, set))
+    }
+    return {name: value for name, value in {**of_class, **vars(runner)}.items() if name not in left_out}
+
+
+def _modules(runner: BaseRunner) -> list[tuple[str, nn.Module]]:
+    """Return model and criterion, with what the names of their tensors begin with."""
+    model = runner.unwrapped_model if isinstance(runner.model, nn.Module) else None
+    return [(at, each) for at, each in (("", model), ("criterion.", runner.criterion)) if isinstance(each, nn.Module)]
+
+
+def _parameters(runner: BaseRunner) -> dict[str, nn.Parameter]:
+    return {
+        f"{at}{canonical_name(name)}": parameter
+        for at, module in _modules(runner)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def _buffers(runner: BaseRunner) -> dict[str, tuple[nn.Module, str]]:
+    """Return where the buffers that are not persistent are, by name."""
+    return {
+        f"{at}{canonical_name(f'{prefix}.{name}'.strip('.'))}": (part, name)
+        for at, module in _modules(runner)
+        for prefix, part in module.named_modules()
+        for name in sorted(part._non_persistent_buffers_set)
+        if part._buffers.get(name) is not None
+    }
+
+
+def _components(runner: BaseRunner) -> dict[str, object]:
+    """Return objects that other parts of a checkpoint save, by path."""
+    found: dict[str, object] = {"/": runner}
+    for name in runner.library_names & vars(runner).keys():
+        found[f"/{name}"] = vars(runner)[name]
+        found.update((f"/{name}/{part}", each) for part, each in _parts_of(vars(runner)[name]))
+    for at, module in _modules(runner):
+        found.update((f"/{at}{name}/module", each) for name, each in module.named_modules())
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        found.update((f"/{at}{canonical_name(name)}", each) for name, each in tensors)
+    return found
+
+
+def _parts_of(value: object) -> Iterator[tuple[str, object]]:
+    """Yield what a component is made of: the entries of a mapping, the optimizers of several, the schedules of a sequence."""
+    if isinstance(value, Mapping):
+        yield from ((str(name), each) for name, each in value.items())
+    if isinstance(value, (Optimizer, LRScheduler)) or hasattr(value, "param_groups"):
+        for name in ("optimizers", "optimizer", "_schedulers"):
+            within = getattr(value, name, None)
+            for number, each in enumerate(within if isinstance(within, (list, tuple)) else [within]):
+                if isinstance(each, (Optimizer, LRScheduler)):
+                    yield f"{name}[{number}]", each
+                    yield from _parts_of(each)
+
+
+# Encoding
+
+
+@dataclass
+class Entry:
+    """An encoded value.
+
+    Attributes:
+        node: The value.
+        digest: Its digest; values that are tied to it count too.
+        left: The parts that are left out, by path, each with a value that tells whether it has changed, or `None`.
+        needs: The classes of the objects that a restore needs, by path.
+        size: Bytes.
+    """
+
+    node: Any = MISSING
+    digest: bytes = b""
+    left: dict[str, object] = field(default_factory=dict)
+    needs: dict[str, str] = field(default_factory=dict)
+    size: int = 0
+
+
+class Look:
+    """Encoded values at one moment. An object that was met before is encoded once, and then named by its path.
+
+    Attributes:
+        entries: The values, by section and name.
+        objects: Objects that were met, or are saved elsewhere, by path.
+        unseen: Parts that are neither compared nor saved, by path, and why.
+    """
+
+    def __init__(self, runner: BaseRunner) -> None:
+        self.entries: dict[Key, Entry] = {}
+        self.objects: dict[str, object] = {}
+        self.unseen: dict[str, str] = {}
+        self._runner = runner
+        self._secret_keys = runner.config.secret_keys or ()
+        self._encoded: dict[str, Any] = {}
+        self._entry = Entry()
+        self._depth = 0
+        self._hides = self._is_declared = False
+
+    @classmethod
+    def at_all(cls, runner: BaseRunner) -> Look:
+        """Look at all that is saved where it has changed."""
+        look, compared, declared = cls(runner), 0, _declared(runner, "saved")
+        for name, parameter in _parameters(runner).items():
+            look.entries["requires_grad", name] = look._finished(Entry(parameter.requires_grad))
+        for name, (part, key) in _buffers(runner).items():
+            look.entries["buffers", name] = look._finished(Entry(look._tensor(part._buffers[key], name)))
+        for name, value in _own(runner).items():
+            entry = look.attribute(name, value, declared=name in declared)
+            if compared + entry.size > COMPARED_BYTES and name not in declared:
+                look.unseen[name] = f"is not compared beyond {COMPARED_BYTES >> 30} GiB in sum"
+            else:
+                compared += entry.size
+                look.entries["attributes", name] = look._finished(entry)
+        return look
+
+    def attribute(self, name: str, value: object, *, declared: bool = False) -> Entry:
+        """Return an attribute without its digest."""
+        self._is_declared, self._entry = declared, Entry()
+        self._entry.node = self._encode(value, name, name)
+        return self._entry
+
+    def _finished(self, entry: Entry) -> Entry:
+        entry.digest = self._digest(entry.node)
+        return entry
+
+    @cached_property
+    def paths(self) -> dict[object, str]:
+        """Paths of the objects that were met or are saved elsewhere, by the key of each object."""
+        self.objects.update(_components(self._runner))
+        return {key: path for path, each in self.objects.items() if (key := key_of(each)) is not None}
+
+    @cached_property
+    def _keyed(self) -> set[int]:
+        runner = self._runner
+        generators = Generators({"datasets": runner.datasets, "dataloaders": runner.dataloaders}).found
+        return set(map(id, generators.values()))
+
+    def _encode(self, value: Any, path: str, name: str = "") -> Any:
+        if type(value) in _NUMBERS:
+            return value
+        key = key_of(value)
+        if key is not None:
+            if key in self.paths:
+                return {"kind": "same", "path": self.paths[key]}
+            self.paths[key], self.objects[path] = path, value
+        hides, self._hides = self._hides, self._hides or names_secret(name, self._secret_keys)
+        node = self._node(value, path, name)
+        self._hides = hides
+        self._encoded[path] = node
+        return node
+
+    def _node(self, value: Any, path: str, name: str = "") -> Any:
+        own: Any = type(value)
+        kind = own.__name__
+        if own is str:
+            self._entry.size += len(value)
+            return self._leave(path) if self._hides or _PLACE.search(name) else value
+        if own is complex:
+            return {"kind": "complex", "value": [value.real, value.imag]}
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if _is_array(value):
+            return self._array(value, path)
+        if own in _LISTS.values():
+            return self._list(value, path)
+        if own in _DICTS.values():
+            return self._dict(value, path)
+        if is_generator(value):
+            if id(value) in self._keyed:
+                return self._leave(path)
+            self._entry.needs[path] = kind
+            return {"kind": "generator", "class": kind, "state": self._encode(generator_state(value), f"{path}.state")}
+        if isinstance(value, _CONSTANTS):
+            return self._leave(path, None if self._depth else value)
+        is_stateful = callable(getattr(own, "state_dict", None)) and callable(getattr(own, "load_state_dict", None))
+        if not (self._is_declared and is_stateful):
+            is_lazy = hasattr(own, "__next__") and not (is_stateful or isinstance(value, io.IOBase))
+            if is_lazy or isinstance(value, DataLoader):
+                self.unseen[path] = "is an iterator or a loader, whose position is not saved without `state_dict`"
+                return self._leave(path, kind)
+            if isinstance(value, nn.Module) and {p.requires_grad for p in value.parameters()} == {False}:
+                self.unseen[path] = "is a module without trainable parameters, which is not compared"
+                return self._leave(path)
+        if is_stateful:
+            return self._stateful(value, path)
+        if isinstance(value, (*_LISTS.values(), *_DICTS.values())):
+            # Of a class of the user's, which may hold more.
+            items: Any = value
+            items = self._items(items if isinstance(value, dict) else dict(enumerate(items)), path)
+            return self._leave_all(path, {"items": items})
+        return self._object(value, path)
+
+    def _leave(self, path: str, seen: object = None) -> dict[str, str]:
+        self._entry.left[path] = seen
+        return {"kind": "left"}
+
+    def _leave_all(self, path: str, node: Any) -> dict[str, str]:
+        """Leave out a value with its parts, which are encoded where they are met again."""
+        digest, within = self._digest(node), (f"{path}.", f"{path}[")
+        self._entry.left = {name: seen for name, seen in self._entry.left.items() if not name.startswith(within)}
+        self._entry.needs = {name: kind for name, kind in self._entry.needs.items() if not name.startswith(within)}
+        for key in [key for key, name in self.paths.items() if name.startswith(within)]:
+            del self.paths[key]
+        return self._leave(path, digest)
+
+    def _tensor(self, value: Any, path: str) -> Any:
+        if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
+            return self._leave(path, id(value))
+        local = local_part(value.detach())
+        self._entry.size += local.numel() * local.element_size()
+        if is_sharded(value):
+            self._entry.needs[path] = "DTensor"
+            return {"kind": "shard", "value": local}
+        return local if local.device.type == "cpu" else {"kind": "tensor", "device": local.device.type, "value": local}
+
+    def _array(self, value: Any, path: str) -> Any:
+        import numpy
+
+        if value.dtype.kind not in "biufcmMSU":
+            return self._leave(path, id(value))
+        # torch warns of arrays that cannot be written, so these are copied.
+        flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+        data = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+        self._entry.size += data.numel()
+        kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
+        return {"kind": kind, "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
+
+    def _list(self, value: Any, path: str) -> Any:
+        node: dict[str, Any] = {"kind": type(value).__name__}
+        if isinstance(value, (set, frozenset)):
+            if not all(type(item) in _SCALARS for item in value):
+                return self._leave(path, f"set of {len(value)}")
+            value = sorted(value, key=lambda item: (type(item).__name__, str(item)))
+        if isinstance(value, deque):
+            node["maxlen"] = value.maxlen
+        return {**node, "items": self._items(dict(enumerate(value)), path)}
+
+    def _dict(self, value: Any, path: str) -> Any:
+        parts = [part for key in value for part in (key if type(key) is tuple else (key,))]
+        if not all(type(part) in _SCALARS for part in parts):
+            return self._leave(path, f"dict of {len(value)}")
+        if isinstance(value, defaultdict):
+            self._entry.needs[path] = "defaultdict"
+        keys = [{"kind": "tuple", "items": list(key)} if type(key) is tuple else key for key in value]
+        return {"kind": type(value).__name__, "keys": keys, "items": self._items(value, path)}
+
+    def _items(self, values: Mapping[Any, Any], path: str, form: str = "{}[{!r}]") -> Any:
+        """Return a list where all values are plain, else a mapping by number: a sharded checkpoint takes mappings apart, but no lists."""
+        self._entry.size += 8 * len(values)
+        items = [
+            self._encode(value, form.format(path, key), key if type(key) is str else "")
+            for key, value in values.items()
+        ]
+        is_flat = not any(isinstance(item, (dict, Tensor)) for item in items)
+        return items if is_flat else {str(number): item for number, item in enumerate(items)}
+
+    def _stateful(self, value: Any, path: str) -> Any:
+        kind = type(value).__name__
+        try:
+            state = value.state_dict()
+        except Exception as error:
+            return self._leave(path, f"{kind}.state_dict() raises {type(error).__name__}")
+        self.objects[f"{path}/state"] = state  # kept, so that no id in it is given to another object
+        others, self._entry.left = self._entry.left, {}
+        node = {"kind": "stateful", "class": kind, "state": self._node(state, path)}
+        if self._entry.left:
+            # A part of a state cannot be loaded.
+            self._entry.left = others
+            return self._leave_all(path, node)
+        self._entry.needs[path] = kind
+        if isinstance(value, nn.Module):
+            more = {name: getattr(holder, key) for name, (holder, key) in _beside_state(value, state).items()}
+            # Objects among them are not followed: their modules make them.
+            depth, self._depth = self._depth, _DEPTH
+            node["more"] = self._encode(more, f"{path}.more")
+            self._depth = depth
+        self._entry.left = others
+        return node
+
+    def _object(self, value: Any, path: str) -> Any:
+        held = getattr(value, "__dict__", None)
+        if not isinstance(held, dict) or self._depth >= _DEPTH or isinstance(value, io.IOBase):
+            return self._leave(path, id(value))
+        others, self._entry.left = self._entry.left, {}
+        self._depth += 1
+        items = self._items(held, path, form="{}.{}")
+        self._depth -= 1
+        node = {"kind": "object", "class": type(value).__name__, "keys": list(held), "items": items}
+        may_change = any(seen is not None for seen in self._entry.left.values())
+        self._entry.left = {**others, **self._entry.left}
+        if may_change:
+            return self._leave_all(path, node)
+        self._entry.needs[path] = type(value).__name__
+        return node
+
+    def _digest(self, node: Any) -> bytes:
+        if not isinstance(node, (dict, Tensor)):
+            return f"{type(node).__name__} {node!r}".encode()
+        total = hashlib.sha1(usedforsecurity=False)
+        self._feed(total, node, set())
+        return total.digest()
+
+    def _feed(self, total: Any, node: Any, seen: set[str]) -> None:
+        if isinstance(node, Tensor):
+            total.update(f"{node.dtype} {tuple(node.shape)}".encode())
+            bits = node.detach().contiguous().cpu().reshape(-1).resolve_conj().resolve_neg().view(torch.uint8)
+            total.update(memoryview(bits.numpy()))  # type: ignore[arg-type]
+        elif not isinstance(node, dict):
+            total.update(f"{type(node).__name__} {node!r}".encode())
+        elif node.get("kind") == "same" and node["path"] not in seen and node["path"] in self._encoded:
+            seen.add(node["path"])
+            self._feed(total, self._encoded[node["path"]], seen)
+        else:
+            for key, item in node.items():
+                total.update(key.encode())
+                self._feed(total, item, seen)
+
+
+def _is_array(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value).__module__ == "numpy" and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+def key_of(value: object) -> object:
+    """Return what two names of one value have in common; `None` for values that cannot be changed in place."""
+    if value is MISSING or isinstance(value, (*_SCALARS, tuple, frozenset, bytes, complex, *_CONSTANTS)):
+        return None
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and not value.is_quantized:
+        local = local_part(value)
+        if local.numel():
+            return local.data_ptr(), local.dtype, local.shape, local.stride()
+    return id(value)
+
+
+def _beside_state(module: nn.Module, state: Mapping[str, object]) -> dict[str, tuple[nn.Module, str]]:
+    """Return buffers that are not in the state of a module, and plain attributes, in which metrics of torchmetrics keep their sums."""
+    found = {}
+    for prefix, part in module.named_modules():
+        own = [key for key in vars(part) if key not in _OF_MODULE]
+        unsaved = [key for key in part._buffers if f"{prefix}.{key}".strip(".") not in state]
+        found.update({f"{prefix}.{key}".strip("."): (part, key) for key in [*own, *unsaved]})
+    return found
+
+
+# Decoding
+
+
+class CannotRestore(Exception):
+    """What was saved needs an object that the program has not made."""
+
+
+class Decoder:
+    """Puts encoded values back, into the objects of a look where they fit."""
+
+    def __init__(self, look: Look) -> None:
+        # An object takes one value: where two values were apart when they were saved, the second one gets its own object.
+        self._taken = {key for key, path in look.paths.items() if path.startswith("/")}
+        self._live = look.objects
+        self._restored: dict[str, object] = {}
+
+    def decode(self, node: Any, current: Any, path: str) -> Any:
+        """Return the value of a node, which is `current` where that could take it; `MISSING` where it is left to the program."""
+        if not isinstance(node, (dict, Tensor)):
+            return node
+        if isinstance(node, dict) and node["kind"] == "left":
+            return current
+        if isinstance(node, dict) and node["kind"] == "same":
+            live = self._live.get(node["path"], MISSING)
+            is_there = live is not MISSING and key_of(live) == key_of(current)
+            return current if is_there else self._restored.get(node["path"], live)
+        key = key_of(current)
+        if key is not None and key in self._taken:
+            current = MISSING
+        value = self._decoded(node, current, path)
+        self._taken.add(key_of(value))
+        self._restored[path] = value
+        return value
+
+    def _decoded(self, node: Any, current: Any, path: str) -> Any:
+        kind = "tensor" if isinstance(node, Tensor) else node["kind"]
+        if kind in ("tensor", "shard"):
+            return decode_tensor(node, current)
+        if kind == "complex":
+            return complex(*node["value"])
+        if kind in ("array", "scalar"):
+            return _array_of(node, current)
+        if kind in _LISTS:
+            return self._list(node, current, path)
+        if kind in _DICTS:
+            return self._dict(node, current, path)
+        if type(current).__name__ != node["class"]:
+            raise CannotRestore(f"an object of the class {node['class']}")
+        if kind == "generator":
+            set_generator_state(current, self.decode(node["state"], MISSING, f"{path}.state"))
+        elif kind == "object":
+            held = vars(current)
+            for name, item in zip(node["keys"], _items(node)):
+                value = self.decode(item, held.get(name, MISSING), f"{path}.{name}")
+                if value is not MISSING:
+                    held[name] = value
+        else:
+            self._load(node, current, path)
+        return current
+
+    def _list(self, node: Any, current: Any, path: str) -> Any:
+        kind = _LISTS[node["kind"]]
+        there = list(current) if isinstance(current, (list, tuple, deque)) else []
+        found = [
+            self.decode(item, there[n] if n < len(there) else MISSING, f"{path}[{n}]")
+            for n, item in enumerate(_items(node))
+        ]
+        items = [item for item in found if item is not MISSING]
+        if kind is deque and (type(current) is not deque or current.maxlen != node["maxlen"]):
+            return deque(items, node["maxlen"])
+        if kind not in (list, deque, set) or type(current) is not kind:
+            return kind(items)
+        current.clear()
+        if isinstance(current, set):
+            current.update(items)
+        else:
+            current.extend(items)
+        return current
+
+    def _dict(self, node: Any, current: Any, path: str) -> Any:
+        keys = [tuple(key["items"]) if isinstance(key, dict) else key for key in node["keys"]]
+        there = current if isinstance(current, dict) else {}
+        found = {
+            key: self.decode(item, there.get(key, MISSING), f"{path}[{key!r}]") for key, item in zip(keys, _items(node))
+        }
+        if type(current).__name__ != node["kind"]:
+            if node["kind"] == "defaultdict":
+                raise CannotRestore("a defaultdict")
+            current = _DICTS[node["kind"]]()
+        current.clear()
+        current.update({key: item for key, item in found.items() if item is not MISSING})
+        return current
+
+    def _load(self, node: Any, current: Any, path: str) -> None:
+        state = self._decoded(node["state"], current.state_dict(), path)
+        current.load_state_dict(state)
+        if "more" not in node:
             return
-        self._compared += encoder.size
-        self.nodes[key], self.digests[key] = node, encoder.digest(node)
-        self.left[key], self.needs[key] = encoder.left, encoder.needs
+        beside = _beside_state(current, current.state_dict())
+        more = dict(zip(node["more"]["keys"], _items(node["more"])))
+        for name in more.keys() & beside.keys():
+            holder, key = beside[name]
+            there = getattr(holder, key)
+            value = self.decode(more[name], there, f"{path}.more[{name!r}]")
+            if value is not there and value is not MISSING:
+                setattr(holder, key, value)
+
+
+def _items(node: Mapping[str, Any]) -> list[Any]:
+    items = node["items"]
+    return items if isinstance(items, list) else [items[str(number)] for number in range(len(items))]
+
+
+@torch.no_grad()
+def decode_tensor(node: Any, current: object) -> Tensor:
+    """Write a value into a tensor where it fits, else return another one."""
+    value: Tensor = node if isinstance(node, Tensor) else node["value"]
+    if isinstance(node, dict) and node["kind"] == "shard":
+        if not (isinstance(current, Tensor) and is_sharded(current)):
+            raise CannotRestore("a tensor divided over the ranks")
+        local_part(current).copy_(value)
+        return current
+    fits = isinstance(current, Tensor) and (current.shape, current.dtype) == (value.shape, value.dtype)
+    if isinstance(current, Tensor) and fits and (0 not in current.stride() or current.numel() < 2):
+        current.copy_(value)
+        return current
+    return value.clone() if isinstance(node, Tensor) else value.to(node["device"], copy=True)
+
+
+def _array_of(node: Mapping[str, Any], current: object) -> Any:
+    import numpy
+
+    bits = node["value"].contiguous().numpy().tobytes()
+    array = numpy.frombuffer(bits, dtype=numpy.dtype(node["dtype"])).reshape(node["shape"])
+    if node["kind"] == "scalar":
+        return array[()]
+    fits = isinstance(current, numpy.ndarray) and (current.shape, current.dtype) == (array.shape, array.dtype)
+    if isinstance(current, numpy.ndarray) and fits and current.flags.writeable:
+        current[...] = array
+        return current
+    return array.copy()
+
+
+def _changed_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(node, dict):
+        return {key: _changed_tensors(item, change) for key, item in node.items()}
+    return change(node) if isinstance(node, Tensor) else list(node) if isinstance(node, list) else node
+
+
+# A run
 
 
 class KeptAttributes:
@@ -61,106 +578,29 @@ class KeptAttributes:
     checkpoint has stays saved. Values that differ between ranks are saved for each rank.
     """
 
+    _begun: Mapping[Key, Entry]
+
     def __init__(self, runner: BaseRunner) -> None:
         self._runner = runner
-        self._begun: _Seen | None = None
         self._kept: set[Key] = set()
-        self._restored: dict[Key, bytes] = {}
         self._named: set[str] = set()
 
     def begin(self) -> None:
         """Remember the values that the program has set. Called before anything is restored."""
-        self._begun = self._look()
-
-    def _look(self) -> _Seen:
-        seen, of_model = _Seen(self._encoder()), Encoder()
-        for name, parameter in self._parameters().items():
-            seen.add(("requires_grad", name), parameter.requires_grad, of_model)
-        for name, (part, key) in self._buffers().items():
-            seen.add(("buffers", name), part._buffers[key], of_model)
-        declared = _declared(type(self._runner), "saved")
-        for name, value in self._own().items():
-            seen.add(("attributes", name), value, seen.encoder, declared=name in declared)
-        return seen
-
-    # Values
-
-    def _own(self) -> dict[str, object]:
-        """Return the attributes of the user's, those of the class among them."""
-        runner, kind = self._runner, type(self._runner)
-        left_out = {*runner.library_names, *_declared(kind, "not_saved"), "saved", "not_saved"}
-        of_class = {
-            name: value
-            for each in reversed(kind.__mro__)
-            if not each.__module__.startswith("danling.") and each is not object
-            for name, value in vars(each).items()
-            if not name.startswith("__") and isinstance(value, (list, dict, set))
-        }
-        return {name: value for name, value in {**of_class, **vars(runner)}.items() if name not in left_out}
-
-    def _modules(self) -> list[tuple[str, nn.Module]]:
-        """Return model and criterion, with what the names of their tensors begin with."""
-        runner = self._runner
-        model = runner.unwrapped_model if isinstance(runner.model, nn.Module) else None
-        return [(n, m) for n, m in (("", model), ("criterion.", runner.criterion)) if isinstance(m, nn.Module)]
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return {
-            f"{at}{canonical_name(name)}": parameter
-            for at, module in self._modules()
-            for name, parameter in module.named_parameters()
-        }
-
-    def _buffers(self) -> dict[str, tuple[nn.Module, str]]:
-        """Return where the buffers that are not persistent are, by name."""
-        return {
-            f"{at}{canonical_name(f'{prefix}.{name}'.strip('.'))}": (part, name)
-            for at, module in self._modules()
-            for prefix, part in module.named_modules()
-            for name in sorted(part._non_persistent_buffers_set)
-            if part._buffers.get(name) is not None
-        }
-
-    def _components(self) -> dict[str, object]:
-        """Return objects that other parts of a checkpoint save, by path."""
-        runner = self._runner
-        found: dict[str, object] = {"/": runner}
-        for name in runner.library_names & vars(runner).keys():
-            value = vars(runner)[name]
-            found[f"/{name}"] = value
-            for part, each in _parts_of(value):
-                found[f"/{name}/{part}"] = each
-        for at, module in self._modules():
-            found.update((f"/{at}{name}/module", each) for name, each in module.named_modules())
-            tensors = [*module.named_parameters(), *module.named_buffers()]
-            found.update((f"/{at}{canonical_name(name)}", each) for name, each in tensors)
-        return found
-
-    def _encoder(self) -> Encoder:
-        runner = self._runner
-
-        @cache
-        def keyed() -> set[int]:
-            found = Generators({"datasets": runner.datasets, "dataloaders": runner.dataloaders}).found
-            return set(map(id, found.values()))
-
-        return Encoder(self._components, keyed=keyed, secret_keys=runner.config.secret_keys or ())
-
-    # An update that is computed again
+        self._begun = Look.at_all(self._runner).entries
 
     def remember(self) -> Callable[[], None]:
         """Copy the attributes, up to `REMEMBERED_BYTES`, and return a function that restores them. May be called on one rank."""
-        encoder, runner, size = self._encoder(), self._runner, 0
+        runner, look, size = self._runner, Look(self._runner), 0
         kept: dict[str, tuple[Any, object]] = {}
-        for name, value in self._own().items():
-            encoder.begin(declared=False)
-            node = encoder.encode(value, name, name)
-            if size + encoder.size <= REMEMBERED_BYTES:
-                size += encoder.size
-                kept[name] = _changed_tensors(node, Tensor.clone), value
+        for name, value in _own(runner).items():
+            entry = look.attribute(name, value)
+            if size + entry.size <= REMEMBERED_BYTES:
+                size += entry.size
+                kept[name] = _changed_tensors(entry.node, Tensor.clone), value
 
         def put_back() -> None:
-            decoder = Decoder(encoder)
+            decoder = Decoder(look)
             for name, (node, value) in kept.items():
                 before = decoder.decode(node, value, name)
                 if before is not MISSING and getattr(runner, name, MISSING) is not before:
@@ -172,63 +612,55 @@ class KeptAttributes:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the entries of a checkpoint, those alone that are not empty. Called on all ranks."""
-        world, now = self._runner.world, self._look()
-        changed = self._changed(now)
-        self._name_unsavable(now, changed)
-        mine = {key for key in changed if self._is_savable(key, now)}
+        world, now = self._runner.world, Look.at_all(self._runner).entries
+        mine = self._to_save(now)
         keys = sorted(set().union(*world.gather_objects(mine)))
         if not keys:
             return {}
-        ranks = world.gather_objects([now.digests.get(key) for key in keys])
+        ranks = world.gather_objects([now[key].digest if key in now else None for key in keys])
         digests = dict(zip(keys, map(set, zip(*ranks))))
-        entries = {key: {"value": now.nodes[key]} for key in keys if len(digests[key]) == 1}
-        differing = [key for key in keys if key not in entries]
+        differing = [key for key in keys if len(digests[key]) > 1]
         nodes = []
         if differing:
-            mine_of_these = {key: now.nodes[key] for key in differing if key in now.nodes}
+            mine_of_these = {key: now[key].node for key in differing if key in now}
             nodes = world.gather_objects(_changed_tensors(mine_of_these, Tensor.cpu))
-        for key in differing:
-            values = {str(rank): each[key] for rank, each in enumerate(nodes) if key in each}
-            # Parts of a pipeline have tensors of other names: what those have that have it is equal.
-            is_equal = key[0] != "attributes" and len(digests[key] - {None}) == 1
-            entries[key] = {"value": next(iter(values.values()))} if is_equal else {"of": world.size, "ranks": values}
         found: dict[str, dict[str, Any]] = {}
-        for section, name in keys:
-            found.setdefault(section, {})[name] = entries[section, name]
+        for key in keys:
+            values = {str(rank): each[key] for rank, each in enumerate(nodes) if key in each}
+            if key not in differing:
+                entry = {"value": now[key].node}
+            elif key[0] != "attributes" and len(digests[key] - {None}) == 1:
+                # Parts of a pipeline have tensors of other names: what those have that have it is equal.
+                entry = {"value": next(iter(values.values()))}
+            else:
+                entry = {"of": world.size, "ranks": values}
+            found.setdefault(key[0], {})[key[1]] = entry
         return found
 
-    def _changed(self, now: _Seen) -> set[Key]:
-        begun = self._begun.digests if self._begun is not None else {}
-        declared = {("attributes", name) for name in _declared(type(self._runner), "saved")}
-        return {key for key, digest in now.digests.items() if digest != begun.get(key) or key in self._kept | declared}
-
-    def _is_savable(self, key: Key, now: _Seen) -> bool:
-        # A restore needs the objects that `__init__` made.
-        there = self._begun.needs.get(key, {}) if self._begun is not None else {}
-        return not _is_left(now.nodes[key]) and now.needs[key].items() <= there.items()
-
-    def _name_unsavable(self, now: _Seen, changed: set[Key]) -> None:
-        found = []
-        for key, seen in now.left.items():
-            begun = self._begun.left.get(key, {}) if self._begun is not None else {}
-            found += [path for path, value in seen.items() if value is not None and value != begun.get(path, value)]
-            if key in changed and not _is_left(now.nodes[key]) and not self._is_savable(key, now):
-                found.append(key[1])
+    def _to_save(self, now: Mapping[Key, Entry]) -> set[Key]:
+        """Return what has changed and can be saved, and name the rest once."""
+        kept = self._kept | {("attributes", name) for name in _declared(self._runner, "saved")}
+        saved, unsavable = set(), []
+        for key, entry in now.items():
+            begun = self._begun.get(key, Entry())
+            left = entry.left.items()
+            unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path, seen)]
+            if (entry.digest != begun.digest or key in kept) and entry.node != {"kind": "left"}:
+                # A restore needs the objects that `__init__` made.
+                if entry.needs.items() <= begun.needs.items():
+                    saved.add(key)
+                else:
+                    unsavable.append(key[1])
         self._name(
-            found,
+            unsavable,
             "changed since the program set it, and a checkpoint cannot hold it: a resumed run goes on with another one. Make the object in "
             "__init__ and give it `state_dict` and `load_state_dict`, or name the attribute in `not_saved` on the class",
         )
+        return saved
 
     def before_training(self) -> None:
-        """Warn of attributes that no checkpoint will contain, or that were set anew after a restore. May be called on one rank."""
-        now, restored = self._look(), self._restored
-        self._restored = {}
-        self._warn(
-            [name for (_, name), digest in restored.items() if now.digests.get(("attributes", name)) != digest],
-            "set anew after the checkpoint was restored; the run goes on with the new value",
-        )
-        for path, reason in now.encoder.unseen.items():
+        """Warn of attributes that no checkpoint will contain. May be called on one rank."""
+        for path, reason in Look.at_all(self._runner).unseen.items():
             self._name(
                 [path],
                 f"{reason}. Name the attribute in `saved` on the class where training changes it, such as saved = ('teacher',), else in "
@@ -241,10 +673,6 @@ class KeptAttributes:
         if names and self._runner.is_main_process:
             logger.warning("Not saved: %s: %s.", ", ".join(f"self.{path}" for path in names), what)
 
-    def _warn(self, names: Sequence[str], what: str) -> None:
-        if names and self._runner.is_main_process:
-            logger.warning("%s: %s.", ", ".join(f"self.{name}" for name in names), what)
-
     # Loading
 
     def load(self, section: str, payload: Mapping[str, Any]) -> None:
@@ -252,32 +680,22 @@ class KeptAttributes:
         stored = {name: self._mine(section, name, entry) for name, entry in (payload.get(section) or {}).items()}
         stored = {name: node for name, node in stored.items() if node is not MISSING}
         self._kept |= {(section, name) for name in stored}
+        runner = self._runner
         if section == "requires_grad":
-            parameters = self._parameters()
+            parameters = _parameters(runner)
             for name in stored.keys() & parameters.keys():
                 parameters[name].requires_grad_(bool(stored[name]))
         elif section == "buffers":
-            buffers = self._buffers()
+            buffers = _buffers(runner)
             for name in stored.keys() & buffers.keys():
                 part, key = buffers[name]
-                part._buffers[key] = Decoder(Encoder()).decode(stored[name], part._buffers[key], name)
-        else:
+                part._buffers[key] = decode_tensor(stored[name], part._buffers[key])
+        elif stored:
             self._load_attributes(stored)
 
     def _load_attributes(self, stored: Mapping[str, Any]) -> None:
-        before, runner, own = self._look(), self._runner, self._own()
-        self._warn(
-            sorted(
-                name
-                for section, name in self._changed(before)
-                if section == "attributes" and name not in stored and name in own
-            ),
-            "changed since the program set it; the checkpoint is of before that and has no value",
-        )
-        if not stored:
-            return
-        decoder = Decoder(before.encoder)
-        left_out = {*runner.library_names, *_declared(type(runner), "not_saved")}
+        runner, own, decoder = self._runner, _own(self._runner), Decoder(Look.at_all(self._runner))
+        left_out = {*runner.library_names, *_declared(runner, "not_saved")}
         for name, node in stored.items():
             if name in left_out:
                 continue
@@ -291,8 +709,6 @@ class KeptAttributes:
                 ) from None
             if value is not MISSING and value is not current:
                 setattr(runner, name, value)
-        digests = self._look().digests
-        self._restored = {key: digests[key] for name in stored if (key := ("attributes", name)) in digests}
 
     def _mine(self, section: str, name: str, entry: Mapping[str, Any]) -> Any:
         if "value" in entry:
@@ -304,31 +720,3 @@ class KeptAttributes:
                 f"Resume on as many, or add '{section}.{name}' to checkpoint.exclude_from_loading, which keeps the value of the program."
             )
         return entry["ranks"].get(str(world.rank), MISSING)
-
-
-def _declared(kind: type, what: str) -> set[str]:
-    """Return the names in `saved` or `not_saved` of a class and its bases."""
-    return {name for each in kind.__mro__ for name in vars(each).get(what, ())}
-
-
-def _is_left(node: object) -> bool:
-    return isinstance(node, dict) and node.get("kind") == "left"
-
-
-def _changed_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(node, dict):
-        return {key: _changed_tensors(item, change) for key, item in node.items()}
-    return change(node) if isinstance(node, Tensor) else list(node) if isinstance(node, list) else node
-
-
-def _parts_of(value: object) -> Iterator[tuple[str, object]]:
-    """Yield what a component is made of: the entries of a mapping, the optimizers of several, the schedules of a sequence."""
-    if isinstance(value, Mapping):
-        yield from ((str(name), each) for name, each in value.items())
-    if isinstance(value, (Optimizer, LRScheduler)) or hasattr(value, "param_groups"):
-        for name in ("optimizers", "schedulers", "_schedulers", "optimizer", "scheduler", "inner", "base_optimizer"):
-            within = getattr(value, name, None)
-            for number, each in enumerate(within if isinstance(within, (list, tuple)) else [within]):
-                if isinstance(each, (Optimizer, LRScheduler)):
-                    yield f"{name}[{number}]", each
-                    yield from _parts_of(each)

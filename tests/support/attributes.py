@@ -7,7 +7,7 @@ import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -19,18 +19,18 @@ import danling as dl
 from danling.utils.tensors import local_part
 
 
-class Curriculum:
-    """A plain object, which also names a function."""
-
-    def __init__(self) -> None:
-        self.level, self.seen, self.weights, self.metric = 0, [0.5], torch.zeros(2), len
-
-
 @dataclass
 class Window:
     """A plain object by `dataclass`."""
 
     sums: list[float] = field(default_factory=list)
+
+
+class Curriculum:
+    """A plain object, which also names a function and has another object."""
+
+    def __init__(self) -> None:
+        self.level, self.seen, self.weights, self.metric, self.window = 0, [0.5], torch.zeros(2), len, Window()
 
 
 class Meter:
@@ -47,13 +47,6 @@ class Meter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.total = state["total"]
-
-
-class Pair(NamedTuple):
-    """A named tuple."""
-
-    first: int
-    second: float
 
 
 class Recurrent(nn.Module):
@@ -89,6 +82,7 @@ def _curriculum(runner: Keeping, value: Any, step: int) -> Any:
     value.level += 1
     value.seen.append(value.level * 0.5)
     value.weights += step
+    value.window.sums.append(step)
     return value
 
 
@@ -147,7 +141,6 @@ CASES: dict[str, tuple[Make, Change]] = {
     "truth": (lambda r: False, lambda r, v, n: not v),
     "from_none": (lambda r: None, lambda r, v, n: n if v is None else v * 2),
     "to_none": (lambda r: 3, lambda r, v, n: None),
-    "bits": (lambda r: b"", lambda r, v, n: v + bytes([n])),
     "complex_number": (lambda r: 1j, lambda r, v, n: v * (1 + 1j)),
     "huge": (lambda r: 1, lambda r, v, n: v * 10**19),
     "tensor": (lambda r: torch.zeros(3), lambda r, v, n: v + n),
@@ -162,7 +155,6 @@ CASES: dict[str, tuple[Make, Change]] = {
     "tensors": (lambda r: [], _call("append", lambda n: torch.ones(2) * n)),
     "nested": (lambda r: {"a": [1, (2, {3})]}, lambda r, v, n: {"a": [n, (n, {n, 3})], "b": {n: torch.ones(1) * n}}),
     "pair": (lambda r: (0, 0.5), lambda r, v, n: (v[0] + 1, v[1] * 2)),
-    "named_pair": (lambda r: Pair(0, 0.5), lambda r, v, n: Pair(v.first + 1, v.second * 2)),
     "unique": (lambda r: set(), _call("add", lambda n: n)),
     "frozen_set": (lambda r: frozenset(), lambda r, v, n: v | {n}),
     "ring": (lambda r: deque(maxlen=2), _call("append", lambda n: torch.ones(1) * n)),
