@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.job import Job
 from support.processes import run_outcomes, run_processes
-from support.toys import TracingRunner, differences, whole_state
-from support.warm import interpreter
+from support.toys import TracingRunner, differences, whole_settings, whole_state
 from torch import Tensor, nn
 
 import danling as dl
@@ -20,20 +18,9 @@ pytest.importorskip("accelerate")
 
 
 def settings(root: str, stack: str, **changes: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "stack": stack,
-        "epochs": 2,
-        "seed": 3,
-        "accum_steps": 3,
-        "ema": {"enabled": True, "decay": 0.9},
-        "dataloader": {"batch_size": 2, "drop_last": False},
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "scheduler": {"type": "cosine", "total_steps": 40, "warmup_steps": 4},
-        "max_grad_norm": 1.0,
-        "dir": root,
-        "log": False,
-    }
-    return {**base, **changes}
+    schedule = {"type": "cosine", "total_steps": 40, "warmup_steps": 4}
+    more = {"stack": stack, "epochs": 2, "accum_steps": 3, "scheduler": schedule, "max_grad_norm": 1.0}
+    return whole_settings("unused", **{**more, "dir": root, "log": False, **changes})
 
 
 class Toy(TracingRunner, dl.Runner):
@@ -113,37 +100,6 @@ def test_a_plugin_that_would_train_each_rank_alone_is_refused(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-SCRIPT = """
-import torch
-import danling as dl
-
-class Toy(dl.Runner):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model = torch.nn.Linear(2, 2)
-
-config = dl.RunnerConfig(stack="accelerate", dir="run")
-config.parse()
-with Toy(config) as runner:
-    print("precision:", runner.config.precision, "processes:", runner.world_size)
-"""
-
-
-def launched(*options: str, arguments: tuple[str, ...] = ()) -> tuple[int, str]:
-    Path("script.py").write_text(SCRIPT)
-    launcher = [interpreter(), "-m", "accelerate.commands.launch", "--cpu", *options]
-    with Job([*launcher, "script.py", *arguments]) as job:
-        return job.wait()
-
-
-@pytest.mark.slow
-def test_accelerate_launch_that_starts_one_process_for_two_is_refused() -> None:
-    exit_code, output = launched("--num_processes", "2")
-    assert exit_code != 0
-    assert "torchrun --nproc-per-node N" in output
-    assert "precision:" not in output
-
-
 def test_platform_accelerate_is_this_stack(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match="use 'stack'"):
         config = dl.RunnerConfig({"platform": "accelerate", "dir": str(tmp_path / "run")})
@@ -161,15 +117,3 @@ def test_the_class_may_be_subclassed_directly(tmp_path: Path) -> None:
         assert runner.accelerator.num_processes == 1
     with pytest.raises(ValueError, match="Expected a configuration for the stack 'accelerate'"):
         Direct({"dir": str(tmp_path / "other"), "stack": "ddp"})
-
-
-def test_what_the_configuration_keeps_of_accelerates_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The precision is the run's own from then on, so that a resume compares it."""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    file = tmp_path / "accelerate.yaml"
-    file.write_text("mixed_precision: bf16\nuse_cpu: true\nnum_processes: 1\n")
-    given = dl.RunnerConfig({"stack": "accelerate", "dir": str(tmp_path / "run"), "accelerate": str(file)})
-    with Plain(given) as runner:
-        assert runner.config.precision == "bf16"
-        assert runner.precision.dtype is torch.bfloat16
-    assert given.precision is None, "the caller's configuration is left alone"

@@ -55,8 +55,7 @@ class Ran:
         for name in here:
             self.of(name)
         near = neighbours(source, target)
-        pairs = [(a, b) for a, b in PAIRS if a in here and b in here and not excuse(b, f"from {a}")]
-        pairs = [pair for pair in pairs if neighbours(*pair) == near]
+        pairs = [(a, b) for a, b in PAIRS if a in here and b in here and neighbours(a, b) == near]
         what = "exchange" if near else "further exchange"
         ranks = self._once(what, lambda: run_processes(continue_elsewhere, pairs, str(self.root), timeout=300))
         return [rank[pairs.index((source, target))] for rank in ranks]
@@ -89,19 +88,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "every-stack")
 
 
-def excuse(name: str, check: str) -> str | None:
-    return STACKS[name].cannot.get(check)
-
-
 @pytest.fixture(params=STACKS)
 def name(request: pytest.FixtureRequest) -> str:
-    """Each stack in turn, but for what it cannot."""
+    """Each stack in turn."""
     stack: str = request.param
     if not STACKS[stack].is_here:
         pytest.skip(f"{STACKS[stack].package} is not installed: pip install {STACKS[stack].package}")
-    reason = excuse(stack, request.function.__name__)
-    if reason is not None:
-        pytest.skip(f"{stack} cannot: {reason}")
     return stack
 
 
@@ -221,9 +213,8 @@ def test_it_ends_as_ddp_to_the_bit(name: str, ran: Ran) -> None:
 def test_a_checkpoint_goes_to_another_stack(source: str, target: str, ran: Ran) -> None:
     """The run goes on with the batch that is next, and ends where the other stack's own run ends."""
     missing = [name for name in (source, target) if not STACKS[name].is_here]
-    reason = f"{missing[0]} is not installed" if missing else excuse(target, f"from {source}")
-    if reason is not None:
-        pytest.skip(f"{source} to {target}: {reason}")
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
     ended = ran.on_another(source, target)
     exact = STACKS[source].equals_ddp and STACKS[target].equals_ddp
     for mine, rank in zip(ended, ran.of(target)):

@@ -8,25 +8,16 @@ from typing import Any
 
 import pytest
 from support.processes import run_processes
-from support.toys import TracingRunner, differences, whole_state
+from support.toys import TracingRunner, differences, whole_settings, whole_state
 
 
 def settings(mode: str, root: Path, **changes: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "seed": 3,
-        "accum_steps": 3,
-        "ema": {"enabled": True, "decay": 0.9},
-        "dataloader": {"batch_size": 2, "drop_last": False},
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "scheduler": {"type": "cosine", "total_steps": 40, "warmup_steps": 4},
-        "max_grad_norm": 1.0,
-        "workspace_root": str(root),
-        "log_interval": 4,
-    }
+    schedule = {"type": "cosine", "total_steps": 40, "warmup_steps": 4}
+    base = {"accum_steps": 3, "scheduler": schedule, "max_grad_norm": 1.0, "log_interval": 4}
     epochs, steps = {"epochs": 3, "checkpoint.interval": 1}, {"steps": 13, "evaluate_interval": 3}
     # Not after every update, as a twentieth of so few would be.
     budget = epochs if mode == "epoch" else {**steps, "checkpoint.interval": 4}
-    return {**base, **budget, **changes}
+    return whole_settings(root, **base, **budget, **changes)
 
 
 def train(config: dict[str, Any], stop_at: int | None) -> dict[str, Any]:

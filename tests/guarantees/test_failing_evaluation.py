@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import torch
 from support.engines import needs_deepspeed
 from support.processes import run_outcomes, run_processes
 from support.toys import NoisyPoints, TracingRunner, differences, whole_state
+from support.toys import settings as toy_settings
 from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, RandomSampler
@@ -26,16 +26,8 @@ MODES: dict[str, dict[str, Any]] = {"epochs": {"epochs": 3}, "steps": {"steps": 
 
 
 def settings(root: Path | str, mode: str, **more: Any) -> dict[str, Any]:
-    return {
-        "dir": str(root),
-        "seed": 5,
-        "log": False,
-        "dataloader": {"batch_size": 6},
-        "optim": {"type": "adamw", "lr": 0.01},
-        "score_name": "acc",
-        **MODES[mode],
-        **more,
-    }
+    base = {"seed": 5, "dataloader": {"batch_size": 6}, "optim": {"type": "adamw", "lr": 0.01}, "score_name": "acc"}
+    return toy_settings(root, **{**base, **MODES[mode], **more})
 
 
 # Tried before the first update
@@ -116,36 +108,6 @@ def test_the_trial_leaves_no_trace(mode: str, runner_class: Any, tmp_path: Path)
             runner.train()
             ends.append((whole_state(runner), runner.trace, runner.results, runner.id))
     assert not differences(ends[0], ends[1])
-
-
-class Perplexing(TracingRunner):
-    """A figure that one batch does not define."""
-
-    def summarize(self, split: str, totals: Any) -> dict[str, float]:
-        if totals.totals()["loss"][1] < 7:
-            raise ValueError("only one class")
-        return super().summarize(split, totals)
-
-
-def test_a_figure_that_one_batch_does_not_define_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="danling"), Perplexing(settings(tmp_path / "run", "epochs")) as runner:
-        assert len(runner.train()) == 3
-    said = [r.message for r in caplog.records if "Of one batch" in r.message]
-    assert len(said) == 1
-    assert "only one class" in said[0]
-
-
-def test_a_source_whose_batches_are_given_once_is_not_read(tmp_path: Path) -> None:
-    batches = [{"input": torch.randn(4, 6), "target": torch.zeros(4).long(), "index": torch.arange(4)}]
-
-    class Once(TracingRunner):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.datasets.pop("val")
-            self.dataloaders["val"] = iter(batches)
-
-    with Once(settings(tmp_path / "run", "epochs", epochs=1)) as runner:
-        assert set(runner.train()[1]["val"]) == {"loss", "acc"}
 
 
 # Saved when it fails later

@@ -18,7 +18,7 @@ from support.chaos import SEED, report, share
 from support.patience import patience
 from support.processes import ProcessFailure, free_port, run_outcomes, run_processes
 from support.saves import litter
-from support.toys import TracingRunner, differences, whole_state
+from support.toys import TracingRunner, differences, whole_settings, whole_state
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -50,21 +50,8 @@ class SlowEngineRunner(engines.AnyStackRunner):
 def settings(root: Path, backend: str, mode: str, axes: dict[str, int] | None = None) -> dict[str, Any]:
     """Return a configuration of a few steps that saves in every one of them: what a kill costs is mostly the training around it."""
     layout = {"stack": "parallel", "parallel": {"axes": axes}} if axes else {}
-    return {
-        **layout,
-        "steps": 12,
-        "seed": 3,
-        "accum_steps": 2,
-        "ema": {"enabled": True, "decay": 0.9},
-        "dataloader": {"batch_size": 2, "drop_last": False},
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "scheduler": {"type": "cosine"},
-        "evaluate_interval": 5,
-        "auto_resume": True,
-        "workspace_root": str(root),
-        "checkpoint": {"backend": backend, "async_mode": mode, "interval": 1, "keep_latest_k": 3},
-        "log_interval": 1000,
-    }
+    policy = {"backend": backend, "async_mode": mode, "interval": 1, "keep_latest_k": 3}
+    return whole_settings(root, **layout, steps=12, evaluate_interval=5, auto_resume=True, checkpoint=policy)
 
 
 def engine_settings(root: Path, stage: int) -> dict[str, Any]:

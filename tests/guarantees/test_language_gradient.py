@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +102,6 @@ class UntoldAndWeighed(Untold):
         return float((target[:, 1:] != -100).sum())
 
 
-class NestedBatch(Untold):
-    """Keeps the batch of the tokenizer as it is, under one key."""
-
-    def __init__(self, config: dict[str, Any], told: bool | None = None) -> None:
-        super().__init__(config, told)
-        self.config.dataloader.collate_fn = lambda rows: {"input": encode(rows)}
-
-
 def first_gradient(
     runner_class: Any, root: Path, told: bool | None, micro_batch: int, accum_steps: int
 ) -> list[Tensor]:
@@ -122,9 +113,7 @@ def first_gradient(
         return [old - new.detach() for old, new in zip(before, runner.unwrapped_model.parameters())]
 
 
-@pytest.mark.parametrize(
-    ("runner_class", "told"), [(Untold, True), (UntoldAndWeighed, None), (NestedBatch, True)], ids=str
-)
+@pytest.mark.parametrize(("runner_class", "told"), [(Untold, True), (UntoldAndWeighed, None)], ids=str)
 def test_a_declaration_weighs_micro_batches(runner_class: Any, told: bool | None, tmp_path: Path) -> None:
     whole = first_gradient(runner_class, tmp_path / "whole", told, 16, 1)
     for micro_batch, accum_steps in ((4, 4), (2, 8)):
@@ -181,38 +170,3 @@ def test_a_criterion_of_the_users_own_leaves_out_ignored_labels(is_module: bool,
     parts = first_gradient(FunctionAsCriterion, tmp_path / "parts", is_module, 2, 8)
     for one, other in zip(whole, parts):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
-
-
-class OwnNames(dl.TorchRunner):
-    """A mapping by names of the user's, and a criterion that leaves some targets out."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        self.model = nn.Linear(2, 3)
-        self.criterion = nn.CrossEntropyLoss()
-        self.datasets = {"train": [{"points": torch.ones(2), "kinds": index % 3} for index in range(8)]}
-
-    def train_step(self, data: Any) -> Any:
-        pred = self.model(data["points"])
-        loss = self.criterion(pred, data["kinds"])
-        self.backward(loss)
-        return pred, loss
-
-
-class OwnWeights(OwnNames):
-    """Weighs its batches itself."""
-
-    def batch_weight(self, data: Any, target: Any) -> float:
-        return float((data["kinds"] != -100).sum())
-
-
-@pytest.mark.parametrize("runner_class", [OwnNames, OwnWeights])
-def test_a_criterion_that_ignores_targets_and_finds_none_is_warned_of_once(
-    runner_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = {"epochs": 2, "workspace_root": str(tmp_path), "dataloader": {"batch_size": 2}, "optim": {"type": "sgd"}}
-    with caplog.at_level(logging.WARNING, logger="danling"), runner_class(config) as runner:
-        runner.train()
-    said = [record.message for record in caplog.records if "Expected a target in each batch" in record.message]
-    assert len(said) == (runner_class is OwnNames)
-    assert all("['kinds', 'points']" in message and "batch_weight" in message for message in said)

@@ -21,7 +21,7 @@ from support.object_servers import ObjectServer
 from support.patience import patience
 from support.processes import ProcessFailure, free_port, run_outcomes, run_processes
 from support.saves import litter
-from support.toys import TracingRunner, differences, whole_state
+from support.toys import TracingRunner, differences, whole_settings, whole_state
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -61,20 +61,9 @@ class SlowParallelRunner(SlowRunner, ParallelRunner):
 def settings(root: Path, url: str | None, backend: str, axes: dict[str, int] | None, **changes: Any) -> dict[str, Any]:
     """Return a configuration of a few steps that saves in every other one."""
     layout = {"stack": "parallel", "parallel": {"axes": axes}} if axes else {}
-    return {
-        **layout,
-        "steps": STEPS,
-        "seed": 3,
-        "accum_steps": 2,
-        "ema": {"enabled": True, "decay": 0.9},
-        "dataloader": {"batch_size": 2, "drop_last": False},
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "evaluate_interval": 6,
-        "auto_resume": True,
-        "workspace_root": str(root),
-        "checkpoint": {"backend": backend, "interval": INTERVAL, "keep_latest_k": 2, "remote.url": url, **changes},
-        "log_interval": 1000,
-    }
+    policy = {"backend": backend, "interval": INTERVAL, "keep_latest_k": 2, "remote.url": url, **changes}
+    more = {"steps": STEPS, "evaluate_interval": 6, "auto_resume": True, "scheduler": {}, "checkpoint": policy}
+    return whole_settings(root, **layout, **more)
 
 
 def train(config: dict[str, Any], notes: str, wait: bool = False) -> dict[str, Any]:

@@ -10,25 +10,15 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_outcomes, run_processes
-from support.toys import TracingRunner
+from support.toys import TracingRunner, whole_settings
 from torch import Tensor
 
 from danling.training import NonFiniteError
 
 
 def settings(root: Path, **changes: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "steps": 6,
-        "seed": 3,
-        "ema": {"enabled": True, "decay": 0.9},
-        "dataloader": {"batch_size": 2},
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "scheduler": {"type": "cosine"},
-        "workspace_root": str(root),
-        "log": False,
-        "comm.init_timeout_seconds": 30,
-    }
-    return {**base, **changes}
+    more = {"steps": 6, "accum_steps": 1, "dataloader": {"batch_size": 2}, "log": False}
+    return whole_settings(root, **{**more, "comm.init_timeout_seconds": 30, **changes})
 
 
 class Poisoned(TracingRunner):

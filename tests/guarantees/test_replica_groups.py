@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.chaos import ASKED, report, share
 from support.replicas import Lighthouse, ReplicaGroup, note_heals
-from support.toys import NoisyPoints, differences
+from support.toys import NoisyPoints, differences, whole_settings
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -73,22 +73,11 @@ class GroupRunner(dl.Runner):
 
 
 def settings(root: Path, group: int, stack: str) -> dict[str, Any]:
-    return {
-        "stack": stack,
-        "fsdp": {"enabled": stack == "parallel"},
-        "steps": 10**6,
-        "seed": 3,
-        "accum_steps": 2,
-        "ema": {"enabled": True, "decay": 0.9},
-        "dataloader": {"batch_size": BATCH_SIZE, "drop_last": False},
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "scheduler": {"type": "cosine", "total_steps": 10**6},
-        "auto_resume": True,
-        "workspace_root": str(root),
-        "checkpoint": {"interval": 20, "keep_latest_k": 2},
-        "log_interval": 1000,
-        "ft": {"enabled": True, "replica_id": group, "group_size": 2, "process_group_timeout_ms": 5000},
-    }
+    more = {"stack": stack, "fsdp": {"enabled": stack == "parallel"}, "steps": 10**6, "auto_resume": True}
+    more |= {"dataloader": {"batch_size": BATCH_SIZE, "drop_last": False}}
+    more |= {"scheduler": {"type": "cosine", "total_steps": 10**6}, "checkpoint": {"interval": 20, "keep_latest_k": 2}}
+    ft = {"enabled": True, "replica_id": group, "group_size": 2, "process_group_timeout_ms": 5000}
+    return whole_settings(root, **more, ft=ft)
 
 
 def train(root: Path, group: int, stack: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from support.locks import child, hold, wait_for
 from support.process_tree import descendants, kill_all
 from support.processes import run_processes
 from support.toys import Small
+from support.toys import settings as toy_settings
 
 from danling.checkpoints import CheckpointError
 from danling.utils.locks import WRITING, FileLock
@@ -20,8 +21,7 @@ from danling.workspace.run_directory import RunInUseError
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    usual = {"seed": 1, "epochs": 1, "log": False, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 0.1}}
-    return {**usual, **more}
+    return {**toy_settings("unused", epochs=1), "dir": None, **more}
 
 
 def trained(**more: Any) -> Path:
@@ -52,11 +52,6 @@ def test_a_second_start_from_scratch_leaves_the_first_run_as_it_is_and_says_so(
         next(i for i, m in enumerate(caplog.messages) if text in m) for text in ("holds an earlier", "Training from")
     )
     assert said < begun
-
-
-def test_a_drawn_seed_is_no_part_of_the_id() -> None:
-    first, second = (trained(seed=None) for _ in range(2))
-    assert second.name == f"{first.name}-2"
 
 
 def test_auto_resume_goes_on_in_the_newest() -> None:

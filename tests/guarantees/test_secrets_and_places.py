@@ -20,6 +20,7 @@ from support.engines import AnyStackRunner, needs_deepspeed, zero
 from support.engines import settings as engine_settings
 from support.processes import run_processes
 from support.toys import Small
+from support.toys import settings as toy_settings
 
 import danling as dl
 from danling.checkpoints.directory import FileStore, newest_record
@@ -43,8 +44,7 @@ class Reading(Small):
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    usual = {"seed": 1, "epochs": 1, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 0.1}}
-    return {**usual, **more}
+    return {**toy_settings("unused", epochs=1, log=True), "dir": None, **more}
 
 
 def trained(config: Any) -> Path:

@@ -139,15 +139,6 @@ def test_a_payload_is_loaded_as_a_file_is(tmp_path: Path) -> None:
             runner.load_checkpoint({"weights": runner.weights})
 
 
-def test_what_is_missing_in_a_checkpoint_is_named(tmp_path: Path) -> None:
-    with LeastSquares(settings(tmp_path / "a", epochs=1)) as runner:
-        runner.train()
-        payload = runner.state_dict()
-        del payload["model"]
-        with pytest.raises(CheckpointMismatch, match=r"without: model"):
-            runner.load_state_dict(payload)
-
-
 class Wrapping(LeastSquares):
     """Wraps its weights, as a stack of one's own does with a model."""
 

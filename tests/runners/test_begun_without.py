@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import danling as dl
 from danling.checkpoints import CheckpointMismatch
-from danling.checkpoints.exclusion import USERS_OWN, ExcludedFromLoading
 from danling.utils.tensors import whole
 
 
@@ -123,39 +122,3 @@ def test_a_checkpoint_that_is_only_begun_from_is_taken_without_them_again(tmp_pa
         begun = state(runner)["head.weight"]
         runner.load_pretrained(tmp_path / "first" / "checkpoints")
         assert torch.equal(state(runner)["head.weight"], begun)
-
-
-def test_what_is_made_of_other_settings_now_is_left_out_again(tmp_path: Path, base: Path) -> None:
-    entries = {"checkpoint.exclude_from_loading": ["model.head", "optimizer", "runner.optim"]}
-    tune(tmp_path / "adamw", base, 2, **entries)
-    for before, kind in (("adamw", "sgd"), ("sgd", "rmsprop")):
-        more = {"resume": str(tmp_path / before / "checkpoints" / "latest.pth"), "optim": {"type": kind, "lr": 0.05}}
-        with Tuned(config(tmp_path / kind, 2, **entries, **more)) as runner:
-            assert type(runner.optimizer).__name__.lower() == kind and not runner.optimizer.state
-            runner.save_checkpoint()
-
-
-@pytest.mark.parametrize(
-    ("before", "changed", "expected"),
-    [
-        (["model.head"], [], ["model.head"]),
-        (["model"], [], ["model.head"]),
-        (["model.head.weight"], [], []),
-        (["lr_scheduler", "data_loader.train"], [], ["scheduler"]),
-        (["optimizer"], ["optim"], []),
-        (["scheduler", "model.head"], ["optim"], ["model.head"]),
-        (["scheduler", "optimizer"], ["steps"], ["optimizer"]),
-        (["scheduler", "optimizer", "model"], ["task", USERS_OWN], []),
-        (["optimizer"], [], ["optimizer"]),
-        (["runner.optim.lr", "optimizer"], ["dataloader"], ["optimizer"]),
-        ([], [], []),
-    ],
-)
-def test_the_entries_that_do_not_count(before: list[str], changed: list[str], expected: list[str]) -> None:
-    now = ExcludedFromLoading(
-        ["model.head", "scheduler", "dataloader.train", "optimizer", "optimizer.param_groups", "runner.optim.lr"]
-    )
-    found = now.loaded_since(ExcludedFromLoading(before), changed)
-    assert found == expected
-    assert now.without(found).entries == [entry for entry in now.entries if entry not in expected]
-    assert now.without(found).allows_setting("optim.lr")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_processes
+from support.toys import settings
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -68,17 +69,8 @@ class Growing(dl.TorchRunner):
 def train(
     root: str, how: str, when: str, epochs: int = 2, resume: bool = False
 ) -> tuple[list[list[int]], int, list[int]]:
-    config = {
-        "seed": 1,
-        "epochs": epochs,
-        "auto_resume": resume,
-        "try_evaluation": False,
-        "case": {"how": how, "when": when},
-        "dataloader": {"batch_size": 2},
-        "optim": {"type": "sgd", "lr": 0.1},
-        "workspace_root": root,
-        "log": False,
-    }
+    more = {"epochs": epochs, "auto_resume": resume, "try_evaluation": False, "dataloader": {"batch_size": 2}}
+    config = settings(root, **more, case={"how": how, "when": when})
     with Growing(config) as runner:
         runner.train()
         return runner.seen, runner.state.train.global_step, getattr(runner, "evaluated", [])

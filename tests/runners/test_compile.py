@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.engines import needs_deepspeed, zero
 from support.processes import run_processes
+from support.toys import settings
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -64,16 +65,8 @@ class Counted(dl.Runner):
 
 def config(root: Path, **changes: Any) -> dict[str, Any]:
     """Return the settings of two updates of one shape."""
-    return {
-        "dir": str(root / "run"),
-        "seed": 1,
-        "steps": 2,
-        "log": False,
-        "dataloader": {"batch_size": 2},
-        "optim": {"type": "sgd", "lr": 0.1},
-        "compile": {"enable": True, "backend": "eager"},
-        **changes,
-    }
+    compiled = {"enable": True, "backend": "eager"}
+    return settings(root / "run", **{"steps": 2, "dataloader": {"batch_size": 2}, "compile": compiled, **changes})
 
 
 def train(settings: dict[str, Any], build: Callable[[], nn.Module]) -> tuple[int, list[str], Any]:

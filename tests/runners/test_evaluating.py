@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,35 +133,6 @@ def test_averaged_weights_are_evaluated_and_said_once(tmp_path: Path, caplog: py
         assert [r.message for r in caplog.records] == ["Evaluating the averaged weights (decay 0.75)."]
         # Its buffers are made the same on all ranks before and after the averaged ones are there.
         assert run.broadcasts == 4 and run.bare[1].weight.item() == 1.0
-
-
-def test_what_is_drawn_belongs_to_the_split_and_the_verb(tmp_path: Path) -> None:
-    with Evaluated(tmp_path) as run:
-
-        def drawn(evaluate: Callable[[str], object], split: str) -> list[float]:
-            torch.rand(3)
-            run.drawn.clear()
-            evaluate(split)
-            return list(run.drawn)
-
-        first = drawn(run.evaluate_epoch, "val")
-        assert len(set(first)) == 2 and drawn(run.evaluate_epoch, "val") == first
-        assert drawn(run.evaluate_epoch, "test") != first
-        assert drawn(run.infer, "val") != first
-        run.seed = 2
-        assert drawn(run.evaluate_epoch, "val") != first
-
-
-def test_predictions_come_in_the_order_of_the_dataset_at_once_or_one_by_one(tmp_path: Path) -> None:
-    with Evaluated(tmp_path) as run:
-        run.set_weight(2.0)
-        expected = [2.0 * number for number in range(6)]
-        assert run.infer("val") == expected
-        assert run.seen == [(True, "infer", False, False)] * 2 and run.mode == "train"
-        stream = run.infer("val", stream=True)
-        assert next(stream) == 0.0
-        assert run.mode == "train" and run.bare.training  # the caller may train meanwhile
-        assert [0.0, *stream] == expected
 
 
 class Sampler:

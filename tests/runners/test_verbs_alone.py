@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.toys import settings as toy_settings
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,17 +36,10 @@ class Toy(dl.Runner):
 
 
 def settings(root: Path, **more: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "dir": str(root / "run"),
-        "seed": 5,
-        "log": False,
-        "dataloader": {"batch_size": 3, "drop_last": False},
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "scheduler": {"type": "cosine", "warmup_steps": 2},
-        "ema": {"enabled": True, "decay": 0.9},
-        "checkpoint": {"async_enabled": False},
-    }
-    return {**base, **({} if "steps" in more else {"epochs": 3}), **more}
+    base: dict[str, Any] = {"seed": 5, "dataloader": {"batch_size": 3, "drop_last": False}}
+    base |= {"optim": {"type": "adamw", "lr": 1e-2}, "scheduler": {"type": "cosine", "warmup_steps": 2}}
+    base |= {"ema": {"enabled": True, "decay": 0.9}, "checkpoint": {"async_enabled": False}}
+    return toy_settings(root / "run", **{**base, **({} if "steps" in more else {"epochs": 3}), **more})
 
 
 def weights(runner: Any) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.engines import needs_deepspeed
 from support.processes import run_processes
+from support.toys import settings
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -28,15 +29,8 @@ class Small(dl.Runner):
 
 
 def looked_at(root: str, stack: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
-    config = {
-        "dir": root,
-        "seed": 1,
-        "steps": 1,
-        "log": False,
-        "dataloader.batch_size": 4,
-        "checkpoint.load_only": True,
-    }
-    with Small({**config, "optim.type": "sgd", "optim.lr": 0.0, **stack}) as runner:
+    still = {"optim": {"type": "sgd", "lr": 0.0}, "checkpoint": {"load_only": True}}
+    with Small(settings(root, steps=1, **still, **stack)) as runner:
 
         def copies() -> dict[str, Tensor]:
             with runner.whole_weights():
@@ -68,21 +62,3 @@ def test_whole_weights_are_seen_and_written(stack: dict[str, Any], tmp_path: Pat
             assert torch.equal(rank["before"][name], parameter.detach())
             assert torch.equal(rank["written"][name], 2 * parameter.detach())
             assert torch.equal(rank["trained"][name], 2 * parameter.detach())
-
-
-def test_the_loss_of_an_outcome_is_the_mean(tmp_path: Path) -> None:
-    outcomes = []
-
-    class Noting(Small):
-        def step(self) -> Any:
-            outcomes.append(super().step())
-            return outcomes[-1]
-
-    config = {"dir": str(tmp_path), "seed": 1, "steps": 1, "accum_steps": 2, "dataloader.batch_size": 4, "log": False}
-    with Noting({**config, "optim.type": "sgd", "optim.lr": 0.0}) as runner:
-        runner.train()
-        x, y = runner.datasets["train"].tensors
-        expected = nn.functional.cross_entropy(runner.model(x), y).item()
-    (outcome,) = outcomes
-    assert outcome.loss == pytest.approx(expected, rel=1e-6)
-    assert outcome.loss_sum == pytest.approx(8 * expected, rel=1e-6)

@@ -1,6 +1,6 @@
 """Every stack as a row, and one small program that each of them runs on two processes.
 
-A row says how a stack is asked for, how near its gradient comes to that of one process, and what it cannot, with the reason.
+A row says how a stack is asked for, and how near its gradient comes to that of one process.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,7 +43,6 @@ class Stack:
         tolerance: How far the gradient may be from that of one process, relative to its norm.
         equals_ddp: Whether a run ends as that of `ddp` to the bit.
         package: What must be installed.
-        cannot: What it cannot, by the name of the check, and why.
     """
 
     settings: Mapping[str, Any]
@@ -51,7 +50,6 @@ class Stack:
     tolerance: float = 1e-12
     equals_ddp: bool = False
     package: str = "torch"
-    cannot: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_here(self) -> bool:

@@ -47,6 +47,13 @@ def settings(root: Path | str, **more: Any) -> dict[str, Any]:
     return {**base, "optim": {"type": "sgd", "lr": 0.1}, **more}
 
 
+def whole_settings(root: Path | str, **more: Any) -> dict[str, Any]:
+    """Return the configuration of a run below a directory in which everything moves: windows, averages, moments and a schedule."""
+    base: dict[str, Any] = {"workspace_root": str(root), "seed": 3, "accum_steps": 2, "log_interval": 1000}
+    base |= {"dataloader": {"batch_size": 2, "drop_last": False}, "ema": {"enabled": True, "decay": 0.9}}
+    return {**base, "optim": {"type": "adamw", "lr": 1e-2}, "scheduler": {"type": "cosine"}, **more}
+
+
 def line_of(length: int) -> TensorDataset:
     """Return points with their sums as targets."""
     inputs = torch.randn(length, 3, generator=torch.Generator().manual_seed(4))
