@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.calls import calls_into
 from support.checked import Checked, CheckedText, Flip, settings, state_of
 from support.processes import run_outcomes, run_processes
 from torch import Tensor
 
 from danling.audit.attach import ReplayMismatchError
+
+
+@contextmanager
+def calls_into(*parts: str) -> Iterator[list[str]]:
+    """Yield a list that takes the names of the functions of this thread that are called in files with one of these parts in their path."""
+    called: list[str] = []
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        if event == "call" and any(part in frame.f_code.co_filename for part in parts):
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+
 
 OFF: dict[str, Any] = {"audit.replay_interval": None}
 SAVING: dict[str, Any] = {"checkpoint.load_only": False, "checkpoint.interval": 100}

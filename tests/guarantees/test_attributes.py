@@ -2,15 +2,311 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from support.attributes import CASES, keep
 from support.engines import needs_deepspeed
 from support.processes import run_outcomes, run_processes
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import TensorDataset
+
+import danling as dl
+from danling.utils.tensors import local_part
+
+
+@dataclass
+class Window:
+    """A plain object by `dataclass`."""
+
+    sums: list[float] = field(default_factory=list)
+
+
+class Curriculum:
+    """A plain object, which also names a function and has another object."""
+
+    def __init__(self) -> None:
+        self.level, self.seen, self.weights, self.metric, self.window = 0, [0.5], torch.zeros(2), len, Window()
+
+
+class Meter:
+    """An object with a state of its own, and with what cannot be saved."""
+
+    def __init__(self) -> None:
+        self.total, self.lock = 0.0, iter(())
+
+    def add(self, value: float) -> None:
+        self.total += value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.total = state["total"]
+
+
+class Recurrent(nn.Module):
+    """A module whose forward changes a buffer that is not persistent."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.linear(inputs)
+        if self.training:
+            self.mean = self.mean * 0.5 + hidden.detach().mean(0)
+        return hidden - self.mean
+
+
+Make = Callable[["Keeping"], Any]
+Change = Callable[["Keeping", Any, int], Any]
+
+
+def _call(method: str, *args: Any) -> Change:
+    def change(runner: Keeping, value: Any, step: int) -> Any:
+        getattr(value, method)(*(arg(step) if callable(arg) else arg for arg in args))
+        return value
+
+    return change
+
+
+def _curriculum(runner: Keeping, value: Any, step: int) -> Any:
+    value.level += 1
+    value.seen.append(value.level * 0.5)
+    value.weights += step
+    value.window.sums.append(step)
+    return value
+
+
+def _queue(runner: Keeping, value: Tensor, step: int) -> Tensor:
+    value.copy_(value.roll(1, 0))
+    value[0] = step
+    return value
+
+
+def _scale(runner: Keeping, value: Any, step: int) -> Any:
+    value.scale(torch.ones(1))
+    value.update(2.0**step)
+    return value
+
+
+def _train_second(runner: Keeping, value: Any, step: int) -> Any:
+    module, optimizer, schedule = value["module"], value["optimizer"], value["schedule"]
+    optimizer.zero_grad()
+    module(torch.full((2, 3), float(step))).square().sum().backward()
+    optimizer.step()
+    schedule.step()
+    return value
+
+
+def _second(runner: Keeping) -> dict[str, Any]:
+    torch.manual_seed(5)
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    return {"module": module, "optimizer": optimizer, "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)}
+
+
+def _follow(runner: Keeping, value: nn.Module, step: int) -> nn.Module:
+    for parameter in value.parameters():
+        parameter.data = parameter.data * 0.9 + step * 0.1
+    return value
+
+
+def _averaged(runner: Keeping, value: AveragedModel, step: int) -> AveragedModel:
+    value.update_parameters(runner.source_of_averages)
+    with torch.no_grad():
+        for parameter in runner.source_of_averages.parameters():
+            parameter.add_(0.5)
+    return value
+
+
+def _metric(runner: Keeping) -> Any:
+    import torchmetrics
+
+    return torchmetrics.MeanMetric()
+
+
+CASES: dict[str, tuple[Make, Change]] = {
+    "integer": (lambda r: 0, lambda r, v, n: v + n),
+    "number": (lambda r: 0.1, lambda r, v, n: v * 1.1),
+    "text": (lambda r: "a", lambda r, v, n: v + str(n)),
+    "truth": (lambda r: False, lambda r, v, n: not v),
+    "from_none": (lambda r: None, lambda r, v, n: n if v is None else v * 2),
+    "to_none": (lambda r: 3, lambda r, v, n: None),
+    "complex_number": (lambda r: 1j, lambda r, v, n: v * (1 + 1j)),
+    "huge": (lambda r: 1, lambda r, v, n: v * 10**19),
+    "tensor": (lambda r: torch.zeros(3), lambda r, v, n: v + n),
+    "half": (lambda r: torch.ones(2, dtype=torch.bfloat16), lambda r, v, n: v * 1.5),
+    "queue": (lambda r: torch.zeros(5, 2), _queue),
+    "hidden": (lambda r: None, lambda r, v, n: (torch.full((2,), n * 1.0), [torch.ones(1) * n])),
+    "array": (lambda r: numpy.zeros((2, 2)), lambda r, v, n: v + n),
+    "words": (lambda r: numpy.array(["a", "bc"]), lambda r, v, n: numpy.append(v, str(n))),
+    "flags": (lambda r: numpy.zeros(3, dtype=bool), lambda r, v, n: ~v),
+    "scalar": (lambda r: numpy.float32(0), lambda r, v, n: numpy.float32(v + n / 3)),
+    "items": (lambda r: [], _call("append", lambda n: n)),
+    "tensors": (lambda r: [], _call("append", lambda n: torch.ones(2) * n)),
+    "nested": (lambda r: {"a": [1, (2, {3})]}, lambda r, v, n: {"a": [n, (n, {n, 3})], "b": {n: torch.ones(1) * n}}),
+    "pair": (lambda r: (0, 0.5), lambda r, v, n: (v[0] + 1, v[1] * 2)),
+    "unique": (lambda r: set(), _call("add", lambda n: n)),
+    "frozen_set": (lambda r: frozenset(), lambda r, v, n: v | {n}),
+    "ring": (lambda r: deque(maxlen=2), _call("append", lambda n: torch.ones(1) * n)),
+    "by_class": (lambda r: defaultdict(list), lambda r, v, n: v[n % 2].append(n) or v),
+    "counts": (lambda r: Counter(), lambda r, v, n: v.update("ab" * n) or v),
+    "ordered": (lambda r: OrderedDict(), lambda r, v, n: v.update({(n, "x"): n}) or v),
+    "torch_generator": (
+        lambda r: torch.Generator().manual_seed(3),
+        lambda r, v, n: torch.rand(1, generator=v) is None or v,
+    ),
+    "numpy_generator": (lambda r: numpy.random.default_rng(3), _call("random")),
+    "numpy_state": (lambda r: numpy.random.RandomState(3), _call("normal")),
+    "python_generator": (lambda r: random.Random(3), _call("gauss", 0.0, 1.0)),
+    "curriculum": (lambda r: Curriculum(), _curriculum),
+    "window_sums": (lambda r: Window(), lambda r, v, n: v.sums.append(n / 2) or v),
+    "meter": (lambda r: Meter(), _call("add", lambda n: n / 3)),
+    "scaler": (lambda r: torch.amp.GradScaler("cpu", init_scale=8.0), _scale),
+    "torch_metric": (_metric, lambda r, v, n: v.update(torch.tensor(n * 1.0)) or v),
+    "second": (_second, _train_second),
+    "teachers": (lambda r: {"of": copy.deepcopy(_second(r)["module"])}, lambda r, v, n: {"of": _follow(r, v["of"], n)}),
+    "frozen_teacher": (lambda r: copy.deepcopy(_second(r)["module"]).requires_grad_(False), _follow),
+    "averages": (lambda r: AveragedModel(r.source_of_averages), _averaged),
+    "by_rank": (lambda r: [r.rank], _call("append", lambda n: n)),
+}
+"""By name: what `__init__` sets, and what an update makes of it."""
+
+
+class Keeping(dl.Runner):
+    """Keeps one attribute of every kind; their sum takes part in the loss."""
+
+    source_of_averages: nn.Module
+    items: list[int]
+    number: float
+    queue: Tensor
+
+    saved = ("frozen_teacher",)
+    not_saved = ("dies_at",)
+
+    def __init__(self, config: Mapping[str, Any], *, constant: int = 1, dies_at: int | None = None) -> None:
+        super().__init__(config)
+        torch.manual_seed(1)
+        self.model: Any = nn.Sequential(Recurrent(), nn.Linear(4, 2))
+        if self.stack != "deepspeed":  # an engine divides what is trained from the beginning on
+            self.model[1].requires_grad_(False)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.criterion = nn.CrossEntropyLoss()
+        generator = torch.Generator().manual_seed(7)
+        points = torch.randn(16, 6, generator=generator)
+        self.datasets = {"train": TensorDataset(points, (points.sum(1) > 0).long())}
+        self.dies_at = dies_at
+        self.source_of_averages = nn.Linear(2, 2)
+        for name, (make, _) in CASES.items():
+            setattr(self, name, make(self))
+        self.tied = {"items": self.items, "weight": self.model[1].weight}
+        self.api_token, self.out_dir, self.constant = "t", "here", constant
+
+    def train_epoch(self, split: str = "train") -> dict[str, float]:
+        if self.state.train.epoch == 1:
+            model: Any = self.unwrapped_model
+            model[1].requires_grad_(True)
+        return super().train_epoch(split)
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        step = self.state.train.global_step + 1
+        if step == self.dies_at:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+        for name, (_, change) in CASES.items():
+            setattr(self, name, change(self, getattr(self, name), step))
+        self.api_token += "t"
+        self.out_dir += "/x"
+        pred = self.model(data[0])
+        loss = self.criterion(pred, data[1]) * (1 + 0.01 * self.number + 0.001 * float(self.queue.sum()))
+        self.backward(loss)
+        return pred, loss
+
+
+def described(value: Any) -> Any:
+    """Return a value as something that can be compared and sent; tensors by their bits."""
+    if isinstance(value, Tensor):
+        local = local_part(value.detach())
+        return str(value.dtype), tuple(local.shape), local.reshape(-1).view(torch.uint8).tolist()
+    if isinstance(value, (numpy.ndarray, numpy.generic)):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, torch.Generator):
+        return described(value.get_state())
+    if isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    if type(value).__module__.startswith("torchmetrics"):
+        return described(value.compute())
+    if hasattr(value, "state_dict"):
+        return described(value.state_dict())
+    if isinstance(value, Mapping):
+        return type(value).__name__, [(described(key), described(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return type(value).__name__, getattr(value, "maxlen", None), [described(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return type(value).__name__, sorted(value)
+    return described(vars(value)) if hasattr(value, "__dict__") and not callable(value) else value
+
+
+def settings(stack: str, root: str, **more: Any) -> dict[str, Any]:
+    """Return the configuration of three epochs; `zero` is DeepSpeed with divided optimizer states, `fsdp` divides the weights."""
+    base: dict[str, Any] = {
+        "seed": 1,
+        "epochs": 3,
+        "dir": root,
+        "log": False,
+        "dataloader": {"batch_size": 4},
+        "checkpoint": {"async_enabled": False},
+    }
+    of_stack: dict[str, dict[str, Any]] = {
+        "ddp": {"stack": "ddp"},
+        "dcp": {"stack": "ddp", "checkpoint": {**base["checkpoint"], "backend": "dcp"}},
+        "fsdp": {"stack": "parallel", "parallel.axes.shard": -1, "fsdp.enabled": True},
+        "zero": {
+            "stack": "deepspeed",
+            "optim": {"type": "adamw", "lr": 0.01},
+            "deepspeed": {"zero_optimization": {"stage": 1}},
+            "checkpoint": {**base["checkpoint"], "trust": True},
+        },
+    }
+    return {**base, **of_stack[stack], **more}
+
+
+def keep(stack: str, root: str, more: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Train, and return what became of the attributes, of weights, of `requires_grad` and of buffers."""
+    with Keeping(settings(stack, root, **(more or {})), **options) as runner:
+        runner.train()
+        model: Any = runner.unwrapped_model
+        found = {name: described(getattr(runner, name)) for name in CASES}
+        found["weights"] = described(dict(model.named_parameters()))
+        found["requires_grad"] = [parameter.requires_grad for parameter in model.parameters()]
+        found["buffers"] = described(dict(model.named_buffers()))
+        found["ties"] = [
+            runner.tied["items"] is runner.items,
+            runner.tied["weight"] is model[1].weight or stack != "ddp",
+        ]
+        found["left out"] = [runner.api_token, runner.out_dir, runner.constant]
+        return found
+
 
 LAYOUTS = {"ddp-1": ("ddp", 1), "ddp-2": ("ddp", 2), "fsdp-2": ("fsdp", 2), "dcp-2": ("dcp", 2), "zero-2": ("zero", 2)}
 WHAT = [*CASES, "weights", "requires_grad", "buffers", "ties"]

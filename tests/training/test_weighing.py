@@ -7,11 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from support.weights import batch_loss
 from torch import nn
 
 from danling.data import PLACEHOLDER, Batch
-from danling.training.batches import returned_loss
+from danling.training.batches import BatchLoss, returned_loss
+
+
+def batch_loss(*overridden: str, targetless: bool | None = None, **runner: Any) -> BatchLoss:
+    """Return the weights of a run whose hooks of these names are the user's; a batch weighs as many as its target has."""
+    given: dict[str, Any] = {
+        "_overrides": lambda hook: hook in overridden,
+        "_data": SimpleNamespace(splits=SimpleNamespace(settings=lambda split: {})),
+        "is_main_process": True,
+        "criterion": None,
+        "device": torch.device("cpu"),
+        "train_splits": [],
+        "sources": {},
+        "datasets": {},
+        "batch_weight": lambda data, target: 10.0 if target is None else float(len(target)),
+        "compute_loss": lambda pred, target: torch.tensor(7.0),
+    }
+    found = BatchLoss(SimpleNamespace(**{**given, **runner}))  # type: ignore[arg-type]
+    found.targetless = targetless
+    return found
+
 
 PAIR = (torch.ones(3, 2), torch.ones(3))
 BARE = Batch(PAIR[0], None, None)
