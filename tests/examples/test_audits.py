@@ -35,7 +35,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "uneven on 2": (*TORCHRUN, "uneven.py", *BY_EPOCHS),
 }
 RUNS = {"finetune": ["finetune", "pretrain", "scratch"], "lora": ["lora", "lora-base"]}
-QUICK = frozenset({"gan", "finetune"})
+QUICK = frozenset({"gan"})
 
 
 @pytest.mark.timeout(400)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,10 @@ import pytest
 import torch
 from support.engines import UNSAVED, needs_deepspeed, settings, train_each, zero
 from support.processes import run_processes
-from support.programs import run_program
 from support.toys import differences
 from torch import Tensor
 
 pytestmark = needs_deepspeed
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def close(first: Any, second: Any, *, atol: float = 1e-6) -> None:
@@ -98,37 +94,3 @@ def test_stopped_and_resumed(stops: dict[int, tuple[int, ...]], tmp_path: Path) 
                 assert first["trace"] + second["trace"] == whole["trace"]
                 assert differences(second["state"], whole["state"]) == []
         assert next(found, None) is None
-
-
-def losses(output: str) -> list[float]:
-    return [float(found) for found in re.findall(r'"train/loss": ([\d.e+-]+)', output)]
-
-
-@pytest.mark.slow  # one class on every stack: test_every_stack.py
-@pytest.mark.timeout(300)
-def test_one_script_on_every_stack(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat; a dog lay in the sun. " * 200)
-    small = ["--model.width", "16", "--model.depth", "1", "--model.context", "16", "--data.path", str(text)]
-    found = {}
-    stacks = {
-        "ddp": ["ddp"],
-        "parallel": ["parallel", "--parallel.axes.shard", "2"],
-        "deepspeed": ["deepspeed", "--deepspeed.zero_optimization.stage", "2"],
-        "accelerate": ["accelerate"],
-    }
-    # Evaluated and saved once: not after every update, as the twentieth part of so few would be.
-    once = ["--evaluate_interval", "10", "--checkpoint.interval", "10"]
-    for name, stack in stacks.items():
-        root = tmp_path / name
-        options = ["--steps", "10", "--log_interval", "1", "--workspace_root", str(root), *once, *small]
-        arguments = ("--stack", *stack, *options)
-        exit_code, output = run_program(EXAMPLES / "gpt.py", *arguments, nproc_per_node=2, timeout=140)
-        assert exit_code == 0, output
-        (metrics,) = root.rglob("metrics.jsonl")
-        found[name] = losses(metrics.read_text())
-    assert len(found["ddp"]) == 10
-    assert found["parallel"] == pytest.approx(found["ddp"], rel=1e-4)
-    assert found["deepspeed"] == pytest.approx(found["ddp"], rel=1e-4)
-    assert found["accelerate"] == found["ddp"]
-    assert found["ddp"][-1] < found["ddp"][0]
