@@ -37,7 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from danling.checkpoints.dcp_files import SavePlanner
+from danling.checkpoints.dcp import SavePlanner
 from danling.data.sampler import PositionedBatchSampler
 from danling.distributed import StepSync
 from danling.mesh import Topology

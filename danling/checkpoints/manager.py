@@ -436,10 +436,6 @@ class CheckpointManager(ABC):
     def _prune(self) -> None:
         self.checkpoints.prune(self.mirror.pending() if self.mirror is not None else frozenset())
 
-    def _prepared(self, payload: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Return the payload as it is written, and what to call when that is done."""
-        return self._buffers.copy(payload) if self.settings.is_async else (to_host(payload), _nothing)
-
     def _mirrored(
         self, record: Record, names: Sequence[str], *, target: str | None = None, own: Iterable[str] = (), put_off: bool
     ) -> None:

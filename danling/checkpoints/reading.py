@@ -19,7 +19,7 @@ logger = logging.getLogger("danling")
 
 READERS = {
     "file": "danling.checkpoints.torch_files",
-    "dcp": "danling.checkpoints.dcp_files",
+    "dcp": "danling.checkpoints.dcp",
     "deepspeed": "danling.deepspeed.checkpoints",
 }
 """By the kind of a checkpoint: the module whose `read_payload` and `read_outline` read it. They are named and not imported: torch takes

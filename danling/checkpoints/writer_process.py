@@ -28,7 +28,7 @@ from danling.utils.locks import WRITING, FileLock
 from .errors import CheckpointError
 
 if TYPE_CHECKING:
-    from .dcp_files import TargetWriter
+    from .dcp import TargetWriter
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PROGRAM = f"""
@@ -219,7 +219,7 @@ class _Actions:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
     def write(self, payload: dict[str, Any], writer: TargetWriter) -> None:
-        from .dcp_files import save_target
+        from .dcp import save_target
 
         # Its own lock, since that of the run falls when the parent is killed, and this process may be in the middle of a call then:
         # a restart waits until it has ended as well.

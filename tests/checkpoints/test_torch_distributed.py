@@ -21,7 +21,7 @@ from danling.checkpoints import (
     CheckpointNotFound,
     CheckpointSettings,
     TorchDistributedCheckpointManager,
-    dcp_files,
+    dcp,
     read_config,
 )
 from danling.distributed import Domain
@@ -327,20 +327,20 @@ def _fail_on_one_rank(directory: Path, mode: str) -> list[str]:
     manager = _manager(directory, async_mode=mode)
     _save(manager, 1)
     manager.wait()
-    original = dcp_files.HashingFileSystem.create_stream
+    original = dcp.HashingFileSystem.create_stream
 
     def fail(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if domain.rank == 1:
-        dcp_files.HashingFileSystem.create_stream = fail  # type: ignore[method-assign]
+        dcp.HashingFileSystem.create_stream = fail  # type: ignore[method-assign]
     seen = []
     try:
         _save(manager, 2, history=True)
         manager.wait()
     except CheckpointError as error:
         seen.append("rank 1: OSError(28, 'No space left on device')" in str(error))
-    dcp_files.HashingFileSystem.create_stream = original  # type: ignore[method-assign]
+    dcp.HashingFileSystem.create_stream = original  # type: ignore[method-assign]
     seen.append(_step(manager, "latest"))
     domain.barrier()
     assert len(_targets(directory)) == 1

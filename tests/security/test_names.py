@@ -22,11 +22,11 @@ FUNCTIONS = {
     "audit/layout_record": ["LayoutRecorder._write"],
     "audit/program": ["ProgramEnd.tail", "start_program"],
     "audit/rerun": ["audit_runner"],
-    "checkpoints/dcp_files": [
+    "checkpoints/dcp": [
         "HashingFileSystem.create_stream",
         "HashingFileSystem.rename",
+        "TargetWriter._take_over",
         "TargetWriter.finish",
-        "_taken_over",
     ],
     "checkpoints/exchange": ["_put", "_read_safetensors", "_write_safetensors", "export_weights", "write_description"],
     "checkpoints/manifest": ["archive_complaints", "is_archive", "oversized"],
@@ -114,9 +114,8 @@ FUNCTIONS = {
 PARSERS = {
     "checkpoints/exchange": "plain_name",  # index of safetensors
     "checkpoints/directory": "read_manifest",
-    "checkpoints/dcp_files": "read_index",
     "checkpoints/manifest": "plain_name",
-    "checkpoints/shard_index": "plain_name",
+    "checkpoints/dcp": "plain_name",
     "remote/sources": "is_plain_path",
     "graph/artifacts": "plain_path",
     "stream/stores/directory": "quote",  # ids of objects are quoted, so that any text is a name

@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from support import hostile
 
 from danling.checkpoints import CheckpointDamaged, CheckpointError
-from danling.checkpoints.dcp_files import read_target
+from danling.checkpoints.dcp import parse_index, read_index, read_target
 from danling.checkpoints.exchange import import_weights
-from danling.checkpoints.shard_index import parse_index, read_index
 from danling.checkpoints.torch_files import read_file
 from danling.deepspeed.checkpoints import read_engine_file
 from danling.utils.plain import parse_json, parse_yaml

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from danling.checkpoints import storage
+from danling.checkpoints.dcp import INDEX
 from danling.checkpoints.manifest import Manifest
-from danling.checkpoints.shard_index import INDEX
 
 
 def _text(value: str) -> bytes:
