@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.toys import Small
+from support.toys import Small, settings
 
 from danling.reporting import MlflowTracker, read_jsonl
 
@@ -47,12 +47,12 @@ def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
     tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     uri = f"sqlite:///{shutil.copy(store.removeprefix('sqlite:///'), tmp_path)}"
-    settings: dict[str, Any] = {"uri": uri, "experiment": "lin", "run_id": "abc-00ff", "tags": {"kind": "first"}}
-    first = MlflowTracker(**settings, name="mine", config={"optim": {"lr": 0.1}, "steps": 5, "note": "x" * 900})
+    given: dict[str, Any] = {"uri": uri, "experiment": "lin", "run_id": "abc-00ff", "tags": {"kind": "first"}}
+    first = MlflowTracker(**given, name="mine", config={"optim": {"lr": 0.1}, "steps": 5, "note": "x" * 900})
     for step in range(1, 6):
         first.log({"train/loss": 1 / step, "val/acc@5 (top)": math.nan, "highest": math.inf}, step)
     first.log({"val/loss": 2.0}, 2)  # killed before those of steps 4 and 5
-    resumed = MlflowTracker(**settings, resumed=True, config={"steps": 9, "added": True})
+    resumed = MlflowTracker(**given, resumed=True, config={"steps": 9, "added": True})
     for step in range(3, 8):
         resumed.log({"train/loss": 1 / step}, step)
         resumed.log({"val/loss": 2.0}, step)
@@ -68,9 +68,9 @@ def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
     assert points(client, first.run_id, "train/loss") == [(step, 1 / step) for step in range(1, 8)]
     assert points(client, first.run_id, "val/loss") == [(step, 2.0) for step in range(2, 8)]
     assert math.isnan(run.data.metrics["val/acc_5 _top_"]) and run.data.metrics["highest"] > 1e300
-    fresh = MlflowTracker(**settings)
+    fresh = MlflowTracker(**given)
     assert fresh.run_id != first.run_id, "a run that starts from scratch must not mix with an earlier one"
-    again = MlflowTracker(**settings, resumed=True)
+    again = MlflowTracker(**given, resumed=True)
     assert again.run_id == fresh.run_id
     with sqlite3.connect(tmp_path / "store.db") as tables:
         tables.execute("ALTER TABLE metrics RENAME TO lost")
@@ -80,15 +80,8 @@ def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
 
 
 def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path) -> None:
-    config: dict[str, Any] = {
-        "seed": 1,
-        "dir": str(tmp_path / "run?"),
-        "auto_resume": True,
-        "lineage": "toy",
-        "log": False,
-    }
-    config |= {"mlflow": {"enabled": True}, "log_interval": 1, "model": {"api_key": "hidden"}}
-    config |= {"optim": {"type": "sgd", "lr": 0.1}, "dataloader": {"batch_size": 4}}
+    more = {"auto_resume": True, "lineage": "toy", "log_interval": 1, "model": {"api_key": "hidden"}}
+    config = settings(tmp_path / "run?", **more, mlflow={"enabled": True})
     for steps in (4, 6):
         with Small({**config, "steps": steps}) as runner:
             runner.train()
@@ -143,9 +136,8 @@ def test_a_run_says_how_it_ended_also_where_nobody_closes_it(
     tmp_path: Path, store: str, happens: Any, raised: type[BaseException] | None, status: str
 ) -> None:
     lineage = f"{raised} ends it"
-    config: dict[str, Any] = {"dir": str(tmp_path / "run"), "steps": 4, "lineage": lineage, "auto_resume": True}
-    config |= {"mlflow": {"enabled": True, "uri": store}, "dataloader": {"batch_size": 4}, "log": False}
-    config |= {"optim": {"type": "sgd", "lr": 0.1}}
+    tracked = {"enabled": True, "uri": store}
+    config = settings(tmp_path, steps=4, lineage=lineage, auto_resume=True, mlflow=tracked)
     runner = Ending(config, happens)
     with nullcontext() if raised is None else pytest.raises(raised):
         runner.train()

@@ -8,13 +8,14 @@ Exact: resume; an evaluation leaves no trace
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.toys import in_parts, line_of, settings
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import danling as dl
 
@@ -27,12 +28,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def points(number: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(number)
-    inputs = torch.randn(number, 3, generator=generator)
-    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
-
-
 def model_of() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -43,17 +38,15 @@ class Free(dl.Runner):
         super().__init__(config)
         self.model, self.criterion = model_of(), nn.MSELoss()
         self.optimizer = OPTIMIZERS[kind](self.model.parameters())
-        self.datasets = {"train": points(24), "val": points(8)}
+        self.datasets = {"train": line_of(24), "val": line_of(8)}
 
 
-def settings(root: Path, steps: int, **more: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {"seed": 1, "log": False, "steps": steps, "dir": str(root / "run"), "auto_resume": True}
-    return {**config, "dataloader": {"batch_size": 4, "shuffle": False}, "evaluate_interval": 3, **more}
+FREE: dict[str, Any] = {"optim": {}, "dataloader": {"batch_size": 4, "shuffle": False}, "evaluate_interval": 3}
 
 
 def by_hand(kind: str, steps: int) -> tuple[list[Tensor], list[Tensor], float]:
     """Weights of training, weights to evaluate and their loss, of a loop as schedule-free wants it."""
-    model, (inputs, targets) = model_of(), points(24).tensors
+    model, (inputs, targets) = model_of(), line_of(24).tensors
     optimizer = OPTIMIZERS[kind](model.parameters())
     optimizer.train()
     for step in range(steps):
@@ -64,7 +57,7 @@ def by_hand(kind: str, steps: int) -> tuple[list[Tensor], list[Tensor], float]:
     trained = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer.eval()
     with torch.no_grad():
-        held_out = points(8).tensors
+        held_out = line_of(8).tensors
         loss = nn.functional.mse_loss(model(held_out[0]), held_out[1]).item()
     return trained, [parameter.detach().clone() for parameter in model.parameters()], loss
 
@@ -74,7 +67,7 @@ def by_hand(kind: str, steps: int) -> tuple[list[Tensor], list[Tensor], float]:
 def test_training_evaluation_and_files_have_the_weights_that_they_should(kind: str, stack: str, tmp_path: Path) -> None:
     trained, averaged, loss = by_hand(kind, 8)
     assert not torch.equal(trained[0], averaged[0])
-    with Free(settings(tmp_path, 8, stack=stack), kind) as runner:
+    with Free(settings(tmp_path, **FREE, steps=8, stack=stack), kind) as runner:
         runner.train()
         assert runner.evaluate("val")["val"]["loss"] == pytest.approx(loss, rel=1e-6)
         for mine, expected in zip(runner.unwrapped_model.parameters(), trained, strict=True):
@@ -82,7 +75,7 @@ def test_training_evaluation_and_files_have_the_weights_that_they_should(kind: s
         held = [parameter.detach().clone() for parameter in runner.unwrapped_model.parameters()]
         runner.infer("val")
         assert all(map(torch.equal, held, runner.unwrapped_model.parameters()))
-    saved = torch.load(tmp_path / "run/checkpoints/latest.pth", weights_only=True)["model"]
+    saved = torch.load(tmp_path / "checkpoints/latest.pth", weights_only=True)["model"]
     for mine, expected in zip(saved.values(), averaged, strict=True):
         torch.testing.assert_close(mine, expected)
 
@@ -90,12 +83,7 @@ def test_training_evaluation_and_files_have_the_weights_that_they_should(kind: s
 @pytest.mark.parametrize("backend", ["file", pytest.param("dcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_a_resumed_run_ends_bitwise(kind: str, backend: str, tmp_path: Path) -> None:
-    checkpoint = {"backend": backend}
-    with Free(settings(tmp_path / "whole", 10, checkpoint=checkpoint), kind) as whole:
-        whole.train()
-    for steps in (4, 7, 10):
-        with Free(settings(tmp_path, steps, checkpoint=checkpoint), kind) as runner:
-            runner.train()
+    whole, runner = in_parts(partial(Free, kind=kind), tmp_path, (4, 7, 10), **FREE, checkpoint={"backend": backend})
     assert all(runner.results[step]["val"] == whole.results[step]["val"] for step in (3, 6, 9))
     mine, theirs = runner.state_dict(), whole.state_dict()
     assert all(torch.equal(mine["model"][name], value) for name, value in theirs["model"].items())
@@ -104,10 +92,10 @@ def test_a_resumed_run_ends_bitwise(kind: str, backend: str, tmp_path: Path) -> 
 
 
 def test_an_evaluation_leaves_no_trace(tmp_path: Path) -> None:
-    with Free(settings(tmp_path / "often", 9, evaluate_interval=1)) as often:
-        often.train()
-    with Free(settings(tmp_path / "seldom", 9, evaluate_interval=9)) as seldom:
-        seldom.train()
+    often, seldom = (
+        in_parts(Free, tmp_path / str(interval), [9], **{**FREE, "evaluate_interval": interval})[0]
+        for interval in (1, 9)
+    )
     assert all(map(torch.equal, often.unwrapped_model.parameters(), seldom.unwrapped_model.parameters()))
 
 
@@ -118,14 +106,10 @@ def test_an_optimizer_among_others_is_found(tmp_path: Path) -> None:
             first, last = self.model[0].parameters(), self.model[2].parameters()
             self.optimizer = dl.optim.JointOptimizer(OPTIMIZERS["adamw"](first), torch.optim.SGD(last, lr=0.1))
 
-    with Joint(settings(tmp_path / "whole", 6)) as whole:
-        whole.train()
-    for steps in (3, 6):
-        with Joint(settings(tmp_path, steps)) as runner:
-            runner.train()
+    whole, runner = in_parts(Joint, tmp_path, (3, 6), **FREE)
     assert all(map(torch.equal, runner.unwrapped_model.parameters(), whole.unwrapped_model.parameters()))
 
 
 def test_other_stacks_refuse_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"one set of weights on the stack 'parallel'. Received: a AdamWScheduleFree"):
-        Free(settings(tmp_path, 2, stack="parallel"))
+        Free(settings(tmp_path, **FREE, steps=2, stack="parallel"))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.seen import Seeing, assert_goes_on_alike
+from support.toys import settings
 from support.vision import import_or_skip
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
@@ -54,11 +55,6 @@ class Timm(dl.Runner):
         super().optimizer_step()
 
 
-def settings(root: Path, **more: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {"seed": 1, "log": False, "dir": str(root / "run"), "auto_resume": True}
-    return {**config, "dataloader": {"batch_size": 4}, **more}
-
-
 SCHEDULERS = {
     "epochs": lambda optimizer: CosineLRScheduler(optimizer, t_initial=5, warmup_t=2, warmup_lr_init=0.01),
     "updates": lambda optimizer: CosineLRScheduler(
@@ -87,7 +83,10 @@ def test_rates_are_those_of_its_own_loop(kind: str, mode: str, tmp_path: Path) -
     expected, rates = by_hand(kind), []
     assert len(set(expected)) > 2
     for part in (2, 5):
-        with Timm(settings(tmp_path, **{mode: part if mode == "epochs" else 6 * part - 1}), SCHEDULERS[kind]) as runner:
+        with Timm(
+            settings(tmp_path, auto_resume=True, optim={}, **{mode: part if mode == "epochs" else 6 * part - 1}),
+            SCHEDULERS[kind],
+        ) as runner:
             runner.train()
             rates += runner.rates
     assert rates == expected[: len(rates)] and len(rates) >= 29
@@ -97,7 +96,8 @@ def test_an_interval_in_another_unit_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match=r"Expected scheduler.interval='epoch', in which the CosineLRScheduler counts"),
         Timm(
-            settings(tmp_path, epochs=1, scheduler={"type": "cosine", "interval": "step"}), SCHEDULERS["epochs"]
+            settings(tmp_path, epochs=1, optim={}, scheduler={"type": "cosine", "interval": "step"}),
+            SCHEDULERS["epochs"],
         ) as runner,
     ):
         runner.train()
@@ -106,7 +106,7 @@ def test_an_interval_in_another_unit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated:FutureWarning")
 def test_its_schedule_by_a_metric_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a PlateauLRScheduler.*Take torch.optim.lr_scheduler.ReduceLROnPlateau"):
-        Timm(settings(tmp_path, epochs=1), PlateauLRScheduler)
+        Timm(settings(tmp_path, epochs=1, optim={}), PlateauLRScheduler)
 
 
 class Mixing(Seeing):

@@ -8,11 +8,13 @@ Exact: updates as in a loop by hand; resume
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.toys import in_parts
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -81,12 +83,6 @@ class Parts(dl.Runner):
         super().optimizer_step()
 
 
-def settings(root: Path, steps: int) -> dict[str, Any]:
-    config: dict[str, Any] = {"seed": 1, "log": False, "steps": steps, "dir": str(root / "run"), "auto_resume": True}
-    config |= {"scheduler": {"type": "linear", "total_steps": 9}, "max_grad_norm": 1.0}
-    return {**config, "dataloader": {"batch_size": 4, "shuffle": False}}
-
-
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_updates_are_those_of_a_loop_by_hand_and_of_a_resumed_run(kind: str, tmp_path: Path) -> None:
     model, (inputs, targets) = model_of(), points().tensors
@@ -101,11 +97,9 @@ def test_updates_are_those_of_a_loop_by_hand_and_of_a_resumed_run(kind: str, tmp
             optimizer.update_hessian()
         optimizer.step()
         schedule.step()
-    with Parts(settings(tmp_path / "whole", 9), kind) as whole:
-        whole.train()
+    config = {"optim": {}, "scheduler": {"type": "linear", "total_steps": 9}, "max_grad_norm": 1.0}
+    loader = {"batch_size": 4, "shuffle": False}
+    whole, runner = in_parts(partial(Parts, kind=kind), tmp_path, (4, 9), **config, dataloader=loader)
     for mine, expected in zip(whole.unwrapped_model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, expected)
-    for steps in (4, 9):
-        with Parts(settings(tmp_path, steps), kind) as runner:
-            runner.train()
     assert all(map(torch.equal, runner.unwrapped_model.parameters(), whole.unwrapped_model.parameters()))

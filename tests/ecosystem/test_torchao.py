@@ -8,11 +8,13 @@ Exact: resume
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.toys import in_parts, settings
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -43,20 +45,14 @@ class Quantized(dl.Runner):
         self.datasets = {"train": TensorDataset(inputs, inputs.sum(1, keepdim=True))}
 
 
-def settings(root: Path, steps: int, backend: str) -> dict[str, Any]:
-    config: dict[str, Any] = {"seed": 1, "log": False, "steps": steps, "dir": str(root / "run"), "auto_resume": True}
-    config |= {"dataloader": {"batch_size": 4}, "scheduler": {"type": "cosine", "total_steps": 9}}
-    return {**config, "checkpoint": {"backend": backend, "interval": 1}}
+SCHEDULED: dict[str, Any] = {"optim": {}, "scheduler": {"type": "cosine", "total_steps": 9}}
 
 
 @pytest.mark.parametrize("backend", ["file", pytest.param("dcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [AdamW8bit, AdamW4bit])
 def test_a_resumed_run_ends_bitwise(kind: Any, backend: str, tmp_path: Path) -> None:
-    with Quantized(settings(tmp_path / "whole", 9, backend), kind) as whole:
-        whole.train()
-    for steps in (4, 9):
-        with Quantized(settings(tmp_path, steps, backend), kind) as runner:
-            runner.train()
+    policy = {"backend": backend, "interval": 1}
+    whole, runner = in_parts(partial(Quantized, kind=kind), tmp_path, (4, 9), **SCHEDULED, checkpoint=policy)
     assert all(map(torch.equal, runner.unwrapped_model.parameters(), whole.unwrapped_model.parameters()))
     moment, expected = (r.optimizer.state[r.unwrapped_model[0].weight]["exp_avg"] for r in (runner, whole))
     assert type(moment) is type(expected) is not torch.Tensor
@@ -96,24 +92,18 @@ def plain(runner: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])
 def test_weights_in_8_bits_are_saved_and_come_back(mode: str, tmp_path: Path) -> None:
-    def config(root: Path, steps: int) -> dict[str, Any]:
-        return settings(root, steps, "file") | {"checkpoint": {"interval": 1, "async_mode": mode}}
-
-    with QuantizedBase(config(tmp_path / "whole", 6)) as whole:
-        whole.train()
-    for steps in (3, 6):
-        with QuantizedBase(config(tmp_path, steps)) as runner:
-            runner.train()
+    policy = {"interval": 1, "async_mode": mode}
+    whole, runner = in_parts(QuantizedBase, tmp_path, (3, 6), **SCHEDULED, checkpoint=policy)
     ended, expected = plain(runner), plain(whole)
     assert not torch.equal(expected["0.0.weight"], expected["0.2.weight"])
     assert all(torch.equal(ended[name], expected[name]) for name in expected)
-    stored = torch.load(tmp_path / "run" / "checkpoints" / "latest.pth", weights_only=True)["model"]
+    stored = torch.load(tmp_path / "parts" / "checkpoints" / "latest.pth", weights_only=True)["model"]
     for name in ("0.0.weight", "0.2.weight"):
         assert torch.equal(stored[name].dequantize(), expected[name])
 
 
 def test_weights_in_8_bits_in_a_sharded_checkpoint_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    with QuantizedBase(settings(tmp_path, 3, "dcp")) as runner:
+    with QuantizedBase(settings(tmp_path, **SCHEDULED, steps=3, checkpoint={"backend": "dcp"})) as runner:
         with pytest.raises(ValueError, match=r"0.0.weight, of the class Int8Tensor. Set checkpoint.backend='file'"):
             runner.train()
         assert runner.state.train.global_step == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.toys import Small
+from support.toys import Small, settings
 
 from danling.reporting import TrackioTracker, read_jsonl
 
@@ -35,9 +35,9 @@ def curve_of(records: list[dict[str, Any]], name: str = "train/loss") -> list[tu
 
 
 def test_a_database_has_every_step_once(store: Any) -> None:
-    settings: dict[str, Any] = {"project": "direct", "run_id": "abc-00ff", "group": "exp"}
-    settings["config"] = {"optim": {"lr": 0.1}, "_own": 3}
-    first = TrackioTracker(**settings)
+    given: dict[str, Any] = {"project": "direct", "run_id": "abc-00ff", "group": "exp"}
+    given["config"] = {"optim": {"lr": 0.1}, "_own": 3}
+    first = TrackioTracker(**given)
     run = first.run.id
     for step in range(1, 6):
         first.log({"train/loss": 1 / step, "val/acc": math.nan}, step)
@@ -46,7 +46,7 @@ def test_a_database_has_every_step_once(store: Any) -> None:
     assert len(store.get_logs("direct", run_id=run)) == 6  # what a killed process leaves
     first.close()
     first.close()
-    resumed = TrackioTracker(**settings, resumed=True)
+    resumed = TrackioTracker(**given, resumed=True)
     assert resumed.run.id == run
     for step in range(3, 8):
         resumed.log({"train/loss": 1 / step}, step)
@@ -74,9 +74,9 @@ def test_a_run_of_trackio_of_the_program_is_used_and_left_open(store: Any) -> No
 
 
 def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path, store: Any) -> None:
-    config: dict[str, Any] = {"seed": 1, "dir": str(tmp_path / "run"), "auto_resume": True, "log": False}
-    config |= {"trackio": {"enabled": True, "project": "toy"}, "log_interval": 1, "model": {"api_key": "hidden"}}
-    config |= {"optim": {"type": "sgd", "lr": 0.1}, "dataloader": {"batch_size": 4}}
+    tracked = {"enabled": True, "project": "toy"}
+    more = {"auto_resume": True, "log_interval": 1, "model": {"api_key": "hidden"}, "trackio": tracked}
+    config = settings(tmp_path / "run", **more)
     for steps in (4, 6):
         with Small({**config, "steps": steps}) as runner:
             runner.train()

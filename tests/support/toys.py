@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,17 @@ def whole_settings(root: Path | str, **more: Any) -> dict[str, Any]:
     base: dict[str, Any] = {"workspace_root": str(root), "seed": 3, "accum_steps": 2, "log_interval": 1000}
     base |= {"dataloader": {"batch_size": 2, "drop_last": False}, "ema": {"enabled": True, "decay": 0.9}}
     return {**base, "optim": {"type": "adamw", "lr": 1e-2}, "scheduler": {"type": "cosine"}, **more}
+
+
+def in_parts(make: Callable[[dict[str, Any]], Any], root: Path, stops: Sequence[int], **more: Any) -> tuple[Any, Any]:
+    """Train a run that is left alone, and one that is resumed after each of some updates; return both, closed."""
+    runners = []
+    for name, ends in (("whole", stops[-1:]), ("parts", stops)):
+        for steps in ends:
+            with make(settings(root / name, steps=steps, auto_resume=True, **more)) as runner:
+                runner.train()
+        runners.append(runner)
+    return runners[0], runners[1]
 
 
 def line_of(length: int) -> TensorDataset:
