@@ -12,16 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.kill import python
-from support.patience import patience
 from support.process_tree import descendants
 from support.processes import ProcessFailure, RankTraceback, run_outcomes, run_processes
-from support.torchrun import torchrun
 from support.warm import interpreter
 from torch import distributed as dist
-from torch import nn
-
-from danling.distributed.environment import LaunchEnvironment, destroy_process_group, init_process_group
 
 
 @dataclass
@@ -40,16 +34,6 @@ def _reduce(report: Report) -> Report:
     total = report.total + dist.get_rank()
     dist.all_reduce(total)
     return Report(dist.get_rank(), total)
-
-
-def _join_by_environment() -> tuple[int, int, str, int]:
-    launch = LaunchEnvironment.read()
-    assert init_process_group(launch, torch.device("cpu"))
-    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    model(torch.ones(1, 2)).sum().backward()
-    del model
-    destroy_process_group()
-    return launch.rank, launch.world_size, os.getcwd(), torch.get_num_threads()
 
 
 def _raise_on_rank_one() -> None:
@@ -74,10 +58,6 @@ def test_ranks_form_a_group_and_return_values_by_rank() -> None:
     assert all(torch.equal(report.total, torch.full((2,), 6.0)) for report in reports)
 
 
-def test_code_can_join_by_the_environment_itself(tmp_path: Path) -> None:
-    assert run_processes(_join_by_environment) == [(0, 2, str(tmp_path), 1), (1, 2, str(tmp_path), 1)]
-
-
 def test_an_error_of_a_rank_is_raised_with_its_traceback() -> None:
     with pytest.raises(OwnError, match="unwell") as caught:
         run_processes(_raise_on_rank_one, init_process_group=True)
@@ -99,49 +79,6 @@ def test_a_hang_ends_at_the_timeout_with_all_descendants() -> None:
         run_processes(_sleep_beside_a_child, 60.0, timeout=1.0)
     assert time.monotonic() - begin < 55.0
     assert not [command for command in descendants(os.getpid()).values() if "time.sleep(60.0)" in command]
-
-
-_RANKED = """
-import os, time
-from torch import distributed as dist
-dist.init_process_group("gloo")
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}\\n", end="", flush=True)  # in one write, since the ranks share a file
-time.sleep(60)
-"""
-
-
-def test_leaving_a_torchrun_block_ends_agent_and_workers() -> None:
-    Path("ranked.py").write_text(_RANKED)
-    with torchrun("ranked.py") as job:
-        job.wait_for_output("rank 0 of 2")
-        job.wait_for_output("rank 1 of 2")
-    end = time.monotonic() + patience(10)
-    while (left := _running("ranked.py")) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not left
-
-
-def _running(script: str) -> list[str]:
-    return [command for command in descendants(os.getpid()).values() if script in command]
-
-
-_LISTENER = """
-import signal, sys, time
-def leave(number, frame):
-    sys.exit(40 + number)
-signal.signal(signal.SIGUSR1, leave)
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-def test_signals_reach_a_warm_program() -> None:
-    Path("listener.py").write_text(_LISTENER)
-    for number, code in ((signal.SIGUSR1, 40 + signal.SIGUSR1), (signal.SIGTERM, -signal.SIGTERM)):
-        with python("listener.py", warm=True) as job:
-            job.wait_for_output("ready")
-            job.signal(number)
-            assert job.wait().exit_code == code
 
 
 def test_a_test_that_leaves_a_process_fails(pytester_run: str) -> None:

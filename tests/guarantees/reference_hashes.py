@@ -134,16 +134,7 @@ class ReferenceRunner(dl.Runner):
 
 @dataclass(frozen=True)
 class Case:
-    """One run.
-
-    Attributes:
-        world_size: Number of processes.
-        settings: What it sets on top of `_BASE`.
-        model: `"conv"` or `"gpt"`.
-        options: Of the model.
-        samples: To train on.
-        stop_at: Global step after which it is stopped and resumed by a second runner.
-    """
+    """One run."""
 
     world_size: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -83,11 +83,7 @@ def test_a_killed_rank_restarts_the_group_from_its_last_checkpoint(tmp_path: Pat
 
 
 class Gate:
-    """A number of updates that no worker goes beyond.
-
-    Args:
-        path: The file that the workers look at.
-    """
+    """A number of updates that no worker goes beyond."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

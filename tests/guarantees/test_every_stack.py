@@ -21,11 +21,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 class Ran:
-    """What the program of a stack left, by rank; it is run when a test first asks, once for all workers of a session.
-
-    Args:
-        root: A directory that they share.
-    """
+    """What the program of a stack left, by rank; it is run when a test first asks, once for all workers of a session."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -69,14 +69,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class KilledRuns:
-    """Runs of one configuration that are killed at random instants, and what they are compared with: the one that is left alone.
-
-    Args:
-        make: Returns the configuration of a run below a directory.
-        world_size: Number of its processes.
-        place: An empty directory.
-        what: What is killed, for the report.
-    """
+    """Runs of one configuration that are killed at random instants, and what they are compared with: the one that is left alone."""
 
     def __init__(self, make: Callable[[Path], dict[str, Any]], *, world_size: int, place: Path, what: str) -> None:
         self._make, self._world_size, self._place, self._what = make, world_size, place, what

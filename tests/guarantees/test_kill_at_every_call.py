@@ -40,13 +40,7 @@ _LINE = re.compile(r"^(\d+) +(?:<\.\.\. )?(\w+)(?: resumed>|\()(.*)$")
 
 @dataclass(frozen=True)
 class Ended:
-    """How the function ended.
-
-    Attributes:
-        signal: That ended the process, 0 when none did.
-        error: What was raised, `""` when it returned.
-        calls: `(thread, system call, rest of the line)`.
-    """
+    """How the function ended."""
 
     signal: int
     error: str

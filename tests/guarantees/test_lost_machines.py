@@ -67,13 +67,7 @@ def settings(root: Path, url: str | None, backend: str, axes: dict[str, int] | N
 
 
 def train(config: dict[str, Any], notes: str, wait: bool = False) -> dict[str, Any]:
-    """Train to the end and return the whole state.
-
-    Args:
-        config: The configuration.
-        notes: A file that does not go with the machine.
-        wait: Wait after each step until what was saved is in the store.
-    """
+    """Train to the end and return the whole state."""
     kind = SlowParallelRunner if config.get("stack") == "parallel" else SlowRunner
     with kind(config) as runner:
         runner.place = notes
@@ -105,16 +99,7 @@ def left_alone(backend: str, world_size: int, axes: tuple[tuple[str, int], ...])
 
 
 class LostMachines:
-    """A run in a store, whose machines are killed and their disks emptied, and the run that is left alone.
-
-    Args:
-        place: An empty directory.
-        server: Where the store is.
-        endpoint: By which address it is reached.
-        backend: Kind of checkpoints.
-        world_size: Number of processes.
-        axes: Layout of the mesh.
-    """
+    """A run in a store, whose machines are killed and their disks emptied, and the run that is left alone."""
 
     def __init__(
         self,
@@ -137,13 +122,7 @@ class LostMachines:
     def attempt(
         self, *, timeout: float = 300, stop: threading.Event | None = None, wait: bool = False
     ) -> list[Any] | None:
-        """Begin on an empty machine; return the states at the end, or `None` where it was killed, and empty its disk.
-
-        Args:
-            timeout: Seconds until it is killed.
-            stop: Kills it when it is set.
-            wait: As in `train`.
-        """
+        """Begin on an empty machine; return the states at the end, or `None` where it was killed, and empty its disk."""
         self._machines += 1
         root = self.place / f"machine-{self._machines}"
         config = settings(root, f"s3://{self.bucket}/runs", *self._how)
@@ -251,14 +230,7 @@ def test_killed_at_random_instants_and_the_disk_emptied_each_time(
 
 
 def killed_where_it_waits(lost: LostMachines, proxy: FaultProxy, when: When, *, after: int) -> None:
-    """Let a machine wait in a request for good, and kill it there.
-
-    Args:
-        lost: The run.
-        proxy: What its requests go through.
-        when: The request.
-        after: So many of these requests go through before.
-    """
+    """Let a machine wait in a request for good, and kill it there."""
     seen: list[object] = []
 
     def counted(request: Any) -> bool:

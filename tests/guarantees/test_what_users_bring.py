@@ -215,13 +215,7 @@ DATASETS: dict[str, Callable[[], Any]] = {
 
 
 class Brought(dl.TorchRunner):
-    """Trains on what a user brings.
-
-    Args:
-        config: The configuration; `brought` names the case, `way` how it is handed over.
-        stop_at: Update after which it stops; with `fails`, it raises in the window that follows.
-        fails: See there.
-    """
+    """Trains on what a user brings."""
 
     not_saved = ("micro", "seen")
 

@@ -49,12 +49,7 @@ SECONDS, BYTES = 60, 2 << 30
 
 
 class Original:
-    """A directory of checkpoints as it was written, and what each name of it holds.
-
-    Args:
-        kind: `file`, `dcp`, `engine` (of DeepSpeed, at stage 0) or `alone`: one file without its sums.
-        directory: The directory.
-    """
+    """A directory of checkpoints as it was written, and what each name of it holds."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         self.kind, self.directory = kind, directory

@@ -38,11 +38,7 @@ class Crash(BaseException):
 
 
 class FaultyOs:
-    """Like `os`, but for one call.
-
-    Attributes:
-        calls: Names and first arguments of the calls so far.
-    """
+    """Like `os`, but for one call."""
 
     def __init__(self, fail_at: int | None = None, fault: str = "eio", directory: Path | None = None) -> None:
         self.calls: list[tuple[str, Any]] = []

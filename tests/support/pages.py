@@ -28,14 +28,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block of a page.
-
-    Attributes:
-        language: What stands behind the fence.
-        title: Its title, empty without one.
-        code: The lines, without the indentation of the fence.
-        line: Line of the page where the code begins, from 1.
-    """
+    """One fenced block of a page."""
 
     language: str
     title: str

@@ -35,15 +35,7 @@ UNSAVED: dict[str, Any] = {"checkpoint": {"load_only": True}}
 
 @dataclass(frozen=True)
 class Stack:
-    """How a stack is asked for on two processes.
-
-    Attributes:
-        settings: Its part of the configuration.
-        dtype: Of the model, for the gradient.
-        tolerance: How far the gradient may be from that of one process, relative to its norm.
-        equals_ddp: Whether a run ends as that of `ddp` to the bit.
-        package: What must be installed.
-    """
+    """How a stack is asked for on two processes."""
 
     settings: Mapping[str, Any]
     dtype: str = "float64"
