@@ -21,7 +21,7 @@ from danling.utils.tensors import canonical_name, default_dtype, dtype_of, local
 from .hashing import Hasher
 
 if TYPE_CHECKING:
-    from danling.data.splits import DividedSettings
+    from danling.data.run_data import DividedSettings
     from danling.distributed import StepTotals
     from danling.runners.base_runner import BaseRunner
     from danling.runners.torch_runner import TorchRunner

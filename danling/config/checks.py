@@ -51,7 +51,7 @@ def _check_batches(common: Mapping[str, Any]) -> None:
     sections |= {f"dataloader.{name}": own for name, own in common.items() if isinstance(own, Mapping)}
     for place, section in sections.items():
         if any(section.get(name, None) is not None for name in ("global_batch_size", "micro_batch_size")):
-            from danling.data.shares import check_sizes  # only here, since torch takes its time
+            from danling.data.build import check_sizes  # only here, since torch takes its time
 
             check_sizes(section, place)
 

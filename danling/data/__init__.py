@@ -6,18 +6,14 @@ from .build import build_dataloader, order_setting
 from .collation import move_to_device
 from .datamodule import LoaderSettings, from_datamodule
 from .keyed import KeyedDataset
-from .loader import DataLoader
+from .loader import PLACEHOLDER, DataLoader
 from .mixture import Mixture
 from .packing import Packed, TokenBudget, cu_seqlens
 from .randomness import derive_seed, mix_seed, seed_streams
-from .sampler import PositionedBatchSampler
-from .shares import AUTO, Division, divide_updates, merge_settings
-from .source import PLACEHOLDER, BatchSource, open_source
-from .splits import Splits
-from .windows import Batch, ReaderPlace, WindowLoader
+from .sampler import Batch, Division, PositionedBatchSampler
+from .source import BatchSource, ReaderPlace, WindowLoader, open_source
 
 __all__ = [
-    "AUTO",
     "PLACEHOLDER",
     "Batch",
     "BatchSource",
@@ -29,15 +25,12 @@ __all__ = [
     "Packed",
     "PositionedBatchSampler",
     "ReaderPlace",
-    "Splits",
     "TokenBudget",
     "WindowLoader",
     "build_dataloader",
     "cu_seqlens",
     "derive_seed",
-    "divide_updates",
     "from_datamodule",
-    "merge_settings",
     "mix_seed",
     "move_to_device",
     "open_source",

@@ -1,7 +1,8 @@
-"""Building the loader of a split from a dataset and the settings under `dataloader`."""
+"""Building the loader of a split from a dataset and the settings under `dataloader`, and how these divide updates."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Mapping
@@ -13,17 +14,20 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from danling.utils.messages import did_you_mean
 
-from .keyed import KEYED
-from .loader import DataLoader, check_settings
+from .loader import DataLoader, StreamLoader, check_settings
 from .order import OrderedDataset
 from .packing import TokenBudget
-from .sampled import SampledLoader, yields_batches
-from .shares import OWN, divide_updates
-from .stream_loader import StreamLoader
+from .sampled import SampledLoader
+from .sampler import Division, WholeMicroBatches
 from .workers import WorkerInit
 
 logger = logging.getLogger("danling")
 
+AUTO = "auto"
+"""The `micro_batch_size` that is found by trying: it is halved when memory runs out."""
+SIZES = frozenset({"global_batch_size", "micro_batch_size"})
+OWN = SIZES | {"keyed"}
+"""Settings of a split that are not arguments of a loader."""
 _UNUSED = "snapshot_every_n_steps"
 """A setting of `StatefulDataLoader`: the loaders of the library have the position of each batch."""
 SETTINGS = (frozenset(inspect.signature(TorchDataLoader.__init__).parameters) - {"self", "dataset"}) | OWN | {_UNUSED}
@@ -66,36 +70,85 @@ def build_dataloader(
     Raises:
         ValueError: If a setting is unknown or invalid, or the dataset is empty or too small.
     """
-    if is_loader(dataset):
+    is_iterable = isinstance(dataset, IterableDataset)
+    yields = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    if isinstance(dataset, TorchDataLoader) or (yields and not is_iterable):
         return dataset
-    _check_names(settings, split)
+    for name in settings:
+        if name not in SETTINGS:
+            raise ValueError(
+                f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {name!r} for split {split!r}."
+                f"{did_you_mean(name, [*SETTINGS, split])}"
+            )
     if canonical and isinstance(dataset, TokenBudget):
         raise ValueError(
             f"Expected micro-batches of a number of samples for split {split!r} with gradient_sum='canonical'. Received: a TokenBudget, "
             "whose batches have any number. Pack the documents with dl.data.Packed, or set gradient_sum='fast'."
         )
-    keyed = _chosen_key(settings, split)
+    keyed = settings.get("keyed")
+    if keyed not in ("batch", "sample", None):
+        raise ValueError(
+            f"Expected dataloader.keyed of split {split!r} to be one of ['batch', 'sample']. Received: keyed={keyed!r} "
+            f"({type(keyed).__name__})."
+        )
+    if keyed is None:  # where updates have one size at any number of processes, so have the samples
+        keyed = "batch" if settings.get("global_batch_size") is None else "sample"
     given, division = divide_updates(
         settings, split=split, train=train, world_size=world_size, accum_steps=accum_steps, canonical=canonical
     )
     options = {"pin_memory": device is not None and device.type == "cuda", **given, "keyed": keyed}
     options.pop(_UNUSED, None)
-    if division is not None and division.is_update:
-        _check_divisible(dataset, options, split)
-    placement: dict[str, Any] = {"split": split, "seed": seed, "rank": rank, "world_size": world_size}
+    orders = [name for name in ("batch_sampler", "sampler") if options.get(name) is not None]
+    if division is not None and division.is_update and (is_iterable or orders):
+        raise ValueError(
+            f"Expected a map-style dataset and the library's own order for split {split!r}: dataloader.global_batch_size divides every "
+            f"update over the ranks. Received: {f'a {orders[0]}' if orders else type(dataset).__name__}, which divides itself. Set "
+            "dataloader.batch_size, the samples of a batch on each rank, instead."
+        )
+    place: dict[str, Any] = {"split": split, "seed": seed, "rank": rank}
+    # Choices that are left open. The order of a sampler or an iterable dataset is all there is, so it is not shuffled.
+    left_open = ("sampler", "batch_sampler", "generator", "shuffle", "drop_last")
+    chosen = {name: value for name, value in options.items() if value is not None or name not in left_open}
+    drop_last = {"drop_last": train and options.get("batch_size", 1) is not None}
     try:
-        if isinstance(dataset, IterableDataset):
-            return _build_iterable(dataset, options, placement, train=train)
-        if options.get("sampler") is not None or options.get("batch_sampler") is not None:
-            return _build_sampled(dataset, options, placement, train=train)
+        if is_iterable:
+            if world_size > 1:
+                logger.info(
+                    "Split %r is an IterableDataset: each of the %d ranks reads what it yields there; it has to divide itself.",
+                    split,
+                    world_size,
+                )
+            if not isinstance(dataset, IterDataPipe):
+                return StreamLoader(dataset, **{**drop_last, **options}, **place)
+            # torch shuffles and divides it by its type.
+            del options["keyed"]
+            options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
+            return TorchDataLoader(dataset, **{**drop_last, **options})
+        if orders:
+            decided = ("batch_size", "sampler", "shuffle", "drop_last") if "batch_sampler" in orders else ("shuffle",)
+            others = [name for name in decided if options.get(name)]
+            if others:
+                mend = "it" if len(others) == 1 else "them"
+                raise ValueError(f"{orders[0]} decides {', '.join(others)}: leave {mend} out.")
+            check_settings(options, split)
+            options = options if "batch_sampler" in orders else {**drop_last, **chosen}
+            return SampledLoader(dataset, **{**options, "shuffle": None}, **place, world_size=world_size)
         if isinstance(dataset, TokenBudget):
-            options = _take_batches(dataset, options, split, divided=division is not None)
-        options = {
-            "shuffle": train and not isinstance(dataset, OrderedDataset),
-            "drop_last": train and options.get("batch_size", 1) is not None,
-            **_without_none(options),
-        }
-        return DataLoader(dataset, pad=train, **options, **placement, division=division)
+            if division is not None or chosen.get("batch_size") is not None:
+                received = f"batch_size={chosen['batch_size']!r}" if division is None else "global_batch_size"
+                raise ValueError(
+                    f"Expected no batch size for split {split!r}: a TokenBudget makes batches of at most {dataset.limit} tokens. Received: "
+                    f"dataloader.{received}. Set dataloader.{split}.batch_size to None; accum_steps says how many batches of each rank "
+                    "make an update."
+                )
+            chosen |= {
+                "batch_size": None,
+                "drop_last": False,
+                "collate_fn": options.get("collate_fn") or dataset.collate,
+            }
+        shuffle = {"shuffle": train and not isinstance(dataset, OrderedDataset)}
+        options = {**shuffle, **drop_last, **chosen}
+        return DataLoader(dataset, pad=train, **options, **place, world_size=world_size, division=division)
     except ValueError as error:
         if str(error).startswith("Expected"):
             raise
@@ -112,104 +165,103 @@ def order_setting(sampler: object, settings: Mapping[str, object]) -> dict[str, 
         settings: The other settings of the split.
     """
     asks = "batch_size" not in settings or isinstance(sampler, BatchSampler)
-    if not asks and settings["batch_size"] is None and yields_batches(sampler):
+    if not asks and settings["batch_size"] is None and _yields_batches(sampler):
         logger.info(
             "dataloader.batch_size=None: the dataset is asked for each list of indices of the %s at once. Leave batch_size out to have "
             "single samples read and made into a batch.",
             type(sampler).__name__,
         )
-    return {"batch_sampler" if asks and yields_batches(sampler) else "sampler": sampler}
+    return {"batch_sampler" if asks and _yields_batches(sampler) else "sampler": sampler}
 
 
-def is_loader(dataset: object) -> bool:
-    """Return whether something is to be iterated as it is: a torch loader, or an iterable without items by index."""
-    if isinstance(dataset, TorchDataLoader):
+def _yields_batches(sampler: Any) -> bool:
+    """Return whether a sampler yields lists of indices, the batches, and not single ones. A class of the user's own is asked for one."""
+    if isinstance(sampler, BatchSampler):
         return True
-    return (
-        not isinstance(dataset, IterableDataset)
-        and not hasattr(dataset, "__getitem__")
-        and hasattr(dataset, "__iter__")
-    )
+    if hasattr(sampler, "__next__"):
+        return False
+    return isinstance(next(iter(copy.copy(sampler)), None), (list, tuple))
 
 
-def _check_names(settings: Mapping[str, object], split: str) -> None:
-    for name in settings:
-        if name not in SETTINGS:
+def divide_updates(
+    settings: Mapping[str, Any],
+    *,
+    split: str,
+    train: bool,
+    world_size: int,
+    accum_steps: int,
+    canonical: bool = False,
+) -> tuple[dict[str, Any], Division | None]:
+    """Return the arguments of a loader, and with `global_batch_size` how an update is divided over ranks and micro-batches.
+
+    A split that is not trained on has no updates. It may have a `batch_size` in addition to `global_batch_size`; without one, a
+    rank holds as many samples at once as in training, which are known to fit into memory.
+
+    Args:
+        settings: The settings of the split.
+        split: Its name, for messages.
+        train: Whether it is trained on.
+        world_size: Ranks that read different samples.
+        accum_steps: Micro-batches of an update, unless `micro_batch_size` decides.
+        canonical: Whether micro-batches, and the batches of an evaluation, are the same at any number of ranks.
+
+    Raises:
+        ValueError: If the settings contradict one another, or there are more ranks than samples.
+    """
+    samples, held = settings.get("global_batch_size"), settings.get("micro_batch_size")
+    most = held if isinstance(held, int) else None
+    check_sizes(settings if train else {**settings, "batch_size": None}, f"dataloader.{split}")
+    loading = {name: value for name, value in settings.items() if name not in OWN}
+    division: Division
+    if canonical:
+        if not train:
+            size = loading["batch_size"] = loading.get("batch_size") or most or 1
+            return loading, WholeMicroBatches.of(size * world_size, world_size, size, is_update=False)
+        if samples is None or most is None:
             raise ValueError(
-                f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {name!r} for split {split!r}."
-                f"{did_you_mean(name, [*SETTINGS, split])}"
+                f"Expected dataloader.global_batch_size and an integer dataloader.micro_batch_size for split {split!r} with "
+                f"gradient_sum='canonical', which adds micro-batches in one order. Received: global_batch_size={samples!r}, "
+                f"micro_batch_size={held!r}. Set both, or gradient_sum='fast'."
             )
+        division = WholeMicroBatches.of(samples, world_size, most, is_update=True)
+    elif samples is None:
+        if held is not None and train:
+            raise ValueError(
+                f"Expected dataloader.global_batch_size together with dataloader.micro_batch_size, which divides it. "
+                f"Received: micro_batch_size={held!r} and no global_batch_size for split {split!r}. Set it, or leave "
+                "micro_batch_size out: batch_size is what a rank holds at once."
+            )
+        return loading, None
+    else:
+        if most is not None and accum_steps > 1:
+            raise ValueError(
+                f"Expected accum_steps or dataloader.micro_batch_size to say into how many micro-batches an update is cut. "
+                f"Received: accum_steps={accum_steps}, micro_batch_size={held} for split {split!r}. Leave one of them out."
+            )
+        division = Division.of_update(samples, world_size, micro_batches=accum_steps, micro_batch_size=most)
+        if not train:
+            if loading.get("batch_size") is None:
+                loading["batch_size"] = division.micro_batch_size
+            return loading, None
+    loading.pop("batch_size", None)
+    return loading, division
 
 
-def _chosen_key(settings: Mapping[str, object], split: str) -> object:
-    """Return what reading is seeded by: where updates have one size at any number of processes, so have the samples."""
-    keyed = settings.get("keyed")
-    if keyed is None:
-        return "batch" if settings.get("global_batch_size") is None else "sample"
-    if keyed not in KEYED:
+def check_sizes(section: Mapping[str, object], place: str) -> None:
+    """Refuse sizes that are not positive integers, or that exclude one another."""
+    batch, samples = section.get("batch_size"), section.get("global_batch_size")
+    for name in sorted(SIZES):
+        value = section.get(name)
+        if value is None or (name == "micro_batch_size" and value == AUTO):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            wanted = "a positive integer" + (f" or {AUTO!r}" if name == "micro_batch_size" else "")
+            raise ValueError(
+                f"Expected {place}.{name} to be {wanted}. Received: {name}={value!r} ({type(value).__name__})."
+            )
+    if batch is not None and samples is not None:
         raise ValueError(
-            f"Expected dataloader.keyed of split {split!r} to be one of {list(KEYED)}. Received: keyed={keyed!r} ({type(keyed).__name__})."
+            f"Expected dataloader.batch_size (samples of a batch on each rank) or dataloader.global_batch_size (samples "
+            f"of an update over all ranks), not both. Received: batch_size={batch!r}, global_batch_size={samples!r} in "
+            f"{place}. Set one of them to none."
         )
-    return keyed
-
-
-def _check_divisible(dataset: object, options: Mapping[str, object], split: str) -> None:
-    """Refuse to divide updates of data whose order is not the library's."""
-    received = type(dataset).__name__ if isinstance(dataset, IterableDataset) else None
-    received = next((f"a {name}" for name in ("batch_sampler", "sampler") if options.get(name) is not None), received)
-    if received is not None:
-        raise ValueError(
-            f"Expected a map-style dataset and the library's own order for split {split!r}: dataloader.global_batch_size "
-            f"divides every update over the ranks. Received: {received}, which divides itself. Set "
-            "dataloader.batch_size, the samples of a batch on each rank, instead."
-        )
-
-
-def _take_batches(dataset: TokenBudget, options: dict[str, Any], split: str, *, divided: bool) -> dict[str, Any]:
-    size = options.get("batch_size")
-    if divided or size is not None:
-        received = "dataloader.global_batch_size" if divided else f"dataloader.batch_size={size!r}"
-        raise ValueError(
-            f"Expected no batch size for split {split!r}: a TokenBudget makes batches of at most {dataset.limit} tokens. Received: "
-            f"{received}. Set dataloader.{split}.batch_size to None; accum_steps says how many batches of each rank make an update."
-        )
-    collate_fn = options.get("collate_fn") or dataset.collate
-    return {**options, "batch_size": None, "drop_last": False, "collate_fn": collate_fn}
-
-
-def _build_iterable(dataset: Any, options: dict[str, Any], placement: Mapping[str, Any], *, train: bool) -> object:
-    if placement["world_size"] > 1:
-        logger.info(
-            "Split %r is an IterableDataset: each of the %d ranks reads what it yields there; it has to divide itself.",
-            placement["split"],
-            placement["world_size"],
-        )
-    # Its own order is all it has, so the default of shuffling on training splits is not applied.
-    options = {"drop_last": train and options.get("batch_size", 1) is not None, **options}
-    place = {name: placement[name] for name in ("split", "seed", "rank")}
-    if isinstance(dataset, IterDataPipe):  # torch shuffles and divides it by its type
-        del options["keyed"]
-        return TorchDataLoader(dataset, **{**options, "worker_init_fn": WorkerInit(options.get("worker_init_fn"))})
-    return StreamLoader(dataset, **options, **place)
-
-
-def _build_sampled(dataset: Any, options: dict[str, Any], placement: Mapping[str, Any], *, train: bool) -> object:
-    if options.get("batch_sampler") is None:
-        options = {"drop_last": train and options.get("batch_size", 1) is not None, **_without_none(options)}
-    _check_sampled(options, placement["split"])
-    return SampledLoader(dataset, **{**options, "shuffle": None}, **placement)
-
-
-def _check_sampled(options: Mapping[str, Any], split: str) -> None:
-    alone = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
-    decided = ("batch_size", "sampler", "shuffle", "drop_last") if alone == "batch_sampler" else ("shuffle",)
-    others = {name: options[name] for name in decided if options.get(name)}
-    if others:
-        raise ValueError(f"{alone} decides {', '.join(others)}: leave {'it' if len(others) == 1 else 'them'} out.")
-    check_settings(options, options.get("num_workers", 0), split)
-
-
-def _without_none(options: Mapping[str, object]) -> dict[str, object]:
-    """Return the options without the samplers, which are `None` here, and without choices that are left open."""
-    open_choices = {"sampler", "batch_sampler", "generator", "shuffle", "drop_last"}
-    return {name: value for name, value in options.items() if value is not None or name not in open_choices}

@@ -1,40 +1,22 @@
-"""Reads map-style datasets with all randomness keyed by the place of a batch, or of a sample, in its pass."""
+"""What loaders of the library read in place of the user's dataset: before it reads, all randomness is seeded by the place in the pass."""
 
 from __future__ import annotations
 
-import copy
-import operator
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, Sampler, Subset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data._utils.collate import default_convert
 
 from .collation import collate
-from .dataset_state import check_savable, get_states, is_equal, parts_of, set_states, stateful_parts
-from .generators import Generators
-from .order import OrderedDataset
-from .randomness import derive_seed, mix_seed, seed_host_streams
-from .workers import WorkerInit, WorkersView, end_with_process, shut_down_workers, signals_blocked
+from .dataset_state import from_plain, get_states, is_equal, is_stateful, parts_of, stateful_parts, to_plain
+from .randomness import Generators, derive_seed, mix_seed, seed_host_streams
+from .sampler import BatchKey
+from .workers import WorkersView
 
-KEYED = ("batch", "sample")
-"""What reading is seeded by."""
-
-
-class BatchKey(NamedTuple):
-    """What a worker is asked for.
-
-    Attributes:
-        epoch: The pass.
-        position: Position, in the order of the pass, of the first sample.
-        indices: What the sampler names the samples by; a single one where batches are not made.
-    """
-
-    epoch: int
-    position: int
-    indices: Any
+logger = logging.getLogger("danling")
 
 
 class KeyedDataset(WorkersView, Dataset[Any]):
@@ -85,22 +67,24 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         return {**self.__dict__, "_generators": None, "_epoch": -1}
 
     def __getitem__(self, key: BatchKey) -> Any:
-        """Return the item of a key, through `collate_fn` where there is one."""
-        return self._settled(key, single=True)
+        """Return the one item of a key, through `collate_fn` where there is one."""
+        return self._get(key, single=True)
 
     def __getitems__(self, key: BatchKey) -> Any:
         """Return the items of a key, or what `collate_fn` makes of them."""
-        return self._settled(key, single=False)
+        return self._get(key, single=False)
 
-    def _settled(self, key: BatchKey, *, single: bool) -> Any:
+    def _get(self, key: BatchKey, *, single: bool) -> Any:
         is_first, self._epoch = key.epoch != self._epoch, key.epoch
         if is_first:
             self._parts = stateful_parts(self.dataset) if get_worker_info() is not None else {}
             self._found = get_states(self._parts)
-        if is_first and (self.draws or self.collate_fn is not None):
-            self._base = derive_seed(self.seed, "read", self.split, key.epoch, *self.ranks)
-            self._generators = self._generators or Generators(self._roots())
-            self._generators.look()
+            if self.draws or self.collate_fn is not None:
+                self._base = derive_seed(self.seed, "read", self.split, key.epoch, *self.ranks)
+                if self._generators is None:
+                    drawing = {"dataset": self.dataset} if self.draws else {}
+                    self._generators = Generators({**drawing, "collate_fn": self.collate_fn})
+                self._generators.look()
         data = self._read(key, single)
         if self._parts and not is_equal(get_states(self._parts), self._found):
             raise RuntimeError(
@@ -111,32 +95,28 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         is_new = is_first and self._generators is not None and self._generators.look()
         return self._read(key, single) if is_new else data
 
-    def _roots(self) -> dict[str, object]:
-        return {**({"dataset": self.dataset} if self.draws else {}), "collate_fn": self.collate_fn}
-
     def _read(self, key: BatchKey, single: bool) -> Any:
+        dataset, indices = self.dataset, key.indices
         if self._generators is not None:
             self._seed(key.position)
         try:
-            items = self.dataset[key.indices] if single else self._items(key)
+            if single:
+                items = dataset[indices[0]]
+            elif self.reads_batches:
+                items = dataset.__getitems__(list(indices))
+            elif not self.by_sample:
+                items = [dataset[index] for index in indices]
+            else:
+                items = [dataset[indices[0]]]
+                for position, index in enumerate(indices[1:], key.position + 1):
+                    self._seed(position)
+                    items.append(dataset[index])
         except StopIteration as error:  # with which a pass would end in silence
             raise RuntimeError(
                 "Expected a dataset that has an item at each index below its length. Received: StopIteration from one of the items "
-                f"{key.indices}. Mend its __getitem__, or shorten its __len__."
+                f"{indices}. Mend its __getitem__, or shorten its __len__."
             ) from error
         return items if self.collate_fn is None else self.collate_fn(items)
-
-    def _items(self, key: BatchKey) -> Any:
-        if self.reads_batches:
-            return self.dataset.__getitems__(list(key.indices))
-        if not self.by_sample:
-            return [self.dataset[index] for index in key.indices]
-        items = []
-        for position, index in enumerate(key.indices, key.position):
-            if position > key.position:
-                self._seed(position)
-            items.append(self.dataset[index])
-        return items
 
     def _seed(self, position: int) -> None:
         seed = mix_seed(self._base, position)
@@ -155,179 +135,181 @@ def reads_batches(dataset: object) -> bool:
 
 def draws_nothing(dataset: object) -> bool:
     """Return whether the dataset is known to draw no random numbers, or says so. Subclasses may, so types are compared exactly."""
-    said = declared_draws(dataset)
-    if said is not None:
+    said = getattr(dataset, "draws_random", None)
+    if isinstance(said, bool):
         return not said
+    if said is not None:
+        raise ValueError(
+            f"Expected {type(dataset).__name__}.draws_random to be True or False. Received: draws_random={said!r} "
+            f"({type(said).__name__}). Say whether reading a sample draws random numbers, or leave it out."
+        )
     parts = parts_of(dataset)
     if parts is not None:
         return all(map(draws_nothing, parts.values()))
     return type(dataset) in (TensorDataset, list, tuple, range, Tensor)
 
 
-def declared_draws(dataset: object) -> bool | None:
-    """Return the attribute `draws_random` of a dataset, `None` where there is none."""
-    said = getattr(dataset, "draws_random", None)
-    if said is None or isinstance(said, bool):
-        return said
-    raise ValueError(
-        f"Expected {type(dataset).__name__}.draws_random to be True or False. Received: draws_random={said!r} "
-        f"({type(said).__name__}). Say whether reading a sample draws random numbers, or leave it out."
-    )
+class KeyedStream(WorkersView, IterableDataset[Any]):
+    """Batches of an iterable dataset, before each of which all randomness is seeded. A worker hands over its place with each of them.
 
+    torch's CPU generator, NumPy, `random`, and the generators that the dataset or `collate_fn` holds are seeded with (seed, split, epoch,
+    rank * workers + worker, number of the batch). What the method `__iter__` itself draws, unless it is a generator function, is
+    seeded like the order of a sampler: alike on all ranks.
 
-def index_number(index: Any) -> int:
-    """Return an integer for what a sampler names a sample by: the index itself, or a number of 63 bits made from it."""
-    try:
-        return operator.index(index)
-    except TypeError:
-        return derive_seed(repr(index))
-
-
-class KeySampler(Sampler[BatchKey]):
-    """The keys of an order of batches, for a loader."""
-
-    def __init__(self, order: Any, *, batched: bool) -> None:
-        self.order = order
-        self.batched = batched
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[BatchKey]:
-        keys: Iterator[BatchKey] = self.order.keys()
-        return keys if self.batched else (key._replace(indices=key.indices[0]) for key in keys)
-
-
-def as_is(data: object) -> Any:
-    """Return a batch that is already made."""
-    return data
-
-
-class KeyedLoader(TorchDataLoader[Any]):
-    """A loader whose sampler yields a `BatchKey` for each batch, and that seeds before it reads; see `KeyedDataset`."""
-
-    dataset: Any
+    Args:
+        dataset: The dataset.
+        seed: Base seed.
+        split: Name of the split.
+        epoch: The pass.
+        rank: The rank.
+        every: Items between two seeds.
+        make: Makes a batch of a list of samples, or of one sample.
+        size: Samples of a batch; `None` makes a batch of each sample.
+        drop_last: Leave out the last batch if it is not full.
+        states: The places of the workers to go on from.
+        first: The worker whose turn it is.
+    """
 
     def __init__(
         self,
-        dataset: object,
-        order: Any,
+        dataset: Any,
+        seed: int,
         *,
-        batch_size: int | None,
-        drop_last: bool,
         split: str,
-        batched: bool,
-        ranks: tuple[int, ...] = (),
-        keyed: str = "batch",
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        worker_init_fn: Callable[[int], Any] | None = None,
-        **settings: Any,
+        epoch: int,
+        rank: int,
+        every: int,
+        make: Callable[[Any], Any],
+        size: int | None,
+        drop_last: bool,
+        states: Mapping[int, Mapping[str, Any]],
+        first: int,
     ) -> None:
-        self.order = order
-        self.split, self.keyed = split, keyed
-        self._ranks = ranks
-        keys = KeySampler(order, batched=batched)
-        self._collates = collate_fn is not None
-        draws_nothing(dataset)  # refuses a declaration that is none
-        self.stateful = stateful_parts(dataset)
-        for part in self.stateful.values():
-            check_savable(part, split)
-        super().__init__(
-            dataset,  # type: ignore[arg-type]
-            batch_size=1 if batched else None,
-            sampler=None if batched else keys,
-            batch_sampler=keys if batched else None,  # type: ignore[arg-type]
-            collate_fn=collate if collate_fn is None and batched else collate_fn,
-            num_workers=num_workers,
-            worker_init_fn=WorkerInit(worker_init_fn),
-            generator=torch.Generator().manual_seed(0),
-            **settings,
+        self.dataset = dataset
+        self.seed, self.split, self.epoch, self.rank = seed, split, epoch, rank
+        self.every, self.make, self.size, self.drop_last = every, make, size, drop_last
+        self.states, self.first = dict(states), first
+        self.has_begun = False
+        self._worker = self._base = self._items = 0
+        self._over = False
+        self._read: Any = None
+        """The dataset, or the copy of it that is iterated."""
+        self._iterator: Iterator[Any] | None = None
+        self._generators: Any = None
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | None, tuple[Any] | None]]:
+        """Yield worker, its place (`None` in this process) and the batch; without a batch where it only takes its turn, or ends."""
+        info = get_worker_info()
+        self._worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        self._base = derive_seed(self.seed, "read", self.split, self.epoch, self.rank * workers + self._worker)
+        # A stream of `datasets` never forgets the state that it was told: a later pass would begin there.
+        self._read = _twin(self.dataset) if _of_datasets(self.dataset) else self.dataset
+        own = None if self.make in (collate, default_convert) else self.make
+        self._generators = Generators({"dataset": self._read, "collate_fn": own})
+        self._draws = own is not None or not draws_nothing(self.dataset)
+        self.has_begun = True
+        if self._worker in self.states:
+            self._go_to(self.states[self._worker])
+        if self._worker < self.first:
+            yield self._worker, None, None
+        size = self.size or 1
+        while len(items := self._take(size)) == size or (items and not self.drop_last):
+            place = None if info is None else self.place()
+            yield self._worker, place, (self.make(items[0] if self.size is None else items),)
+        if info is not None:
+            yield self._worker, self.place(), None
+
+    def _take(self, number: int) -> list[Any]:
+        """Return the next items, fewer at the end."""
+        items: list[Any] = []
+        while len(items) < number and not self._over:
+            if self._iterator is None:
+                self._iterator = self._begin()
+            if self._draws and self._items % self.every == 0:
+                if self._items == self.every:
+                    self._generators.look()  # for what the first batch has made
+                self._seed(mix_seed(self._base, self._items // self.every))
+            try:
+                items.append(next(self._iterator))
+                self._items += 1
+            except StopIteration:
+                self._over = True
+        return items
+
+    def _begin(self) -> Iterator[Any]:
+        self._seed(derive_seed(self.seed, "order", self.split, self.epoch))
+        return iter(self._read)
+
+    def _seed(self, seed: int) -> None:
+        self._generators.seed(seed)
+        seed_host_streams(seed)
+
+    def place(self) -> dict[str, Any]:
+        """Return the number of items, and the state of the dataset or its iterator where they have one."""
+        dataset, iterator = self._read, self._iterator
+        held = iterator is not dataset and is_stateful(dataset)
+        return {
+            "items": self._items,
+            "over": self._over,
+            "epoch": self.epoch,
+            "dataset": to_plain(dataset.state_dict()) if held else None,
+            "iterator": to_plain(iterator.state_dict()) if is_stateful(iterator) else None,  # type: ignore[union-attr]
+        }
+
+    def _go_to(self, place: Mapping[str, Any]) -> None:
+        """Go to a place; without a state of the dataset's, what was read is read again and dropped."""
+        why, items = why_read_again(self.dataset), place["items"]
+        dataset, iterator = (None, None) if why else (place["dataset"], place["iterator"])
+        if dataset is not None:
+            self._read.load_state_dict(from_plain(dataset))
+        if place["over"] or place["epoch"] != self.epoch:
+            # A dataset may be at its beginning again by then.
+            self._over = bool(place["over"] or items)
+        elif dataset is None and iterator is None:
+            if items and self.rank == 0 and self._worker == 0:
+                logger.warning(
+                    "The dataset of split %r (%s) cannot be positioned: its first %d items of epoch %d are read again and dropped. %s",
+                    self.split,
+                    type(self.dataset).__name__,
+                    items,
+                    self.epoch,
+                    why or "Give it, or the iterator that it returns, state_dict and load_state_dict.",
+                )
+            for _ in range(items):
+                self._take(1)
+        elif items or iterator is not None:
+            self._iterator = self._begin()
+            if iterator is not None:
+                self._iterator.load_state_dict(from_plain(iterator))  # type: ignore[attr-defined]
+            self._items = items
+            self._seed(mix_seed(self._base, items // self.every))
+
+
+def _of_datasets(dataset: object) -> bool:
+    return type(dataset).__module__.startswith("datasets.")
+
+
+def _twin(dataset: Any) -> Any:
+    # `copy.copy` would share the attributes, see its `__setstate__`.
+    twin = object.__new__(type(dataset))
+    vars(twin).update(vars(dataset))
+    return twin
+
+
+def why_read_again(dataset: object) -> str | None:
+    """Return why the state of a stream of `datasets` is not enough to go on from, `None` where it is."""
+    waiting = [getattr(dataset, "_ex_iterable", None)] if _of_datasets(dataset) else []
+    makes_groups = False
+    while waiting:
+        part = waiting.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return "Its state leaves out what its shuffle buffer holds."
+        makes_groups |= bool(getattr(part, "batched", False))
+        inner = [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
+        waiting += [found for found in inner if found is not None]
+    if makes_groups and not draws_nothing(dataset):
+        return (
+            "It makes rows in groups (batched=True), of which a part cannot be made again alone if random numbers are drawn for them. Set "
+            "draws_random = False on it if none are."
         )
-        # torch forgets both when it is given a batch sampler, and refuses to have them set.
-        self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
-        if num_workers:
-            end_with_process(self)
-
-    @property
-    def seed(self) -> int:
-        """Base seed of order and randomness."""
-        return int(self.order.seed)
-
-    @property
-    def epoch(self) -> int:
-        """The pass that the position is in."""
-        return int(self.order.epoch)
-
-    @property
-    def consumed(self) -> int:
-        """How far the pass is consumed: samples over all ranks, or batches of this rank in the order of a sampler of the user's."""
-        return int(self.order.consumed)
-
-    def __iter__(self) -> Any:
-        """Return an iterator over the batches from the position to the end of the pass."""
-        told = hasattr(self.dataset, "set_epoch")
-        if isinstance(self.dataset, OrderedDataset):
-            self.dataset.set_seed(self.seed)
-        if told:
-            self.dataset.set_epoch(self.epoch)
-        if told or self.stateful:
-            # Persistent workers have copies of the dataset that would not hear of it.
-            shut_down_workers(self)
-        if not self.num_workers and not self.pin_memory:
-            return self._read_here()
-        self._iterator = super().__iter__()
-        return self._iterator
-
-    def _get_iterator(self) -> Any:
-        # The iterator sees keys; `loader.dataset` is the user's own dataset.
-        view = copy.copy(self)
-        view.__dict__["dataset"] = self._reading()
-        if self._collates:
-            view.__dict__["collate_fn"] = as_is
-        with signals_blocked():
-            return super(KeyedLoader, view)._get_iterator()
-
-    def _reading(self) -> KeyedDataset:
-        return KeyedDataset(
-            self.dataset,
-            self.seed,
-            split=self.split,
-            by=self.keyed,
-            ranks=self._ranks,
-            collate_fn=self.collate_fn if self._collates else None,
-        )
-
-    def _read_here(self) -> Iterator[object]:
-        """Read in this process, without the bookkeeping that torch has for processes."""
-        reading = self._reading()
-        batched = self.batch_sampler is not None
-        read = reading.__getitems__ if batched else reading.__getitem__
-        finish = as_is if self._collates else self.collate_fn
-        # Taken here and not where the first batch is asked for: moving the position must not disturb the iterator.
-        keys: Iterator[Any] = iter(self.sampler if self.batch_sampler is None else self.batch_sampler)
-        # Not a chain of `map`: that takes a StopIteration of the user's for its own end.
-        return (finish(read(key)) for key in keys)
-
-    def held_state(self) -> dict[str, object]:
-        """Return the dataset's own state under `dataset`, if it has one."""
-        return {"dataset": get_states(self.stateful)} if self.stateful else {}
-
-    def load_held_state(self, state: Mapping[str, Any]) -> None:
-        """Put the dataset into the state that `held_state` returned.
-
-        Raises:
-            ValueError: If that is of other parts.
-        """
-        saved = state.get("dataset", {})
-        if self.stateful and saved.keys() != self.stateful.keys():
-            raise ValueError(
-                f"Expected the state of what has state_dict in the dataset of split {self.split!r} ({', '.join(self.stateful)}). Received: "
-                f"that of {', '.join(saved) or 'none'}. Restore the dataset that the run was saved with, or exclude 'dataloaders' from "
-                "loading."
-            )
-        set_states(self.stateful, saved)
-
-    def close(self) -> None:
-        """End the worker processes; the loader can be iterated again."""
-        shut_down_workers(self)
+    return None

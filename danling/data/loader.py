@@ -1,15 +1,200 @@
-"""The loader the library builds for map-style datasets: its position is three integers."""
+"""The loaders that the library makes: over map-style datasets in its own order, and over iterable datasets."""
 
 from __future__ import annotations
 
+import copy
+import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
-from .keyed import KeyedLoader
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data._utils.collate import default_collate, default_convert
+
+from .collation import collate
+from .dataset_state import check_savable, get_states, is_stateful, set_states, stateful_parts
+from .keyed import KeyedDataset, KeyedStream, draws_nothing, why_read_again
 from .order import OrderedDataset
-from .sampler import PositionedBatchSampler
-from .shares import Division
-from .windows import Batch
+from .sampler import Batch, Division, PositionedBatchSampler
+from .workers import WorkerInit, end_with_process, shut_down_workers, signals_blocked
+
+logger = logging.getLogger("danling")
+
+
+class _Placeholder:
+    def __repr__(self) -> str:
+        return "PLACEHOLDER"
+
+
+PLACEHOLDER = _Placeholder()
+"""The data of a batch that this rank does not read."""
+
+
+class LibraryLoader(TorchDataLoader[Any]):
+    """A loader of torch whose workers read a view of the user's dataset, which seeds before it reads. `loader.dataset` is the user's."""
+
+    dataset: Any
+
+    def __init__(
+        self,
+        dataset: object,
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            dataset,  # type: ignore[arg-type]
+            batch_size=1 if "batch_sampler" in settings else None,
+            worker_init_fn=WorkerInit(worker_init_fn),
+            generator=torch.Generator().manual_seed(0),
+            **settings,
+        )
+        # torch does not know both where batches are made by the view, and refuses to have them set.
+        self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
+        if self.num_workers:
+            end_with_process(self)
+
+    @abstractmethod
+    def _view(self) -> dict[str, Any]:
+        """Return the attributes that an iterator finds in place of those of this loader."""
+
+    def _get_iterator(self) -> Any:
+        view = copy.copy(self)
+        view.__dict__.update(self._view())
+        with signals_blocked():
+            return super(LibraryLoader, view)._get_iterator()
+
+    def close(self) -> None:
+        """End the worker processes; the loader can be iterated again."""
+        shut_down_workers(self)
+
+
+class KeyedLoader(LibraryLoader):
+    """A loader over a map-style dataset that reads the keys of an order, seeds before it reads, and has a position; see `KeyedDataset`.
+
+    Iterating begins at the position; the position moves when `advance` says that batches were consumed.
+
+    Attributes:
+        kind: How the loader is positioned, as its state in a checkpoint names it.
+        foreseen: Whether a rank that reads nothing knows the batches, and the end of a pass, as those do that read.
+        order: The keys from the position on, and the position.
+        stateful: The parts of the dataset with a state, by path.
+    """
+
+    kind: str
+    foreseen = False
+
+    def __init__(
+        self,
+        dataset: object,
+        order: Any,
+        *,
+        split: str,
+        batched: bool,
+        ranks: tuple[int, ...] = (),
+        keyed: str = "batch",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.order: Any = order
+        self.split, self.keyed = split, keyed
+        self._ranks = ranks
+        self._own_collate = collate_fn
+        draws_nothing(dataset)  # refuses a declaration that is none
+        self.stateful = stateful_parts(dataset)
+        for part in self.stateful.values():
+            check_savable(part, split)
+        settings["batch_sampler" if batched else "sampler"] = order
+        super().__init__(dataset, collate_fn=collate if collate_fn is None and batched else collate_fn, **settings)
+
+    @property
+    def is_rank_local(self) -> bool:
+        """Whether each rank has its own state to save."""
+        return True
+
+    def __iter__(self) -> Any:
+        """Return an iterator over the batches from the position to the end of the pass."""
+        told = hasattr(self.dataset, "set_epoch")
+        if isinstance(self.dataset, OrderedDataset):
+            self.dataset.set_seed(self.order.seed)
+        if told:
+            self.dataset.set_epoch(self.order.epoch)
+        if told or self.stateful:
+            # Persistent workers have copies of the dataset that would not hear of it.
+            shut_down_workers(self)
+        if self.num_workers or self.pin_memory:
+            self._iterator = super().__iter__()
+            return self._iterator
+        # In this process, without the bookkeeping that torch has for processes. The keys are taken here and not where the first batch is
+        # asked for: moving the position must not disturb the iterator. Not a chain of `map`: that takes a StopIteration of the user's for
+        # its own end.
+        view, keys = self._view(), iter(self.order)
+        read = view["dataset"].__getitem__ if self.batch_sampler is None else view["dataset"].__getitems__
+        finish = view.get("collate_fn", self.collate_fn)
+        return (finish(read(key)) for key in keys)
+
+    def _view(self) -> dict[str, Any]:
+        own = self._own_collate
+        dataset = KeyedDataset(
+            self.dataset, self.order.seed, split=self.split, by=self.keyed, ranks=self._ranks, collate_fn=own
+        )
+        return {"dataset": dataset} if own is None else {"dataset": dataset, "collate_fn": _as_is}
+
+    # Position
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the position is in."""
+        return int(self.order.epoch)
+
+    @property
+    def consumed(self) -> int:
+        """How far the pass is consumed: samples over all ranks, or batches of this rank in the order of a sampler of the user's."""
+        return int(self.order.consumed)
+
+    def remaining_batches(self) -> int | None:
+        """Return the batches on this rank from the position to the end of the pass; `None` if unknown."""
+        left: int | None = self.order.remaining()
+        return left
+
+    def advance(self, batches: int) -> None:
+        """Move the position: an update consumed `batches` batches of each rank."""
+        self.order.advance(batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+        self.order.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, what tells whether it fits, and the dataset's own state, if it has one."""
+        return {**self.order.state_dict(), **({"dataset": get_states(self.stateful)} if self.stateful else {})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position. Another number of workers does not matter.
+
+        Raises:
+            ValueError: If it does not fit the order or the dataset.
+        """
+        if state["seed"] != self.order.seed:
+            self.close()  # workers that are kept hold a copy of the old seed
+        self.order.load_state_dict(state)
+        saved = state.get("dataset", {})
+        if self.stateful and saved.keys() != self.stateful.keys():
+            raise ValueError(
+                f"Expected the state of what has state_dict in the dataset of split {self.split!r} ({', '.join(self.stateful)}). Received: "
+                f"that of {', '.join(saved) or 'none'}. Restore the dataset that the run was saved with, or exclude 'dataloaders' from "
+                "loading."
+            )
+        set_states(self.stateful, saved)
+
+
+def _as_is(data: object) -> Any:
+    """Return a batch that is already made."""
+    return data
 
 
 class DataLoader(KeyedLoader):
@@ -31,16 +216,16 @@ class DataLoader(KeyedLoader):
         rank: Coordinate of this process among those that share the dataset.
         world_size: Number of them.
         split: Name of the split, for messages.
-        collate_fn: Makes a batch of a list of samples; `None` is torch's, with samples of some libraries put together by these.
-        num_workers: Worker processes.
-        worker_init_fn: Called with its id in every worker.
-        settings: Further arguments of `torch.utils.data.DataLoader`.
+        settings: `keyed`, and further arguments of `torch.utils.data.DataLoader`. Without a `collate_fn`, a batch is made by torch's, with
+            samples of some libraries put together by these.
 
     Raises:
         ValueError: If the dataset is empty, smaller than one global batch while ragged ones are dropped, or a setting
             is not one that an exact position allows.
     """
 
+    kind = "position"
+    foreseen = True
     order: PositionedBatchSampler
 
     def __init__(
@@ -56,22 +241,25 @@ class DataLoader(KeyedLoader):
         rank: int = 0,
         world_size: int = 1,
         split: str = "train",
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        worker_init_fn: Callable[[int], Any] | None = None,
         **settings: Any,
     ) -> None:
-        self.split = split
         if shuffle and isinstance(dataset, OrderedDataset):
             raise ValueError(
                 f"Expected no dataloader.shuffle for split {split!r}: a {type(dataset).__name__} has its own order. Received: "
                 "shuffle=True. Leave it out."
             )
         length = _checked_length(dataset, split)
-        check_settings(settings, num_workers, split)
-        self.order = PositionedBatchSampler(
+        check_settings(settings, split)
+        if batch_size is not None and (
+            not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1
+        ):
+            raise ValueError(
+                f"Expected dataloader.batch_size of split {split!r} to be a positive integer or None. "
+                f"Received: batch_size={batch_size!r} ({type(batch_size).__name__})."
+            )
+        order = PositionedBatchSampler(
             length,
-            batch_size=_checked_batch_size(batch_size, split),
+            batch_size=batch_size or 1,
             division=division,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -79,34 +267,27 @@ class DataLoader(KeyedLoader):
             seed=seed,
             rank=rank,
             world_size=world_size,
+            split=split,
         )
-        self._check_not_empty()
+        _check_not_empty(order)
         super().__init__(
             dataset,
-            self.order,
+            order,
             batch_size=batch_size if division is None else division.micro_batch_size,
             drop_last=drop_last,
             split=split,
             batched=batch_size is not None,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            worker_init_fn=worker_init_fn,
             **settings,
         )
 
-    def _check_not_empty(self) -> None:
-        plan = self.order
-        if plan.drop_last and plan.length < plan.global_batch_size:
-            whole = plan.division.is_update
-            key = "global_batch_size" if whole else "batch_size"
-            factors = "" if whole else f" (batch_size {plan.batch_size} x {plan.world_size} ranks)"
-            raise ValueError(
-                f"Expected split {self.split!r} to hold at least one {'update' if whole else 'global batch'} of "
-                f"{plan.global_batch_size} samples{factors}, since drop_last=True. Received: {plan.length} samples. "
-                f"Lower dataloader.{key}, or set dataloader.drop_last to False."
-            )
+    @property
+    def is_rank_local(self) -> bool:
+        """Whether each rank has a dataset whose own state is to be saved."""
+        return bool(self.stateful)
 
-    # Position
+    def is_even(self, world_size: int) -> bool:
+        """Return whether every rank is known to get the same number of batches."""
+        return self.order.even
 
     @property
     def length(self) -> int:
@@ -116,13 +297,8 @@ class DataLoader(KeyedLoader):
     def take_length(self) -> None:
         """Take over the length that the dataset has now. Call between two passes."""
         self.order.length = _checked_length(self.dataset, self.split)
-        self._check_not_empty()
+        _check_not_empty(self.order)
         self.close()  # workers that are kept hold a copy of the dataset
-
-    @property
-    def remaining_batches(self) -> int:
-        """Batches on this rank from the position to the end of the pass."""
-        return self.order.num_batches(self.consumed)
 
     @property
     def division(self) -> Division | None:
@@ -132,98 +308,49 @@ class DataLoader(KeyedLoader):
     @property
     def num_updates(self) -> int | None:
         """Updates of a whole pass; `None` where `accum_steps` says how many batches make one."""
-        return self.order.num_stretches(0) if self.division is not None else None
+        return -(-self.order.end // self.order.division.samples) if self.order.division.is_update else None
 
     @property
     def held_at_once(self) -> int:
         """The most samples that a rank holds at once of the next update; 0 at the end of the pass."""
-        return self.order.division.largest(self.order.next_stretch)
+        order = self.order
+        is_full = order.length - order.consumed >= order.division.samples
+        return order.division.largest(order.division.samples if is_full else order.tail(order.consumed))
 
     def hold_at_most(self, samples: int) -> None:
         """Cut updates into micro-batches of at most so many samples, from the next iterator on. Call on all ranks."""
         self.order.division = self.order.division.capped(samples)
         self.__dict__.update(batch_size=self.order.division.micro_batch_size)
 
-    def micro_batches(self, data: Iterable[Any]) -> Iterator[Batch]:
-        """Yield the batches from the position on, with their sample counts and places. Padding has 0 samples."""
-        plan = self.order
-        for each, (samples, total), closes, place, ordinal in zip(
-            data, plan.counts(), plan.closings(), plan.places(), plan.ordinals()
-        ):
-            known: tuple[int | None, int | None] = (samples, total)
+    def micro_batches(self, *, read: bool) -> Iterator[Batch]:
+        """Yield the batches from the position on, with their sample counts and places. Padding has 0 samples.
+
+        Args:
+            read: Whether their data is needed; else it is `PLACEHOLDER`.
+        """
+        data: Iterable[Any] = iter(self) if read and self.order.remaining() else repeat(PLACEHOLDER)
+        for batch in self.order.batches(data):
             if self.batch_size is None:  # only the dataset knows how many samples an item holds
-                known = (None if samples else 0, None)
-            yield Batch(each, *known, closes, (place,), ordinal)
-
-    def advance(self, batches: int) -> None:
-        """Move the position: an update consumed `batches` batches of each rank."""
-        self.order.consumed = self.order.position_after(self.order.consumed, batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of a pass."""
-        self.order.epoch, self.order.consumed = epoch, 0
-
-    # State
+                batch = batch._replace(samples=None if batch.samples else 0, total=None)
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what tells whether it fits."""
-        return {
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "consumed": self.consumed,
-            "length": self.order.length,
-            "end": self.order.end,
-            "shuffle": self.order.shuffle,
-            **({"order": self.dataset.fingerprint(self.epoch)} if isinstance(self.dataset, OrderedDataset) else {}),
-            **self.held_state(),
-        }
+        state = super().state_dict()
+        if isinstance(self.dataset, OrderedDataset):
+            state["order"] = self.dataset.fingerprint(self.order.epoch)
+        return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position. Another batch size, number of workers or world size does not matter.
 
         Raises:
             ValueError: If the dataset has another length, or the order is another one.
         """
-        self._check_fits(state_dict)
-        if state_dict["seed"] != self.seed:
-            # Workers that are kept hold a copy of the old seed.
-            self.close()
-        self.order.seed = state_dict["seed"]
-        self.order.epoch = state_dict["epoch"]
-        # Between two passes, the dataset may have got another length.
-        self.order.consumed = self.order.end if self._is_over(state_dict) else state_dict["consumed"]
-        self.load_held_state(state_dict)
-
-    def _is_over(self, state: Mapping[str, Any]) -> bool:
-        return bool(state["consumed"]) and state["consumed"] >= state.get("end", state["length"])
-
-    def _check_fits(self, state: Mapping[str, Any]) -> None:
-        missing = sorted({"seed", "epoch", "consumed", "length", "shuffle"} - state.keys())
-        if missing:
-            raise ValueError(
-                f"Expected the position of split {self.split!r}. Received: a state without {', '.join(missing)} "
-                f"(keys={sorted(state)}). It was saved by another kind of loader; exclude 'dataloaders' from loading."
-            )
-        length = self.order.length
-        if state["length"] != length and state["consumed"] and not self._is_over(state):
-            raise ValueError(
-                f"Expected split {self.split!r} to have {state['length']} samples, as when its position was saved. "
-                f"Received: {length} samples. Restore the dataset, or exclude 'dataloaders' from loading to start the "
-                "epoch anew."
-            )
+        self.order.check(state)
         if isinstance(self.dataset, OrderedDataset) and "order" in state:
             self.dataset.check_fingerprint(state["order"], state["epoch"], self.split)
-        if not 0 <= state["consumed"] <= state["length"]:
-            raise ValueError(
-                f"Expected a position of split {self.split!r} between 0 and {length}. Received: "
-                f"consumed={state['consumed']}."
-            )
-        if state["consumed"] and bool(state["shuffle"]) != self.order.shuffle:
-            raise ValueError(
-                f"Expected shuffle={state['shuffle']} for split {self.split!r}, as when its position was saved within "
-                f"an epoch. Received: shuffle={self.order.shuffle}. Restore the setting, or exclude 'dataloaders' "
-                "from loading."
-            )
+        super().load_state_dict(state)
 
 
 def _checked_length(dataset: Any, split: str) -> int:
@@ -242,20 +369,22 @@ def _checked_length(dataset: Any, split: str) -> int:
     return length
 
 
-def _checked_batch_size(batch_size: int | None, split: str) -> int:
-    if batch_size is None:
-        return 1
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+def _check_not_empty(order: PositionedBatchSampler) -> None:
+    division = order.division
+    if order.drop_last and order.length < division.samples:
+        whole = division.is_update
+        key = "global_batch_size" if whole else "batch_size"
+        factors = "" if whole else f" (batch_size {division.micro_batch_size} x {order.world_size} ranks)"
         raise ValueError(
-            f"Expected dataloader.batch_size of split {split!r} to be a positive integer or None. "
-            f"Received: batch_size={batch_size!r} ({type(batch_size).__name__})."
+            f"Expected split {order.split!r} to hold at least one {'update' if whole else 'global batch'} of "
+            f"{division.samples} samples{factors}, since drop_last=True. Received: {order.length} samples. "
+            f"Lower dataloader.{key}, or set dataloader.drop_last to False."
         )
-    return batch_size
 
 
-def check_settings(settings: Mapping[str, object], num_workers: int, split: str) -> None:
+def check_settings(settings: Mapping[str, object], split: str) -> None:
     """Raise a `ValueError` for a setting that an exact position does not allow."""
-    if num_workers and not settings.get("in_order", True):
+    if settings.get("num_workers") and not settings.get("in_order", True):
         raise ValueError(
             f"Expected dataloader.in_order=True for split {split!r}: batches out of order leave no position to come "
             "back to. Received: in_order=False. Leave it out, or pass your own loader."
@@ -265,3 +394,99 @@ def check_settings(settings: Mapping[str, object], num_workers: int, split: str)
             f"Expected no dataloader.generator for split {split!r}: its order follows from the run's seed. Received: "
             f"generator={settings['generator']!r}. Set `seed`, or pass your own `sampler`."
         )
+
+
+# Over an iterable dataset
+
+
+class StreamLoader(LibraryLoader):
+    """A loader over an iterable dataset, with its randomness keyed; see `KeyedStream`. Its state is the place of each worker.
+
+    Workers are made anew for each pass, so that what a pass is does not depend on what they read before.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        split: str = "train",
+        keyed: str = "batch",
+        batch_size: int | None = 1,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.split, self.seed, self.rank, self.keyed = split, seed, rank, keyed
+        self.epoch = 0
+        if is_stateful(dataset):
+            check_savable(dataset, split)
+        if settings.pop("persistent_workers", False) and settings.get("num_workers") and rank == 0:
+            logger.info(
+                "Split %r is an IterableDataset: its workers are made anew for each pass, to read alike.", split
+            )
+        if collate_fn in (None, default_collate):
+            collate_fn = default_convert if batch_size is None else collate
+        self._make: Callable[[Any], Any] = collate_fn
+        super().__init__(dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=_as_is, **settings)
+        self._stream: KeyedStream | None = None
+        self._states: dict[int, dict[str, Any]] = {}
+        self._first = 0
+        self._is_loaded = False
+
+    @property
+    def is_read_again(self) -> bool:
+        """Whether a resumed pass is read from its beginning up to the position, since the dataset keeps no place itself."""
+        return not is_stateful(self.dataset) or why_read_again(self.dataset) is not None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Prepare a pass."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Return the batches of a pass, from the place on that was loaded."""
+        if not self._is_loaded:
+            self._states, self._first = {}, 0
+        self._is_loaded = False
+        shut_down_workers(self)
+        self._iterator = super().__iter__()
+        return self._taken(self._iterator)
+
+    def _taken(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for worker, state, batch in iterator:
+            if state is not None:
+                self._states[worker] = state
+            if batch is not None:
+                self._first = (worker + 1) % (self.num_workers or 1)
+                yield batch[0]
+
+    def _view(self) -> dict[str, Any]:
+        size = self.batch_size
+        self._stream = KeyedStream(
+            self.dataset,
+            self.seed,
+            split=self.split,
+            epoch=self.epoch,
+            rank=self.rank,
+            every=1 if self.keyed == "sample" else size or 1,
+            make=self._make,
+            size=size,
+            drop_last=self.drop_last,
+            states=self._states,
+            first=self._first,
+        )
+        return {"dataset": self._stream, "batch_size": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of each worker that has given a batch, and whose turn it is."""
+        states = self._states
+        if not self.num_workers and self._stream is not None and self._stream.has_begun:
+            states = {0: self._stream.place()}
+        return {"workers": {str(worker): state for worker, state in states.items()}, "first": self._first}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place, from which the next iterator begins."""
+        self._states = {int(worker): place for worker, place in state["workers"].items()}
+        self._first = state["first"]
+        self._is_loaded = True

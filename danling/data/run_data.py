@@ -1,84 +1,392 @@
-"""The data of a run: its splits, how their updates are divided, and the batches of each with the position in them."""
+"""The data of a run: its splits, their settings and loaders, how updates are divided, and the batches of each split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from danling.utils.protocols import ReductionDomain
+from torch.utils.data import IterableDataset
 
-from .build import build_dataloader, order_setting
+from danling.utils.messages import did_you_mean, nearest
+
+from .build import AUTO, SIZES, build_dataloader, divide_updates, order_setting
 from .datamodule import LoaderSettings
-from .keyed import KeyedLoader
-from .loader import DataLoader
-from .source import BatchSource, WindowSource, open_source
-from .splits import DividedSettings, Splits
-from .stream_loader import StreamLoader
-from .windows import ReaderPlace, WindowLoader
+from .loader import DataLoader, KeyedLoader, StreamLoader
+from .sampler import Division
+from .source import BatchSource, ReaderPlace, WindowLoader, open_source
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
 
+DividedSettings = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
+"""Returns the settings of a split to train on that take the place of given ones; it is told whether the data divides itself."""
 
-class Sources(dict[str, BatchSource]):
-    """Batches by split. A loader that a program puts in the place of another one, or adds, is taken in when it is asked for."""
+_NOT_EVALUATED = ("train", "infer", "predict")
+_SCORED_FIRST = ("val", "validate", "validation", "valid", "dev")
+_OF_WORKERS = frozenset({"persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"})
+"""Settings of worker processes, which are errors without workers."""
 
-    def __init__(self, run: BaseRunner, open: Callable[[str, Iterable[object]], BatchSource]) -> None:
-        super().__init__()
-        self.open = open
+
+class RunData:
+    """The data of a run by split. Datasets, loaders and settings are read anew at every question: a program may change them at any time.
+
+    Args:
+        run: The runner.
+        own_accum_steps: The runner says by itself how many micro-batches an update that is not divided has; else the setting does.
+        divided: Replaces the settings of the splits to train on, for a check of layouts.
+
+    Attributes:
+        sources: The batches of each split whose loader was opened.
+        lengths: Updates of a pass over each split to train on, as all ranks agreed; `None` before they have, and for a split whose
+            loader does not know.
+    """
+
+    def __init__(
+        self, run: BaseRunner, *, own_accum_steps: bool = False, divided: DividedSettings | None = None
+    ) -> None:
+        self.sources: dict[str, BatchSource] = {}
+        self.lengths: dict[str, int | None] | None = None
         self._run = run
+        self._own_accum_steps = own_accum_steps
+        self._divided = divided
+        self._divide_themselves: set[str] = set()
+        """Splits with a sampler of the user's."""
         self._datasets: dict[str, object] = {}
-        """Entries of `self.datasets` when the loader of a split was taken in."""
+        """Entries of `self.datasets` when the loader of a split was opened."""
         self._replaced: list[BatchSource] = []
 
-    def open_all(self) -> None:
-        """Open every loader that is there now."""
-        self.clear()
-        for split, loader in self._run.dataloaders.items():
+    # Names
+
+    @property
+    def names(self) -> list[str]:
+        """All splits, those with a dataset first."""
+        return list(dict.fromkeys([*self._run.datasets, *self._run.dataloaders]))
+
+    def check(self, split: str) -> None:
+        """Raise a `ValueError` that lists the splits when `split` is none of them."""
+        names = self.names
+        if split not in names:
+            raise ValueError(
+                f"Expected a split out of {names}. Received: split={split!r}.{did_you_mean(split, names)} Put it into `self.datasets` or "
+                "`self.dataloaders`."
+            )
+
+    def to_train(self) -> list[str]:
+        """Return the splits to train on: those of the setting `train_splits`, else those whose name starts with `train`."""
+        asked = self._run.config.get("train_splits", None)
+        if asked is None:
+            return [name for name in self.names if name.startswith("train")]
+        return self._checked(asked, "train_splits")
+
+    def to_evaluate(self) -> list[str]:
+        """Return the splits of the setting `evaluate_splits`, else all but those to train on, those named so and those for inference."""
+        asked = self._run.config.get("evaluate_splits", None)
+        if asked is None:
+            trained = self._run.config.get("train_splits", None) or ()
+            return [name for name in self.names if name not in trained and not name.startswith(_NOT_EVALUATED)]
+        return self._checked(asked, "evaluate_splits")
+
+    def to_infer(self, evaluated: Sequence[str]) -> list[str]:
+        """Return the split that is predicted by default: the first one named for it, else the first one evaluated."""
+        named = [name for name in self.names if name.startswith(("infer", "predict"))]
+        return [*named, *evaluated][:1]
+
+    def to_score(self, evaluated: Sequence[str]) -> str | None:
+        """Return the split whose metrics select the best checkpoint: that of the setting, else the one named like a validation set,
+        else the first one evaluated."""
+        asked = self._run.config.get("score_split", None)
+        if asked is not None:
+            return str(asked)
+        return next((name for name in _SCORED_FIRST if name in evaluated), next(iter(evaluated), None))
+
+    def choose(self, asked: str | Sequence[str] | None, default: Sequence[str], verb: str) -> list[str]:
+        """Return the splits that a caller asks for, or the default ones where that is `None`.
+
+        Raises:
+            ValueError: If there is none, or one is unknown or named twice.
+        """
+        names = list(default) if asked is None else [asked] if isinstance(asked, str) else list(asked)
+        if not names:
+            near = nearest("train", self.names) if verb == "train on" else None
+            hint = f" Did you mean 'train' instead of {near!r}?" if near else ""
+            raise ValueError(
+                f"Expected at least one split to {verb}. Received: datasets={sorted(self._run.datasets)}, "
+                f"dataloaders={sorted(self._run.dataloaders)}.{hint} Put a dataset into `self.datasets`, or name the split."
+            )
+        return self._checked(names, f"the splits to {verb}")
+
+    def _checked(self, splits: Sequence[str], where: str) -> list[str]:
+        """Refuse a split that is unknown, or named twice: it would be trained on, or evaluated, twice."""
+        for split in splits:
+            self.check(split)
+            if list(splits).count(split) > 1:
+                raise ValueError(
+                    f"Expected every split of {where} once. Received: {where}={list(splits)!r}, with {split!r} more than once. Name each "
+                    "one once."
+                )
+        return list(splits)
+
+    # Settings
+
+    def settings(self, split: str, *, of_dataset: bool = True) -> dict[str, Any]:
+        """Return the settings under `dataloader` with those that a dataset comes with, and the overrides of the split, merged in."""
+        section = self._run.config.get("dataloader", None)
+        given = dict(section.items()) if section else {}
+        own, names = given.get(split), self.names
+        merged: dict[str, Any] = {key: value for key, value in given.items() if key not in names}
+        dataset = self._run.datasets.get(split)
+        if of_dataset and isinstance(dataset, LoaderSettings):
+            merged = merge_settings(merged, dataset.settings)
+        merged = merge_settings(merged, dict(own.items()) if isinstance(own, Mapping) else {})
+        if self._divided is None or split not in self.to_train():
+            return merged
+        has_order = any(merged.get(name) is not None for name in ("sampler", "batch_sampler"))
+        by_itself = has_order or split in self._divide_themselves or isinstance(dataset, IterableDataset)
+        return dict(self._divided(merged, by_itself))
+
+    def replaced(self, split: str) -> list[str]:
+        """Return the settings that all splits share and that one does not have, since its dataset comes with others."""
+        if not isinstance(self._run.datasets.get(split), LoaderSettings):
+            return []
+        taken = self.settings(split)
+        return [key for key, value in self.settings(split, of_dataset=False).items() if taken.get(key) != value]
+
+    def idle_settings(self) -> list[str]:
+        """Return a sentence for every setting that all splits share and that some do not have; see `replaced`."""
+        splits: dict[str, list[str]] = {}
+        for split in self._run.datasets:
+            for key in self.replaced(split):
+                splits.setdefault(key, []).append(split)
+        return [
+            f"dataloader.{key} has no effect on {', '.join(without)}: the loaders of the data module have their own settings, which "
+            f"come first. Set dataloader.{without[0]}.{key}."
+            for key, without in splits.items()
+        ]
+
+    # Updates
+
+    def undivided(self) -> int:
+        """Return the micro-batches of an update that is not divided."""
+        return self._run.accum_steps if self._own_accum_steps else int(self._run.config.accum_steps)
+
+    def division(self, split: str | None = None) -> Division | None:
+        """Return how updates of a split to train on, by default the first one, are divided over ranks and micro-batches.
+
+        Returns:
+            `None` where batches have their own size, and `accum_steps` of them make an update.
+        """
+        if split is None:
+            split = next(iter(self._run.train_splits), None) if self.names else None
+        if split is None:
+            return None
+        loader, config = self._run.dataloaders.get(split), self._run.config
+        if loader is not None:
+            return loader.division if isinstance(loader, DataLoader) else None
+        return divide_updates(
+            self.settings(split),
+            split=split,
+            train=True,
+            world_size=self._share(split)[1],
+            accum_steps=int(config.accum_steps),
+            canonical=config.get("gradient_sum", None) == "canonical",
+        )[1]
+
+    @property
+    def batch_size(self) -> int | None:
+        """Batch size of a rank on the first split to train on, or the most samples that it holds at once; `None` when not known."""
+        split = next(iter(self._run.train_splits), None) or next(iter(self._run.dataloaders), None)
+        if split is None:
+            return None
+        if (division := self.division()) is not None:
+            return division.micro_batch_size
+        size: int | None = getattr(self._run.dataloaders.get(split), "batch_size", None)
+        return size if size is not None else self.settings(split).get("batch_size")
+
+    @property
+    def finds_micro_batch_size(self) -> bool:
+        """Whether the micro-batches of a split to train on are halved when memory runs out."""
+        built = [split for split in self._run.train_splits if split in self._run.datasets] if self.names else []
+        return any(self.settings(split).get("micro_batch_size") == AUTO for split in built)
+
+    def hold_at_most(self, samples: int | None) -> None:
+        """Cut updates so that a rank holds at most so many samples at once, where their size is to be found."""
+        if samples is None or not self.finds_micro_batch_size:
+            return
+        for split in self._run.train_splits:
+            loader = self._run.dataloaders.get(split)
+            if isinstance(loader, DataLoader) and loader.division is not None:
+                loader.hold_at_most(samples or 1)
+
+    # Lengths
+
+    def _own_lengths(self) -> dict[str, int | None]:
+        """Return the updates of a pass over each split to train on, as far as the loaders of this rank know."""
+        lengths: dict[str, int | None] = {}
+        for split in self._run.train_splits:
+            if split not in self._run.dataloaders:
+                continue
+            loader = self._run.dataloaders[split]
+            try:
+                known = loader.num_updates if isinstance(loader, DataLoader) else None
+                lengths[split] = -(-len(loader) // self.undivided()) if known is None else known
+            except (TypeError, NotImplementedError):
+                lengths[split] = None
+        return lengths
+
+    def agree_lengths(self) -> None:
+        """Agree on the updates of a pass over each split to train on: a pass ends with the shortest loader. Called on all ranks.
+
+        What follows from the length of a run, such as its schedule and when a line is logged, must be the same everywhere.
+
+        Raises:
+            ValueError: If a dataset that the library divides has another length on another rank.
+        """
+        mine, loaders = self._own_lengths(), self._run.dataloaders
+        samples = {split: loaders[split].length for split in mine if isinstance(loaders[split], DataLoader)}
+        ranks = self._run.placement.optimizer.gather_objects((mine, samples))
+        for split in samples:
+            lengths = [of_rank.get(split) for _, of_rank in ranks]
+            if len(set(lengths)) > 1:
+                raise ValueError(
+                    f"Expected the dataset of split {split!r} to have one length on all ranks, over which the library divides it. "
+                    f"Received: {lengths} by rank. Put the same dataset into self.datasets on every rank."
+                )
+        self.lengths = {}
+        for split in mine:
+            known = [length for updates, _ in ranks if (length := updates.get(split)) is not None]
+            self.lengths[split] = min(known) if len(known) == len(ranks) else None
+
+    @property
+    def updates_of_epoch(self) -> int | None:
+        """Updates of one pass over all splits to train on; `None` where a loader does not know, or there are none."""
+        lengths = self._own_lengths() if self.lengths is None else self.lengths
+        known = [length for length in lengths.values() if length is not None]
+        return sum(known) or None if len(known) == len(lengths) else None
+
+    # Loaders
+
+    def _share(self, split: str) -> tuple[int, int]:
+        """Return which share of a split this rank reads, and how many shares there are. May be called on one rank."""
+        run = self._run
+        return run.placement.share(trained=run.mode == "train" and split in run.train_splits)
+
+    def build_loader(self, split: str, dataset: object) -> object:
+        """Return a loader of one split over the data domain, in the order of the user's sampler, if there is one."""
+        run, (rank, size) = self._run, self._share(split)
+        if isinstance(dataset, LoaderSettings):
+            dataset = dataset.dataset
+        settings, sampler = self.settings(split), run.build_datasampler(split, dataset)
+        if sampler is not None:
+            self._divide_themselves.add(split)
+            settings = self.settings(split)
+            settings.update(order_setting(sampler, settings))
+        return build_dataloader(
+            dataset,
+            settings,
+            split=split,
+            train=split in run.train_splits,
+            seed=run.seed,
+            rank=rank,
+            world_size=size,
+            device=run.device,
+            accum_steps=run.config.accum_steps,
+            canonical=run.config.gradient_sum == "canonical",
+        )
+
+    def open(self, split: str, loader: object) -> BatchSource:
+        """Return the batches of a loader of a split."""
+        run, (rank, size) = self._run, self._share(split)
+        if isinstance(loader, WindowLoader):
+            if run.placement.replica_group[1] > 1:
+                raise ValueError(
+                    f"Expected a loader that replica groups can divide anew for split {split!r}. Received: a {type(loader).__name__}, "
+                    "which divides whole updates over a number of ranks that stays. Leave ft.enabled out, or put a dataset into "
+                    "`self.datasets`."
+                )
+            place = ReaderPlace(
+                split=split,
+                rank=rank,
+                world_size=size,
+                accum_steps=self.undivided(),
+                seed=run.seed,
+                is_main=run.is_main_process,
+                trained=run.mode == "train" and split in run.train_splits,
+                run=lambda: run.id,
+                unsaved_updates=run._unsaved_updates,
+                waiting=lambda place: run._session.leave_wait(place, run.placement.optimizer),
+                waited=lambda: run._session.end_wait(run.placement.optimizer),
+                over=lambda: run._session.leave_pass(),
+            )
+            loader.take_place(place)
+        return open_source(
+            loader, split=split, rank=rank, world_size=size, seed=run.seed, reads=run.placement.reads_data
+        )
+
+    def open_all(self) -> str | None:
+        """Open every loader that is there now, and return the split whose metrics select the best checkpoint, if there is one.
+
+        Raises:
+            ValueError: If that is unknown, or trained on and not evaluated.
+        """
+        run = self._run
+        self.sources.clear()
+        for split, loader in run.dataloaders.items():
             self._take_in(split, loader)
+        scored: str | None = run.score_split
+        if scored is not None:
+            self.check(scored)
+            if scored in run.train_splits and scored not in run.evaluate_splits:
+                raise ValueError(
+                    f"Expected score_split to be a split that is evaluated: the mean over training is of weights that were left behind. "
+                    f"Received: score_split={scored!r}, which is trained on. Name it in evaluate_splits too, or choose another."
+                )
+        return scored
 
     def of(self, split: str) -> BatchSource:
         """Return the batches of a split; opened anew where its loader is another one now.
 
         At the beginning of a pass, a dataset that was replaced in `self.datasets` is taken in, and a dataset that has another length.
         """
-        loaders, known = self._run.dataloaders, self.get(split)
+        self.check(split)
+        run, known = self._run, self.sources.get(split)
         if known is not None and known.remaining_batches() != 0 and self._change_of(split):
             self.check_unchanged(split)
-            if split in self._run.datasets and self._run.datasets[split] is not self._datasets.get(split):
-                del loaders[split]
+            if self._is_replaced(split):
+                del run.dataloaders[split]
             else:
                 known.loader.take_length()
-        if split not in loaders:
-            self._run.build_dataloaders()
-        if split not in loaders:
+        if split not in run.dataloaders:
+            run.build_dataloaders()
+        if split not in run.dataloaders:
             raise ValueError(
                 f"Expected `build_dataloaders` to put a loader for every dataset into `self.dataloaders`. Received: none for {split!r}. "
                 "Call super().build_dataloaders() in it, or put the loader there in __init__."
             )
-        if known is not None and known.loader is loaders[split]:
+        loader = run.dataloaders[split]
+        if known is not None and known.loader is loader:
             return known
-        added = self._take_in(split, loaders[split])
-        if epoch := self._run.state.train.epoch if known is None else known.epoch:
+        added = self._take_in(split, loader)
+        if epoch := run.state.train.epoch if known is None else known.epoch:
             added.set_epoch(epoch)
         if known is not None:
             self._replaced.append(known)
         return added
 
-    def _take_in(self, split: str, loader: Iterable[object]) -> BatchSource:
-        source = self[split] = self.open(split, loader)
-        source.check = partial(self.check_unchanged, split)
+    def _take_in(self, split: str, loader: object) -> BatchSource:
+        source = self.sources[split] = self.open(split, loader)
         self._datasets[split] = self._run.datasets.get(split)
         return source
 
+    def _is_replaced(self, split: str) -> bool:
+        return split in self._run.datasets and self._run.datasets[split] is not self._datasets.get(split)
+
     def _change_of(self, split: str) -> str | None:
         """Return how the dataset that a loader of the library was built from has changed, `None` where it has not."""
-        loader: Any = self[split].loader
+        loader: Any = self.sources[split].loader
         if loader is not self._run.dataloaders.get(split) or not isinstance(loader, (KeyedLoader, StreamLoader)):
             return None
-        if split in self._run.datasets and self._run.datasets[split] is not self._datasets.get(split):
+        if self._is_replaced(split):
             return "another dataset in self.datasets"
         if isinstance(loader, DataLoader) and len(loader.dataset) != loader.length:
             return f"a dataset of length {len(loader.dataset)} that had {loader.length}"
@@ -86,74 +394,29 @@ class Sources(dict[str, BatchSource]):
 
     def check_unchanged(self, split: str) -> None:
         """Refuse a dataset that was changed within a pass. May be called on one rank."""
-        change = self._change_of(split) if self[split].consumed else None
+        source = self.sources[split]
+        change = self._change_of(split) if source.reads and source.consumed else None
         if change is not None:
             raise ValueError(
-                f"Expected the dataset of split {split!r} to stay as it is within a pass. Received: {change}, after {self[split].consumed} "
-                "of the pass were consumed. Replace or extend it between two passes, such as in train_epoch before super().train_epoch()."
+                f"Expected the dataset of split {split!r} to stay as it is within a pass. Received: {change}, after {source.consumed} of "
+                "the pass were consumed. Replace or extend it between two passes, such as in train_epoch before super().train_epoch()."
             )
 
-    def among(self, splits: Iterable[str]) -> dict[str, BatchSource]:
-        """Return those of some splits, in the order of these."""
-        return {split: self[split] for split in splits if split in self}
+    def trained_sources(self) -> dict[str, BatchSource]:
+        """Return the batches of the splits to train on whose loaders were opened."""
+        return {split: self.sources[split] for split in self._run.train_splits if split in self.sources}
 
     def close(self) -> None:
-        """Close all of them, those that were replaced too; one that fails does not keep the others from it."""
+        """Close all sources, those that were replaced too; one that fails does not keep the others from it."""
         with ExitStack() as stack:
-            for source in (*self._replaced, *self.values()):
+            for source in (*self._replaced, *self.sources.values()):
                 stack.callback(source.close)
-
-
-class RunData:
-    """The data of a run."""
-
-    def __init__(
-        self, run: BaseRunner, *, own_accum_steps: bool = False, divided: DividedSettings | None = None
-    ) -> None:
-        self._run = run
-        self.splits = Splits(run, own_accum_steps=own_accum_steps, divided=divided)
-        self.sources = Sources(run, self.open)
-
-    def open(self, split: str, loader: object) -> BatchSource:
-        """Return the batches of a loader of a split."""
-        run, placement = self._run, self._run.placement
-        return open_source(
-            loader,
-            split=split,
-            rank=self.splits.share(split)[0],
-            world_size=self.splits.share(split)[1],
-            seed=run.seed,
-            reads=placement.reads_data,
-            place=self._reader_place(split, loader) if isinstance(loader, WindowLoader) else None,
-        )
-
-    def _reader_place(self, split: str, loader: WindowLoader) -> ReaderPlace:
-        run, (rank, size) = self._run, self.splits.share(split)
-        if run.placement.replica_group[1] > 1:
-            raise ValueError(
-                f"Expected a loader that replica groups can divide anew for split {split!r}. Received: a {type(loader).__name__}, which "
-                "divides whole updates over a number of ranks that stays. Leave ft.enabled out, or put a dataset into `self.datasets`."
-            )
-        return ReaderPlace(
-            split=split,
-            rank=rank,
-            world_size=size,
-            accum_steps=self.splits.undivided(),
-            seed=run.seed,
-            is_main=run.is_main_process,
-            trained=run.mode == "train" and split in run.train_splits,
-            run=lambda: run.id,
-            unsaved_updates=run._unsaved_updates,
-            waiting=lambda place: run._session.leave_wait(place, run.placement.optimizer),
-            waited=lambda: run._session.end_wait(run.placement.optimizer),
-            over=lambda: run._session.leave_pass(),
-        )
 
     # Loaders of windows, such as streams, which free their data after training on it
 
     def _windows(self) -> dict[str, WindowLoader]:
-        sources = self.sources.among(self._run.train_splits)
-        return {split: source.read for split, source in sources.items() if isinstance(source, WindowSource)}
+        sources = self.trained_sources()
+        return {split: source.read for split, source in sources.items() if source.kind == "window"}
 
     def commit_saved(self, payload: Mapping[str, Any]) -> None:
         """Let loaders free the data before their positions in a checkpoint that is on the disk.
@@ -162,7 +425,7 @@ class RunData:
         """
         states = payload.get("dataloaders", {})
         for split, loader in self._windows().items():
-            if (state := states.get(split)) is not None and state.get("kind") == WindowSource.kind:
+            if (state := states.get(split)) is not None and state.get("kind") == "window":
                 loader.commit_state(state)
 
     def commit_loaded(self) -> None:
@@ -183,49 +446,16 @@ class RunData:
         """Return the progress of each split's loader and of its producers; empty without producers. May be called on one rank."""
         return {split: found for split, loader in self._windows().items() if (found := loader.standing())}
 
-    def open_all(self) -> str | None:
-        """Open every loader that is there now, and return the split whose metrics select the best checkpoint, if there is one."""
-        self.sources.open_all()
-        scored = self._run.score_split
-        if scored is not None:
-            self.splits.check_scored(scored, trained=self._run.train_splits, evaluated=self._run.evaluate_splits)
-        return scored
 
-    def of(self, split: str) -> BatchSource:
-        """Return the batches of a split; what was added or replaced since construction is taken in."""
-        self.splits.check(split)
-        return self.sources.of(split)
+def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings of one split over those that all splits share.
 
-    def begin_pass(self, split: str, domain: ReductionDomain) -> BatchSource:
-        """Return the batches of a split to train on, where a pass begins or goes on. Called on all ranks."""
-        source = self.of(split)
-        self.agree_lengths(domain)
-        return source
-
-    def agree_lengths(self, domain: ReductionDomain) -> None:
-        """Agree on the updates of a pass over each split to train on. Called on all ranks."""
-        self.splits.agree_lengths(self._run.train_splits, domain)
-
-    def build_loader(self, split: str, dataset: object) -> object:
-        """Return a loader of one split over the data domain, in the order of the user's sampler, if there is one."""
-        run = self._run
-        if isinstance(dataset, LoaderSettings):
-            dataset = dataset.dataset
-        settings, (rank, size) = self.splits.settings(split), self.splits.share(split)
-        sampler = run.build_datasampler(split, dataset)
-        if sampler is not None:
-            self.splits.divide_themselves.add(split)
-            settings = self.splits.settings(split)
-            settings.update(order_setting(sampler, settings))
-        return build_dataloader(
-            dataset,
-            settings,
-            split=split,
-            train=split in run.train_splits,
-            seed=run.seed,
-            rank=rank,
-            world_size=size,
-            device=run.device,
-            accum_steps=run.config.accum_steps,
-            canonical=run.config.gradient_sum == "canonical",
-        )
+    A batch size in the split's own section replaces the other kind of batch size in the common section. Settings of workers in
+    the common section do not apply to a split without workers.
+    """
+    replaced: set[str] = set(_OF_WORKERS) if own.get("num_workers") == 0 else set()
+    if own.get("batch_size") is not None:
+        replaced |= SIZES
+    if own.get("global_batch_size") is not None:
+        replaced.add("batch_size")
+    return {**{name: value for name, value in common.items() if name not in replaced}, **own}

@@ -1,20 +1,21 @@
-"""Reads a map-style dataset in the order of a sampler of the user's, with a position that comes back."""
+"""Reads a map-style dataset in the order of a sampler of the user's, with a position that comes back; also for loaders of the user's."""
 
 from __future__ import annotations
 
-import copy
 import inspect
+import operator
 import sys
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 from zlib import crc32
 
 from torch.utils.data import (
     BatchSampler,
     IterableDataset,
+    IterDataPipe,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -22,25 +23,18 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data._utils.collate import default_collate, default_convert
+from torch.utils.data.distributed import DistributedSampler
 
 from .dataset_state import from_plain, is_stateful, to_plain
-from .generators import Generators
-from .keyed import BatchKey, KeyedLoader, index_number
-from .randomness import derive_seed, mix_seed, seed_host_streams
-
-_OWN_ORDER = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
-"""Samplers that draw an order for one rank, never one of which each rank takes a part."""
+from .loader import PLACEHOLDER, KeyedLoader, LibraryLoader, StreamLoader
+from .randomness import Generators, derive_seed, mix_seed, seed_host_streams
+from .sampler import Batch, BatchKey
 
 
-def _of_torchdata(name: str, module: str = "torchdata.stateful_dataloader") -> tuple[Any, ...]:
+def of_torchdata(name: str, module: str = "torchdata.stateful_dataloader") -> tuple[Any, ...]:
     """Return a class of torchdata, where a program has loaded that."""
     loaded = sys.modules.get(module)
     return (getattr(loaded, name),) if loaded is not None else ()
-
-
-def is_of_torchdata(loader: object) -> bool:
-    """Return whether a loader is a `StatefulDataLoader`, or of a subclass."""
-    return isinstance(loader, _of_torchdata("StatefulDataLoader"))
 
 
 class SampledBatches(Sampler[BatchKey]):
@@ -49,6 +43,10 @@ class SampledBatches(Sampler[BatchKey]):
     A pass begins with `set_epoch` of the sampler, if it has that, and with the global streams and the sampler's generators seeded with
     (seed, "order", split, epoch). A sampler with a length is drawn to its end at once; one without is seeded before each batch of indices.
     On a resume what was consumed is drawn once more, without reading a sample, and compared with a checksum.
+
+    Attributes:
+        position: Indices of the pass that are consumed on this rank; lists of them, where the sampler yields lists.
+        consumed: Batches of the pass that are consumed on this rank.
     """
 
     def __init__(
@@ -65,22 +63,22 @@ class SampledBatches(Sampler[BatchKey]):
     ) -> None:
         self.sampler = sampler
         self.batched = batched
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.seed = seed
-        self.split = split
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = 0
-        self.position = 0
-        """Indices of the pass that are consumed on this rank; lists of them, where the sampler yields lists."""
-        self.consumed = 0
-        """Batches of the pass that are consumed on this rank."""
+        self.batch_size = 1 if batched else batch_size
+        """What of the sampler makes a batch: one list, or so many indices."""
+        self.drop_last = drop_last and not batched
+        self.seed, self.split = seed, split
+        self.rank, self.world_size = rank, world_size
+        self.epoch = self.position = self.consumed = 0
         self._digest = 0
         self._ahead: deque[tuple[int, int]] = deque()
+        """Position and checksum after each batch whose key was handed out."""
+        holders = [held for held in (sampler, getattr(sampler, "sampler", None)) if held is not None]
+        self._told = [held for held in holders if callable(getattr(held, "set_epoch", None))]
+        self._stateful: Any = None if self._told else next(filter(is_stateful, holders), None)
+        """What keeps the state of the sampler; none where the order follows from the epoch."""
         self._found: object = None
-        """The state that a sampler with one had when the pass began."""
-        self._order: _Order | None = None
+        """The state that it had when the pass began."""
+        self._drawn: _Drawn | None = None
 
     @property
     def length(self) -> int | None:
@@ -92,51 +90,58 @@ class SampledBatches(Sampler[BatchKey]):
 
     def __len__(self) -> int:
         """Return the number of batches of a whole pass."""
-        return self._num_batches(len(self.sampler))
+        return self._count(len(self.sampler))
 
     def remaining(self) -> int | None:
         """Return the batches from the position to the end of the pass, `None` where the sampler has no length."""
         length = self.length
-        return None if length is None else max(self._num_batches(length - self.position), 0)
+        return None if length is None else max(self._count(length - self.position), 0)
 
-    def _num_batches(self, length: int) -> int:
-        if self.batched:
-            return length
+    def _count(self, length: int) -> int:
         return length // self.batch_size if self.drop_last else -(-length // self.batch_size)
 
     # Position
 
     def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
         if epoch != self.epoch:
             self._found = None
         self.epoch = epoch
         self.position = self.consumed = self._digest = 0
-        self._order = None
+        self._drawn = None
         self._ahead.clear()
 
     def advance(self, batches: int) -> None:
+        """Move the position by so many batches."""
         for _ in range(batches):
             self.consumed += 1
             if self._ahead:
                 self.position, self._digest = self._ahead.popleft()
             else:
-                self.position += 1 if self.batched else self.batch_size
+                self.position += self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position, a checksum of the indices up to it, and the state of the sampler."""
         state: dict[str, Any] = {
             "seed": self.seed,
             "epoch": self.epoch,
             "consumed": self.consumed,
             "position": self.position,
+            "digest": self._digest,
+            "length": self.length,
+            "world_size": self.world_size,
         }
-        state |= {"digest": self._digest, "length": self.length, "world_size": self.world_size}
-        held = _stateful(self.sampler)
-        if held is None:
-            return state
-        current = to_plain(held.state_dict())
-        return {**state, "sampler": current, "sampler_found": current if self._found is None else self._found}
+        if self._stateful is not None:
+            current = to_plain(self._stateful.state_dict())
+            state |= {"sampler": current, "sampler_found": current if self._found is None else self._found}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position.
+
+        Raises:
+            ValueError: If the sampler has another length.
+        """
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
         self._found = state.get("sampler_found")
@@ -153,41 +158,40 @@ class SampledBatches(Sampler[BatchKey]):
         self.position, self.consumed, self._digest = state["position"], state["consumed"], state["digest"]
 
     def _load_sampler(self, state: object) -> None:
-        held = _stateful(self.sampler)
-        if state is not None and held is not None:
-            held.load_state_dict(from_plain(state))
+        if state is not None and self._stateful is not None:
+            self._stateful.load_state_dict(from_plain(state))
+
+    def _tell_epoch(self) -> None:
+        for holder in self._told:
+            holder.set_epoch(self.epoch)
 
     # Order
 
     def __iter__(self) -> Iterator[BatchKey]:
-        return self.keys()
-
-    def keys(self) -> Iterator[BatchKey]:
         """Yield the key of each batch to read, from the position on."""
-        order = self._order
-        if order is None or order.position != self.position:
-            order = self._order = self._begin()
+        drawn = self._drawn
+        if drawn is None or drawn.position != self.position:
+            drawn = self._drawn = self._begin()
         self._ahead.clear()
-        size = 1 if self.batched else self.batch_size
         while True:
-            first = order.samples
-            chunk = order.take(size)
-            if not chunk or (not self.batched and self.drop_last and len(chunk) < size):
+            first = drawn.samples
+            chunk = drawn.take(self.batch_size)
+            if not chunk or (self.drop_last and len(chunk) < self.batch_size):
                 return
-            self._ahead.append((order.position, order.digest))
+            self._ahead.append((drawn.position, drawn.digest))
             yield BatchKey(self.epoch, first, list(chunk[0]) if self.batched else chunk)
 
-    def _begin(self) -> _Order:
+    def _begin(self) -> _Drawn:
+        """Draw the order, up to the position."""
         if self._found is not None:
             self._load_sampler(self._found)
-        elif (held := _stateful(self.sampler)) is not None:
-            self._found = to_plain(held.state_dict())
+        elif self._stateful is not None:
+            self._found = to_plain(self._stateful.state_dict())
         self._tell_epoch()
-        order = _Order(self)
-        size = 1 if self.batched else self.batch_size
-        while order.position < self.position and order.take(min(size, self.position - order.position)):
+        drawn = _Drawn(self)
+        while drawn.position < self.position and drawn.take(min(self.batch_size, self.position - drawn.position)):
             pass
-        if (order.position, order.digest) != (self.position, self._digest):
+        if (drawn.position, drawn.digest) != (self.position, self._digest):
             raise ValueError(
                 f"Expected the sampler of split {self.split!r} to give the {self.position} "
                 f"{'batches' if self.batched else 'indices'} of epoch {self.epoch} again that were consumed when the run "
@@ -195,83 +199,62 @@ class SampledBatches(Sampler[BatchKey]):
                 "from, or state_dict and load_state_dict for what it changes; and let it draw from the global streams or from a generator "
                 "that it holds as an attribute. Or exclude 'dataloaders' from loading to start the epoch anew."
             )
-        return order
-
-    def _tell_epoch(self) -> None:
-        for holder in _holders(self.sampler):
-            if callable(getattr(holder, "set_epoch", None)):
-                holder.set_epoch(self.epoch)
-
-    @property
-    def order_seed(self) -> int:
-        """Seed of the order of this pass."""
-        batches = (BatchSampler, *_of_torchdata("BatchSampler", "torchdata.stateful_dataloader.sampler"))
-        inner = self.sampler.sampler if type(self.sampler) in batches else self.sampler
-        apart = (self.rank,) if type(inner) in _OWN_ORDER else ()
-        return derive_seed(self.seed, "order", self.split, self.epoch, *apart)
+        return drawn
 
 
-def yields_batches(sampler: Any) -> bool:
-    """Return whether a sampler yields lists of indices, the batches, and not single ones. A class of the user's own is asked for one."""
-    if isinstance(sampler, BatchSampler):
-        return True
-    if hasattr(sampler, "__next__"):
-        return False
-    return isinstance(next(iter(copy.copy(sampler)), None), (list, tuple))
+class _Drawn:
+    """The items of one pass as the sampler gives them.
 
+    Attributes:
+        position: Items that were taken.
+        samples: Indices in them.
+        digest: Checksum of these indices.
+    """
 
-def _holders(sampler: object) -> list[Any]:
-    return [held for held in (sampler, getattr(sampler, "sampler", None)) if held is not None]
-
-
-def _stateful(sampler: object) -> Any:
-    """Return what keeps the state of a sampler, itself or what it makes batches of; `None` where the order follows from the epoch."""
-    holders = _holders(sampler)
-    if any(callable(getattr(held, "set_epoch", None)) for held in holders):
-        return None
-    return next((held for held in holders if is_stateful(held)), None)
-
-
-class _Order:
-    """The items of one pass as the sampler gives them."""
-
-    def __init__(self, plan: SampledBatches) -> None:
+    def __init__(self, batches: SampledBatches) -> None:
         self.position = self.samples = self.digest = 0
-        self._plan = plan
-        self._seed, self._chunks = plan.order_seed, 0
-        self._length = plan.length
-        self._generators = Generators({"sampler": plan.sampler})
-        self._items: Iterator[Any] = self._begun()
+        self._batches, self._length = batches, batches.length
+        self._chunks = 0
+        sampler = batches.sampler
+        # Of a sampler that draws an order for one rank; one of which each rank takes a part draws alike on all.
+        known = (BatchSampler, *of_torchdata("BatchSampler", "torchdata.stateful_dataloader.sampler"))
+        inner = sampler.sampler if type(sampler) in known else sampler
+        apart = (batches.rank,) if type(inner) in (RandomSampler, WeightedRandomSampler, SubsetRandomSampler) else ()
+        self._order_seed = derive_seed(batches.seed, "order", batches.split, batches.epoch, *apart)
+        self._generators = Generators({"sampler": sampler})
+        self._items = self._begin()
         if self._generators.look():  # what drawing has made is seeded too
-            self._items = self._begun()
+            self._items = self._begin()
             self._generators.look()
 
-    def _begun(self) -> Iterator[Any]:
-        self._seed_all(self._seed)
-        items = iter(self._plan.sampler)
+    def _begin(self) -> Iterator[Any]:
+        self._seed(self._order_seed)
+        items = iter(self._batches.sampler)
         return items if self._length is None else chain(list(islice(items, self._length)), items)
 
-    def _seed_all(self, seed: int) -> None:
+    def _seed(self, seed: int) -> None:
         self._generators.seed(seed)
         seed_host_streams(seed)
 
     def take(self, number: int) -> list[Any]:
         """Return the next items, those of a batch; fewer where the pass ends."""
-        if self._length is not None and self.position + number <= self._length:
-            items = list(islice(self._items, number))
-        else:
-            self._seed_all(mix_seed(self._seed, self._chunks))
-            items = list(islice(self._items, number))
+        if self._length is None or self.position + number > self._length:
+            self._seed(mix_seed(self._order_seed, self._chunks))
+        items = list(islice(self._items, number))
         self._chunks += 1
         self.position += len(items)
-        for indices in items if self._plan.batched else [items]:
+        for indices in items if self._batches.batched else [items]:
             self.samples += len(indices)
-            self.digest = crc32(array("Q", [_word(index) for index in indices]).tobytes(), self.digest)
+            self.digest = crc32(array("Q", map(_word, indices)).tobytes(), self.digest)
         return items
 
 
-def _word(index: object) -> int:
-    return index_number(index) & 0xFFFFFFFFFFFFFFFF
+def _word(index: Any) -> int:
+    """Return 64 bits of what a sampler names a sample by."""
+    try:
+        return operator.index(index) & 0xFFFFFFFFFFFFFFFF
+    except TypeError:
+        return derive_seed(repr(index))
 
 
 class SampledLoader(KeyedLoader):
@@ -280,6 +263,7 @@ class SampledLoader(KeyedLoader):
     The sampler is not divided over ranks: that is its own business.
     """
 
+    kind = "sampled"
     order: SampledBatches
 
     def __init__(
@@ -296,10 +280,9 @@ class SampledLoader(KeyedLoader):
         split: str = "train",
         **settings: Any,
     ) -> None:
-        batched = batch_sampler is not None
         order = SampledBatches(
-            batch_sampler if batched else sampler,
-            batched=batched,
+            sampler if batch_sampler is None else batch_sampler,
+            batched=batch_sampler is not None,
             batch_size=batch_size or 1,
             drop_last=drop_last,
             seed=seed,
@@ -307,34 +290,31 @@ class SampledLoader(KeyedLoader):
             rank=rank,
             world_size=world_size,
         )
-        batched = batched or batch_size is not None
         super().__init__(
             dataset,
             order,
             batch_size=batch_size,
             drop_last=drop_last,
             split=split,
-            batched=batched,
+            batched=batch_sampler is not None or batch_size is not None,
             ranks=(rank,),
             **settings,
         )
 
-    def set_epoch(self, epoch: int) -> None:
-        self.order.set_epoch(epoch)
+    def is_even(self, world_size: int) -> bool:
+        """Return whether every rank is known to get the same number of batches."""
+        sampler = self.order.sampler
+        return world_size == 1 or isinstance(getattr(sampler, "sampler", sampler), DistributedSampler)
 
-    def advance(self, batches: int) -> None:
-        self.order.advance(batches)
+    def micro_batches(self, *, read: bool) -> Iterator[Batch]:
+        """Yield the batches from the position on; without reading, placeholders without end."""
+        if not read or self.order.remaining() != 0:
+            data = enumerate(self if read else repeat(PLACEHOLDER), self.order.consumed)
+            for number, each in data:
+                yield Batch(each, None, None, place=(self.order.rank, number))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.order.state_dict(), **self.held_state()}
 
-    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        if state_dict["seed"] != self.seed:
-            # Workers that are kept hold a copy of the old seed.
-            self.close()
-        self.order.load_state_dict(state_dict)
-        self.load_held_state(state_dict)
-
+# In the place of a loader of the user's
 
 TAKEN = frozenset(inspect.signature(TorchDataLoader.__init__).parameters) - {
     *("self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
@@ -344,35 +324,29 @@ TAKEN = frozenset(inspect.signature(TorchDataLoader.__init__).parameters) - {
 
 def is_plain_loader(loader: Any) -> bool:
     """Return whether a loader is one of torch or torchdata, no subclass, that gives its batches in order."""
-    if type(loader) not in (TorchDataLoader, *_of_torchdata("StatefulDataLoader")):
+    if type(loader) not in (TorchDataLoader, *of_torchdata("StatefulDataLoader")):
         return False
     return bool(getattr(loader, "in_order", True)) or not loader.num_workers
 
 
-def taken_settings(loader: Any, *more: str) -> dict[str, Any]:
-    """Return the settings of a user's loader that one of the library is made with."""
-    settings = {name: getattr(loader, name) for name in (*TAKEN, *more) if hasattr(loader, name)}
-    unused = () if loader.num_workers else ("prefetch_factor", "timeout")
-    return {name: value for name, value in settings.items() if name not in unused}
-
-
-def keyed_twin(loader: Any, **place: Any) -> KeyedLoader | None:
+def keyed_twin(loader: Any, *, world_size: int, **place: Any) -> LibraryLoader | None:
     """Return a loader that reads what a loader of the user's does, in the order of its sampler, with randomness keyed.
 
-    The user's own is not touched: its dataset, samplers and functions are used as they are.
+    The user's own is not touched: its dataset, samplers and functions are used as they are. `None` where it has an order of its own.
     """
-    if not is_plain_loader(loader) or isinstance(loader.dataset, IterableDataset):
+    if not is_plain_loader(loader) or isinstance(loader.dataset, IterDataPipe):
         return None
-    settings = taken_settings(loader)
+    unused = () if loader.num_workers else ("prefetch_factor", "timeout")
+    settings = {name: getattr(loader, name) for name in TAKEN if hasattr(loader, name) and name not in unused}
+    shown = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamLoader(loader.dataset, collate_fn=loader.collate_fn, **shown, **place, **settings)
     if loader.collate_fn not in (default_collate, default_convert):
         settings["collate_fn"] = loader.collate_fn
-    batched = loader.batch_sampler is not None
-    twin = SampledLoader(
-        loader.dataset,
-        **{"batch_sampler" if batched else "sampler": loader.batch_sampler if batched else loader.sampler},
-        batch_size=1 if batched else None,
-        **place,
-        **settings,
-    )
-    twin.__dict__.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
+    if loader.batch_sampler is None:
+        settings |= {"sampler": loader.sampler, "batch_size": None}
+    else:
+        settings |= {"batch_sampler": loader.batch_sampler}
+    twin = SampledLoader(loader.dataset, world_size=world_size, **place, **settings)
+    twin.__dict__.update(shown)
     return twin

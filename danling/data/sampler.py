@@ -1,23 +1,213 @@
-"""Which samples make which batch on which rank, as a function of (seed, epoch) and a position."""
+"""Which samples make which batch on which rank: how an update is divided, and the batches of a rank from any position on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain, islice, repeat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler
 
-from .keyed import BatchKey
 from .order import Order, epoch_order
 from .randomness import derive_seed
-from .shares import Division, WholeMicroBatches
 
 _AHEAD = 1024
 """Samples whose order is computed at a time."""
 
 
-class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
-    """Batches of keys (epoch, index) of one rank, from any position of any epoch on.
+class Batch(NamedTuple):
+    """One batch as a loader delivered it.
+
+    Attributes:
+        data: What the loader delivered.
+        samples: Real samples on this rank, 0 for padding, `None` where only the data could tell.
+        total: Real samples over all ranks, `None` where it is not known.
+        closes: Whether it is the last one of its update, `None` where `accum_steps` says so.
+        place: Where it is in the pass, which random numbers are keyed by: the position of its first sample in an order that all ranks
+            share, else the rank and the number of the batch. Equal on ranks of one data coordinate, and after a resume.
+        ordinal: With `gradient_sum: canonical`, its number in the update, over all ranks, and how many micro-batches the update has.
+    """
+
+    data: Any
+    samples: int | None
+    total: int | None
+    closes: bool | None = None
+    place: tuple[int, ...] = ()
+    ordinal: tuple[int, int] | None = None
+
+
+class BatchKey(NamedTuple):
+    """What a worker is asked for: the pass, the position of the first sample in its order, and what the sampler names the samples by."""
+
+    epoch: int
+    position: int
+    indices: list[Any]
+
+
+def part(total: int, parts: int, index: int) -> tuple[int, int]:
+    """Return offset and size of one of the parts of a whole that is divided as evenly as can be, larger parts first."""
+    size, larger = divmod(total, parts)
+    return index * size + min(index, larger), size + (index < larger)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which samples of a stretch of the order each rank takes, and in which micro-batches.
+
+    A rank takes a contiguous share, which it cuts into micro-batches. Shares differ by at most one sample, and so do
+    the micro-batches of a rank. All ranks make equally many micro-batches, so that what they do together, such as the
+    reduction of gradients, stays in step; where a share has fewer samples than that, some micro-batches are empty.
+
+    Attributes:
+        samples: Samples of a full stretch, over all ranks.
+        world_size: Number of ranks.
+        micro_batch_size: The most samples that a rank holds at once.
+        micro_batches: Micro-batches of a full stretch on each rank.
+        is_update: Whether a stretch is a whole update; else an update is made of several, as `accum_steps` says.
+    """
+
+    samples: int
+    world_size: int
+    micro_batch_size: int
+    micro_batches: int
+    is_update: bool
+
+    @classmethod
+    def of_update(
+        cls, samples: int, world_size: int, *, micro_batches: int = 1, micro_batch_size: int | None = None
+    ) -> Division:
+        """Divide a whole update.
+
+        Args:
+            samples: Samples of the update over all ranks.
+            world_size: Number of ranks.
+            micro_batches: Micro-batches of each rank; never more than it has samples.
+            micro_batch_size: The most samples that a rank holds at once; decides the number of micro-batches.
+
+        Raises:
+            ValueError: If there are fewer samples than ranks.
+        """
+        if samples < world_size:
+            raise ValueError(
+                f"Expected dataloader.global_batch_size to be at least the number of ranks that read different "
+                f"samples, {world_size}. Received: dataloader.global_batch_size={samples}. Raise it, or start fewer "
+                "processes."
+            )
+        share = -(-samples // world_size)
+        if micro_batch_size is None:
+            micro_batches = min(micro_batches, share)
+            return cls(samples, world_size, -(-share // micro_batches), micro_batches, is_update=True)
+        held = min(micro_batch_size, share)
+        return cls(samples, world_size, held, -(-share // held), is_update=True)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all micro-batches of a full stretch have one size, on all ranks."""
+        return self.samples == self.world_size * self.micro_batches * self.largest(self.samples)
+
+    def share(self, samples: int, rank: int) -> tuple[int, int]:
+        """Return offset and size of a rank's share of a stretch of so many samples."""
+        return part(samples, self.world_size, rank)
+
+    def count(self, samples: int) -> int:
+        """Return how many micro-batches every rank makes of a stretch of so many samples."""
+        if samples == self.samples:
+            return self.micro_batches
+        return -(-self.share(samples, 0)[1] // self.micro_batch_size)
+
+    def largest(self, samples: int) -> int:
+        """Return the most samples that a rank holds at once of a stretch of so many samples."""
+        return part(self.share(samples, 0)[1], self.count(samples), 0)[1] if samples else 0
+
+    def cut(self, samples: int, rank: int) -> list[tuple[int, int]]:
+        """Return offset, from the beginning of the stretch, and size of each micro-batch of a rank; a size may be 0."""
+        start, size = self.share(samples, rank)
+        count = self.count(samples)
+        parts = (part(size, count, index) for index in range(count))
+        return [(start + offset, held) for offset, held in parts]
+
+    def totals(self, samples: int) -> list[int]:
+        """Return the samples of each micro-batch over all ranks."""
+        # Shares have two sizes at most, so the work does not grow with the number of ranks.
+        size, larger = divmod(samples, self.world_size)
+        count = self.count(samples)
+        kinds = ((size + 1, larger), (size, self.world_size - larger))
+        return [sum(part(held, count, index)[1] * ranks for held, ranks in kinds) for index in range(count)]
+
+    def ordinal(self, offset: int, samples: int) -> tuple[int, int] | None:
+        """Return the number of a micro-batch in a stretch over all ranks, and how many there are; `None` where ranks change that."""
+        return None
+
+    def capped(self, micro_batch_size: int) -> Division:
+        """Return a division with at most so many samples at once; this one if it already has no more."""
+        if micro_batch_size >= self.micro_batch_size:
+            return self
+        return Division.of_update(self.samples, self.world_size, micro_batch_size=micro_batch_size)
+
+
+class WholeMicroBatches(Division):
+    """Cuts a stretch into the same micro-batches at any number of ranks: all of one size but the last, which may be shorter.
+
+    A rank takes a contiguous range of them, none where there are more ranks than micro-batches. All ranks count equally many, so that some
+    end with an empty one.
+    """
+
+    @classmethod
+    def of(cls, samples: int, world_size: int, micro_batch_size: int, *, is_update: bool) -> WholeMicroBatches:
+        """Divide a stretch of so many samples."""
+        number = -(-samples // micro_batch_size)
+        return cls(samples, world_size, min(micro_batch_size, samples), -(-number // world_size), is_update)
+
+    def number(self, samples: int) -> int:
+        """Return the micro-batches of a stretch of so many samples over all ranks."""
+        return -(-samples // self.micro_batch_size)
+
+    def share(self, samples: int, rank: int) -> tuple[int, int]:
+        """Return offset and size of a rank's share of a stretch of so many samples."""
+        first, count = part(self.number(samples), self.world_size, rank)
+        start, end = (min(index * self.micro_batch_size, samples) for index in (first, first + count))
+        return start, end - start
+
+    def count(self, samples: int) -> int:
+        """Return how many micro-batches every rank makes of a stretch of so many samples."""
+        return -(-self.number(samples) // self.world_size)
+
+    def largest(self, samples: int) -> int:
+        """Return the most samples that a rank holds at once of a stretch of so many samples."""
+        return min(self.micro_batch_size, samples)
+
+    def cut(self, samples: int, rank: int) -> list[tuple[int, int]]:
+        """Return offset, from the beginning of the stretch, and size of each micro-batch of a rank; a size may be 0."""
+        start, size = self.share(samples, rank)
+        held = range(start, start + self.count(samples) * self.micro_batch_size, self.micro_batch_size)
+        return [(min(place, start + size), max(min(self.micro_batch_size, start + size - place), 0)) for place in held]
+
+    def totals(self, samples: int) -> list[int]:
+        """Return the samples of each micro-batch over all ranks."""
+        full, rest = divmod(self.number(samples), self.world_size)
+        totals = [self.micro_batch_size * ranks for ranks in (*[self.world_size] * full, *([rest] if rest else []))]
+        # The last rank with a micro-batch has the short one, as its last.
+        totals[max(full - 1, 0)] -= self.number(samples) * self.micro_batch_size - samples
+        return totals
+
+    def ordinal(self, offset: int, samples: int) -> tuple[int, int] | None:
+        """Return the number of a micro-batch in a stretch over all ranks, and how many there are."""
+        return offset // self.micro_batch_size, self.number(samples)
+
+
+class _Cut(NamedTuple):
+    """A batch of one rank in a stretch: its offset, its samples (0: padding), those of all ranks, and what `Batch` has by these names."""
+
+    offset: int
+    samples: int
+    total: int
+    closes: bool | None
+    ordinal: tuple[int, int] | None
+
+
+class PositionedBatchSampler(Sampler[BatchKey]):
+    """Keys of the batches of one rank, from any position of any epoch on.
 
     The order of an epoch is a permutation drawn from (seed, epoch), or the dataset's own order. It is cut into
     stretches, the samples of a global batch or of a whole update, which are divided over the ranks; see `Division`.
@@ -38,6 +228,7 @@ class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
         seed: Base seed, the same on all ranks.
         rank: Coordinate of this process among those that share the dataset.
         world_size: Number of them.
+        split: Name of the split, for messages.
     """
 
     def __init__(
@@ -52,48 +243,81 @@ class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        split: str = "train",
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"Expected 0 <= rank < world_size. Received: rank={rank}, world_size={world_size}.")
         self.length = length
-        self.division = division or Division.of_batch(batch_size, world_size)
+        self.division = division or Division(batch_size * world_size, world_size, batch_size, 1, is_update=False)
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.pad = pad or self.division.is_update
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.split = split
         self.epoch = 0
         self.consumed = 0
 
-    @property
-    def batch_size(self) -> int:
-        """The most samples of a batch on this rank."""
-        return self.division.micro_batch_size
+    def order(self, epoch: int) -> Order:
+        """Return the indices of an epoch in the order in which the ranks together read them."""
+        return epoch_order(self.length, derive_seed(self.seed, "order", epoch) if self.shuffle else None)
 
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of a full stretch over all ranks."""
-        return self.division.samples
+    # Batches
 
-    @property
-    def even(self) -> bool:
-        """Whether every rank gets the same number of batches in a pass from the position."""
-        tail = self._tail(self.consumed)
-        return self.pad or tail == 0 or self.division.share(tail, self.world_size - 1)[1] > 0
+    def __iter__(self) -> Iterator[BatchKey]:
+        """Return the key of each batch to read, from the position on; padding reads the first sample of its stretch."""
+        # Arguments are bound here, so that moving the position does not disturb an iterator that is under way.
+        return self._keys(self.epoch, self._walk(self.consumed))
 
-    def __len__(self) -> int:
-        """Return the number of batches of a whole pass on this rank."""
-        return self.num_batches(0)
+    def _keys(self, epoch: int, walk: Iterator[tuple[int, _Cut]]) -> Iterator[BatchKey]:
+        order = self.order(epoch)
+        number = max(_AHEAD // self.division.micro_batch_size, 1)
+        # Several batches at a time, since computing the order of one takes nearly as long.
+        while ahead := list(islice(walk, number)):
+            places = [(start + cut.offset, cut.samples) if cut.samples else (start, 1) for start, cut in ahead]
+            for (first, _), indices in zip(places, order.parts(places), strict=True):
+                yield BatchKey(epoch, first, indices)
 
-    def num_batches(self, consumed: int) -> int:
-        """Return the number of batches on this rank from a position to the end of the pass."""
-        full = (self.length - consumed) // self.division.samples
-        return full * self.division.micro_batches + len(self._cut(self._tail(consumed)))
+    def batches(self, data: Iterable[Any]) -> Iterator[Batch]:
+        """Return the batches of this rank from the position on, with their data."""
+        return (
+            Batch(each, cut.samples, cut.total, cut.closes, (start + cut.offset,), cut.ordinal)
+            for each, (start, cut) in zip(data, self._walk(self.consumed))
+        )
 
-    def num_stretches(self, consumed: int) -> int:
-        """Return the number of stretches from a position to the end of the pass."""
-        return (self.length - consumed) // self.division.samples + (self._tail(consumed) > 0)
+    def _walk(self, start: int) -> Iterator[tuple[int, _Cut]]:
+        """Yield the batches of this rank from a position on, each with the position where its stretch begins."""
+        full, whole = self.division.samples, self._cut(self.division.samples)
+        for _ in range((self.length - start) // full):
+            for cut in whole:
+                yield start, cut
+            start += full
+        for cut in self._cut(self.tail(start)):
+            yield start, cut
+
+    def _cut(self, samples: int) -> list[_Cut]:
+        """Return the batches of this rank of a stretch of so many samples."""
+        division = self.division
+        parts = division.cut(samples, self.rank) if samples else []
+        totals = division.totals(samples) if samples else []
+        return [
+            _Cut(
+                offset,
+                size,
+                total,
+                number == len(parts) if division.is_update else None,
+                division.ordinal(offset, samples),
+            )
+            for number, ((offset, size), total) in enumerate(zip(parts, totals), 1)
+            if size or self.pad
+        ]
+
+    # Lengths
+
+    def tail(self, start: int) -> int:
+        """Return the number of samples of the ragged stretch that ends a pass from a position on."""
+        return 0 if self.drop_last else (self.length - start) % self.division.samples
 
     @property
     def end(self) -> int:
@@ -101,103 +325,89 @@ class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
         return self.length - self.length % self.division.samples if self.drop_last else self.length
 
     @property
-    def next_stretch(self) -> int:
-        """Samples of the stretch that begins at the position; 0 at the end of the pass."""
-        return next(self._stretches(self.consumed), 0)
+    def even(self) -> bool:
+        """Whether every rank gets the same number of batches in a pass from the position."""
+        tail = self.tail(self.consumed)
+        return self.pad or tail == 0 or self.division.share(tail, self.world_size - 1)[1] > 0
 
-    def position_after(self, consumed: int, batches: int) -> int:
-        """Return the position when each rank has consumed `batches` more.
+    def __len__(self) -> int:
+        """Return the number of batches of a whole pass on this rank."""
+        return self._count(0)
+
+    def remaining(self) -> int:
+        """Return the number of batches on this rank from the position to the end of the pass."""
+        return self._count(self.consumed)
+
+    def _count(self, start: int) -> int:
+        full = (self.length - start) // self.division.samples
+        return full * self.division.micro_batches + len(self._cut(self.tail(start)))
+
+    # Position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+        self.epoch, self.consumed = epoch, 0
+
+    def advance(self, batches: int) -> None:
+        """Move the position: each rank has consumed `batches` more.
 
         Raises:
             ValueError: If they are a part of an update only, which is divided as a whole.
         """
-        stretches, rest = divmod(batches, self.division.micro_batches)
-        left = (self.length - consumed) // self.division.samples
-        if rest and self.division.is_update:
-            tail = self.division.count((self.length - consumed) % self.division.samples)
-            if (stretches, rest) != (left, tail):
+        division, left = self.division, self.length - self.consumed
+        stretches, rest = divmod(batches, division.micro_batches)
+        if rest and division.is_update:
+            if (stretches, rest) != (left // division.samples, division.count(left % division.samples)):
                 raise ValueError(
-                    f"Expected the batches of whole updates, {self.division.micro_batches} of each rank. Received: "
-                    f"{batches}. Move the position once an update is made."
+                    f"Expected the batches of whole updates, {division.micro_batches} of each rank. Received: {batches}. Move the position "
+                    "once an update is made."
                 )
-            return self.length
-        return min(consumed + stretches * self.division.samples, self.length)
-
-    def counts(self) -> Iterator[tuple[int, int]]:
-        """Return (samples on this rank, over all ranks) of each batch from the position on; padding counts nothing."""
-        full, whole = self.division.samples, self._counts(self.division.samples)
-        tail = self._tail(self.consumed)
-        stretches = repeat(whole, (self.length - self.consumed) // full)
-        return chain.from_iterable(chain(stretches, [self._counts(tail)]) if tail else stretches)
-
-    def closings(self) -> Iterator[bool | None]:
-        """Return of each batch from the position on whether it is the last one of its update; `None`: not known here."""
-        if not self.division.is_update:
-            return repeat(None, self.num_batches(self.consumed))
-        counts = map(self.division.count, self._stretches(self.consumed))
-        return chain.from_iterable([*repeat(False, count - 1), True] for count in counts)
-
-    def places(self) -> Iterator[int]:
-        """Return where each batch from the position on begins in the order of the pass; padding has the place that it would have."""
-        start, full, whole = self.consumed, self.division.samples, self._cut(self.division.samples)
-        for samples in self._stretches(start):
-            for offset, _ in whole if samples == full else self._cut(samples):
-                yield start + offset
-            start += samples
-
-    def ordinals(self) -> Iterator[tuple[int, int] | None]:
-        """Return of each batch from the position on its number in the stretch, and how many the stretch has over all ranks; `None` where
-        that depends on the number of ranks."""
-        division = self.division
-        if not isinstance(division, WholeMicroBatches):
-            yield from repeat(None)
+            self.consumed = self.length
         else:
-            for samples in self._stretches(self.consumed):
-                for offset, _ in self._cut(samples):
-                    yield offset // division.micro_batch_size, division.number(samples)
+            self.consumed = min(self.consumed + stretches * division.samples, self.length)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return ([(epoch, index) for index in indices] for epoch, _, indices in self.keys())
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what tells whether it fits."""
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "length": self.length,
+            "end": self.end,
+            "shuffle": self.shuffle,
+        }
 
-    def keys(self) -> Iterator[BatchKey]:
-        """Return the key of each batch to read, from the position on; padding reads the first sample of its stretch."""
-        # Arguments are bound here, so that moving the position does not disturb an iterator that is under way.
-        return self._keys(self.epoch, self._read_places(self.consumed, self._stretches(self.consumed)))
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise a `ValueError` for the position in another order, or in a dataset of another length."""
+        missing = sorted({"seed", "epoch", "consumed", "length", "shuffle"} - state.keys())
+        if missing:
+            raise ValueError(
+                f"Expected the position of split {self.split!r}. Received: a state without {', '.join(missing)} "
+                f"(keys={sorted(state)}). It was saved by another kind of loader; exclude 'dataloaders' from loading."
+            )
+        if state["length"] != self.length and state["consumed"] and not _is_over(state):
+            raise ValueError(
+                f"Expected split {self.split!r} to have {state['length']} samples, as when its position was saved. "
+                f"Received: {self.length} samples. Restore the dataset, or exclude 'dataloaders' from loading to start the "
+                "epoch anew."
+            )
+        if not 0 <= state["consumed"] <= state["length"]:
+            raise ValueError(
+                f"Expected a position of split {self.split!r} between 0 and {self.length}. Received: consumed={state['consumed']}."
+            )
+        if state["consumed"] and bool(state["shuffle"]) != self.shuffle:
+            raise ValueError(
+                f"Expected shuffle={state['shuffle']} for split {self.split!r}, as when its position was saved within "
+                f"an epoch. Received: shuffle={self.shuffle}. Restore the setting, or exclude 'dataloaders' "
+                "from loading."
+            )
 
-    def _keys(self, epoch: int, places: Iterator[tuple[int, int]]) -> Iterator[BatchKey]:
-        order = self.order(epoch)
-        # Several batches at a time, since computing the order of one takes nearly as long.
-        while ahead := list(islice(places, max(_AHEAD // self.batch_size, 1))):
-            for (position, _), indices in zip(ahead, order.parts(ahead), strict=True):
-                yield BatchKey(epoch, position, indices)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position that `check` accepts. Another batch size, number of workers or world size does not matter."""
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        # Between two passes, the dataset may have got another length.
+        self.consumed = self.end if _is_over(state) else state["consumed"]
 
-    def _read_places(self, start: int, stretches: Iterator[int]) -> Iterator[tuple[int, int]]:
-        """Return the first position of each batch of this rank, and the number of samples to read from it on."""
-        full, whole = self.division.samples, self._cut(self.division.samples)
-        for samples in stretches:
-            for offset, size in whole if samples == full else self._cut(samples):
-                yield (start + offset, size) if size else (start, 1)
-            start += samples
 
-    def _stretches(self, consumed: int) -> Iterator[int]:
-        """Return the samples of each stretch from a position on."""
-        full = repeat(self.division.samples, (self.length - consumed) // self.division.samples)
-        tail = self._tail(consumed)
-        return chain(full, [tail]) if tail else full
-
-    def order(self, epoch: int) -> Order:
-        """Return the indices of an epoch in the order in which the ranks together read them."""
-        seed = derive_seed(self.seed, "order", epoch) if self.shuffle else None
-        return epoch_order(self.length, seed)
-
-    def _tail(self, consumed: int) -> int:
-        """Return the number of samples of the ragged stretch that ends a pass from a position on."""
-        return 0 if self.drop_last else (self.length - consumed) % self.division.samples
-
-    def _cut(self, samples: int) -> list[tuple[int, int]]:
-        """Return offset and size of this rank's batches of a stretch; a batch of size 0 is padding."""
-        return [(offset, size) for offset, size in self.division.cut(samples, self.rank) if size or self.pad]
-
-    def _counts(self, samples: int) -> list[tuple[int, int]]:
-        totals = self.division.totals(samples)
-        return [(size, total) for (_, size), total in zip(self._cut(samples), totals, strict=False)]
+def _is_over(state: Mapping[str, Any]) -> bool:
+    return bool(state["consumed"]) and state["consumed"] >= state.get("end", state["length"])

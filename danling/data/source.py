@@ -8,8 +8,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -17,30 +18,17 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from .dataset_state import get_states, is_stateful, set_states, stateful_parts
-from .generators import Generators
-from .loader import DataLoader
-from .randomness import derive_seed, mix_seed, seed_host_streams
-from .sampled import SampledLoader, is_of_torchdata, keyed_twin
-from .stream_loader import StreamLoader, stream_twin
-from .windows import Batch, ReaderPlace, WindowLoader
+from .loader import PLACEHOLDER, KeyedLoader, StreamLoader
+from .randomness import Generators, derive_seed, mix_seed, seed_host_streams
+from .sampled import keyed_twin, of_torchdata
+from .sampler import Batch
 from .workers import end_with_process, kept_from_group_signals, shut_down_workers
 
 logger = logging.getLogger("danling")
 
 _END = object()
-_LISTS = (list, tuple, range)
-"""Loaders that are batches made beforehand."""
 _VALUES = 64
 """How many values of a tensor or a list are looked at."""
-
-
-class _Placeholder:
-    def __repr__(self) -> str:
-        return "PLACEHOLDER"
-
-
-PLACEHOLDER = _Placeholder()
-"""The data of a batch that this rank does not read."""
 
 
 def open_source(
@@ -51,16 +39,16 @@ def open_source(
     world_size: int = 1,
     seed: int | None = None,
     reads: bool = True,
-    place: ReaderPlace | None = None,
 ) -> BatchSource:
-    """Return the batches of a loader and the position in them. The loader decides how it is positioned:
+    """Return the batches of a loader and the position in them. The loader decides how it is positioned (`kind`):
 
-    - a loader of the library: three integers, valid for any number of workers and ranks, and nothing is read twice;
-    - a loader over a map-style dataset in the order of a sampler: what the sampler was like when it began the pass, and how far it got;
-      one state per rank. A loader of torch or torchdata that a user made is read by one of this kind, in the order of its sampler;
-    - a `WindowLoader`, such as that of a stream: samples consumed of the one order that all ranks share;
-    - a loader with `state_dict` and `load_state_dict`: its own state; one per rank;
-    - any other iterable: the number of batches consumed, which are read again and dropped when the run is resumed.
+    - `"position"`, a loader of the library: three integers, valid for any number of workers and ranks, and nothing is read twice;
+    - `"sampled"`, a loader over a map-style dataset in the order of a sampler: what the sampler was like when it began the pass, and how
+      far it got; one state per rank. A loader of torch or torchdata that a user made is read by one of this kind, in the order of its
+      sampler;
+    - `"window"`, a `WindowLoader`, such as that of a stream: samples consumed of the one order that all ranks share;
+    - `"stateful"`, a loader with `state_dict` and `load_state_dict`: its own state; one per rank;
+    - `"counted"`, any other iterable: the number of batches consumed, which are read again and dropped when the run is resumed.
 
     Args:
         loader: An iterable of batches. It is never changed.
@@ -70,7 +58,6 @@ def open_source(
         seed: Base seed of the run, from which the order of a user's loader is seeded at each pass; `None` leaves it to the streams.
         reads: Whether this rank reads batches; else it gets placeholders, and its position follows those that read. The end of a user's
             loader is known only to these, so that it never ends by itself here: the ranks have to agree on the end.
-        place: What a `WindowLoader` is told; `None` leaves it as it is.
 
     Raises:
         ValueError: If the loader cannot be iterated, or its sampler takes another share.
@@ -80,35 +67,21 @@ def open_source(
             f"Expected the loader of split {split!r} to be iterable. Received: loader={loader!r} ({type(loader).__name__}). Pass a "
             "DataLoader, or put a dataset into `datasets`."
         )
-    if reads:
-        _check_share(loader, split, (rank, world_size))
-    if place is not None and isinstance(loader, WindowLoader):
-        loader.take_place(place)
-    read: Any = None
-    if seed is not None:
-        read = keyed_twin(loader, split=split, seed=seed, rank=rank, world_size=world_size)
-        if read is None:
-            read = stream_twin(loader, split=split, seed=seed, rank=rank)
-    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True) and rank == 0:
-        logger.warning(
-            "The loader of split %r has in_order=False: batches come as workers finish, and a resumed run trains on them in another order. "
-            "Leave it out.",
-            split,
-        )
-    read = loader if read is None else read
-    source = _kind_of(read)(read, split=split, rank=rank, world_size=world_size, seed=seed)
-    source.loader, source.reads = loader, reads
-    return source
-
-
-def _kind_of(loader: Any) -> type[BatchSource]:
-    if isinstance(loader, DataLoader):
-        return PositionSource
-    if isinstance(loader, SampledLoader):
-        return SampledSource
-    if isinstance(loader, WindowLoader):
-        return WindowSource
-    return StatefulSource if is_stateful(loader) else CountedSource
+    read = loader
+    if not isinstance(loader, (KeyedLoader, WindowLoader)):
+        if reads:
+            _check_share(loader, split, (rank, world_size))
+        if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True) and rank == 0:
+            logger.warning(
+                "The loader of split %r has in_order=False: batches come as workers finish, and a resumed run trains on them in another "
+                "order. Leave it out.",
+                split,
+            )
+        twin = None if seed is None else keyed_twin(loader, split=split, seed=seed, rank=rank, world_size=world_size)
+        read = loader if twin is None else twin
+        if not isinstance(read, KeyedLoader):
+            read = LiveLoader(read, split=split, rank=rank, world_size=world_size, seed=seed)
+    return BatchSource(loader, read, split=split, world_size=world_size, reads=reads)
 
 
 def _check_share(loader: object, split: str, share: tuple[int, int]) -> None:
@@ -124,93 +97,58 @@ def _check_share(loader: object, split: str, share: tuple[int, int]) -> None:
             )
 
 
-class BatchSource(ABC):
+class BatchSource:
     """Batches of a loader, and the position up to which they are consumed; see `open_source`.
 
     Prefetched batches do not count: the position moves when `commit` is called.
 
     Attributes:
         loader: What `open_source` was given.
-        read: The loader, or the keyed one that replaces it.
+        read: What reads it and has the position: the loader itself, a keyed one that replaces it, or a `LiveLoader` around it.
         split: Name of the split.
+        world_size: How many ranks read different shares of it.
         reads: Whether batches are read on this rank.
-        check: Called before the position moves; raises where the data was changed within a pass.
-        kind: How the loader is positioned: `"position"`, `"sampled"`, `"window"`, `"stateful"` or `"counted"`.
+        kind: How the loader is positioned.
         is_rank_local: Whether each rank has its own state to save.
         foreseen: Whether a rank that reads nothing knows the batches, and the end of a pass, as those do that read.
-        epoch: The pass that the position is in, from 0.
-        consumed: How much of the pass is consumed: samples over all ranks for a loader of the library, else batches of this rank.
     """
 
-    reads: bool = True
-    kind: str
-    is_rank_local: bool = True
-    foreseen: bool = False
-    epoch: int
-    consumed: int
-
-    def __init__(self, read: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
-        self.loader: Any = read
+    def __init__(self, loader: Any, read: Any, *, split: str, world_size: int, reads: bool) -> None:
+        self.loader: Any = loader
         self.read: Any = read
-        self.split = split
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.check: Callable[[], None] = lambda: None
-
-    # What kinds differ in
-
-    @abstractmethod
-    def _is_even(self) -> bool:
-        """Whether every rank is known to get the same number of batches."""
+        self.split, self.world_size, self.reads = split, world_size, reads
+        self.kind: str = read.kind
+        self.is_rank_local: bool = read.is_rank_local
+        self.foreseen: bool = read.foreseen
 
     @property
-    @abstractmethod
-    def num_batches(self) -> int | None:
-        """Batches of a whole pass on this rank, `None` if unknown."""
+    def epoch(self) -> int:
+        """The pass that the position is in, from 0."""
+        return int(self.read.epoch)
 
-    @abstractmethod
-    def remaining_batches(self) -> int | None:
-        """Return the batches from the position to the end of the pass on this rank, `None` if unknown."""
-
-    @abstractmethod
-    def _read_batches(self) -> Iterator[Batch]:
-        """Return the batches from the position on."""
-
-    def _unread_batches(self) -> Iterator[Batch]:
-        """Return placeholders of the batches from the position on; without end, where it is not known here."""
-        return (Batch(PLACEHOLDER, None, None, place=(self.rank, number)) for number in count(self.consumed))
-
-    @abstractmethod
-    def _advance(self, batches: int) -> None:
-        """Move the position by so many batches."""
-
-    @abstractmethod
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of pass `epoch`."""
-
-    @abstractmethod
-    def _state(self) -> Mapping[str, object]:
-        """Return the position."""
-
-    @abstractmethod
-    def _load(self, state: dict[str, Any]) -> None:
-        """Go to a saved position."""
-
-    # What all have
+    @property
+    def consumed(self) -> int:
+        """How much of the pass is consumed: samples over all ranks for a loader of the library, else batches of this rank."""
+        return int(self.read.consumed)
 
     @property
     def even(self) -> bool:
         """Whether every rank is known to get the same number of batches."""
-        return (self.reads or self.foreseen) and self._is_even()
+        return (self.reads or self.foreseen) and self.read.is_even(self.world_size)
+
+    def remaining_batches(self) -> int | None:
+        """Return the batches from the position to the end of the pass on this rank, `None` if unknown."""
+        left: int | None = self.read.remaining_batches()
+        return left
 
     def batches(self) -> Iterator[Batch]:
         """Return an iterator over the rest of the pass, from the position on.
 
         Calls `set_epoch` of the loader, its samplers and its dataset first. Workers prefetch batches; without workers, a batch is fetched
-        only when the caller asks for it.
+        only when the caller asks for it. A rank that reads nothing gets placeholders, without end where that is not known here.
         """
-        return self._read_batches() if self.reads else self._unread_batches()
+        batches: Iterator[Batch] = self.read.micro_batches(read=self.reads)
+        return batches
 
     def commit(self, batches: Sequence[Batch]) -> None:
         """Move the position: an update, committed or skipped, consumed these batches.
@@ -218,9 +156,11 @@ class BatchSource(ABC):
         Args:
             batches: The next batches that `batches()` gave, padding included. Only their number is read.
         """
-        if self.reads:
-            self.check()
-        self._advance(len(batches))
+        self.read.advance(len(batches))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of pass `epoch`."""
+        self.read.set_epoch(epoch)
 
     def finish_pass(self) -> None:
         """Go to the beginning of the next pass."""
@@ -232,7 +172,7 @@ class BatchSource(ABC):
 
     def state_dict(self) -> dict[str, object]:
         """Return the position, as tensors and plain values. Take it between updates."""
-        return {"kind": self.kind, **self._state()}
+        return {"kind": self.kind, **self.read.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position.
@@ -245,7 +185,7 @@ class BatchSource(ABC):
         """
         if not (self.reads or self.foreseen):  # the state of the loader itself is for the ranks that read it
             self.set_epoch(int(state["epoch"]))
-            self._advance(int(state["consumed"]))
+            self.read.advance(int(state["consumed"]))
             return
         kind = state.get("kind")
         if kind != self.kind:
@@ -260,11 +200,11 @@ class BatchSource(ABC):
                 f"each rank has read of this epoch, which cannot be divided anew. Received: {self.world_size}. Let the library build the "
                 "loader from a dataset, or exclude 'dataloaders' from loading."
             )
-        self._load({key: value for key, value in state.items() if key != "kind"})
+        self.read.load_state_dict({key: value for key, value in state.items() if key != "kind"})
 
     def close(self) -> None:
         """End the loader's worker processes."""
-        shut_down_workers(self.read)
+        self.read.close()
 
     @property
     def can_restart(self) -> bool:
@@ -281,7 +221,7 @@ class BatchSource(ABC):
     def peek(self) -> Iterator[None]:
         """Put the states that the dataset and the samplers of the loader declare by `state_dict` back on exit, also after an error."""
         parts = stateful_parts(getattr(self.loader, "dataset", None))
-        order = self.loader.order if isinstance(self.loader, SampledLoader) else self.loader
+        order = self.loader.order if isinstance(self.loader, KeyedLoader) else self.loader
         for name in ("sampler", "batch_sampler"):
             if is_stateful(held := getattr(order, name, None)):
                 parts[name] = held
@@ -317,152 +257,73 @@ def _describe(value: Any, depth: int = 4) -> object:
     return type(value).__name__, _describe(getattr(value, "__dict__", {}), depth - 1)
 
 
-class _KeptSource(BatchSource):
-    """Position in a loader that keeps it itself."""
-
-    @property
-    def epoch(self) -> int:  # type: ignore[override]
-        return int(self.read.epoch)
-
-    @property
-    def consumed(self) -> int:  # type: ignore[override]
-        return int(self.read.consumed)
-
-    def _advance(self, batches: int) -> None:
-        self.read.advance(batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.read.set_epoch(epoch)
-
-    def _state(self) -> dict[str, object]:
-        return dict(self.read.state_dict())
-
-    def _load(self, state: dict[str, Any]) -> None:
-        self.read.load_state_dict(state)
-
-
-class PositionSource(_KeptSource):
-    """Position in a loader of the library: `consumed` counts samples over all ranks, so that a position fits any world size."""
-
-    kind = "position"
-    foreseen = True
-    read: DataLoader
-
-    @property
-    def is_rank_local(self) -> bool:  # type: ignore[override]
-        """Whether each rank has a dataset whose own state is to be saved."""
-        return bool(self.read.stateful)
-
-    def _is_even(self) -> bool:
-        return self.read.order.even
-
-    @property
-    def num_batches(self) -> int | None:
-        return len(self.read)
-
-    def remaining_batches(self) -> int | None:
-        return self.read.remaining_batches
-
-    def _read_batches(self) -> Iterator[Batch]:
-        return self.read.micro_batches(self.read) if self.read.remaining_batches else iter(())
-
-    def _unread_batches(self) -> Iterator[Batch]:
-        return self.read.micro_batches(PLACEHOLDER for _ in range(self.read.remaining_batches))
-
-
-class SampledSource(_KeptSource):
-    """Position in a loader that reads in the order of a sampler: `consumed` counts batches of this rank."""
-
-    kind = "sampled"
-    read: SampledLoader
-
-    def _is_even(self) -> bool:
-        sampler = self.read.order.sampler
-        return self.world_size == 1 or isinstance(getattr(sampler, "sampler", sampler), DistributedSampler)
-
-    @property
-    def num_batches(self) -> int | None:
-        return None if self.read.order.length is None else len(self.read)
-
-    def remaining_batches(self) -> int | None:
-        return self.read.order.remaining()
-
-    def _read_batches(self) -> Iterator[Batch]:
-        if self.remaining_batches() != 0:
-            for number, data in enumerate(self.read, self.consumed):
-                yield Batch(data, None, None, place=(self.rank, number))
-
-
-class WindowSource(_KeptSource):
-    """Position in a `WindowLoader`: `consumed` counts samples over all ranks, so that a position fits any world size."""
-
-    kind = "window"
-    is_rank_local = False
-    foreseen = True
-    read: WindowLoader
-
-    def _is_even(self) -> bool:
-        return True
-
-    @property
-    def num_batches(self) -> int | None:
-        return None
-
-    def remaining_batches(self) -> int | None:
-        return None
-
-    def _read_batches(self) -> Iterator[Batch]:
-        return self.read.micro_batches(read=True)
-
-    def _unread_batches(self) -> Iterator[Batch]:
-        return (batch._replace(data=PLACEHOLDER) for batch in self.read.micro_batches(read=False))
-
-    def close(self) -> None:
-        self.read.close()
-
-
-class _LiveSource(BatchSource):
-    """Position in a loader of the user's, or in a `StreamLoader`: `consumed` counts batches of this rank.
+class LiveLoader:
+    """A loader of the user's, or a `StreamLoader`, with a position: its own state where it has one, else the number of batches.
 
     The loader's iterator is kept for as long as the pass lasts, since `iter` would begin it anew. A pass begins with new workers, and with
     the streams and the loader's generators seeded like the order of a sampler; each further batch is seeded by its number.
+
+    A dataset that keeps its place cannot tell, from a state in which nothing is left, a pass of which only the end has not been seen
+    from one that has not begun: it would begin another one. So where the length of a pass is not known, `state_dict` of a loader with a
+    state reads one batch ahead, which is the next one to be trained on, and says of a pass that is over that it is.
+
+    Attributes:
+        kind: `"stateful"` or `"counted"`.
+        consumed: Batches of this rank.
     """
 
-    def __init__(self, read: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
-        super().__init__(read, split=split, rank=rank, world_size=world_size, seed=seed)
-        self.epoch = 0
-        self.consumed = 0
+    is_rank_local = True
+    foreseen = False
+
+    def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
+        self.loader = loader
+        self.split, self.rank, self.world_size, self.seed = split, rank, world_size, seed
+        self.kind = "stateful" if is_stateful(loader) else "counted"
+        self.epoch = self.consumed = 0
         self._fetched = 0
         self._live: Iterator[Any] | None = None
         self._exhausted = False
+        self._was_iterated = False
+        self._seeds = seed is not None and type(loader) not in (list, tuple, range, StreamLoader)
         self._generators: Generators | None = None
-        self._seeds = seed is not None and type(read) not in (*_LISTS, StreamLoader)
+        self._pending: Mapping[str, Any] | None = None
+        """The loader's state, from a checkpoint until the next iterator is made."""
+        self._ahead: tuple[Any, dict[str, Any]] | None = None
+        """What was read only to learn whether there is a batch, `_END` or an error; with the position before it, or after the end."""
 
-    def _is_even(self) -> bool:
-        return self.world_size == 1 or isinstance(getattr(self.read, "sampler", None), DistributedSampler)
+    def is_even(self, world_size: int) -> bool:
+        """Return whether every rank is known to get the same number of batches."""
+        return world_size == 1 or isinstance(getattr(self.loader, "sampler", None), DistributedSampler)
 
-    @property
-    def num_batches(self) -> int | None:
-        if isinstance(getattr(self.read, "dataset", None), IterableDataset):
+    def remaining_batches(self) -> int | None:
+        """Return the batches from the position to the end of the pass, `None` if unknown."""
+        if self._exhausted:
+            return 0
+        if isinstance(getattr(self.loader, "dataset", None), IterableDataset):
             return None
         try:
-            return len(self.read)
+            return max(len(self.loader) - self.consumed, 0)
         except (TypeError, NotImplementedError):
             return None
 
-    def remaining_batches(self) -> int | None:
-        if self._exhausted:
-            return 0
-        total = self.num_batches
-        return None if total is None else max(total - self.consumed, 0)
+    # Reading
 
-    def _read_batches(self) -> Iterator[Batch]:
+    def micro_batches(self, *, read: bool) -> Iterator[Batch]:
+        """Yield the batches from the position on; without reading, placeholders without end."""
+        if not read:
+            yield from (Batch(PLACEHOLDER, None, None, place=(self.rank, number)) for number in count(self.consumed))
         if self._exhausted:
             return
         if self._live is None or self._fetched != self.consumed:
-            self._live = self._begin()
+            self._live = self._go_on() if self.kind == "stateful" else self._read_again()
         try:
-            while (data := self._fetch(self._live, self._fetched)) is not _END:
+            while True:
+                ahead, self._ahead = self._ahead, None
+                data = self._fetch(self._live, self._fetched) if ahead is None else ahead[0]
+                if isinstance(data, _Failed):
+                    raise data.error
+                if data is _END:
+                    break
                 self._fetched += 1
                 yield Batch(data, None, None, place=(self.rank, self._fetched - 1))
         except Exception:
@@ -471,16 +332,16 @@ class _LiveSource(BatchSource):
             raise
         self._live, self._exhausted = None, True
 
-    def _fetch(self, live: Iterator[object], batch: int) -> object:
+    def _fetch(self, live: Iterator[object], number: int) -> object:
         """Return the next batch, `_END` after the last one."""
-        if batch and self._seeds:
+        if number and self._seeds:
             # The first batch goes on from how the pass was seeded, since many samplers draw their order only then.
-            self._seed(mix_seed(self._derived("read"), batch))
+            self._seed(mix_seed(self._derived("read"), number))
         return next(live, _END)
 
     def _derived(self, purpose: str) -> int:
         # Another sampler may draw one permutation for all ranks and take a part of it, for which all must draw the same.
-        own = type(getattr(self.read, "sampler", None)) in (RandomSampler, SequentialSampler, DistributedSampler)
+        own = type(getattr(self.loader, "sampler", None)) in (RandomSampler, SequentialSampler, DistributedSampler)
         return derive_seed(self.seed or 0, purpose, self.split, self.epoch, *((self.rank,) if own else ()))
 
     def _seed(self, seed: int) -> None:
@@ -488,122 +349,47 @@ class _LiveSource(BatchSource):
             self._generators.seed(seed)
         seed_host_streams(seed)
 
-    @abstractmethod
-    def _begin(self) -> Iterator[object]:
-        """Return an iterator at the position, with `_fetched` equal to `consumed`."""
-
     def _iterate(self) -> Iterator[Any]:
         """Return the loader's iterator, at the beginning of the pass or at the state that the loader has loaded."""
-        _call_set_epoch(self.read, self.epoch)
-        if getattr(self.read, "persistent_workers", False):
-            shut_down_workers(self.read)  # what they read would depend on what they read in earlier passes
+        loader = self.loader
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+        for holder in {id(holder): holder for holder in (*holders, getattr(loader, "dataset", None))}.values():
+            set_epoch = getattr(holder, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self.epoch)
+        if getattr(loader, "persistent_workers", False):
+            shut_down_workers(loader)  # what they read would depend on what they read in earlier passes
         if self._seeds:
-            self._generators = Generators({"loader": self.read})
+            self._generators = Generators({"loader": loader})
         if self.seed is not None:
             self._seed(self._derived("order"))
-        with kept_from_group_signals(self.read):
-            iterator: Iterator[Any] = iter(self.read)
-        if getattr(self.read, "num_workers", 0) and hasattr(iterator, "_shutdown_workers"):
+        with kept_from_group_signals(loader):
+            iterator: Iterator[Any] = iter(loader)
+        if getattr(loader, "num_workers", 0) and hasattr(iterator, "_shutdown_workers"):
             end_with_process(iterator)
         return iterator
 
-    def _advance(self, batches: int) -> None:
-        self.consumed += batches
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.consumed = self._fetched = 0
-        self._live, self._exhausted = None, False
-
-    def close(self) -> None:
-        self._live = None
-        super().close()
-
-    def _state(self) -> dict[str, Any]:
-        state = {"epoch": self.epoch, "consumed": self.consumed, "exhausted": self._exhausted}
-        return {**state, "seed": self.seed, "world_size": self.world_size}
-
-    def _load(self, state: dict[str, Any]) -> None:
-        self.set_epoch(state["epoch"])
-        self.consumed = state["consumed"]
-        self._exhausted = state["exhausted"]
-        self.seed = state["seed"]
-
-
-class CountedSource(_LiveSource):
-    """Position in a loader without a state: after a resume what was consumed is read again, and dropped."""
-
-    kind = "counted"
-    _started = False
-
-    def _begin(self) -> Iterator[object]:
-        if isinstance(self.read, Iterator) and self._started:
+    def _read_again(self) -> Iterator[object]:
+        """Return an iterator at the position of a loader without a state: what was consumed is read again, and dropped."""
+        if isinstance(self.loader, Iterator) and self._was_iterated:
             raise ValueError(
                 f"Expected a loader of split {self.split!r} that can be iterated again for another pass. Received: "
-                f"{type(self.read).__name__}, which ends for good. Pass an iterable with __iter__, such as a DataLoader."
+                f"{type(self.loader).__name__}, which ends for good. Pass an iterable with __iter__, such as a DataLoader."
             )
-        self._started = True
+        self._was_iterated = True
         iterator = self._iterate()
-        for read in range(self.consumed):
-            if self._fetch(iterator, read) is _END:
+        for number in range(self.consumed):
+            if self._fetch(iterator, number) is _END:
                 raise ValueError(
                     f"Expected the loader of split {self.split!r} to have at least {self.consumed} batches, which were consumed when the "
-                    f"run was saved. Received: {read} batches. Restore its dataset and batch size, or exclude 'dataloaders' from loading."
+                    f"run was saved. Received: {number} batches. Restore its dataset and batch size, or exclude 'dataloaders' from loading."
                 )
         self._fetched = self.consumed
         return iterator
 
-    def _load(self, state: dict[str, Any]) -> None:
-        super()._load(state)
-        if self.consumed and not self._exhausted and self.rank == 0:
-            logger.warning(
-                "The loader of split %r (%s) cannot be positioned: its first %d batches of epoch %d are read again and "
-                "dropped. Let the library build it from a dataset, or give it state_dict and load_state_dict.",
-                self.split,
-                type(self.read).__name__,
-                self.consumed,
-                self.epoch,
-            )
-
-
-class _Ahead(NamedTuple):
-    """A batch that was read only to learn whether there is one.
-
-    Attributes:
-        batch: The batch, `_END`, or the error of reading it.
-        state: The position before it, or after the end.
-    """
-
-    batch: Any
-    state: dict[str, Any]
-
-
-class StatefulSource(_LiveSource):
-    """Position in a loader with its own state: a `StreamLoader`, or one of the user's.
-
-    A dataset that keeps its place cannot tell, from a state in which nothing is left, a pass of which only the end has not been seen
-    from one that has not begun: it would begin another one. So where the length of a pass is not known, `state_dict` reads
-    one batch ahead, which is the next one to be trained on, and says of a pass that is over that it is.
-    """
-
-    kind = "stateful"
-
-    def __init__(self, read: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
-        super().__init__(read, split=split, rank=rank, world_size=world_size, seed=seed)
-        self._touched = False
-        self._pending: Mapping[str, Any] | None = None
-        """The loader's state, from a checkpoint until the next iterator is made."""
-        self._ahead: _Ahead | None = None
-
-    def _fetch(self, live: Iterator[object], batch: int) -> object:
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return super()._fetch(live, batch)
-        if isinstance(ahead.batch, Exception):
-            raise ahead.batch
-        return ahead.batch
-
-    def _begin(self) -> Iterator[object]:
+    def _go_on(self) -> Iterator[object]:
+        """Return an iterator at the position of a loader with a state."""
         if self._live is not None:
             logger.warning(
                 "%d batches of split %r were read and not used, and its loader cannot go back: they are skipped.",
@@ -612,73 +398,210 @@ class StatefulSource(_LiveSource):
             )
             self.consumed = self._fetched
             return self._live
-        if self.consumed and self._pending is None:
-            raise RuntimeError(
-                f"Expected the loader of split {self.split!r} to go on after batch {self.consumed} of the pass. Received: "
-                f"{type(self.read).__name__}, which was closed or raised an error. Resume from a checkpoint, or rewind."
-            )
         pending, self._pending = self._pending, None
         if pending is not None:
-            self.read.load_state_dict(pending)
+            self.loader.load_state_dict(pending)
+        elif self.consumed:
+            raise RuntimeError(
+                f"Expected the loader of split {self.split!r} to go on after batch {self.consumed} of the pass. Received: "
+                f"{type(self.loader).__name__}, which was closed or raised an error. Resume from a checkpoint, or rewind."
+            )
         iterator = self._iterate()
-        self._touched, self._fetched = True, self.consumed
+        self._was_iterated, self._fetched = True, self.consumed
         if self.consumed or pending is None:
             return iterator
         # The state may be that of a finished pass, after which the next one begins.
         first = self._fetch(iterator, 0)
         return self._iterate() if first is _END else chain([first], iterator)
 
+    # Position
+
+    def advance(self, batches: int) -> None:
+        """Move the position by so many batches."""
+        self.consumed += batches
+
     def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
         if epoch == self.epoch and self.consumed:
             self._pending = None
-        self._ahead = None
-        super().set_epoch(epoch)
+        self.epoch = epoch
+        self.consumed = self._fetched = 0
+        self._live, self._exhausted, self._ahead = None, False, None
 
-    def _state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
         if self._ahead is None and self._live is not None and self._may_be_over():
-            self._ahead = self._look_ahead(self._live)
-        return self._place() if self._ahead is None else self._ahead.state
+            before = copy.deepcopy(self._place())  # a dataset may go on changing the values of its state
+            try:
+                batch = self._fetch(self._live, self._fetched)
+            except Exception as error:  # it concerns the reader of that batch, not the save
+                batch = _Failed(error)
+            self._ahead = batch, {**self._place(), "exhausted": True} if batch is _END else before
+        return self._place() if self._ahead is None else self._ahead[1]
 
     def _may_be_over(self) -> bool:
-        if isinstance(self.read, StreamLoader) and self.read.is_read_again:
+        if self.kind == "counted" or (isinstance(self.loader, StreamLoader) and self.loader.is_read_again):
             return False
         return self._fetched == self.consumed > 0 and self.remaining_batches() in (None, 0)
 
-    def _look_ahead(self, live: Iterator[object]) -> _Ahead:
-        before = copy.deepcopy(self._place())  # a dataset may go on changing the values of its state
-        try:
-            batch = super()._fetch(live, self._fetched)
-        except Exception as error:  # it concerns the reader of that batch, not the save
-            batch = error
-        return _Ahead(batch, {**self._place(), "exhausted": True} if batch is _END else before)
-
     def _place(self) -> dict[str, Any]:
-        own = self._pending
-        if own is None and self._touched:
-            own = self.read.state_dict()
-        return {**super()._state(), "workers": getattr(self.read, "num_workers", None), "loader": own}
+        state: dict[str, Any] = {"epoch": self.epoch, "consumed": self.consumed, "exhausted": self._exhausted}
+        state |= {"seed": self.seed, "world_size": self.world_size}
+        if self.kind == "counted":
+            return state
+        own = self.loader.state_dict() if self._pending is None and self._was_iterated else self._pending
+        return {**state, "workers": getattr(self.loader, "num_workers", None), "loader": own}
 
-    def _load(self, state: dict[str, Any]) -> None:
-        workers = getattr(self.read, "num_workers", None)
-        by_worker = isinstance(self.read, StreamLoader) or is_of_torchdata(self.read)
-        if by_worker and state["loader"] is not None and state["workers"] != workers:
-            raise ValueError(
-                f"Expected num_workers={state['workers']} for the loader of split {self.split!r}, as when its state was saved: each worker "
-                f"keeps a part of it. Received: num_workers={workers}. Restore the number, or let the library build the loader from a "
-                "map-style dataset."
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position.
+
+        Raises:
+            ValueError: If workers keep parts of it, and there is another number of them.
+        """
+        loader, is_stream = self.loader, isinstance(self.loader, StreamLoader)
+        if self.kind == "stateful":
+            workers = getattr(loader, "num_workers", None)
+            by_worker = is_stream or isinstance(loader, of_torchdata("StatefulDataLoader"))
+            if by_worker and state["loader"] is not None and state["workers"] != workers:
+                raise ValueError(
+                    f"Expected num_workers={state['workers']} for the loader of split {self.split!r}, as when its state was saved: each "
+                    f"worker keeps a part of it. Received: num_workers={workers}. Restore the number, or let the library build the loader "
+                    "from a map-style dataset."
+                )
+        self.set_epoch(state["epoch"])
+        self.consumed, self._exhausted, self.seed = state["consumed"], state["exhausted"], state["seed"]
+        self._pending = state.get("loader")
+        if is_stream:
+            loader.seed = int(state["seed"])
+        if self.kind == "counted" and self.consumed and not self._exhausted and self.rank == 0:
+            logger.warning(
+                "The loader of split %r (%s) cannot be positioned: its first %d batches of epoch %d are read again and "
+                "dropped. Let the library build it from a dataset, or give it state_dict and load_state_dict.",
+                self.split,
+                type(loader).__name__,
+                self.consumed,
+                self.epoch,
             )
-        super()._load(state)
-        self._pending = state["loader"]
-        if isinstance(self.read, StreamLoader):
-            self.read.seed = int(state["seed"])
+
+    def close(self) -> None:
+        """End the loader's worker processes."""
+        self._live = None
+        shut_down_workers(self.loader)
 
 
-def _call_set_epoch(loader: object, epoch: int) -> None:
-    """Call `set_epoch` on the loader, its samplers and its dataset, wherever it exists."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    distinct = {id(holder): holder for holder in (*holders, getattr(loader, "dataset", None))}
-    for holder in distinct.values():
-        set_epoch = getattr(holder, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+class _Failed:
+    """The error of reading a batch ahead."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+# Loaders of one order of samples that grows while it is read: what they are told of a run, and asked by it
+
+
+@dataclass(frozen=True)
+class ReaderPlace:
+    """Where a loader is read.
+
+    Attributes:
+        split: Its split.
+        rank: Which share of each update this rank reads.
+        world_size: How many shares there are.
+        accum_steps: Micro-batches of an update on each rank.
+        seed: Base seed of the run.
+        is_main: Whether this process acts for all of them where one has to, such as in freeing what was read.
+        trained: Whether the split is trained on; else it is evaluated.
+        run: Returns the identity of the run.
+        unsaved_updates: Returns how many updates are made at most until the first of them is in a checkpoint that is on the disk;
+            `None` where no checkpoint is due within a pass.
+        waiting: Called again and again while there is nothing to read, with the place that is waited for; what it raises ends the wait.
+        waited: Called after a wait, before it is gone on; what it raises ends the pass.
+        over: Called where nothing is left for good, at the same update on all ranks; what it raises ends the training.
+    """
+
+    split: str = "train"
+    rank: int = 0
+    world_size: int = 1
+    accum_steps: int = 1
+    seed: int = 0
+    is_main: bool = True
+    trained: bool = True
+    run: Callable[[], str] = lambda: ""
+    unsaved_updates: Callable[[], int | None] = lambda: None
+    waiting: Callable[[int], None] = lambda place: None
+    waited: Callable[[], None] = lambda: None
+    over: Callable[[], None] = lambda: None
+
+
+class WindowLoader(ABC):
+    """A loader that divides whole updates over the ranks itself, so that all of them end a pass at the same one without a word.
+
+    Its position counts samples over all ranks, and means the same on any number of them.
+
+    Attributes:
+        epoch: Pass of the position, from 0.
+        consumed: Samples of the pass that are consumed.
+    """
+
+    kind = "window"
+    is_rank_local = False
+    foreseen = True
+    epoch: int
+    consumed: int
+
+    def is_even(self, world_size: int) -> bool:
+        """Return whether every rank is known to get the same number of batches."""
+        return True
+
+    def remaining_batches(self) -> int | None:
+        """Return the batches from the position to the end of the pass: not known."""
+        return None
+
+    @abstractmethod
+    def take_place(self, place: ReaderPlace) -> None:
+        """Hear where it is read; called before anything else."""
+
+    @abstractmethod
+    def micro_batches(self, *, read: bool) -> Iterator[Batch]:
+        """Yield the micro-batches of this rank from the position on, each with its place in the order.
+
+        Args:
+            read: Whether their data is needed; else it is `PLACEHOLDER`.
+        """
+
+    @abstractmethod
+    def advance(self, batches: int) -> None:
+        """Move the position by so many batches of each rank."""
+
+    @abstractmethod
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Go to a saved position."""
+
+    @abstractmethod
+    def commit_state(self, state: Mapping[str, Any]) -> None:
+        """Free the data before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free the data that `commit_state` left to be freed; called in the thread that reads."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of the loader that are logged with the metrics of an update. May be called on one rank."""
+
+    @abstractmethod
+    def standing(self) -> Mapping[str, object]:
+        """Return how far the loader and those who fill it are, as plain values: `stream`, a name that both sides know, `side`,
+        `published`, `trained`, `waited_seconds` and `end`. May be called on one rank."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what the loader has opened."""

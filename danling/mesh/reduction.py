@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor.parallel import loss_parallel
 
-from danling.data.shares import part
+from danling.data.sampler import part
 from danling.distributed import StepTotals
 from danling.training.canonical import CanonicalSum, Tree, order_free_norm
 from danling.training.reduction import GradientReduction, scale_gradients

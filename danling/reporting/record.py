@@ -63,7 +63,7 @@ class RunRecorder(Observer):
         runner = self._runner
         model = self._model()  # on all ranks
         if runner.is_main_process and not runner.config.checkpoint.load_only:
-            division, optimizer, scheduler = runner._data.splits.division(), runner.optimizer, runner.scheduler
+            division, optimizer, scheduler = runner._data.division(), runner.optimizer, runner.scheduler
             record = {
                 "model": model,
                 "criterion": _kind(runner.criterion),

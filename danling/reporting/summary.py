@@ -55,7 +55,7 @@ def _batches(runner: TorchRunner) -> str:
     """Return what an update is made of; nothing where no size is known."""
     accumulated = f" x {runner.accum_steps} micro-batches" if runner.accum_steps > 1 else ""
     each = " on each" if runner.distributed else ""
-    division, batch = runner._data.splits.division(), runner.batch_size
+    division, batch = runner._data.division(), runner.batch_size
     if division is not None:
         most = "" if division.is_even else "at most "
         return f"{division.samples} samples an update, {most}{batch}{accumulated}{each}"

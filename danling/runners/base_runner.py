@@ -28,7 +28,7 @@ from danling.config.inputs import impose
 from danling.config.runner_config import continued
 from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels
-from danling.data.run_data import RunData, Sources
+from danling.data.run_data import RunData
 from danling.distributed import (
     Domain,
     LaunchEnvironment,
@@ -296,7 +296,7 @@ class BaseRunner(metaclass=MetaRunner):
         if self._has_remote():
             self._remote.start_mirroring()
         self._run_place.write_metadata(self.workspace, foreign=lambda: self.checkpoint_manager.is_foreign())
-        self._closers.callback(self.sources.close)
+        self._closers.callback(self._data.close)
         self._closers.callback(self._session.end)
 
     def _check_resume(self) -> None:
@@ -317,7 +317,7 @@ class BaseRunner(metaclass=MetaRunner):
     def prepare_components(self) -> None:
         """Prepare what `__init__` has set: here the loaders. Called before the first file is written."""
         self.build_dataloaders()
-        self._data.agree_lengths(self.placement.optimizer)
+        self._data.agree_lengths()
         self._open_sources()
 
     def _open_sources(self) -> None:
@@ -461,17 +461,17 @@ class BaseRunner(metaclass=MetaRunner):
     @property
     def train_splits(self) -> list[str]:
         """Splits to train on: `config.train_splits`, else those whose name starts with `train`."""
-        return self._data.splits.to_train()
+        return self._data.to_train()
 
     @property
     def evaluate_splits(self) -> list[str]:
         """Splits to evaluate: `config.evaluate_splits`, else all but those to train on and those named for inference."""
-        return self._data.splits.to_evaluate()
+        return self._data.to_evaluate()
 
     @property
     def score_split(self) -> str | None:
         """The split whose metrics select the best checkpoint."""
-        return self._data.splits.to_score(self.evaluate_splits)
+        return self._data.to_score(self.evaluate_splits)
 
     def build_dataloaders(self) -> None:
         """Build a loader for every dataset that has none; loaders that the user made are left alone."""
@@ -529,7 +529,7 @@ class BaseRunner(metaclass=MetaRunner):
         return self.launch.local_rank == 0
 
     @property
-    def sources(self) -> Sources:
+    def sources(self) -> dict[str, BatchSource]:
         """Batches of each loader, with the position in them."""
         return self._data.sources
 
@@ -577,7 +577,7 @@ class BaseRunner(metaclass=MetaRunner):
         """
         if self.config.epochs is None:
             return self.config.steps
-        return (self._data.splits.updates_of_epoch or 0) * (self.epochs or 0) or None
+        return (self._data.updates_of_epoch or 0) * (self.epochs or 0) or None
 
     @property
     def is_step_mode(self) -> bool:
@@ -587,7 +587,8 @@ class BaseRunner(metaclass=MetaRunner):
     @property
     def accum_steps(self) -> int:
         """Micro-batches of an update on each rank; with `dataloader.global_batch_size` those of a full update on the first split."""
-        return self._data.splits.micro_batches or int(self.config.accum_steps)
+        division = self._data.division()
+        return int(self.config.accum_steps) if division is None else division.micro_batches
 
     @property
     def batch_size(self) -> int | None:
@@ -595,7 +596,7 @@ class BaseRunner(metaclass=MetaRunner):
 
         With `dataloader.global_batch_size` the most samples that a rank holds at once.
         """
-        return self._data.splits.batch_size
+        return self._data.batch_size
 
     @property
     def progress(self) -> float:
@@ -858,14 +859,14 @@ class BaseRunner(metaclass=MetaRunner):
                 "The run goes on, but not bitwise as it would have. Its checkpoint was computed with %s.",
                 "; ".join(changed),
             )
-        self._data.splits.hold_at_most(self.state.elastic.micro_batch_size)
+        self._data.hold_at_most(self.state.elastic.micro_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values.
 
         Loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
         """
-        sources = self.sources.among(self.train_splits)
+        sources = self._data.trained_sources()
         return in_order(
             {
                 "format_version": FORMAT_VERSION,

@@ -159,7 +159,7 @@ def _train_step(runner: TorchRunner, call: Callable[[Any], Any], data: object) -
 def _train_epoch(runner: TorchRunner, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
     loop = runner._parts.loop
     loop.check_trainable()
-    runner._data.splits.check(split)
-    runner._data.agree_lengths(runner.placement.optimizer)
+    runner._data.check(split)
+    runner._data.agree_lengths()
     with loop.training(whole=False):
         return loop.train_epoch_directly(split, partial(call, split, *args, **kwargs), runner.train_splits)

@@ -194,7 +194,7 @@ class ParallelRunner(TorchRunner):
         if self.degree("pipeline") == 1 or self.batch_size is None:
             return
         for split in self.train_splits:
-            division = self._data.splits.division(split)
+            division = self._data.division(split)
             if division is not None and not division.is_even:
                 raise ValueError(
                     f"Expected dataloader.global_batch_size to divide into equal micro-batches in a pipeline, whose batches have one size. "

@@ -188,7 +188,7 @@ class TorchRunner(BaseRunner):
 
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting that has no effect in this run. No communication: may be called on one rank."""
-        splits, trained = self._data.splits, self.train_splits
+        splits, trained = self._data, self.train_splits
         built = [self.sources[split] for split in self.datasets if split in self.sources]
         return [
             *idle_settings(
@@ -210,7 +210,7 @@ class TorchRunner(BaseRunner):
         if self.optimizer is None and (self.config.get("optim", None) or self._overrides("build_optimizer")):
             self.optimizer = self.build_optimizer()
         self.build_dataloaders()
-        self._data.agree_lengths(self.placement.optimizer)
+        self._data.agree_lengths()
         self.bind_optimizer()
         asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
         if self.scheduler is None and self.optimizer is not None and asked:
@@ -257,7 +257,7 @@ class TorchRunner(BaseRunner):
 
     def _check_memory_retry(self) -> None:
         """Refuse to look for the size of micro-batches where forward or backward communicate."""
-        if not self._data.splits.finds_micro_batch_size:
+        if not self._data.finds_micro_batch_size:
             return
         reason = self.preparation.forward_communicates(self.unwrapped_model)
         if reason is not None:
@@ -307,7 +307,7 @@ class TorchRunner(BaseRunner):
         options = self.ddp_kwargs() if several else {}
         if isinstance(self.optimizer, JointOptimizer) and self.optimizer.named:
             self.preparation.wrapper = PhasedModel
-        return self.preparation.wrap(model, options, reduces_later=self._data.splits.finds_micro_batch_size)
+        return self.preparation.wrap(model, options, reduces_later=self._data.finds_micro_batch_size)
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph."""
@@ -816,7 +816,7 @@ class TorchRunner(BaseRunner):
         Returns:
             Metrics by split, the same on all ranks.
         """
-        names = self._data.splits.choose(splits, self.evaluate_splits, "evaluate")
+        names = self._data.choose(splits, self.evaluate_splits, "evaluate")
         return {split: self.evaluate_epoch(split) for split in names}
 
     def evaluate_epoch(self, split: str) -> dict[str, float]:
@@ -887,7 +887,7 @@ class TorchRunner(BaseRunner):
             (several outputs of a model) into a tuple per sample; a mapping into a mapping per sample, with those entries that have as
             many items as the batch has samples, which a `loss` has not. Anything else is one item for the whole batch.
         """
-        chosen = self._data.splits.choose(split, self._data.splits.to_infer(self.evaluate_splits), "infer")[0]
+        chosen = self._data.choose(split, self._data.to_infer(self.evaluate_splits), "infer")[0]
         evaluator = self._parts.evaluator
         if not stream:
             return evaluator.infer(chosen)
@@ -1079,7 +1079,7 @@ class TorchParts:
     def run_window(self) -> RunWindow:
         """What runs the micro-batches of an update."""
         run_window = self.update.run_window
-        if self.runner._data.splits.finds_micro_batch_size:
+        if self.runner._data.finds_micro_batch_size:
             run_window = MemoryRetry(self.runner, run_window, self.recompute).run_window
         return run_window if self.audits is None else self.audits.around(run_window)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from danling.data import Batch, Division, ReaderPlace, derive_seed
+from danling.data import PLACEHOLDER, Batch, Division, ReaderPlace, WindowLoader, derive_seed
 from danling.data.randomness import seed_host_streams
 
 from .protocols import FeatureStore, RefChannel, SampleRef
@@ -82,7 +82,7 @@ _FREED_AT_ONCE = 1024
 """Samples whose references are read at a time while they are freed."""
 
 
-class StreamLoader:
+class StreamLoader(WindowLoader):
     """Trains on the samples of a log, in its order, while another process may still append to it; goes into `self.dataloaders`.
 
     An update takes the next `ranks x batch_size x accum_steps` samples, of which this rank reads its share. It begins once the log
@@ -198,7 +198,7 @@ class StreamLoader:
         """Yield the micro-batches of this rank from the position on; see `danling.data.WindowLoader`.
 
         Args:
-            read: Whether their data is needed; else it is `None`.
+            read: Whether their data is needed; else it is `PLACEHOLDER`.
 
         Raises:
             RuntimeError: If another trainer reads the live log, the producer has failed, or features are gone that a resumed run needs.
@@ -339,7 +339,10 @@ class StreamLoader:
         self._opened.append((start + samples, refs[-1].id, len(cuts)))
         # Padding has the place that its sample would have, and the first sample of the window.
         return [
-            (Batch(None, size, total, number == len(cuts), (start + offset,)), refs[offset : offset + size] or refs[:1])
+            (
+                Batch(PLACEHOLDER, size, total, number == len(cuts), (start + offset,)),
+                refs[offset : offset + size] or refs[:1],
+            )
             for number, ((offset, size), total) in enumerate(cuts, start=1)
         ]
 

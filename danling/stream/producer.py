@@ -361,7 +361,7 @@ class FeatureProducer(Runner):
     def __post_init__(self) -> None:
         """Finish construction, and say what of the configuration is for the trainer alone. Called on all ranks."""
         # Of the splits that the trainer evaluates, those that this producer has are what it goes over; the others would be refused.
-        self._asked_for = [name for name in self._asked_for if name in self._data.splits.names]
+        self._asked_for = [name for name in self._asked_for if name in self._data.names]
         if self._asked_for:
             self._left_out.remove("evaluate_splits")
         super().__post_init__()
@@ -479,7 +479,7 @@ class FeatureProducer(Runner):
         self.channel.reopen()
         if self.channel.ended() is not None:
             return Production(Publisher(self.store, self.channel, max_in_flight=None), self.channel, iter(()))
-        splits = self._data.splits
+        splits = self._data
         chosen = splits.choose(
             split, splits.to_infer(self._asked_for or self.evaluate_splits) or splits.names[:1], "produce"
         )[0]

@@ -221,7 +221,7 @@ class Healing:
         """Return what another group heals from: the state of this rank, shards as plain tensors, without communication."""
         runner = self._runner
         progress = {**runner.state.state_dict(), **runner.run_state.progress()}
-        sources = runner.sources.among(runner.train_splits)
+        sources = runner._data.trained_sources()
         payload: dict[str, Any] = {
             **runner.run_state.components(),
             "state": {name: part for name, part in progress.items() if name != "rng"},
@@ -234,7 +234,7 @@ class Healing:
         runner = self._runner
         elastic, reference = copy(runner.state.elastic), runner.window.agreed_reference
         runner.run_state.load_components(self._laid_out(state), frozenset())
-        sources = runner.sources.among(runner.train_splits)
+        sources = runner._data.trained_sources()
         for split, position in state["dataloaders"].items():
             if not (sources[split].is_rank_local and position_owner(runner.config) is not None):
                 sources[split].load_state_dict(position)

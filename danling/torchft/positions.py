@@ -44,7 +44,7 @@ class OwnPositions:
     def save(self) -> None:
         """Save the loader states that belong to the state that is saved next."""
         runner, train = self._runner, self._runner.state.train
-        sources = runner.sources.among(runner.train_splits)
+        sources = runner._data.trained_sources()
         payload = {
             "format_version": FORMAT_VERSION,
             "dataloaders": loader_states(runner, sources, read_only=False),

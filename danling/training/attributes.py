@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.data.generators import Generators, generator_state, is_generator, set_generator_state
+from danling.data.randomness import Generators, generator_state, is_generator, set_generator_state
 from danling.utils.secrets import names_secret
 from danling.utils.tensors import canonical_name, is_sharded, local_part
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from danling.data import DataLoader
-from danling.data.shares import WholeMicroBatches, part
+from danling.data.sampler import WholeMicroBatches, part
 from danling.distributed import Domain, StepTotals
 from danling.optim import JointOptimizer
 from danling.utils.protocols import ReductionDomain

@@ -269,7 +269,7 @@ class ComponentChecks(Observer):
         is_asked = "interval" in (runner.config.get("scheduler", None) or {})
         advances = not (runner.is_step_mode or is_asked or is_of_run) and runner._parts.scheduler_interval() == "step"
         if advances and runner.is_main_process:
-            updates = runner._data.splits.updates_of_epoch
+            updates = runner._data.updates_of_epoch
             logger.info(
                 "%s advances after every update%s. Where it counts epochs, set scheduler.interval=epoch; scheduler.interval=step keeps it, "
                 "and leaves this line out.",

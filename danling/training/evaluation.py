@@ -114,7 +114,7 @@ class Evaluator:
     def evaluate(self, split: str, limit: int | None) -> dict[str, float]:
         """Return the metrics of a split, or of its first `limit` batches."""
         runner = self.runner
-        runner._data.splits.check(split)
+        runner._data.check(split)
         own = limit
         if limit is not None and self.exact:
             # The first batches over all ranks, which take them in turn.
@@ -139,14 +139,14 @@ class Evaluator:
         if split not in runner.train_splits:
             return runner.source(split)
         if split in runner.datasets:
-            return runner.sources.open(split, runner.build_dataloader(split, runner.datasets[split]))
+            return runner._data.open(split, runner.build_dataloader(split, runner.datasets[split]))
         if runner.source(split).consumed:
             raise ValueError(
                 f"Expected a separate loader to evaluate split {split!r} in the middle of training on it: its loader would lose "
                 f"its position. Received: {type(runner.dataloaders[split]).__name__} in `self.dataloaders`. Put a dataset into "
                 "`self.datasets` instead, or a second loader under another split name."
             )
-        return runner.sources.open(split, runner.dataloaders[split])
+        return runner._data.open(split, runner.dataloaders[split])
 
     def _sums(self, split: str, limit: int | None, source: BatchSource) -> EvaluationSums:
         """Evaluate a pass, or its first batches. What a step adds to `meters` belongs to the evaluation, not to the open epoch."""
@@ -279,7 +279,7 @@ class Evaluator:
         with source.peek(), _preserved(written):
             try:
                 # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
-                opened = source if source.kind == "position" else runner.sources.open(split, source.loader)
+                opened = source if source.kind == "position" else runner._data.open(split, source.loader)
                 sums = self._sums(split, 1, opened)
             except EvaluationUnsupported as error:
                 logger.warning("The evaluation of split %r was not tried: %s", split, error)

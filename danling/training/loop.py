@@ -122,11 +122,11 @@ class TrainingLoop:
             raise ValueError(
                 "Expected a budget: `steps` (optimizer updates) or `epochs`. Received: steps=None, epochs=None. Set one of them."
             )
-        to_train = runner._data.splits.choose(train_splits, runner.train_splits, "train on")
+        to_train = runner._data.choose(train_splits, runner.train_splits, "train on")
         if not (runner.evaluate_splits if evaluate_splits is None else evaluate_splits):
             runner._parts.checks.check_schedule(evaluates=False)
             return to_train, []
-        return to_train, runner._data.splits.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
+        return to_train, runner._data.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
 
     def check_trainable(self) -> None:
         """Refuse a closed runner, and an optimizer that does not take the gradient as it is.
@@ -454,7 +454,8 @@ class TrainingLoop:
         """
         runner, session, agreement = self._runner, self._session, self._runner._parts.agreement
         run_window, member = runner._parts.run_window, runner.fault_tolerance
-        source = runner._data.begin_pass(split, runner.placement.optimizer)
+        source = runner._data.of(split)
+        runner._data.agree_lengths()
         runner._bind_reduction()
         runner._parts.update.begin_pass(split)
         runner.observers.notify("pass_started", split)
@@ -493,6 +494,7 @@ class TrainingLoop:
             if outcome.reason == UNCOMMITTED:
                 batches = chain(consumed, batches)
                 continue
+            runner._data.check_unchanged(split)
             source.commit(consumed)
             yield outcome
         if not found:

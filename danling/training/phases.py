@@ -255,7 +255,7 @@ def phases_of(runner: TorchRunner) -> Phases | None:
         f"stack={runner.stack!r}": runner.stack not in ("ddp", "parallel"),
         "parallel.axes.pipeline": config.parallel.axes.pipeline > 1,
         "ft.enabled=true": config.ft.enabled,
-        "dataloader.micro_batch_size='auto'": runner._data.splits.finds_micro_batch_size,
+        "dataloader.micro_batch_size='auto'": runner._data.finds_micro_batch_size,
         "gradient_sum='canonical'": config.gradient_sum == "canonical",
         "audit.replay_interval": config.audit.replay_interval is not None,
     }

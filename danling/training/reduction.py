@@ -182,7 +182,7 @@ class DDPReduction(GradientReduction):
         runner = self.runner
         if runner._phases is not None:
             left = self.parameters
-        elif runner._data.splits.finds_micro_batch_size:
+        elif runner._data.finds_micro_batch_size:
             left = [parameter for _, parameter in runner.named_parameters()]
         else:
             left = list(runner.criterion.parameters()) if isinstance(runner.criterion, nn.Module) else []

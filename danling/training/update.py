@@ -233,12 +233,12 @@ class UpdateStep:
 
     def begin_pass(self, split: str) -> None:
         """Prepare for the updates of a pass over a split."""
-        self.split, self.reduces_later = split, self._runner._data.splits.finds_micro_batch_size
+        self.split, self.reduces_later = split, self._runner._data.finds_micro_batch_size
 
     def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
         """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run."""
         runner, window = self._runner, self._runner.window
-        size, agreement = runner._data.splits.undivided(), runner._parts.agreement
+        size, agreement = runner._data.undivided(), runner._parts.agreement
         run = self.run if self.canonical is None else self.canonical.run
         batch = next(batches, None)
         while batch is not None:
@@ -554,7 +554,7 @@ class MemoryRetry:
         if self.attempt(lambda: self._run_window(source, batches, consumed), self._recompute.remember()):
             return True
         runner.state.elastic.micro_batch_size = held // 2
-        runner._data.splits.hold_at_most(held // 2)
+        runner._data.hold_at_most(held // 2)
         if runner.is_main_process:
             logger.warning(
                 "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "

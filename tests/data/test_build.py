@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from danling.data import DataLoader, build_dataloader, order_setting
-from danling.data.shares import merge_settings
+from danling.data.run_data import merge_settings
 
 
 def build(dataset: Any, settings: dict[str, Any] | None = None, *, train: bool = True, **others: Any) -> Any:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.collate import default_convert
 
 from danling.data import from_datamodule
-from danling.data.stream_loader import StreamLoader
+from danling.data.loader import StreamLoader
 
 
 class Stream(IterableDataset[int]):

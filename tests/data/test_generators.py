@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from danling.data import BatchSource, build_dataloader, open_source
-from danling.data.generators import Generators, generator_state, set_generator_state
+from danling.data.randomness import Generators, generator_state, set_generator_state
 
 LENGTH = 12
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from danling.data import KeyedDataset, build_dataloader
-from danling.data.keyed import BatchKey, draws_nothing
+from danling.data.keyed import draws_nothing
+from danling.data.sampler import BatchKey
 
 
 def read(dataset: Dataset[Any], key: tuple[int, int, list[int]], **settings: Any) -> Any:

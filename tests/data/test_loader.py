@@ -198,7 +198,7 @@ def test_another_length_is_refused_by_name() -> None:
     for consumed, left in ((0, 6), (23, 0)):  # between two passes
         other = make(dataset=Augmented(24))
         other.load_state_dict({**state, "consumed": consumed})
-        assert other.remaining_batches == left
+        assert other.remaining_batches() == left
 
 
 def test_states_that_do_not_fit_are_refused() -> None:

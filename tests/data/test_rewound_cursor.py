@@ -9,17 +9,16 @@ import torch
 from support.datasets import stateful_loader
 from torch.utils.data import RandomSampler
 
-from danling.data import Batch
-from danling.data.source import StatefulSource
+from danling.data import Batch, BatchSource, open_source
 
 
-def cursor() -> StatefulSource:
+def cursor() -> BatchSource:
     numbers = list(range(12))
     sampler = RandomSampler(numbers, generator=torch.Generator().manual_seed(3))
-    return StatefulSource(stateful_loader(numbers, 2, sampler=sampler), split="train", rank=0, world_size=1, seed=5)
+    return open_source(stateful_loader(numbers, 2, sampler=sampler), split="train")
 
 
-def rest(of: StatefulSource) -> list[list[int]]:
+def rest(of: BatchSource) -> list[list[int]]:
     return [batch.data.tolist() for batch in of.batches()]
 
 

@@ -193,7 +193,7 @@ def test_a_sampler_without_an_end() -> None:
 
     whole, first, second = read(make(), 40), make(), make()
     taken = read(first, 25)
-    assert first.num_batches is None and first.remaining_batches() is None
+    assert first.remaining_batches() is None and first.remaining_batches() is None
     second.load_state_dict(first.state_dict())
     assert all(torch.equal(one, other) for one, other in zip(taken + read(second, 15), whole, strict=True))
 

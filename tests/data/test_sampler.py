@@ -13,8 +13,12 @@ def make(length: int, batch_size: int, world: int, rank: int, **settings: object
     return PositionedBatchSampler(length, batch_size=batch_size, world_size=world, rank=rank, **settings)  # type: ignore[arg-type]
 
 
+def counts_of(sampler: PositionedBatchSampler) -> list[tuple[int | None, int | None]]:
+    return [(batch.samples, batch.total) for batch in sampler.batches(itertools.repeat(None))]
+
+
 def indices(sampler: PositionedBatchSampler) -> list[list[int]]:
-    return [[index for _, index in batch] for batch in sampler]
+    return [key.indices for key in sampler]
 
 
 @pytest.mark.parametrize("pad", [False, True])
@@ -32,13 +36,13 @@ def test_equals_a_naive_reference(pad: bool, drop_last: bool, shuffle: bool) -> 
             mine = [parts[rank] for parts in expected if parts[rank]]
             assert indices(sampler) == mine
             assert len(sampler) == len(mine)
-            assert all(epoch == 2 for batch in sampler for epoch, _ in batch)
+            assert all(key.epoch == 2 for key in sampler)
 
 
 def test_counts_are_exact_and_padding_counts_nothing() -> None:
     for length, world, pad in itertools.product(range(1, 15), (1, 2, 3, 4), (False, True)):
         samplers = [make(length, 2, world, rank, pad=pad, shuffle=True) for rank in range(world)]
-        counts = [list(sampler.counts()) for sampler in samplers]
+        counts = [counts_of(sampler) for sampler in samplers]
         assert sum(samples for own in counts for samples, _ in own) == length
         for sampler, own in zip(samplers, counts, strict=True):
             assert len(own) == len(sampler) == len(indices(sampler))
@@ -69,13 +73,14 @@ def test_changing_world_and_batch_size_keeps_the_global_order() -> None:
             samplers = [make(length, batch_size, world, r, shuffle=True, seed=5, pad=True) for r in range(world)]
             for sampler in samplers:
                 sampler.epoch, sampler.consumed = 3, consumed
-            streams = [list(zip(sampler, sampler.counts(), strict=True)) for sampler in samplers]
+            streams = [list(zip(sampler, counts_of(sampler), strict=True)) for sampler in samplers]
             assert len({len(stream) for stream in streams}) == 1
             for step in range(min(updates, len(streams[0]))):
                 for stream in streams:
                     batch, (samples, _) = stream[step]
-                    seen += [index for _, index in batch[:samples]]
-                consumed = samplers[0].position_after(consumed, 1)
+                    seen += batch.indices[:samples]
+                samplers[0].advance(1)
+                consumed = samplers[0].consumed
         assert seen == expected
 
 
@@ -84,14 +89,14 @@ def test_number_of_batches_from_any_position() -> None:
         for consumed, rank in itertools.product(range(length + 1), range(world)):
             sampler = make(length, 2, world, rank, drop_last=drop_last)
             sampler.consumed = consumed
-            assert sampler.num_batches(consumed) == len(indices(sampler)) == len(list(sampler.counts()))
+            assert sampler.remaining() == len(indices(sampler)) == len(counts_of(sampler))
 
 
 def test_an_iterator_under_way_is_not_moved() -> None:
     sampler = make(6, 2, 1, 0)
     iterator = iter(sampler)
     sampler.epoch, sampler.consumed = 4, 6
-    assert list(iterator) == [[(0, 0), (0, 1)], [(0, 2), (0, 3)], [(0, 4), (0, 5)]]
+    assert list(iterator) == [(0, 0, [0, 1]), (0, 2, [2, 3]), (0, 4, [4, 5])]
     assert list(sampler) == []
 
 

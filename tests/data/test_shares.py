@@ -82,41 +82,45 @@ def test_updates_have_the_same_samples_at_any_world_size(drop_last: bool) -> Non
     """A pass that changes its number of ranks after every update makes the updates of one rank."""
     for length in (29, 31, 40):
         whole = samplers(length, divide(8, 1, 1, None), 1, drop_last=drop_last)[0]
-        expected = [{index for _, index in batch} for batch in whole]
-        assert len(expected) == whole.num_stretches(0) == len(whole)
+        expected = [set(key.indices) for key in whole]
+        assert len(expected) == len(whole)
         consumed, worlds = 0, itertools.cycle([(2, 1, None), (1, 3, None), (3, 1, 1), (4, 2, None), (8, 1, None)])
-        for made, update in enumerate(expected):
+        for update in expected:
             world_size, accum_steps, held = next(worlds)
             own = samplers(length, divide(8, world_size, accum_steps, held), world_size, drop_last=drop_last)
             for sampler in own:
                 sampler.consumed = consumed
-            assert own[0].num_stretches(consumed) == len(expected) - made
             seen: set[int] = set()
             batches = 0
-            for *parts, closes in zip(*(zip(sampler, sampler.counts()) for sampler in own), own[0].closings()):
+            for parts in zip(*(sampler.batches(sampler) for sampler in own)):
                 batches += 1
-                for batch, (size, total) in parts:
-                    assert len(batch) == max(size, 1)
-                    assert total == sum(count for _, (count, _) in parts)
-                    assert seen.isdisjoint(index for _, index in batch[:size])
-                    seen |= {index for _, index in batch[:size]}
-                if closes:
+                for key, size, total, *_ in parts:
+                    assert len(key.indices) == max(size, 1)
+                    assert total == sum(part.samples or 0 for part in parts)
+                    assert seen.isdisjoint(key.indices[:size])
+                    seen |= set(key.indices[:size])
+                if parts[0].closes:
                     break
             assert seen == update
-            assert {sampler.position_after(consumed, batches) for sampler in own} == {consumed + len(update)}
+            for sampler in own:
+                sampler.advance(batches)
+                assert sampler.consumed == consumed + len(update)
             consumed += len(update)
 
 
 def test_every_rank_makes_equally_many_batches() -> None:
     for of in DIVISIONS:
         own = samplers(17, divide(*of), of[1], drop_last=False) if of[0] <= 17 else []
-        lengths = {(len(s), len(list(s)), len(list(s.counts())), len(list(s.closings())), s.even) for s in own}
+        lengths = {(len(s), len(list(s)), len(list(s.batches(itertools.repeat(None)))), s.even) for s in own}
         assert len(lengths) == 1
-        assert len(set(lengths.pop()[:4])) == 1
+        assert len(set(lengths.pop()[:3])) == 1
 
 
 def test_a_part_of_an_update_is_no_position() -> None:
     sampler = samplers(20, divide(8, 1, 4, None), 1)[0]
-    assert [sampler.position_after(0, batches) for batches in (4, 8, 10)] == [8, 16, 20]
+    for batches, consumed in ((4, 8), (4, 16), (2, 20)):
+        sampler.advance(batches)
+        assert sampler.consumed == consumed
+    sampler.set_epoch(1)
     with pytest.raises(ValueError, match=r"Expected the batches of whole updates, 4 of each rank\. Received: 3\."):
-        sampler.position_after(0, 3)
+        sampler.advance(3)

@@ -149,7 +149,7 @@ def test_set_epoch_reaches_every_holder() -> None:
 
 def test_iterator_that_ends_for_good() -> None:
     source = source_of(iter([1, 2, 3]))
-    assert source.num_batches is None and source.remaining_batches() is None
+    assert source.remaining_batches() is None and source.remaining_batches() is None
     assert drain(source, 2) + drain(source) == [1, 2, 3]
     assert source.remaining_batches() == 0
     source.finish_pass()
@@ -177,8 +177,8 @@ def test_a_loader_that_raised_is_not_taken_for_finished() -> None:
 
 def test_lengths_and_evenness() -> None:
     data = Augmented(LENGTH)
-    assert source_of([1, 2]).num_batches == 2
-    assert source_of(stateful_loader(Stream(4))).num_batches is None
+    assert source_of([1, 2]).remaining_batches() == 2
+    assert source_of(stateful_loader(Stream(4))).remaining_batches() is None
     assert source_of([1], world_size=1).even and not source_of([1], world_size=2).even
     assert source_of(TorchDataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=1)), world_size=2).even
     assert not source_of(TorchDataLoader(data), world_size=2).even
