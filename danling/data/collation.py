@@ -43,29 +43,16 @@ def move_to_device(batch: object, device: torch.device, non_blocking: bool = Tru
 
 
 def _move(value: Any, device: torch.device, non_blocking: bool) -> object:
+    kind: Any = type(value)
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)
-    if type(value) in (list, tuple):
-        return type(value)([_move(item, device, non_blocking) for item in value])
-    if type(value) is dict:
-        return {key: _move(item, device, non_blocking) for key, item in value.items()}
     if value is None or isinstance(value, (str, bytes, int, float)):
         return value
-    if callable(getattr(value, "to", None)) and not isinstance(value, type):
-        return _ask_to_move(value, device, non_blocking)
-    return _move_container(value, device, non_blocking)
-
-
-def _ask_to_move(value: Any, device: torch.device, non_blocking: bool) -> object:
-    try:
-        return value.to(device, non_blocking=non_blocking)
-    except TypeError:
-        # Not everyone who has `to` knows about blocking.
-        return value.to(device)
-
-
-def _move_container(value: object, device: torch.device, non_blocking: bool) -> object:
-    kind: Any = type(value)
+    if kind not in (list, tuple, dict) and callable(getattr(value, "to", None)) and not isinstance(value, type):
+        try:
+            return value.to(device, non_blocking=non_blocking)
+        except TypeError:  # its `to` does not know about blocking
+            return value.to(device)
     if isinstance(value, Mapping):
         return kind({key: _move(item, device, non_blocking) for key, item in value.items()})
     if isinstance(value, (tuple, MutableSequence)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Any
 
@@ -84,58 +84,44 @@ def from_datamodule(datamodule: Any, *, splits: Iterable[str] | str | None = Non
     Examples:
         >>> self.datasets = dl.data.from_datamodule(MyDataModule("data"))  # doctest: +SKIP
     """
-    if splits is None:
-        splits = [split for split in STAGES if _is_own(datamodule, _loader_of(split))]
-    asked = [splits] if isinstance(splits, str) else list(splits)
-    _check(datamodule, asked)
-    _say_what_is_ignored(datamodule)
-    _prepare(datamodule)
+
+    def is_own(name: str) -> bool:
+        """Whether a method is the user's, and not one of Lightning that does nothing or fails."""
+        method = getattr(type(datamodule), name, None)
+        own = callable(method) and getattr(method, "__module__", "").partition(".")[0] not in _LIBRARY
+        return own or name in vars(datamodule)  # as `LightningDataModule.from_datasets` sets it
+
+    launch, kind = LaunchEnvironment.read(), type(datamodule).__name__
+    present = [split for split in STAGES if is_own(f"{split}_dataloader")]
+    asked = present if splits is None else [splits] if isinstance(splits, str) else list(splits)
+    unknown = [split for split in asked if split not in present]
+    if unknown or not asked:
+        methods = " or ".join(f"{split}_dataloader" for split in unknown or STAGES)
+        raise ValueError(
+            f"Expected a data module with a method {methods}. Received: {kind}, which has loaders for {present or 'no split'}. Define it, "
+            "or name others in `splits`."
+        )
+    ignored = {name: place for name, place in _IGNORED.items() if is_own(name)}
+    if ignored and launch.rank == 0:
+        logger.warning(
+            "%s defines %s, which only a trainer of Lightning calls: %s is not called. What it does belongs into %s.",
+            kind,
+            ", ".join(ignored),
+            "it" if len(ignored) == 1 else "none of them",
+            "; ".join(dict.fromkeys(ignored.values())),
+        )
+    _prepare(datamodule, launch)
     for stage in dict.fromkeys(STAGES[split] for split in asked):
         if callable(getattr(datamodule, "setup", None)):
             datamodule.setup(stage)
     found: dict[str, Any] = {}
     for split in asked:
-        found.update(_named(split, getattr(datamodule, _loader_of(split))()))
+        found.update(_named(split, getattr(datamodule, f"{split}_dataloader")()))
     return {split: _taken_over(loader) for split, loader in found.items()}
 
 
-def _loader_of(split: str) -> str:
-    return f"{split}_dataloader"
-
-
-def _is_own(datamodule: Any, name: str) -> bool:
-    """Whether a method is the user's, and not one of Lightning that does nothing or fails."""
-    if name in vars(datamodule):
-        return True  # as `LightningDataModule.from_datasets` sets it
-    method = getattr(type(datamodule), name, None)
-    return callable(method) and getattr(method, "__module__", "").partition(".")[0] not in _LIBRARY
-
-
-def _check(datamodule: Any, splits: Sequence[str]) -> None:
-    unknown = [split for split in splits if split not in STAGES or not _is_own(datamodule, _loader_of(split))]
-    if unknown or not splits:
-        present = [split for split in STAGES if _is_own(datamodule, _loader_of(split))]
-        raise ValueError(
-            f"Expected a data module with a method {' or '.join(map(_loader_of, unknown or STAGES))}. Received: "
-            f"{type(datamodule).__name__}, which has loaders for {present or 'no split'}. Define it, or name others in `splits`."
-        )
-
-
-def _say_what_is_ignored(datamodule: Any) -> None:
-    ignored = {name: place for name, place in _IGNORED.items() if _is_own(datamodule, name)}
-    if ignored and LaunchEnvironment.read().rank == 0:
-        logger.warning(
-            "%s defines %s, which only a trainer of Lightning calls: %s is not called. What it does belongs into %s.",
-            type(datamodule).__name__,
-            ", ".join(ignored),
-            "it" if len(ignored) == 1 else "none of them",
-            "; ".join(dict.fromkeys(ignored.values())),
-        )
-
-
-def _prepare(datamodule: Any) -> None:
+def _prepare(datamodule: Any, launch: LaunchEnvironment) -> None:
     """Call `prepare_data` where it is due, and wait for it; a failure is raised on all ranks."""
-    launch = LaunchEnvironment.read()
     every_node = getattr(datamodule, "prepare_data_per_node", True)
     error: Exception | None = None
     if callable(getattr(datamodule, "prepare_data", None)) and not (launch.local_rank if every_node else launch.rank):
@@ -143,14 +129,15 @@ def _prepare(datamodule: Any) -> None:
             datamodule.prepare_data()
         except Exception as failure:
             error = failure
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    failed = _agreed(told, launch) if launch.world_size > 1 and dist.is_initialized() else None
-    if failed is not None and error is None:
+    failed = None
+    if launch.world_size > 1 and dist.is_initialized():
+        failed = _agreed(None if error is None else f"{type(error).__name__}: {error}", launch)
+    if error is not None:
+        raise error
+    if failed is not None:
         raise RuntimeError(
             f"Expected {type(datamodule).__name__}.prepare_data to succeed. Received: {failed}. See the traceback of that rank."
         )
-    if error is not None:
-        raise error
 
 
 _rounds = count()

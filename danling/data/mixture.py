@@ -82,17 +82,24 @@ class Mixture(OrderedDataset):
                 f"Expected datasets by name. Received: sources={sources!r} ({type(sources).__name__}). Pass a mapping such as "
                 '{"web": web, "code": code}.'
             )
+        by_epoch: Any = weights
+        if not callable(weights) and not (weights and all(isinstance(key, int) for key in weights)):
+            by_epoch = {0: weights}
+        if not callable(by_epoch) and (0 not in by_epoch or min(by_epoch) < 0):
+            raise ValueError(
+                f"Expected weights by epoch that begin at epoch 0. Received: epochs {sorted(by_epoch)}. Add the weights of epoch 0."
+            )
         self.sources = dict(sources)
         self.names = list(self.sources)
         self.lengths = [_length_of(name, source) for name, source in self.sources.items()]
         self.shuffle = shuffle
         self.labelled = labelled
-        self._weights = weights
+        self._weights = by_epoch
         self._orders: dict[int, tuple[int, Order]] = {}
-        self._stages = [_Stage(0, self._turns_at(0), (0,) * len(self.names))]
+        self._stage, self._offset = _Stage(0, self._turns_at(0), (0,) * len(self.names)), 0
+        self._stages = [self._stage]
         self._known_until = 0
         self._length = self._chosen_length(length)
-        self._begin()
 
     def __len__(self) -> int:
         return self._length
@@ -103,7 +110,16 @@ class Mixture(OrderedDataset):
             raise IndexError(f"Expected a position between 0 and {self._length - 1}. Received: position={position}.")
         number, index = self.locate(position)
         sample = self.sources[self.names[number]][index]
-        return _labelled(sample, number, self.names[number]) if self.labelled else sample
+        if not self.labelled:
+            return sample
+        if isinstance(sample, Mapping):
+            return {**sample, SOURCE: number}
+        if isinstance(sample, (tuple, list)) and not hasattr(sample, "_fields"):
+            return (*sample, number)
+        raise ValueError(
+            f"Expected samples of a labelled mixture to be mappings, tuples or lists, which can hold the number of their source. "
+            f"Received: {type(sample).__name__} from source {self.names[number]!r}. Return a mapping, or leave labelled out."
+        )
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return the number of the source, in the order of `names`, and the index in it, at a position of the epoch."""
@@ -114,12 +130,16 @@ class Mixture(OrderedDataset):
             if source.epoch != passes:
                 source.set_epoch(passes)
             return number, place
-        return number, self._order(number, passes).indices(place, 1)[0]
+        held = self._orders.get(number)
+        if held is None or held[0] != passes:
+            seed = derive_seed(self.seed, "mixture", self.names[number], passes) if self.shuffle else None
+            held = self._orders[number] = passes, epoch_order(self.lengths[number], seed)
+        return number, held[1].indices(place, 1)[0]
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; sources with `set_epoch` get it, those with their own order get the number of their own pass."""
-        self.epoch = epoch
-        self._begin()
+        self.epoch, self._stage = epoch, self._stage_of(epoch)
+        self._offset = (epoch - self._stage.first) * self._length
         for source in self.sources.values():
             if hasattr(source, "set_epoch") and not isinstance(source, OrderedDataset):
                 source.set_epoch(epoch)
@@ -192,12 +212,11 @@ class Mixture(OrderedDataset):
 
     # Weights by epoch
 
-    def _begin(self) -> None:
-        self._stage = self._stage_of(self.epoch)
-        self._offset = (self.epoch - self._stage.first) * self._length
-
     def _stage_of(self, epoch: int) -> _Stage:
-        for later in self._changes(epoch):
+        changes = range(self._known_until + 1, epoch + 1) if callable(self._weights) else sorted(self._weights)
+        for later in changes:
+            if not self._known_until < later <= epoch:
+                continue
             last, turns = self._stages[-1], self._turns_at(later)
             self._known_until = later
             if turns.shares != last.turns.shares:
@@ -206,34 +225,16 @@ class Mixture(OrderedDataset):
                 self._stages.append(_Stage(later, turns, before))
         return next(stage for stage in reversed(self._stages) if stage.first <= epoch)
 
-    def _changes(self, epoch: int) -> list[int]:
-        """Return the epochs up to one at which weights may change and that were not looked at yet."""
-        if callable(self._weights):
-            return list(range(self._known_until + 1, epoch + 1))
-        return sorted(key for key in self._weights if isinstance(key, int) and self._known_until < key <= epoch)
-
     def _turns_at(self, epoch: int) -> Turns:
-        weights = self._weights_at(epoch)
+        """Return the turns of the weights that begin at an epoch."""
+        weights = self._weights(epoch) if callable(self._weights) else self._weights[epoch]
         if not isinstance(weights, Mapping) or set(weights) != set(self.names):
             names = sorted(map(str, weights)) if isinstance(weights, Mapping) else repr(weights)
             raise ValueError(
                 f"Expected a weight for each of the sources {sorted(self.names)} at epoch {epoch}. Received: {names}. Give every source "
                 "one, 0 for none."
             )
-        shares = proportions_of({name: weights[name] for name in self.names})
-        return turns_of(tuple(shares.values()))
-
-    def _weights_at(self, epoch: int) -> object:
-        weights: Any = self._weights
-        if callable(weights):
-            return weights(epoch)
-        if isinstance(weights, Mapping) and weights and all(isinstance(key, int) for key in weights):
-            if 0 not in weights or min(weights) < 0:
-                raise ValueError(
-                    f"Expected weights by epoch that begin at epoch 0. Received: epochs {sorted(weights)}. Add the weights of epoch 0."
-                )
-            return weights[max(key for key in weights if key <= epoch)]
-        return weights
+        return turns_of(tuple(proportions_of({name: weights[name] for name in self.names}).values()))
 
     def _chosen_length(self, length: object) -> int:
         if isinstance(length, int) and not isinstance(length, bool) and length > 0:
@@ -248,13 +249,6 @@ class Mixture(OrderedDataset):
             f"Expected length to be 'longest', 'shortest' or a positive number of samples. Received: length={length!r} "
             f"({type(length).__name__})."
         )
-
-    def _order(self, number: int, passes: int) -> Order:
-        held = self._orders.get(number)
-        if held is None or held[0] != passes:
-            seed = derive_seed(self.seed, "mixture", self.names[number], passes) if self.shuffle else None
-            held = self._orders[number] = passes, epoch_order(self.lengths[number], seed)
-        return held[1]
 
     def __getstate__(self) -> dict[str, object]:
         # Orders are made again where they are needed.
@@ -278,29 +272,25 @@ def _length_of(name: str, source: Any) -> int:
     return length
 
 
-def _labelled(sample: object, number: int, name: str) -> object:
-    if isinstance(sample, Mapping):
-        return {**sample, SOURCE: number}
-    if isinstance(sample, (tuple, list)) and not hasattr(sample, "_fields"):
-        return (*sample, number)
-    raise ValueError(
-        f"Expected samples of a labelled mixture to be mappings, tuples or lists, which can hold the number of their source. Received: "
-        f"{type(sample).__name__} from source {name!r}. Return a mapping, or leave labelled out."
-    )
-
-
 # Turns in fixed proportions
 
 LARGEST_PERIOD = 10**6
 """The largest common denominator of proportions; finer ones are rounded to multiples of one part in a million."""
 
 
-def proportions_of(weights: Mapping[str, object]) -> dict[str, Fraction]:
+def proportions_of(weights: Mapping[str, Any]) -> dict[str, Fraction]:
     """Return weights as fractions that add up to one.
 
     A float is taken for the shortest decimal that reads the same, so that 0.7 and 0.3 are seven and three tenths.
     """
-    exact = {name: _fraction(name, weight) for name, weight in weights.items()}
+    exact: dict[str, Fraction] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= float(weight) < float("inf"):
+            raise ValueError(
+                f"Expected the weight of source {name!r} to be a finite number of at least 0. Received: weights[{name!r}]={weight!r} "
+                f"({type(weight).__name__})."
+            )
+        exact[name] = Fraction(weight) if isinstance(weight, Rational) else Fraction(repr(float(weight)))
     total = sum(exact.values(), Fraction(0))
     if not total:
         raise ValueError(
@@ -309,25 +299,7 @@ def proportions_of(weights: Mapping[str, object]) -> dict[str, Fraction]:
     shares = {name: share / total for name, share in exact.items()}
     if lcm(*(share.denominator for share in shares.values())) <= LARGEST_PERIOD:
         return shares
-    return _rounded(shares)
-
-
-def _fraction(name: str, weight: Any) -> Fraction:
-    refused = isinstance(weight, bool) or not isinstance(weight, Real)
-    if not refused:
-        exact = Fraction(weight) if isinstance(weight, Rational) else None
-        if exact is None and float("-inf") < float(weight) < float("inf"):
-            exact = Fraction(repr(float(weight)))
-        if exact is not None and exact >= 0:
-            return exact
-    raise ValueError(
-        f"Expected the weight of source {name!r} to be a finite number of at least 0. Received: weights[{name!r}]={weight!r} "
-        f"({type(weight).__name__})."
-    )
-
-
-def _rounded(shares: Mapping[str, Fraction]) -> dict[str, Fraction]:
-    """Return multiples of one in a million by largest remainders, so that they add up to one; each source keeps at least one."""
+    # Multiples of one in a million by largest remainders, so that they add up to one; each source keeps at least one.
     parts = {name: share * LARGEST_PERIOD for name, share in shares.items()}
     whole = {name: max(int(part), 1 if part else 0) for name, part in parts.items()}
     missing = LARGEST_PERIOD - sum(whole.values())
@@ -350,11 +322,21 @@ class Turns:
         self.period = lcm(*(share.denominator for share in shares))
         self.in_period = [int(share * self.period) for share in shares]
         """Turns of each party in a period."""
-        self._party = array("I", _assign(self.in_period, self.period))
+        self._party = array("I")
+        """Whose turn each of a period is."""
         self._turns = [array("I") for _ in shares]
         """Turns of each party within a period, rising."""
-        for turn, party in enumerate(self._party):
+        # The number-th turn of a party comes after `number * period / share` turns at the earliest, and is due one period later.
+        waiting = [(0, party) for party, share in enumerate(self.in_period) if share]
+        due: list[tuple[int, int]] = []
+        for turn in range(self.period):
+            while waiting and waiting[0][0] <= turn:
+                _, party = heappop(waiting)
+                heappush(due, (-(-(len(self._turns[party]) + 1) * self.period // self.in_period[party]), party))
+            _, party = heappop(due)
+            self._party.append(party)
             self._turns[party].append(turn)
+            heappush(waiting, (len(self._turns[party]) * self.period // self.in_period[party], party))
 
     def at(self, turn: int) -> tuple[int, int]:
         """Return whose turn it is, and the how manieth of that party, both from 0."""
@@ -377,22 +359,3 @@ class Turns:
 def turns_of(shares: tuple[Fraction, ...]) -> Turns:
     """Return the turns of shares; the table of a period of a million takes a second or two to make."""
     return Turns(shares)
-
-
-def _assign(shares: list[int], period: int) -> list[int]:
-    """Return whose turn each of a period is."""
-    # The number-th turn of a party comes after `number * period / share` turns at the earliest, and is due one period later.
-    waiting = [(0, party) for party, share in enumerate(shares) if share]
-    waiting.sort()
-    had = [0] * len(shares)
-    due: list[tuple[int, int]] = []
-    order: list[int] = []
-    for turn in range(period):
-        while waiting and waiting[0][0] <= turn:
-            _, party = heappop(waiting)
-            heappush(due, (-(-(had[party] + 1) * period // shares[party]), party))
-        _, party = heappop(due)
-        order.append(party)
-        had[party] += 1
-        heappush(waiting, (had[party] * period // shares[party], party))
-    return order

@@ -81,30 +81,28 @@ class _Grouped(OrderedDataset):
         self.limit = limit
         self.shuffle = shuffle
         self.lengths = document_lengths(dataset, lengths, self.keys[0])
-        self._check_lengths(splits)
+        longest = int(self.lengths.max())
+        if not longest:
+            raise ValueError(f"Expected documents with tokens. Received: {len(self.lengths)} documents of length 0.")
+        if longest > limit and not splits:
+            index, more = int(self.lengths.argmax()), int((self.lengths > limit).sum())
+            mend = "raise length, or set too_long='split'" if isinstance(self, Packed) else "raise tokens"
+            raise ValueError(
+                f"Expected documents of at most {limit} tokens. Received: {more} longer ones, the longest at index {index} with "
+                f"{longest} tokens. Shorten or leave them out, {mend}."
+            )
         self.tokens_in_all = int(self.lengths.sum())
         documents = len(self.lengths)
         self.chunk = min(chunk or max(_CHUNK, _GROUPS * limit * documents // self.tokens_in_all), documents)
         self._members = epoch_order(documents, derive_seed("chunks", documents) if shuffle else None)
         self._counts, self._digest = [], 0
         for number in range(-(-documents // self.chunk)):
-            _, _, sizes = self._pieces(number)
+            sizes = [piece.size for piece in self._pieces(number)]
             self._digest = crc32(array("Q", sizes).tobytes(), self._digest)
             self._counts.append(len(self._grouped(sizes)))
-        self._plans: dict[int, tuple[list[int], list[int], list[int], list[list[int]]]] = {}
+        self._plans: dict[int, list[list[Piece]]] = {}
+        """The groups of the chunks that were read last, by chunk."""
         self._arrange()
-
-    def _check_lengths(self, splits: bool) -> None:
-        longest = int(self.lengths.max())
-        if not longest:
-            raise ValueError(f"Expected documents with tokens. Received: {len(self.lengths)} documents of length 0.")
-        if longest > self.limit and not splits:
-            index, more = int(self.lengths.argmax()), int((self.lengths > self.limit).sum())
-            mend = "raise length, or set too_long='split'" if isinstance(self, Packed) else "raise tokens"
-            raise ValueError(
-                f"Expected documents of at most {self.limit} tokens. Received: {more} longer ones, the longest at index {index} with "
-                f"{longest} tokens. Shorten or leave them out, {mend}."
-            )
 
     @abstractmethod
     def _grouped(self, sizes: list[int]) -> list[list[int]]:
@@ -141,10 +139,11 @@ class _Grouped(OrderedDataset):
         if number not in self._plans:
             while len(self._plans) >= _KEPT_CHUNKS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[number] = self._plan(number)
-        documents, starts, sizes, groups = self._plans[number]
-        group = groups[position - (self._ends[place - 1] if place else 0)]
-        return [Piece(documents[n], starts[n], sizes[n]) for n in group]
+            pieces = self._pieces(number, self._derived("documents", number))
+            groups = self._grouped([piece.size for piece in pieces])
+            order = epoch_order(len(groups), self._derived("groups", number)).indices(0, len(groups))
+            self._plans[number] = [[pieces[n] for n in groups[index]] for index in order]
+        return self._plans[number][position - (self._ends[place - 1] if place else 0)]
 
     def fingerprint(self, epoch: int) -> dict[str, str]:
         """Return what positions depend on, as text."""
@@ -164,8 +163,8 @@ class _Grouped(OrderedDataset):
     def _derived(self, purpose: str, *more: int) -> int | None:
         return derive_seed(self.seed, purpose, self.epoch, *more) if self.shuffle else None
 
-    def _pieces(self, chunk: int, seed: int | None = None) -> tuple[list[int], list[int], list[int]]:
-        """Return document, start and size of the pieces in a chunk, the largest first."""
+    def _pieces(self, chunk: int, seed: int | None = None) -> list[Piece]:
+        """Return the pieces in a chunk, the largest first."""
         documents = torch.tensor(self._members.indices(chunk * self.chunk, self.chunk))
         if seed is not None:
             documents = documents[torch.tensor(epoch_order(len(documents), seed).indices(0, len(documents)))]
@@ -175,15 +174,10 @@ class _Grouped(OrderedDataset):
         documents, starts = documents.repeat_interleave(parts), number * self.limit
         sizes = (lengths.repeat_interleave(parts) - starts).clamp(max=self.limit)
         sizes, falling = sizes.sort(descending=True, stable=True)
-        return documents[falling].tolist(), starts[falling].tolist(), sizes.tolist()
-
-    def _plan(self, chunk: int) -> tuple[list[int], list[int], list[int], list[list[int]]]:
-        documents, starts, sizes = self._pieces(chunk, self._derived("documents", chunk))
-        groups = self._grouped(sizes)
-        order = epoch_order(len(groups), self._derived("groups", chunk)).indices(0, len(groups))
-        return documents, starts, sizes, [groups[n] for n in order]
+        return list(map(Piece, documents[falling].tolist(), starts[falling].tolist(), sizes.tolist()))
 
     def _read(self, pieces: Sequence[Piece]) -> list[Any]:
+        """Return the documents of some pieces."""
         indices = [piece.document for piece in pieces]
         if reads_batches(self.dataset):
             return list(self.dataset.__getitems__(indices))
@@ -403,12 +397,7 @@ def cu_seqlens(document_ids: Tensor) -> Tensor:
 
 
 def document_lengths(dataset: Any, lengths: Lengths, key: str) -> Tensor:
-    """Return the number of tokens of each document, in int32.
-
-    Args:
-        dataset: A map-style dataset.
-        lengths: An array, a function of the index, a path where they are kept, or `None` to count them.
-        key: Key of the tokens in a document that is a mapping.
+    """Return the number of tokens of each document, in int32; counted, if they are not given or kept at a path.
 
     Raises:
         ValueError: If there are not as many as documents, or one is negative.
@@ -420,7 +409,12 @@ def document_lengths(dataset: Any, lengths: Lengths, key: str) -> Tensor:
     elif callable(lengths):
         found = [lengths(index) for index in range(documents)]
     elif lengths is None or path is not None:
-        found = _counted(dataset, documents, key)
+        from tqdm import tqdm
+
+        hidden = None if LaunchEnvironment.read().rank == 0 else True  # None: shown on a terminal
+        shown = tqdm(range(documents), desc="lengths", unit=" documents", disable=hidden, leave=False)
+        samples = (dataset[index] for index in shown)
+        found = [len(sample[key] if isinstance(sample, Mapping) else sample) for sample in samples]
     else:
         found = lengths
     found = torch.as_tensor(found)
@@ -436,14 +430,3 @@ def document_lengths(dataset: Any, lengths: Lengths, key: str) -> Tensor:
         torch.save(found, file)
         write_atomically(path, file.getvalue())
     return found
-
-
-def _counted(dataset: Any, documents: int, key: str) -> list[int]:
-    from tqdm import tqdm
-
-    shown = None if LaunchEnvironment.read().rank == 0 else True  # None: on a terminal
-    counted = []
-    for index in tqdm(range(documents), desc="lengths", unit=" documents", disable=shown, leave=False):
-        sample = dataset[index]
-        counted.append(len(sample[key] if isinstance(sample, Mapping) else sample))
-    return counted
