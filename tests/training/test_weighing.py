@@ -130,7 +130,7 @@ def test_the_first_sample_to_train_on_is_looked_at_without_moving_the_streams(
         train_splits=["other", "train"],
         sources={"train": source},
         datasets={"train": dataset, "val": Drawing(PAIR)},
-        _data=SimpleNamespace(splits=SimpleNamespace(settings=lambda split: options)),
+        _data=SimpleNamespace(settings=lambda split: options),
     )
     torch.manual_seed(3)
     expected_draw = torch.rand(2)
