@@ -12,7 +12,7 @@ from torch.utils.data._utils.collate import default_convert
 
 from .collation import collate
 from .dataset_state import from_plain, get_states, is_equal, is_stateful, parts_of, stateful_parts, to_plain
-from .randomness import Generators, derive_seed, mix_seed, seed_host_streams
+from .randomness import Generators, derive_seed, mix_seed
 from .sampler import BatchKey
 from .workers import WorkersView
 
@@ -97,19 +97,20 @@ class KeyedDataset(WorkersView, Dataset[Any]):
 
     def _read(self, key: BatchKey, single: bool) -> Any:
         dataset, indices = self.dataset, key.indices
-        if self._generators is not None:
-            self._seed(key.position)
+        generators = self._generators
+        if generators is not None:
+            generators.seed(mix_seed(self._base, key.position))
         try:
             if single:
                 items = dataset[indices[0]]
             elif self.reads_batches:
                 items = dataset.__getitems__(list(indices))
-            elif not self.by_sample:
+            elif not self.by_sample or generators is None:
                 items = [dataset[index] for index in indices]
             else:
                 items = [dataset[indices[0]]]
                 for position, index in enumerate(indices[1:], key.position + 1):
-                    self._seed(position)
+                    generators.seed(mix_seed(self._base, position))
                     items.append(dataset[index])
         except StopIteration as error:  # with which a pass would end in silence
             raise RuntimeError(
@@ -117,12 +118,6 @@ class KeyedDataset(WorkersView, Dataset[Any]):
                 f"{indices}. Mend its __getitem__, or shorten its __len__."
             ) from error
         return items if self.collate_fn is None else self.collate_fn(items)
-
-    def _seed(self, position: int) -> None:
-        seed = mix_seed(self._base, position)
-        if self._generators:
-            self._generators.seed(seed)
-        seed_host_streams(seed)
 
 
 def reads_batches(dataset: object) -> bool:
@@ -228,7 +223,7 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
             if self._draws and self._items % self.every == 0:
                 if self._items == self.every:
                     self._generators.look()  # for what the first batch has made
-                self._seed(mix_seed(self._base, self._items // self.every))
+                self._generators.seed(mix_seed(self._base, self._items // self.every))
             try:
                 items.append(next(self._iterator))
                 self._items += 1
@@ -237,12 +232,8 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
         return items
 
     def _begin(self) -> Iterator[Any]:
-        self._seed(derive_seed(self.seed, "order", self.split, self.epoch))
+        self._generators.seed(derive_seed(self.seed, "order", self.split, self.epoch))
         return iter(self._read)
-
-    def _seed(self, seed: int) -> None:
-        self._generators.seed(seed)
-        seed_host_streams(seed)
 
     def place(self) -> dict[str, Any]:
         """Return the number of items, and the state of the dataset or its iterator where they have one."""
@@ -282,7 +273,7 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
             if iterator is not None:
                 self._iterator.load_state_dict(from_plain(iterator))  # type: ignore[attr-defined]
             self._items = items
-            self._seed(mix_seed(self._base, items // self.every))
+            self._generators.seed(mix_seed(self._base, items // self.every))
 
 
 def _of_datasets(dataset: object) -> bool:

@@ -76,7 +76,7 @@ class LibraryLoader(TorchDataLoader[Any]):
 class KeyedLoader(LibraryLoader):
     """A loader over a map-style dataset that reads the keys of an order, seeds before it reads, and has a position; see `KeyedDataset`.
 
-    Iterating begins at the position; the position moves when `advance` says that batches were consumed.
+    Iterating begins at the position, which is that of `order` and moves when `order.advance` says that batches were consumed.
 
     Attributes:
         kind: How the loader is positioned, as its state in a checkpoint names it.
@@ -144,31 +144,6 @@ class KeyedLoader(LibraryLoader):
         )
         return {"dataset": dataset} if own is None else {"dataset": dataset, "collate_fn": _as_is}
 
-    # Position
-
-    @property
-    def epoch(self) -> int:
-        """The pass that the position is in."""
-        return int(self.order.epoch)
-
-    @property
-    def consumed(self) -> int:
-        """How far the pass is consumed: samples over all ranks, or batches of this rank in the order of a sampler of the user's."""
-        return int(self.order.consumed)
-
-    def remaining_batches(self) -> int | None:
-        """Return the batches on this rank from the position to the end of the pass; `None` if unknown."""
-        left: int | None = self.order.remaining()
-        return left
-
-    def advance(self, batches: int) -> None:
-        """Move the position: an update consumed `batches` batches of each rank."""
-        self.order.advance(batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of a pass."""
-        self.order.set_epoch(epoch)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position, what tells whether it fits, and the dataset's own state, if it has one."""
         return {**self.order.state_dict(), **({"dataset": get_states(self.stateful)} if self.stateful else {})}
@@ -202,7 +177,7 @@ class DataLoader(KeyedLoader):
 
     Its state is (seed, epoch, consumed), which determines everything that is read: the number of workers, their
     prefetched batches and the number of ranks do not matter. Iterating begins at the position; the position moves when
-    `advance` says that batches were consumed. `len(loader)` is the number of batches of a whole pass on this rank.
+    `order.advance` says that batches were consumed. `len(loader)` is the number of batches of a whole pass on this rank.
 
     Args:
         dataset: A map-style dataset.
@@ -285,10 +260,6 @@ class DataLoader(KeyedLoader):
         """Whether each rank has a dataset whose own state is to be saved."""
         return bool(self.stateful)
 
-    def is_even(self, world_size: int) -> bool:
-        """Return whether every rank is known to get the same number of batches."""
-        return self.order.even
-
     @property
     def length(self) -> int:
         """Samples of a pass, as the dataset had them when the pass began."""
@@ -328,7 +299,7 @@ class DataLoader(KeyedLoader):
         Args:
             read: Whether their data is needed; else it is `PLACEHOLDER`.
         """
-        data: Iterable[Any] = iter(self) if read and self.order.remaining() else repeat(PLACEHOLDER)
+        data: Iterable[Any] = iter(self) if read and self.order.remaining_batches() else repeat(PLACEHOLDER)
         for batch in self.order.batches(data):
             if self.batch_size is None:  # only the dataset knows how many samples an item holds
                 batch = batch._replace(samples=None if batch.samples else 0, total=None)

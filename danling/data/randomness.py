@@ -112,7 +112,12 @@ def seed_streams(seed: int, device: torch.device | None = None) -> None:
         if torch.cuda.is_available():
             torch.cuda.manual_seed(seed)
     elif device.type != "cpu":
-        _seed_device(seed, device)
+        module: Any = torch.get_device_module(device)
+        if device.index is None or not hasattr(module, "default_generators"):
+            module.manual_seed(seed)
+        else:
+            module.init()
+            module.default_generators[device.index].manual_seed(seed)
 
 
 def seed_host_streams(seed: int) -> None:
@@ -122,15 +127,6 @@ def seed_host_streams(seed: int) -> None:
     numpy = _numpy[0] if _numpy else get_numpy()
     if numpy is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
-
-
-def _seed_device(seed: int, device: torch.device) -> None:
-    module: Any = torch.get_device_module(device)
-    if device.index is None or not hasattr(module, "default_generators"):
-        module.manual_seed(seed)
-        return
-    module.init()
-    module.default_generators[device.index].manual_seed(seed)
 
 
 # Generators that objects hold
@@ -169,9 +165,10 @@ class Generators:
         return any(id(held) not in known for held, _ in self._seeded)
 
     def seed(self, seed: int) -> None:
-        """Seed each generator with its own member of a family. Seed the global streams afterwards: a method may touch them."""
+        """Seed each generator with its own member of a family, and then the global streams of the host, which a method may touch."""
         for held, salt in self._seeded:
             seed_generator(held, mix_seed(seed, salt))
+        seed_host_streams(seed)
 
 
 def _walk(roots: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

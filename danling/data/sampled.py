@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from .dataset_state import from_plain, is_stateful, to_plain
 from .loader import PLACEHOLDER, KeyedLoader, LibraryLoader, StreamLoader
-from .randomness import Generators, derive_seed, mix_seed, seed_host_streams
+from .randomness import Generators, derive_seed, mix_seed
 from .sampler import Batch, BatchKey
 
 
@@ -92,13 +92,18 @@ class SampledBatches(Sampler[BatchKey]):
         """Return the number of batches of a whole pass."""
         return self._count(len(self.sampler))
 
-    def remaining(self) -> int | None:
+    def remaining_batches(self) -> int | None:
         """Return the batches from the position to the end of the pass, `None` where the sampler has no length."""
         length = self.length
         return None if length is None else max(self._count(length - self.position), 0)
 
     def _count(self, length: int) -> int:
         return length // self.batch_size if self.drop_last else -(-length // self.batch_size)
+
+    def is_even(self) -> bool:
+        """Return whether every rank is known to get the same number of batches."""
+        sampler = getattr(self.sampler, "sampler", self.sampler)
+        return self.world_size == 1 or isinstance(sampler, DistributedSampler)
 
     # Position
 
@@ -228,18 +233,14 @@ class _Drawn:
             self._generators.look()
 
     def _begin(self) -> Iterator[Any]:
-        self._seed(self._order_seed)
+        self._generators.seed(self._order_seed)
         items = iter(self._batches.sampler)
         return items if self._length is None else chain(list(islice(items, self._length)), items)
-
-    def _seed(self, seed: int) -> None:
-        self._generators.seed(seed)
-        seed_host_streams(seed)
 
     def take(self, number: int) -> list[Any]:
         """Return the next items, those of a batch; fewer where the pass ends."""
         if self._length is None or self.position + number > self._length:
-            self._seed(mix_seed(self._order_seed, self._chunks))
+            self._generators.seed(mix_seed(self._order_seed, self._chunks))
         items = list(islice(self._items, number))
         self._chunks += 1
         self.position += len(items)
@@ -301,14 +302,9 @@ class SampledLoader(KeyedLoader):
             **settings,
         )
 
-    def is_even(self, world_size: int) -> bool:
-        """Return whether every rank is known to get the same number of batches."""
-        sampler = self.order.sampler
-        return world_size == 1 or isinstance(getattr(sampler, "sampler", sampler), DistributedSampler)
-
     def micro_batches(self, *, read: bool) -> Iterator[Batch]:
         """Yield the batches from the position on; without reading, placeholders without end."""
-        if not read or self.order.remaining() != 0:
+        if not read or self.order.remaining_batches() != 0:
             data = enumerate(self if read else repeat(PLACEHOLDER), self.order.consumed)
             for number, each in data:
                 yield Batch(each, None, None, place=(self.order.rank, number))

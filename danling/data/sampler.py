@@ -324,9 +324,8 @@ class PositionedBatchSampler(Sampler[BatchKey]):
         """Samples of a whole pass over all ranks: without a ragged stretch, where these are left out."""
         return self.length - self.length % self.division.samples if self.drop_last else self.length
 
-    @property
-    def even(self) -> bool:
-        """Whether every rank gets the same number of batches in a pass from the position."""
+    def is_even(self) -> bool:
+        """Return whether every rank gets the same number of batches in a pass from the position."""
         tail = self.tail(self.consumed)
         return self.pad or tail == 0 or self.division.share(tail, self.world_size - 1)[1] > 0
 
@@ -334,7 +333,7 @@ class PositionedBatchSampler(Sampler[BatchKey]):
         """Return the number of batches of a whole pass on this rank."""
         return self._count(0)
 
-    def remaining(self) -> int:
+    def remaining_batches(self) -> int:
         """Return the number of batches on this rank from the position to the end of the pass."""
         return self._count(self.consumed)
 

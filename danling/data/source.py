@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from .dataset_state import get_states, is_stateful, set_states, stateful_parts
 from .loader import PLACEHOLDER, KeyedLoader, StreamLoader
-from .randomness import Generators, derive_seed, mix_seed, seed_host_streams
+from .randomness import Generators, derive_seed, mix_seed
 from .sampled import keyed_twin, of_torchdata
 from .sampler import Batch
 from .workers import end_with_process, kept_from_group_signals, shut_down_workers
@@ -104,7 +104,8 @@ class BatchSource:
 
     Attributes:
         loader: What `open_source` was given.
-        read: What reads it and has the position: the loader itself, a keyed one that replaces it, or a `LiveLoader` around it.
+        read: What reads it: the loader itself, a keyed one that replaces it, or a `LiveLoader` around it.
+        position: What has the position: the order of a keyed loader, else the same.
         split: Name of the split.
         world_size: How many ranks read different shares of it.
         reads: Whether batches are read on this rank.
@@ -116,6 +117,7 @@ class BatchSource:
     def __init__(self, loader: Any, read: Any, *, split: str, world_size: int, reads: bool) -> None:
         self.loader: Any = loader
         self.read: Any = read
+        self.position: Any = read.order if isinstance(read, KeyedLoader) else read
         self.split, self.world_size, self.reads = split, world_size, reads
         self.kind: str = read.kind
         self.is_rank_local: bool = read.is_rank_local
@@ -124,21 +126,21 @@ class BatchSource:
     @property
     def epoch(self) -> int:
         """The pass that the position is in, from 0."""
-        return int(self.read.epoch)
+        return int(self.position.epoch)
 
     @property
     def consumed(self) -> int:
         """How much of the pass is consumed: samples over all ranks for a loader of the library, else batches of this rank."""
-        return int(self.read.consumed)
+        return int(self.position.consumed)
 
     @property
     def even(self) -> bool:
         """Whether every rank is known to get the same number of batches."""
-        return (self.reads or self.foreseen) and self.read.is_even(self.world_size)
+        return (self.reads or self.foreseen) and bool(self.position.is_even())
 
     def remaining_batches(self) -> int | None:
         """Return the batches from the position to the end of the pass on this rank, `None` if unknown."""
-        left: int | None = self.read.remaining_batches()
+        left: int | None = self.position.remaining_batches()
         return left
 
     def batches(self) -> Iterator[Batch]:
@@ -156,11 +158,11 @@ class BatchSource:
         Args:
             batches: The next batches that `batches()` gave, padding included. Only their number is read.
         """
-        self.read.advance(len(batches))
+        self.position.advance(len(batches))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of pass `epoch`."""
-        self.read.set_epoch(epoch)
+        self.position.set_epoch(epoch)
 
     def finish_pass(self) -> None:
         """Go to the beginning of the next pass."""
@@ -185,7 +187,7 @@ class BatchSource:
         """
         if not (self.reads or self.foreseen):  # the state of the loader itself is for the ranks that read it
             self.set_epoch(int(state["epoch"]))
-            self.read.advance(int(state["consumed"]))
+            self.position.advance(int(state["consumed"]))
             return
         kind = state.get("kind")
         if kind != self.kind:
@@ -285,15 +287,15 @@ class LiveLoader:
         self._exhausted = False
         self._was_iterated = False
         self._seeds = seed is not None and type(loader) not in (list, tuple, range, StreamLoader)
-        self._generators: Generators | None = None
+        self._generators = Generators({})
         self._pending: Mapping[str, Any] | None = None
         """The loader's state, from a checkpoint until the next iterator is made."""
         self._ahead: tuple[Any, dict[str, Any]] | None = None
         """What was read only to learn whether there is a batch, `_END` or an error; with the position before it, or after the end."""
 
-    def is_even(self, world_size: int) -> bool:
+    def is_even(self) -> bool:
         """Return whether every rank is known to get the same number of batches."""
-        return world_size == 1 or isinstance(getattr(self.loader, "sampler", None), DistributedSampler)
+        return self.world_size == 1 or isinstance(getattr(self.loader, "sampler", None), DistributedSampler)
 
     def remaining_batches(self) -> int | None:
         """Return the batches from the position to the end of the pass, `None` if unknown."""
@@ -336,18 +338,13 @@ class LiveLoader:
         """Return the next batch, `_END` after the last one."""
         if number and self._seeds:
             # The first batch goes on from how the pass was seeded, since many samplers draw their order only then.
-            self._seed(mix_seed(self._derived("read"), number))
+            self._generators.seed(mix_seed(self._derived("read"), number))
         return next(live, _END)
 
     def _derived(self, purpose: str) -> int:
         # Another sampler may draw one permutation for all ranks and take a part of it, for which all must draw the same.
         own = type(getattr(self.loader, "sampler", None)) in (RandomSampler, SequentialSampler, DistributedSampler)
         return derive_seed(self.seed or 0, purpose, self.split, self.epoch, *((self.rank,) if own else ()))
-
-    def _seed(self, seed: int) -> None:
-        if self._generators is not None:
-            self._generators.seed(seed)
-        seed_host_streams(seed)
 
     def _iterate(self) -> Iterator[Any]:
         """Return the loader's iterator, at the beginning of the pass or at the state that the loader has loaded."""
@@ -363,7 +360,7 @@ class LiveLoader:
         if self._seeds:
             self._generators = Generators({"loader": loader})
         if self.seed is not None:
-            self._seed(self._derived("order"))
+            self._generators.seed(self._derived("order"))
         with kept_from_group_signals(loader):
             iterator: Iterator[Any] = iter(loader)
         if getattr(loader, "num_workers", 0) and hasattr(iterator, "_shutdown_workers"):
@@ -536,7 +533,8 @@ class ReaderPlace:
 class WindowLoader(ABC):
     """A loader that divides whole updates over the ranks itself, so that all of them end a pass at the same one without a word.
 
-    Its position counts samples over all ranks, and means the same on any number of them.
+    Its position counts samples over all ranks, and means the same on any number of them. In addition to the methods here, it has
+    `micro_batches`, `advance`, `set_epoch`, `load_state_dict` and `close`, as `LiveLoader` has them.
 
     Attributes:
         epoch: Pass of the position, from 0.
@@ -549,7 +547,7 @@ class WindowLoader(ABC):
     epoch: int
     consumed: int
 
-    def is_even(self, world_size: int) -> bool:
+    def is_even(self) -> bool:
         """Return whether every rank is known to get the same number of batches."""
         return True
 
@@ -562,28 +560,8 @@ class WindowLoader(ABC):
         """Hear where it is read; called before anything else."""
 
     @abstractmethod
-    def micro_batches(self, *, read: bool) -> Iterator[Batch]:
-        """Yield the micro-batches of this rank from the position on, each with its place in the order.
-
-        Args:
-            read: Whether their data is needed; else it is `PLACEHOLDER`.
-        """
-
-    @abstractmethod
-    def advance(self, batches: int) -> None:
-        """Move the position by so many batches of each rank."""
-
-    @abstractmethod
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of a pass."""
-
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Go to a saved position."""
 
     @abstractmethod
     def commit_state(self, state: Mapping[str, Any]) -> None:
@@ -601,7 +579,3 @@ class WindowLoader(ABC):
     def standing(self) -> Mapping[str, object]:
         """Return how far the loader and those who fill it are, as plain values: `stream`, a name that both sides know, `side`,
         `published`, `trained`, `waited_seconds` and `end`. May be called on one rank."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of what the loader has opened."""

@@ -43,7 +43,10 @@ class WorkerInit:
                 signal.signal(number, signal.SIG_IGN)
             if hasattr(signal, "pthread_sigmask"):
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-        _show_users_dataset()
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, WorkersView):
+            # What functions of the user's divide is their dataset, not the keyed view of it. torch has the attribute read-only.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user is not None:
             self.user(worker_id)
 
@@ -59,13 +62,6 @@ def signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _show_users_dataset() -> None:
-    """Let `get_worker_info().dataset` be the user's dataset, which functions of theirs divide, not the keyed view of it."""
-    info = get_worker_info()
-    if info is not None and isinstance(info.dataset, WorkersView):
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch has it read-only
 
 
 @contextmanager
@@ -88,15 +84,12 @@ def kept_from_group_signals(loader: object) -> Iterator[None]:
 
 
 def shut_down_workers(loader: Any) -> None:
-    """End the worker processes of a loader; one that does not end within torch's time limit is killed."""
-    iterator = getattr(loader, "_iterator", None)
+    """End the worker processes of a loader or an iterator; one that does not end within torch's time limit is killed."""
+    iterator = loader if hasattr(loader, "_shutdown_workers") else getattr(loader, "_iterator", None)
     if iterator is None:
         return
-    loader._iterator = None
-    _end_workers(iterator)
-
-
-def _end_workers(iterator: object) -> None:
+    if iterator is not loader:
+        loader._iterator = None
     workers = list(getattr(iterator, "_workers", ()))
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
@@ -123,7 +116,4 @@ def end_with_process(loader: object) -> None:
 def _shut_down_all() -> None:
     for loader, owner in list(_loaders.items()):
         if owner == os.getpid():  # a forked process has copies of loaders that are not its own
-            if hasattr(loader, "_shutdown_workers"):
-                _end_workers(loader)
-            else:
-                shut_down_workers(loader)
+            shut_down_workers(loader)

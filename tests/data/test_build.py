@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.datasets import Augmented, stateful_loader
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data._utils.collate import default_convert
 
-from danling.data import DataLoader, build_dataloader, order_setting
+from danling.data import DataLoader, build_dataloader, from_datamodule, order_setting
 from danling.data.run_data import merge_settings
 
 
@@ -116,3 +118,20 @@ def test_a_sampler_that_was_asked_what_it_yields_keeps_its_attributes() -> None:
     asked = Lists()
     order_setting(asked, {})
     assert asked.passes == 0
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def test_default_convert_leaves_batches_lists() -> None:
+    """As the collate_fn of a loader with batches, it is not replaced by what stacks them."""
+    assert list(build(Numbers(), {"batch_size": 2, "collate_fn": default_convert})) == [[0, 1], [2, 3]]
+    assert torch.equal(next(iter(build(Numbers(), {"batch_size": 2}))), torch.tensor([0, 1]))
+    for loader, kept in (
+        (TorchDataLoader(range(4), batch_size=2, collate_fn=default_convert), True),  # type: ignore[arg-type]
+        (TorchDataLoader(range(4), batch_size=None), False),  # type: ignore[arg-type]
+    ):
+        found = from_datamodule(SimpleNamespace(train_dataloader=lambda loader=loader: loader))
+        assert (found["train"].settings.get("collate_fn") is default_convert) is kept

@@ -173,7 +173,7 @@ def test_evaluation_gives_each_sample_once_and_nothing_to_idle_ranks() -> None:
     assert counts == [[(2, 5)], [(1, 5)], [(1, 5)], [(1, 5)]]
     loaders = [make(dataset=Augmented(2), shuffle=False, pad=False, rank=rank, world_size=4) for rank in range(4)]
     assert [len(list(loader)) for loader in loaders] == [1, 1, 0, 0]
-    assert not loaders[0].order.even
+    assert not loaders[0].order.is_even()
 
 
 def test_dataset_hears_of_the_epoch_also_in_persistent_workers() -> None:
@@ -198,7 +198,7 @@ def test_another_length_is_refused_by_name() -> None:
     for consumed, left in ((0, 6), (23, 0)):  # between two passes
         other = make(dataset=Augmented(24))
         other.load_state_dict({**state, "consumed": consumed})
-        assert other.remaining_batches() == left
+        assert other.order.remaining_batches() == left
 
 
 def test_states_that_do_not_fit_are_refused() -> None:

@@ -212,3 +212,24 @@ def test_batches_out_of_order_are_named(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING, logger="danling"):
         assert source_of(loader).kind == "counted"
     assert "split 'train' has in_order=False" in caplog.text
+
+
+@pytest.mark.parametrize("read", [1, 3, 6])
+def test_a_loaded_position_is_given_up_by_a_rewind(read: int) -> None:
+    def make() -> BatchSource:
+        sampler = RandomSampler(range(12), generator=torch.Generator().manual_seed(3))
+        return open_source(stateful_loader(list(range(12)), 2, sampler=sampler), split="train")
+
+    def rest(source: BatchSource) -> list[list[int]]:
+        return [batch.data.tolist() for batch in source.batches()]
+
+    saved = make()
+    begun = [batch.tolist() for batch in drain(saved, read)]
+    state = saved.state_dict()
+    whole = begun + rest(saved)
+    loaded, again = make(), make()
+    loaded.load_state_dict(state)
+    loaded.rewind()
+    assert rest(loaded) == whole
+    again.load_state_dict(state)
+    assert rest(again) == whole[read:]
