@@ -328,7 +328,7 @@ def is_plain_loader(loader: Any) -> bool:
 def keyed_twin(loader: Any, *, world_size: int, **place: Any) -> LibraryLoader | None:
     """Return a loader that reads what a loader of the user's does, in the order of its sampler, with randomness keyed.
 
-    The user's own is not touched: its dataset, samplers and functions are used as they are. `None` where it has an order of its own.
+    The user's own is not touched: its dataset, samplers and functions are used as they are. `None` where nothing is known of its order.
     """
     if not is_plain_loader(loader) or isinstance(loader.dataset, IterDataPipe):
         return None

@@ -496,6 +496,15 @@ class _Failed:
 # Loaders of one order of samples that grows while it is read: what they are told of a run, and asked by it
 
 
+def _unnamed() -> str:
+    """Return no identity."""
+    return ""
+
+
+def _ignore(*_: object) -> None:
+    """Neither answer nor end a wait."""
+
+
 @dataclass(frozen=True)
 class ReaderPlace:
     """Where a loader is read.
@@ -523,11 +532,11 @@ class ReaderPlace:
     seed: int = 0
     is_main: bool = True
     trained: bool = True
-    run: Callable[[], str] = lambda: ""
-    unsaved_updates: Callable[[], int | None] = lambda: None
-    waiting: Callable[[int], None] = lambda place: None
-    waited: Callable[[], None] = lambda: None
-    over: Callable[[], None] = lambda: None
+    run: Callable[[], str] = _unnamed
+    unsaved_updates: Callable[[], int | None] = _ignore
+    waiting: Callable[[int], None] = _ignore
+    waited: Callable[[], None] = _ignore
+    over: Callable[[], None] = _ignore
 
 
 class WindowLoader(ABC):
