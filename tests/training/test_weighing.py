@@ -17,7 +17,7 @@ def batch_loss(*overridden: str, targetless: bool | None = None, **runner: Any) 
     """Return the weights of a run whose hooks of these names are the user's; a batch weighs as many as its target has."""
     given: dict[str, Any] = {
         "_overrides": lambda hook: hook in overridden,
-        "_data": SimpleNamespace(splits=SimpleNamespace(settings=lambda split: {})),
+        "_data": SimpleNamespace(settings=lambda split: {}),
         "is_main_process": True,
         "criterion": None,
         "device": torch.device("cpu"),
