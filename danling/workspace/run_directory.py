@@ -11,7 +11,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +38,7 @@ _MOMENT_SECONDS = 0.25
 _CONFIG = Path("metadata", "config.full.yaml")
 _CHECKPOINT = re.compile(r"(latest|best|model|ckpt-(e\d+|s\d+))(\.pth(\.sha256(\.next)?)?)?")
 _NUMBERED = re.compile(r"(.+)-([1-9]\d*)")
+_NUMBER = re.compile(r"-[1-9]\d{0,5}\Z")
 _DIGITS = 16
 """Digits of the hash of a configuration at the end of an id."""
 
@@ -47,11 +47,13 @@ class RunInUseError(RuntimeError):
     """Another process writes into the directory."""
 
 
-@dataclass(frozen=True)
-class RunDirectoryRequest:
-    """What a start asks for: where its configuration lets it write, and what it resumes from.
+class RunDirectory:
+    """The directory of a run, which the constructor chooses, and the right to write into it. Used on one rank for all.
 
-    Attributes:
+    A directory that is named, or resumed in, is not touched before `enter`. A start from scratch in the default place makes a directory of
+    its own at once, and is its writer.
+
+    Args:
         config: The configuration of the run.
         id: Id of the run.
         code_id: Identity of the code, or `None` without git.
@@ -62,176 +64,199 @@ class RunDirectoryRequest:
             takes the next free name where the named directory holds a run, and takes over the directory of an earlier runner.
     """
 
-    config: RunnerConfig
-    id: str
-    code_id: str | None = None
-    part: str | None = None
-    replicas: int = 1
-    elsewhere: Callable[[], Sequence[int]] = tuple
-    reruns: bool = False
+    def __init__(
+        self,
+        config: RunnerConfig,
+        id: str,
+        *,
+        code_id: str | None = None,
+        part: str | None = None,
+        replicas: int = 1,
+        elsewhere: Callable[[], Sequence[int]] = tuple,
+        reruns: bool = False,
+    ) -> None:
+        self.id = id
+        self.from_scratch = True
+        self.notice: str | None = None
+        self._asked_id = id
+        self._config = config
+        self._code_id = code_id or ""
+        self._part = part
+        self._replicas = replicas
+        self._elsewhere = elsewhere
+        self._reruns = reruns
+        self._only_looks = bool(config.checkpoint.load_only)
+        self._family = absolute(config.workspace_root) / (f"{config.lineage}-{code_id}" if code_id else config.lineage)
+        named = config.get("checkpoint_dir", None)
+        self._checkpoint_dir = absolute(named) if named else None
+        limit = config.comm.init_timeout_seconds
+        # The other ranks wait as well, and must not give up first.
+        self._wait_seconds = _WAIT_SECONDS if limit is None else min(_WAIT_SECONDS, limit / 2)
+        self._locks: list[FileLock] = []
+        self._made: list[Path] = []
+        self.dir = self._family / id
+        self._choose()
 
-    @property
-    def family(self) -> Path:
-        """Directory of the runs of this lineage."""
-        lineage = self.config.lineage
-        return absolute(self.config.workspace_root) / (f"{lineage}-{self.code_id}" if self.code_id else lineage)
+    # The choice
 
-    @property
-    def checkpoint_dir(self) -> Path | None:
-        """Directory of checkpoints outside of the run directory, where the configuration names one."""
-        named = self.config.get("checkpoint_dir", None)
-        return absolute(named) if named else None
+    def _choose(self) -> None:
+        named, resume = self._config.get("dir", None), self._config.resume
+        run: Path | None = None
+        if named:
+            self.dir = absolute(named)
+            if self._resumes_in(self.dir):
+                run = self.dir
+            elif self._reruns and not self._only_looks:
+                self._take_next_name()
+            elif not self._only_looks:
+                self._refuse_run()
+        elif resume is not None and not self._names_checkpoint():
+            source = run_of(Path(resume), self._part)
+            run = source if source is not None and self._id_in(source) is not None else None
+        elif self._config.auto_resume or self._only_looks or resume is not None:
+            run = self._newest_run()
+        if run is not None:
+            self.dir, self.from_scratch = run, False
+            self.id = self._id_in(run) or self.id
+        elif not named:
+            self._start_in_default_place()
 
-    @property
-    def only_looks(self) -> bool:
-        """Whether no checkpoint is written, so that the directory of another process may be read."""
-        return bool(self.config.checkpoint.load_only)
-
-    @property
-    def wait_seconds(self) -> float:
-        """How long to wait for the process that uses the directory; the other ranks wait as well, and must not give up first."""
-        limit = self.config.comm.init_timeout_seconds
-        return _WAIT_SECONDS if limit is None else min(_WAIT_SECONDS, limit / 2)
-
-    def checkpoints(self, run: Path) -> Path:
-        return self.checkpoint_dir or run / self.config.checkpoint.dir_name
-
-    def holds_run(self, run: Path) -> bool:
-        """Whether a directory holds a checkpoint or a line of metrics, which a start from scratch must not touch."""
-        return holds_checkpoint(run / self.config.checkpoint.dir_name) or holds_metrics(run)
-
-    def names_checkpoint(self) -> bool:
+    def _names_checkpoint(self) -> bool:
         """Whether `resume` is a name such as `latest`, and no path."""
-        resume = self.config.resume
+        resume = self._config.resume
         return resume is not None and "/" not in resume and not Path(resume).exists()
 
-    def resumes_in(self, directory: Path) -> bool:
+    def _resumes_in(self, directory: Path) -> bool:
         """Whether the run resumes from a checkpoint in a run directory, or in a directory of checkpoints."""
-        resume = self.config.resume
+        resume = self._config.resume
         if resume is None:
-            return bool(self.config.auto_resume)
-        if self.names_checkpoint():
+            return bool(self._config.auto_resume)
+        if self._names_checkpoint():
             return True
         source = Path(os.path.realpath(resume))
-        places = (directory.resolve(), self.checkpoints(directory).resolve())
+        places = (directory.resolve(), self._checkpoints_of(directory).resolve())
         return any(place in (source, *source.parents) for place in places)
 
-    def own_id(self, run: Path) -> str | None:
-        """Return the id under which the run resumes in a run directory; `None` where that holds another run.
+    def _take_next_name(self) -> None:
+        """Choose the named directory, or the next one after it that holds no run and is not in use."""
+        self._refuse_checkpoints()
+        named, number = self.dir, 1
+        while self._holds_run(self.dir) or is_in_use(self.dir):
+            number += 1
+            self.dir = named.with_name(member(named.name, number))
+            self.notice = f"{named} has an earlier run, which stays as it is: this one, from scratch, is {self.dir}."
 
-        A seed that was drawn is part of the configuration of a checkpoint, but not of the id of its run: such a run keeps its id.
-        """
-        from danling.checkpoints.directory import newest_record  # torch
+    def _newest_run(self) -> Path | None:
+        """Return the directory of the newest run of the id; `None` where there is none."""
+        existing = [self._family / member(self.id, number) for number in numbers(self._family, self.id)]
+        with_run = [run for run in existing if self._holds_run(run) or is_in_use(run)]
+        stored = max(self._elsewhere(), default=0)
+        if stored > max((number_of(run.name, self.id) or 0 for run in with_run), default=0):
+            run = self._family / member(self.id, stored)  # the machine with its directory was lost
+        elif with_run:
+            run = with_run[-1]
+        else:
+            self._refuse_other_update_sizes()
+            if not existing:
+                return None
+            run = existing[-1]
+        if len(existing) > 1 or run not in existing:
+            self.notice = f"Resuming in {run}, the newest run of this configuration."
+        return run
 
-        record = newest_record(run / self.config.checkpoint.dir_name)
-        if record is None:
-            return self.id if number_of(run.name, self.id) is not None else None
-        if record.run == self.id:
-            return self.id
-        is_same = _code_of(record.run) == (self.code_id or "") and self.differences(run) == []
-        return record.run if is_same else None
-
-    def differences(self, run: Path) -> list[str] | None:
-        """Return how the run in a directory differs in what changes the result, a line for each key; `None` where none can be read."""
-        from danling.checkpoints.reading import stored_settings  # torch
-
-        stored = stored_settings(run / self.config.checkpoint.dir_name)
-        if stored is None:
-            return None
-        return self.config.differences(stored[0], stored_replicas=stored[1], replicas=self.replicas)
-
-    def refuse_other_update_sizes(self) -> None:
-        """Refuse to begin anew where the same settings have made a run on another number of ranks.
-
-        Its updates have another size, so that it is another run; but a user who starts fewer processes wants to resume.
-        """
-        from danling.config import identity
-
-        own = identity.update_sizes(self.config.plain(), 1).get("dataloader")
-        for run in _newest_first(self.family) if own is not None else ():
-            stem, number = natural_key(run.name)
-            stem = stem if 0 < number < 10**6 else run.name
-            if _code_of(stem) != (self.code_id or ""):
-                continue
-            try:
-                stored = parse_yaml(read_text(run / "metadata" / "config.canonical.yaml"))
-            except (OSError, ValueError, yaml.YAMLError):
-                continue
-            if not isinstance(stored, dict):
-                continue
-            made = identity.update_sizes(stored, 1).get("dataloader")
-            if own is None or made is None or made.samples % own.samples:
-                continue
-            then = identity.canonical(self.config.plain(), replicas=made.samples // own.samples)
-            differences = self.differences(run) if stem[-_DIGITS:] == identity.digest(then) else None
-            if differences:
-                raise CheckpointMismatch(
-                    f"Expected auto_resume to continue with updates of the same size. Received: {'; '.join(differences)}; the run in {run} "
-                    "has the same settings. Start as many processes as then, or keep the product by another batch_size or accum_steps; "
-                    "dataloader.global_batch_size keeps it at any number. For a new run, start once without auto_resume."
+    def _start_in_default_place(self) -> None:
+        """Make a directory for a new run, or take over the newest one where that holds no run; become its writer."""
+        self._refuse_checkpoints()
+        stored = self._elsewhere()
+        while True:
+            taken = numbers(self._family, self.id)
+            number = taken[-1] if taken else 0
+            if not number or number in stored or not self._take_over(self._family / member(self.id, number)):
+                number = max([*taken, *stored], default=0) + 1
+                if not self._make_new(self._family / member(self.id, number)):
+                    continue
+            if number > 1:
+                before = self._family / member(self.id, number - 1)
+                self.notice = (
+                    f"{before} holds an earlier run of this configuration, which stays as it is: this one is {self.dir}. "
+                    "auto_resume resumes the newest."
                 )
+            return
 
+    def _take_over(self, run: Path) -> bool:
+        """Take a directory that holds no run, since the attempt that made it never trained, and that no other process has."""
+        if self._holds_run(run) and not self._joins(run):
+            return False
+        self.dir = run
+        if self._part is not None:
+            self._lock(self._own_part)  # the groups of one job share it
+            return True
+        lock = self._try_lock()
+        # Without locks nothing tells whether another process is about to write there.
+        if lock is not None and lock.works and not self._holds_run(run):
+            return True
+        self.release()
+        return False
 
-@dataclass
-class RunDirectoryLease:
-    """A run directory and the right to write into it."""
+    def _make_new(self, run: Path) -> bool:
+        """Make a directory, and become its writer; of several that start at once, one does."""
+        self.dir = run
+        try:
+            mine = self.make(run) and (self._only_looks or self._try_lock() is not None)
+            # Another start may have taken it over before it was locked, and have ended.
+            if mine and (self._part is not None or not self._holds_run(run)):
+                return True
+        except BaseException:
+            self.release()
+            raise
+        self.release()
+        return False
 
-    dir: Path
-    request: RunDirectoryRequest
-    id: str = ""
-    from_scratch: bool = True
-    notice: str | None = None
-    _locks: list[FileLock] = field(default_factory=list)
-    _made: list[Path] = field(default_factory=list)
+    def _joins(self, run: Path) -> bool:
+        """Whether this replica group joins others that work on a run."""
+        return self._part is not None and is_in_use(run)
 
-    def __post_init__(self) -> None:
-        self.id = self.request.id
-        if not self.from_scratch:
-            self.id = self.request.own_id(self.dir) or self.id
+    # The right to write
+
+    @property
+    def _own_part(self) -> Path:
+        return self.dir / self._part if self._part else self.dir
 
     def enter(self) -> str:
-        """Make the directory if necessary, and become its writer; return the id of the run. Call on one rank for all, once."""
-        request = self.request
-        if not request.only_looks:
+        """Make the directory if necessary, and become its writer; return the id of the run. Call once."""
+        if not self._only_looks:
             if not self._locks:
-                self._take_directory()
+                self._lock(self._own_part)
                 self._wait_for_background_writers()
                 if self.from_scratch:
-                    _refuse_run(request, self.dir)  # the process that was waited for may have written one
-            checkpoints = request.checkpoint_dir
+                    self._refuse_run()  # the process that was waited for may have written one
+            checkpoints = self._checkpoint_dir
             # Each replica group locks the checkpoint directory later, when it writes the full checkpoints.
-            outside = checkpoints is not None and self.dir not in (checkpoints, *checkpoints.parents)
-            if checkpoints is not None and outside and request.part is None:
-                self.make(checkpoints)
+            if checkpoints is not None and self._part is None and self.dir not in (checkpoints, *checkpoints.parents):
                 self._lock(checkpoints)
         if not self.from_scratch:
-            self.id = request.own_id(self.dir) or request.id
+            self.id = self._id_in(self.dir) or self._asked_id
         return self.id
 
     def enter_to_train(self, *, resumed: bool) -> None:
-        """Become the writer of a directory that was entered to look only, since training begins in it. On one rank for all."""
+        """Become the writer of a directory that was entered to look only, since training begins in it."""
         if self._locks:
             return
-        if not resumed and self.request.holds_run(self.dir):
+        if not resumed and self._holds_run(self.dir):
             raise ValueError(
                 f"Expected a directory without a run to train in from scratch. Received: {self.dir}, which holds one, and "
                 "checkpoint.load_only=true, which only looks. Set `dir` to another directory, or load a checkpoint first."
             )
-        self._take_directory()
-
-    def _take_directory(self) -> None:
-        directory = self.dir / self.request.part if self.request.part else self.dir
-        self.make(directory)
-        self._lock(directory)
+        self._lock(self._own_part)
 
     def _wait_for_background_writers(self) -> None:
         """Wait until a killed run has written what it had left to write. Replica groups of one job share the directory."""
-        checkpoints = self.request.checkpoints(self.dir)
-        for name in sorted(_names(checkpoints)) if self.request.part is None else ():
+        checkpoints = self._checkpoints_of(self.dir)
+        for name in sorted(_names(checkpoints)) if self._part is None else ():
             lock = FileLock(checkpoints / name)
             if not name.startswith(WRITING):
                 continue
-            if not lock.wait(self.request.wait_seconds):
+            if not lock.wait(self._wait_seconds):
                 raise RunInUseError(
                     f"Expected {checkpoints} to be free. Received: a directory that is written to in the background by {lock.holder}. "
                     "Wait until it has ended, or name another `dir`."
@@ -241,24 +266,23 @@ class RunDirectoryLease:
     def make(self, directory: Path) -> bool:
         """Make a directory and those above it; return whether this call has made it."""
         missing = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
-        made = bool(missing)
-        if missing:
-            with _file_in_the_way(directory):
-                directory.parent.mkdir(parents=True, exist_ok=True)
-            try:
+        made = False
+        with _file_in_the_way(directory):
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)
-            except FileExistsError:
-                made = False
+                made = True
         make_directory(directory)
         self._made += [path for path in reversed(missing) if path != directory or made]
         return made
 
     def _lock(self, directory: Path) -> None:
-        """Become the one writer of a directory, waiting if necessary."""
+        """Make a directory, and become its one writer, waiting if necessary."""
+        self.make(directory)
         lock = FileLock(directory / LOCK)
-        if not lock.wait(self.request.wait_seconds):
+        if not lock.wait(self._wait_seconds):
             is_mine = lock.holder.pid == os.getpid()
-            if not (is_mine and self.request.reruns and lock.take_over()):
+            if not (is_mine and self._reruns and lock.take_over()):
                 raise RunInUseError(
                     f"Expected {directory} to be free. Received: a directory that is in use by {lock.holder}"
                     + (", which is this process: close the runner that has it first." if is_mine else ".")
@@ -267,11 +291,10 @@ class RunDirectoryLease:
             logger.info("This runner writes into %s from now on; an earlier one of this notebook does not.", directory)
         self._locks.append(lock)
 
-    def try_lock(self) -> FileLock | None:
+    def _try_lock(self) -> FileLock | None:
         """Become the writer of the directory if no other process is; return the lock."""
-        directory = self.dir / self.request.part if self.request.part else self.dir
-        self.make(directory)
-        lock = FileLock(directory / LOCK)
+        self.make(self._own_part)
+        lock = FileLock(self._own_part / LOCK)
         if not lock.wait(_MOMENT_SECONDS):
             return None
         self._locks.append(lock)
@@ -281,7 +304,7 @@ class RunDirectoryLease:
         """Check, before something is written, that this process still has the right."""
         for lock in self._locks:
             directory = lock.file.parent
-            if self.request.reruns and not lock.held:
+            if self._reruns and not lock.held:
                 raise RunInUseError(
                     f"Expected the runner that was constructed last to write into {directory}. Received: an earlier one of this notebook. "
                     "Use the later one, or construct this one anew."
@@ -302,154 +325,91 @@ class RunDirectoryLease:
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
 
+    # Runs that are there
 
-def choose_run_directory(request: RunDirectoryRequest) -> RunDirectoryLease:
-    """Choose the run directory. Call on one rank for all, and `enter` before anything is written.
+    def _checkpoints_of(self, run: Path) -> Path:
+        return self._checkpoint_dir or run / self._config.checkpoint.dir_name
 
-    A directory that is named, or resumed in, is not touched until then. Starts from scratch in the default place each make a directory of
-    their own here, and are its writer.
-    """
-    named = request.config.get("dir", None)
-    if named:
-        run = absolute(named)
-        resumes = request.resumes_in(run)
-        if not request.only_looks and not resumes:
-            if request.reruns:
-                return _next_to(request, run)
-            _refuse_run(request, run)
-        return RunDirectoryLease(run, request, from_scratch=not resumes)
-    resume = request.config.resume
-    if resume is not None and not request.names_checkpoint():
-        source = run_of(Path(resume), request.part)
-        if source is not None and request.own_id(source) is not None:
-            return RunDirectoryLease(source, request, from_scratch=False)
-    elif request.config.auto_resume or request.only_looks or resume is not None:
-        lease = _resumed(request)
-        if lease is not None:
-            return lease
-    return _from_scratch(request)
+    def _holds_run(self, run: Path) -> bool:
+        """Whether a directory holds a checkpoint or a line of metrics, which a start from scratch must not touch."""
+        return holds_checkpoint(run / self._config.checkpoint.dir_name) or holds_metrics(run)
 
+    def _id_in(self, run: Path) -> str | None:
+        """Return the id under which the run resumes in a run directory; `None` where that holds another run.
 
-def _next_to(request: RunDirectoryRequest, run: Path) -> RunDirectoryLease:
-    """Choose a named directory, or the next one after it that holds no run and is not in use."""
-    _refuse_checkpoints(request)
-    number = 1
-    while request.holds_run(free := run.with_name(member(run.name, number))) or is_in_use(free):
-        number += 1
-    lease = RunDirectoryLease(free, request)
-    if number > 1:
-        here = f"this one, from scratch, is {free}."
-        lease.notice = (
-            f"{run} holds an earlier run, which stays as it is: {here} auto_resume=true resumes the earlier one."
-            if request.holds_run(run)
-            else f"{run} is in use by another runner: {here}"
-        )
-    return lease
+        A seed that was drawn is part of the configuration of a checkpoint, but not of the id of its run: such a run keeps its id.
+        """
+        from danling.checkpoints.directory import newest_record  # torch
 
+        record = newest_record(run / self._config.checkpoint.dir_name)
+        if record is None:
+            return self._asked_id if number_of(run.name, self._asked_id) is not None else None
+        if record.run == self._asked_id:
+            return self._asked_id
+        is_same = _code_of(record.run) == self._code_id and self._differences(run) == []
+        return record.run if is_same else None
 
-def _resumed(request: RunDirectoryRequest) -> RunDirectoryLease | None:
-    """Choose the newest run of the id; `None` where there is none."""
-    existing = [request.family / member(request.id, number) for number in numbers(request.family, request.id)]
-    with_run = [run for run in existing if request.holds_run(run) or is_in_use(run)]
-    stored = max(request.elsewhere(), default=0)
-    if stored > max((number_of(run.name, request.id) or 0 for run in with_run), default=0):
-        run = request.family / member(request.id, stored)  # the machine with its directory was lost
-    elif with_run:
-        run = with_run[-1]
-    else:
-        request.refuse_other_update_sizes()
-        if not existing:
+    def _differences(self, run: Path) -> list[str] | None:
+        """Return how the run in a directory differs in what changes the result, a line for each key; `None` where none can be read."""
+        from danling.checkpoints.reading import stored_settings  # torch
+
+        stored = stored_settings(run / self._config.checkpoint.dir_name)
+        if stored is None:
             return None
-        run = existing[-1]
-    lease = RunDirectoryLease(run, request, from_scratch=False)
-    if len(existing) > 1 or run not in existing:
-        lease.notice = f"Resuming in {run}, the newest run of this configuration."
-    return lease
+        return self._config.differences(stored[0], stored_replicas=stored[1], replicas=self._replicas)
 
+    def _refuse_run(self) -> None:
+        """Refuse to begin anew in a directory that holds a run."""
+        self._refuse_checkpoints()
+        if self._holds_run(self.dir) and not self._joins(self.dir):
+            what = "metrics in metrics.jsonl" if holds_metrics(self.dir) else "a checkpoint"
+            raise self._refusal("dir", self.dir, what)
 
-def _from_scratch(request: RunDirectoryRequest) -> RunDirectoryLease:
-    """Make a directory for a new run, or take over the newest one where that holds no run; become its writer."""
-    _refuse_checkpoints(request)
-    stored, family = request.elsewhere(), request.family
-    while True:
-        taken = numbers(family, request.id)
-        if taken and taken[-1] not in stored:
-            lease = _adopt(request, family / member(request.id, taken[-1]))
-            if lease is not None:
-                return _with_notice(lease, taken[-1])
-        number = max([*taken, *stored], default=0) + 1
-        lease = RunDirectoryLease(family / member(request.id, number), request)
-        try:
-            # Of several that start at once, one makes it.
-            mine = lease.make(lease.dir) and (request.only_looks or lease.try_lock() is not None)
-            # Another start may have taken it over before it was locked, and have ended.
-            if mine and (request.part is not None or not request.holds_run(lease.dir)):
-                return _with_notice(lease, number)
-        except BaseException:
-            lease.release()
-            raise
-        lease.release()
+    def _refuse_checkpoints(self) -> None:
+        directory = self._checkpoint_dir
+        if directory is None or self._only_looks or self._part is not None:
+            return
+        if not self._resumes_in(directory) and holds_checkpoint(directory):
+            raise self._refusal("checkpoint_dir", directory, "a checkpoint")
 
-
-def _adopt(request: RunDirectoryRequest, run: Path) -> RunDirectoryLease | None:
-    """Take over a directory that holds no run, since the attempt that made it never trained; `None` where it holds one."""
-    joins = request.part is not None and is_in_use(run)
-    if request.holds_run(run) and not joins:
-        return None
-    lease = RunDirectoryLease(run, request)
-    if request.part is not None:
-        lease._take_directory()  # the groups of one job share it
-        return lease
-    lock = lease.try_lock()
-    # Without locks nothing tells whether another process is about to write there.
-    if lock is not None and lock.works and not request.holds_run(run):
-        return lease
-    lease.release()
-    return None
-
-
-def _with_notice(lease: RunDirectoryLease, number: int) -> RunDirectoryLease:
-    if number > 1:
-        before = lease.request.family / member(lease.request.id, number - 1)
-        lease.notice = (
-            f"{before} holds an earlier run of this configuration, which stays as it is: this one is {lease.dir}. "
-            "auto_resume resumes the newest."
+    def _refusal(self, key: str, directory: Path, what: str) -> ValueError:
+        resume = self._config.resume
+        begins = "starts from scratch" if resume is None else f"resumes from resume={resume!r}, which is elsewhere"
+        differences = self._differences(directory if key == "dir" else directory.parent) or ()
+        differences = [line for line in differences if not line.endswith("now absent")]  # what __init__ has yet to set
+        others = f", whose configuration differs: {'; '.join(differences)}" if differences else ""
+        return ValueError(
+            f"Expected {key} to be a directory without a run, since this one {begins}. Received: {key}={str(directory)!r}, which holds one "
+            f"({what}){others}. To continue that run, set auto_resume=true, no resume, and its configuration; else set {key} to another "
+            "directory. checkpoint.load_only=true only looks."
         )
-    return lease
 
+    def _refuse_other_update_sizes(self) -> None:
+        """Refuse to begin anew where the same settings have made a run on another number of ranks.
 
-def _refuse_run(request: RunDirectoryRequest, run: Path) -> None:
-    _refuse_checkpoints(request)
-    joins = request.part is not None and is_in_use(run)
-    if not joins and request.holds_run(run):
-        raise _refusal(request, "dir", run, "metrics in metrics.jsonl" if holds_metrics(run) else "a checkpoint")
+        Its updates have another size, so that it is another run; but a user who starts fewer processes wants to resume.
+        """
+        from danling.config import identity
 
-
-def _refuse_checkpoints(request: RunDirectoryRequest) -> None:
-    directory = request.checkpoint_dir
-    if directory is None or request.only_looks or request.part is not None:
-        return
-    if not request.resumes_in(directory) and holds_checkpoint(directory):
-        raise _refusal(request, "checkpoint_dir", directory, "a checkpoint")
-
-
-def _refusal(request: RunDirectoryRequest, key: str, directory: Path, what: str) -> ValueError:
-    resume = request.config.resume
-    begins = "starts from scratch" if resume is None else f"resumes from resume={resume!r}, which is elsewhere"
-    received = f"{key}={str(directory)!r}, which holds one ({what})"
-    others = request.differences(directory if key == "dir" else directory.parent) or ()
-    others = [line for line in others if not line.endswith("now absent")]  # what __init__ has yet to set
-    if others:
-        received += f", whose configuration differs:{''.join(f'{chr(10)}  {line}' for line in others)}\n"
-        fix = f"Give this run its own directory ({key}), or restore the configuration and set auto_resume=true"
-    else:
-        received += ". "
-        fix = "Unset resume, which comes before auto_resume," if request.config.auto_resume else "Set auto_resume=true"
-        fix += f" to resume it, set resume to a checkpoint of it, or {key} to another directory"
-    return ValueError(
-        f"Expected {key} to be a directory without a run, since this one {begins}. Received: {received}{fix}; "
-        "checkpoint.load_only=true only looks."
-    )
+        settings = self._config.plain()
+        own = identity.update_sizes(settings, 1).get("dataloader")
+        for run in _newest_first(self._family) if own is not None else ():
+            id = _NUMBER.sub("", run.name)
+            try:
+                stored = parse_yaml(read_text(run / "metadata" / "config.canonical.yaml"))
+            except (OSError, ValueError, yaml.YAMLError):
+                continue
+            made = identity.update_sizes(stored, 1).get("dataloader") if isinstance(stored, dict) else None
+            if own is None or made is None or made.samples % own.samples or _code_of(id) != self._code_id:
+                continue
+            then = identity.canonical(settings, replicas=made.samples // own.samples)
+            differences = self._differences(run) if id[-_DIGITS:] == identity.digest(then) else None
+            if differences:
+                raise CheckpointMismatch(
+                    f"Expected auto_resume to continue with updates of the same size. Received: {'; '.join(differences)}; the run in {run} "
+                    "has the same settings. Start as many processes as then, or keep the product by another batch_size or accum_steps; "
+                    "dataloader.global_batch_size keeps it at any number. For a new run, start once without auto_resume."
+                )
 
 
 def member(id: str, number: int) -> str:

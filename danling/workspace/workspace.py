@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,10 @@ from danling.utils.process import in_notebook
 from danling.utils.secrets import redact_patch, secret_values, without_secrets
 
 from .identity import CodeIdentity, make_timestamp, run_id
-from .run_directory import (
-    RunDirectoryLease,
-    RunDirectoryRequest,
-    absolute,
-    choose_run_directory,
-    make_directory,
-    number_of,
-)
+from .run_directory import RunDirectory, absolute, make_directory, number_of
 
 if TYPE_CHECKING:
+    from danling.config import RunnerConfig
     from danling.runners.base_runner import BaseRunner
 
 logger = logging.getLogger("danling")
@@ -116,46 +110,38 @@ class Workspace:
             return
         make_directory(self.dir)
         refuse_link(self.metadata_dir)
-        described = [self.metadata_dir / name for name in _DESCRIPTION]
         clear_places(directories=[self.metadata_dir, self.dir / "logs"])
-        written = [
+        written = (
             self.jsonl_file,
             self.results_file,
             self.latest_file,
             self.best_file,
             self.streams_file,
             self.digests_file,
-        ]
-        clear_places(files=[*written, *described])
+        )
+        clear_places(files=[*written, *(self.metadata_dir / name for name in _DESCRIPTION)])
 
-    def has_metadata(self) -> bool:
-        """Whether an attempt has written what the run was made of."""
-        return (self.metadata_dir / "config.full.yaml").is_file()
-
-    def write_metadata(
-        self,
-        full: Mapping[str, object],
-        canonical: Mapping[str, object],
-        diff: Mapping[str, object],
-        identity: CodeIdentity | None = None,
-        *,
-        keep_diff: bool = True,
-        secrets: Collection[str] = (),
-    ) -> None:
+    def write_metadata(self, config: RunnerConfig, code: CodeIdentity, *, replicas: int = 1) -> None:
         """Write what the run was made of as YAML, on the main process; an earlier attempt's files are replaced.
 
-        Lines of `git.diff` that look like secrets, or have one of `secrets`, are replaced, and counted in `git.yaml`.
+        Lines of `git.diff` that look like secrets, or have a secret of the configuration, are replaced, and counted in `git.yaml`.
+
+        Args:
+            config: The configuration of the run.
+            code: State of the code, empty without git.
+            replicas: Ranks that read different samples.
         """
         if not self.is_main:
             return
         self.metadata_dir.mkdir(parents=True, exist_ok=True)
-        for name, values in zip(_CONFIGS, (full, canonical, diff)):
-            write_atomically(self.metadata_dir / f"config.{name}.yaml", yaml_text(to_plain(values)))
-        described, patch = self.metadata_dir / "git.yaml", self.metadata_dir / "git.diff"
-        identity = identity or CodeIdentity()
-        text, left_out = redact_patch(identity.diff, secrets)
-        write_atomically(described, yaml_text(to_plain({**identity.describe(), "lines_left_out": left_out})))
-        if keep_diff and identity.sha is not None:
+        secrets = config.secret_keys or ()
+        changed = without_secrets(config.changed(), secrets)
+        for name, values in zip(_CONFIGS, (config.public(), config.canonical(replicas=replicas), changed)):
+            write_atomically(self.metadata_dir / f"config.{name}.yaml", yaml_text(values))
+        text, left_out = redact_patch(code.diff, secret_values(config.plain(), secrets))
+        write_atomically(self.metadata_dir / "git.yaml", yaml_text({**code.describe(), "lines_left_out": left_out}))
+        patch = self.metadata_dir / "git.diff"
+        if config.git_diff and code.sha is not None:
             write_atomically(patch, text)
         else:
             patch.unlink(missing_ok=True)
@@ -202,10 +188,11 @@ class RunPlace:
 
     def __init__(self, runner: BaseRunner) -> None:
         self._runner = runner
-        self._lease: RunDirectoryLease | None = None
+        self._directory: RunDirectory | None = None
+        """On the main process."""
         world, replicas = runner.world, runner.placement.data_replicas
-        self.code = CodeIdentity.of_directory() if world.rank == 0 else None
-        named = (self.code.code_id if self.code else None, make_timestamp(), runner.config.config_id(replicas=replicas))
+        self.code = CodeIdentity.of_directory() if world.rank == 0 else CodeIdentity()
+        named = (self.code.code_id, make_timestamp(), runner.config.config_id(replicas=replicas))
         self.code_id, self.timestamp, self.config_id = world.broadcast_object(named)
         self.choose()
 
@@ -218,17 +205,16 @@ class RunPlace:
 
     def _choose(self) -> tuple[Path, str, str | None]:
         part = self._part()
-        request = RunDirectoryRequest(
+        chosen = self._directory = RunDirectory(
             self._runner.config,
             self.id,
-            self.code_id,
-            part,
-            self._runner.placement.data_replicas,
+            code_id=self.code_id,
+            part=part,
+            replicas=self._runner.placement.data_replicas,
             elsewhere=self._numbers_in_store,
             reruns=part is None and in_notebook(),
         )
-        lease = self._lease = choose_run_directory(request)
-        return lease.dir, lease.id, lease.notice
+        return chosen.dir, chosen.id, chosen.notice
 
     def _numbers_in_store(self) -> list[int]:
         runner = self._runner
@@ -253,8 +239,8 @@ class RunPlace:
         self.code_id, self.config_id = code_id, config_id
         if self._places() != self._chosen_for:
             self.choose()
-        lease = self._lease
-        self.id = self._runner.world.on_first(lambda: lease.enter() if lease is not None else self.id)
+        directory = self._directory
+        self.id = self._runner.world.on_first(lambda: directory.enter() if directory is not None else self.id)
         workspace = self.workspace(timestamp)
         workspace.create()
         if workspace.is_main and not self._runner.config.checkpoint.load_only:
@@ -263,19 +249,10 @@ class RunPlace:
 
     def write_metadata(self, workspace: Workspace, *, foreign: Callable[[], bool]) -> None:
         """Write what the run was made of, unless this process only looks at the run."""
-        config, replicas = self._runner.config, self._runner.placement.data_replicas
-        if config.checkpoint.load_only and (foreign() or self._runner.world.on_first(workspace.has_metadata)):
+        config, described = self._runner.config, workspace.metadata_dir / "config.full.yaml"
+        if config.checkpoint.load_only and (foreign() or self._runner.world.on_first(described.is_file)):
             return
-        if workspace.is_main:
-            listed = config.secret_keys or ()
-            workspace.write_metadata(
-                config.public(),
-                config.canonical(replicas=replicas),
-                without_secrets(config.changed(), listed),
-                self.code,
-                keep_diff=config.git_diff,
-                secrets=secret_values(config.plain(), listed),
-            )
+        workspace.write_metadata(config, self.code, replicas=self._runner.placement.data_replicas)
 
     def workspace(self, timestamp: str) -> Workspace:
         """Return the paths of the run; no file is touched."""
@@ -304,17 +281,18 @@ class RunPlace:
 
     def enter_to_train(self, *, resumed: bool) -> None:
         """Become the writer of a directory that was entered to look only, since training begins."""
-        self._runner.world.on_first(lambda: self._lease.enter_to_train(resumed=resumed) if self._lease else None)
+        directory = self._directory
+        self._runner.world.on_first(lambda: directory.enter_to_train(resumed=resumed) if directory else None)
 
     def confirm(self) -> None:
         """Check that this process is still the writer of the directory; on the main process."""
-        if self._lease is not None:
-            self._lease.confirm()
+        if self._directory is not None:
+            self._directory.confirm()
 
     def release(self) -> None:
         """Give the right to write up; a second call does nothing."""
-        if self._lease is not None:
-            self._lease.release()
+        if self._directory is not None:
+            self._directory.release()
 
 
 def is_unfinished(name: str) -> bool:

@@ -108,7 +108,7 @@ def test_cells_show_a_bar_and_curves_and_may_be_run_again() -> None:
     assert "holds an earlier run of this configuration, which stays as it is" in second["stderr"]
     assert named["stdout"].split()[1:] == ["named", "2"]
     assert again["stdout"].split()[1:] == ["named-2", "2"]
-    assert "holds an earlier run, which stays as it is: this one, from scratch, is" in again["stderr"]
+    assert "has an earlier run, which stays as it is: this one, from scratch, is" in again["stderr"]
     # With auto_resume it goes on, although the runner of the cell before is still there.
     assert on["stdout"].split()[1:] == ["named", "3"] and "Resumed from latest at step 8" in on["stderr"]
     assert further["stdout"].split()[1:] == ["named", "4"] and "Resumed from latest at step 12" in further["stderr"]

@@ -100,7 +100,7 @@ FUNCTIONS = {
     "utils/files": ["clear_places", "open_file", "read_text", "sync_directory", "write_atomically"],
     "utils/locks": ["FileLock.is_taken", "_give_back", "_open_made", "_open_to_share", "exclusive"],
     "utils/process": ["first_failure"],
-    "workspace/run_directory": ["RunDirectoryLease.make", "RunDirectoryLease.release", "has_line", "make_directory"],
+    "workspace/run_directory": ["RunDirectory.make", "RunDirectory.release", "has_line", "make_directory"],
     "workspace/workspace": [
         "Workspace.write_metadata",
         "Workspace.write_record",

@@ -5,33 +5,28 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from danling.config import RunnerConfig
 from danling.utils import locks
-from danling.workspace.run_directory import (
-    RunDirectoryLease,
-    RunDirectoryRequest,
-    RunInUseError,
-    choose_run_directory,
-)
+from danling.workspace.run_directory import RunDirectory, RunInUseError
 
 
-def request(root: Path, part: str | None = None, *, reruns: bool = False, **settings: object) -> RunDirectoryRequest:
+def chosen(root: Path, part: str | None = None, *, reruns: bool = False, **settings: Any) -> RunDirectory:
     config = RunnerConfig({"workspace_root": str(root), "comm": {"init_timeout_seconds": 0.001}, **settings})
-    return RunDirectoryRequest(config, "id", part=part, reruns=reruns)
+    return RunDirectory(config, "id", part=part, reruns=reruns)
 
 
-def entered(root: Path, part: str | None = None, **settings: object) -> RunDirectoryLease:
-    taken = choose_run_directory(request(root, part, **settings))
+def entered(root: Path, part: str | None = None, **settings: Any) -> RunDirectory:
+    taken = chosen(root, part, **settings)
     taken.enter()
     return taken
 
 
-def log(taken: RunDirectoryLease, part: str = "") -> None:
+def log(taken: RunDirectory, part: str = "") -> None:
     (taken.dir / part).mkdir(exist_ok=True)
     (taken.dir / part / "metrics.jsonl").write_text('{"step": 1}\n')
 
@@ -68,42 +63,35 @@ def test_a_directory_that_another_has_trained_in_before_it_was_locked_is_left_al
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the making of a directory and its lock another start may take it over, train, and end."""
-    make = RunDirectoryLease.make
+    make = RunDirectory.make
 
-    def slow(self: RunDirectoryLease, directory: Path) -> bool:
+    def slow(self: RunDirectory, directory: Path) -> bool:
         made = make(self, directory)
-        monkeypatch.setattr(RunDirectoryLease, "make", make)
+        monkeypatch.setattr(RunDirectory, "make", make)
         other = entered(tmp_path)
         assert other.dir == directory
         log(other)
         other.release()
         return made
 
-    monkeypatch.setattr(RunDirectoryLease, "make", slow)
+    monkeypatch.setattr(RunDirectory, "make", slow)
     assert entered(tmp_path).dir == tmp_path / "lin" / "id-2"
 
 
-def test_a_cell_that_is_run_again_takes_the_next_free_name_beside_a_named_directory(tmp_path: Path) -> None:
-    wish = request(tmp_path, dir=str(tmp_path / "run"), reruns=True)
-    first = choose_run_directory(wish)
-    first.enter()
+def test_a_cell_that_is_run_again_takes_the_next_free_name_after_a_named_directory(tmp_path: Path) -> None:
+    named = str(tmp_path / "run")
+    first = entered(tmp_path, reruns=True, dir=named)
     assert first.dir == tmp_path / "run" and first.notice is None
     log(first)
-    second = choose_run_directory(wish)
-    second.enter()
-    assert second.dir == tmp_path / "run-2" and second.notice is not None
-    assert str(tmp_path / "run") in second.notice and "run-2" in second.notice
-    log(second)
+    second = entered(tmp_path, reruns=True, dir=named)
+    assert second.dir == tmp_path / "run-2" and second.notice is not None and named in second.notice
     # An empty one that another runner has is in use too.
-    third, fourth = choose_run_directory(wish), choose_run_directory(wish)
-    third.enter()
-    assert third.dir == fourth.dir == tmp_path / "run-3"
-    assert choose_run_directory(wish).dir == tmp_path / "run-4"
+    assert chosen(tmp_path, reruns=True, dir=named).dir == tmp_path / "run-3"
 
 
 def test_a_cell_that_goes_on_takes_over_from_the_runner_of_the_cell_before(tmp_path: Path) -> None:
-    wish = request(tmp_path, dir=str(tmp_path / "run"), auto_resume=True, reruns=True)
-    first, second = choose_run_directory(wish), choose_run_directory(wish)
+    asked = {"dir": str(tmp_path / "run"), "auto_resume": True}
+    first, second = (chosen(tmp_path, reruns=True, **asked) for _ in range(2))
     first.enter()
     log(first)
     first.confirm()
@@ -111,7 +99,7 @@ def test_a_cell_that_goes_on_takes_over_from_the_runner_of_the_cell_before(tmp_p
     second.confirm()
     with pytest.raises(RunInUseError, match="an earlier one of this notebook"):
         first.confirm()
-    other = choose_run_directory(replace(wish, reruns=False))
+    other = chosen(tmp_path, **asked)
     with pytest.raises(RunInUseError, match="close the runner that has it first"):
         other.enter()
     # The earlier one gives up nothing that is not its own any more.

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from danling.config import RunnerConfig
 from danling.utils.plain import parse_yaml, yaml_text
 from danling.workspace import CodeIdentity, Workspace
 
@@ -53,44 +54,31 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
 def test_metadata_is_yaml_and_follows_the_attempt(tmp_path: Path) -> None:
     workspace = make(tmp_path)
     workspace.create()
-    full = {
-        "lr": 1e-3,
-        "root": Path("/x"),
-        "betas": (0.9, 0.999),
-        "patience": math.inf,
-        "größe": "ü",
-        "flags": {"b", "a"},
+    config = RunnerConfig(
+        {"mine": {"root": Path("/x"), "größe": "ü", "flags": {"b", "a"}}, "optim.betas": (0.9, 0.999)}
+    )
+    code = CodeIdentity("a" * 40, "main", b"diff --git a/x b/x\n\xff\n", ("notes.txt",))
+    workspace.write_metadata(config, code)
+    read = {
+        name: yaml.safe_load((workspace.metadata_dir / f"{name}.yaml").read_text())
+        for name in ("config.full", "config.canonical", "config.diff", "git")
     }
-    identity = CodeIdentity("a" * 40, "main", b"diff --git a/x b/x\n\xff\n", ("notes.txt",))
-    workspace.write_metadata(full, {"lr": 1e-3}, {"optim": {"lr": 1e-3}}, identity)
-    read = yaml.safe_load((workspace.metadata_dir / "config.full.yaml").read_text())
-    assert read == {
-        "lr": 1e-3,
-        "root": "/x",
-        "betas": [0.9, 0.999],
-        "patience": math.inf,
-        "größe": "ü",
-        "flags": ["a", "b"],
-    }
-    assert yaml.safe_load((workspace.metadata_dir / "config.diff.yaml").read_text()) == {"optim": {"lr": 1e-3}}
-    described = yaml.safe_load((workspace.metadata_dir / "git.yaml").read_text())
-    assert described == {
-        "code_id": identity.code_id,
+    assert read["config.full"]["patience"] == math.inf
+    changed = {"mine": {"root": "/x", "größe": "ü", "flags": ["a", "b"]}, "optim": {"betas": [0.9, 0.999]}}
+    assert read["config.diff"] == changed and changed.items() <= read["config.canonical"].items()
+    assert read["git"] == {
+        "code_id": code.code_id,
         "sha": "a" * 40,
         "branch": "main",
         "dirty": True,
-        "diff_sha": identity.diff_sha,
+        "diff_sha": code.diff_sha,
         "untracked": ["notes.txt"],
         "lines_left_out": 0,
     }
-    assert (workspace.metadata_dir / "git.diff").read_bytes() == identity.diff
-    workspace.write_metadata(full, {}, {}, None)
-    assert {path.name for path in workspace.metadata_dir.iterdir()} == {
-        "config.full.yaml",
-        "config.canonical.yaml",
-        "config.diff.yaml",
-        "git.yaml",
-    }
+    assert (workspace.metadata_dir / "git.diff").read_bytes() == code.diff
+    workspace.write_metadata(config, CodeIdentity())
+    names = {f"{name}.yaml" for name in read}
+    assert {path.name for path in workspace.metadata_dir.iterdir()} == names
     described = yaml.safe_load((workspace.metadata_dir / "git.yaml").read_text())
     assert described["sha"] is described["code_id"] is described["dirty"] is None, "without git"
 
