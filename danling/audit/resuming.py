@@ -10,11 +10,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from .digests import DigestLine, read_digests
-from .divergence import Divergence, compare_digests
+from .digests import read_digests
+from .divergence import compare_digests
 from .program import (
     ProgramEnd,
     announce,
@@ -29,7 +29,7 @@ Found = tuple[str, str, str]
 
 _POLL_SECONDS = 0.01
 _BEGINNING = (
-    "two starts of it differ, so nothing can be said of a resume. Set seed, and draw nothing before `super().__init__`; with several "
+    ": two starts of it differ, so nothing can be said of a resume. Set seed, and draw nothing before `super().__init__`; with several "
     "threads keep OMP_NUM_THREADS at one number"
 )
 _FAILS = "Mend that first. The program must run again in the same directory, and make one run: have its arguments select one."
@@ -60,35 +60,33 @@ class ResumeCheck:
         announce(f"1 of 4: the program trains {4 * updates} updates without a break, within {self.timeout:g} s")
         # Longer than the other: a quick program makes more updates before a signal stops it.
         self._train(whole, 4 * updates, leave=kill_program, seconds=_LONGER_SECONDS)
-        reference = read_digests(whole)
-        took = time.monotonic() - begin
-        announce(
-            f"2 of 4: it trains {updates} updates and is stopped by SIGTERM; about {3 * took:.0f} s are left at most"
+        reference, took, done = read_digests(whole), time.monotonic() - begin, 0
+        last = max(reference)
+        phases = (
+            ("begins alike", "trains and is stopped by SIGTERM", self._stop),
+            ("resumes after SIGTERM", "resumes and is killed", kill_program),
+            ("resumes after SIGKILL", "resumes from the kill and is ended", kill_program),
         )
-        stopped = self._train(parts, updates, leave=self._stop)
-        self._check_length(reference, stopped)
-        divergence = _first(reference, parts, 1, stopped)
-        yield _verdict("begins alike", divergence, f"updates 1 to {stopped} of two starts", _BEGINNING)
-        if divergence is not None:
-            return
-        if not any((parts / "checkpoints").glob("latest*")):
-            raise self._failed("it saved no checkpoint when it was stopped by SIGTERM")
-        announce(
-            f"3 of 4: it resumes, and is killed after {updates} updates more; about {2 * took:.0f} s are left at most"
-        )
-        killed = self._train(parts, stopped + updates, leave=kill_program, resumes=True)
-        divergence = _first(reference, parts, stopped + 1, killed)
-        detail = f"stopped after update {stopped}; updates {stopped + 1} to {min(killed, max(reference))} after it"
-        yield _verdict("resumes after SIGTERM", divergence, detail)
-        if divergence is not None:
-            return
-        self._check_length(reference, killed)
-        announce(f"4 of 4: it resumes from the kill, and trains {updates} updates; about {took:.0f} s are left at most")
-        end = self._train(parts, killed + updates, leave=kill_program, resumes=True)
-        # What was trained after the last checkpoint is trained again, and compared again.
-        divergence = _first(reference, parts, 1, end)
-        detail = f"killed at update {killed}; the updates up to {min(end, max(reference))}"
-        yield _verdict("resumes after SIGKILL", divergence, detail)
+        for number, (name, what, leave) in enumerate(phases, 2):
+            seconds = (5 - number) * took
+            announce(f"{number} of 4: it {what} after {updates} updates; about {seconds:.0f} s are left at most")
+            before, done = done, self._train(parts, done + updates, leave=leave, resumes=number > 2)
+            # What was trained after the last checkpoint is trained again, and compared again.
+            divergences = compare_digests(reference, read_digests(parts))
+            if divergences:
+                mend = _BEGINNING if number == 2 else ""
+                yield name, "failed", f"{divergences[0].what} diverged first, at update {divergences[0].step}{mend}"
+                return
+            compared = (
+                f"updates 1 to {done} of two starts",
+                f"stopped after update {before}; updates {before + 1} to {min(done, last)} after it",
+                f"killed at update {before}; the updates up to {min(done, last)}",
+            )
+            yield name, "ok", f"{compared[number - 2]} are bitwise the same"
+            if number < 4 and done + 2 > last:
+                raise self._failed(f"{done} updates until it ended, and {last} without a break")
+            if number == 2 and not any((parts / "checkpoints").glob("latest*")):
+                raise self._failed("it saved no checkpoint when it was stopped by SIGTERM")
 
     def _train(self, run: Path, updates: int, *, leave: Leave, resumes: bool = False, seconds: float = 0.0) -> int:
         """Train until a run has so many updates and so many seconds have passed since the first; stop it and return how many it has."""
@@ -122,10 +120,6 @@ class ResumeCheck:
         except subprocess.TimeoutExpired:
             raise self._failed(f"it did not end in {self.timeout:g} s after SIGTERM") from None
 
-    def _check_length(self, reference: Mapping[int, DigestLine], done: int) -> None:
-        if done + 2 > max(reference):
-            raise self._failed(f"{done} updates until it ended, and {max(reference)} without a break")
-
     def _failed(self, received: str) -> ScriptFailed:
         tail = ProgramEnd(None, self._log).tail.strip()
         fails = "exit code" in received and not received.startswith("exit code 0")
@@ -133,19 +127,3 @@ class ResumeCheck:
             f"Expected a program that trains a runner for at least {4 * self.updates} updates, and can be stopped on its way. Received: "
             f"{received}; the end of what it printed:\n{tail}\n{_FAILS if fails else 'Give it more to do, or set --updates.'}"
         )
-
-
-def _first(reference: Mapping[int, DigestLine], run: Path, begin: int, end: int) -> Divergence | None:
-    """Return what diverges first within some updates of two runs."""
-    made = {step: line for step, line in read_digests(run).items() if begin <= step <= end}
-    if not made.keys() & reference.keys():
-        return Divergence("samples", begin, None, (None, None), None)
-    found = compare_digests(reference, made)
-    return found[0] if found else None
-
-
-def _verdict(name: str, divergence: Divergence | None, detail: str, mend: str | None = None) -> Found:
-    if divergence is None:
-        return name, "ok", f"{detail} are bitwise the same"
-    mended = f": {mend}" if mend else ""
-    return name, "failed", f"{divergence.what} diverged first, at update {divergence.step}{mended}"
