@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,27 +52,29 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="danling-audit-") as temporary:
         scratch = options.scratch or Path(temporary)
         found = audit_run(place, options.program, scratch=scratch, start=start, end=end, timeout=options.timeout)
-    first = 0 if found.start is None else found.start.step
-    tolerance = options.tolerance
-    is_accepted = found.is_same if tolerance is None else not found.beyond(tolerance)
+    beyond = found.beyond(options.tolerance or 0.0)
+    is_accepted = found.is_same or (options.tolerance is not None and not beyond)
     if options.json:
-        figures = ("figure", "what", "step", "values")
-        facts = {
-            "from": first,
-            "to": found.end.step,
-            "same": found.is_same,
-            "accepted": is_accepted,
-            "failed": found.failed,
-            "ranks": found.ranks,
-            "differing": found.differing,
-            "shares": {each.path: each.share for each in found.differences} | dict(found.comparison.shares),
-            "divergences": [{name: getattr(p, name) for name in figures} for p in found.comparison.divergences],
-            "environment": found.comparison.environment,
-            "settings": found.comparison.settings,
-        }
-        print_json(facts)
+        print_json(
+            {
+                "from": 0 if found.start is None else found.start.step,
+                "to": found.end.step,
+                "same": found.is_same,
+                "accepted": is_accepted,
+                "failed": found.failed,
+                "ranks": found.ranks,
+                "differing": found.differing,
+                "shares": {each.path: each.share for each in found.differences} | dict(found.comparison.shares),
+                "divergences": [{**asdict(each), "what": each.what} for each in found.comparison.divergences],
+                "environment": found.comparison.environment,
+                "settings": found.comparison.settings,
+            }
+        )
         return OK if is_accepted else DAMAGED
-    _show(found, first, tolerance, is_accepted=is_accepted)
+    _show(found)
+    if options.tolerance is not None and not found.is_same:
+        verdict = "Accepted" if is_accepted else "Not accepted"
+        print(f"{verdict} with a tolerance of {options.tolerance:g}{f': {_some(beyond)}' if beyond else ''}.")
     if found.failed is not None:
         last = found.failed.strip().rpartition("\n")[2]
         print(
@@ -81,22 +84,22 @@ def run(options: argparse.Namespace) -> int:
     return OK if is_accepted else DAMAGED
 
 
-def _show(found: AuditResult, first: int, tolerance: float | None, *, is_accepted: bool) -> None:
-    """Print whether the stretch is the same; if not, by how much it differs, and whether that is accepted."""
+def _show(found: AuditResult) -> None:
+    """Print whether the stretch is the same; if not, what differs and by how much."""
     from .diff import show_divergences, show_environment
 
-    stretch = f"updates {first + 1} to {found.end.step}"
-    print(f"{stretch}: {'bitwise' if found.is_same else 'not'} the same as {found.end.path}")
+    updates = f"updates {1 if found.start is None else found.start.step + 1} to {found.end.step}"
+    print(f"{updates}: {'bitwise' if found.is_same else 'not'} the same as {found.end.path}")
     if found.is_same:
         return
-    names, figures = ("stored", "trained again"), found.comparison.shares
+    names = ("stored", "trained again")
     if found.differing:
         print(f"{len(found.differing)} entries of the checkpoints differ: {_some(found.differing)}")
     show_divergences(found.comparison.divergences, names=names)
     print()
     show_environment(found.comparison, names=names)
     entries = {each.path: each.share for each in found.differences if each.share is not None}
-    for what, of, shares in (("entries", "norm", entries), ("figures", "value", figures)):
+    for what, of, shares in (("entries", "norm", entries), ("figures", "value", found.comparison.shares)):
         if shares:
             name = max(shares, key=lambda name: shares[name])
             print(f"{len(shares)} {what} differ by at most {shares[name]:.1e} of their {of} ({name})")
@@ -106,10 +109,6 @@ def _show(found: AuditResult, first: int, tolerance: float | None, *, is_accepte
             f"Processes: {before} stored, {now} here. They add up samples in another order, so that the end is not promised to be bitwise "
             "the same; see --tolerance."
         )
-    if tolerance is not None:
-        beyond = found.beyond(tolerance)
-        verdict = "Accepted" if is_accepted else "Not accepted"
-        print(f"{verdict} with a tolerance of {tolerance:g}{f': {_some(beyond)}' if beyond else ''}.")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -12,8 +12,6 @@ import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 
 from danling import __version__
 
@@ -21,6 +19,8 @@ from .output import OK, add_json, print_json
 
 PACKAGES = (
     *("torch", "torchdata", "chanfig", "pyyaml", "tqdm", "numpy"),
+    # What torch was built for.
+    *("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-nccl-cu12"),
     # Only parts of the library use these.
     "tensorboard",
     "wandb",
@@ -74,7 +74,6 @@ def environment() -> dict[str, object]:
         "system": platform.platform(),
         "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory": memory,
-        "cuda": _torch_cuda() or "none in this build of torch",
         "gpus": ", ".join(_gpus()) or "none",
         "packages": {name: _installed(name) for name in PACKAGES},
         "variables": variables,
@@ -89,16 +88,6 @@ def _installed(package: str) -> str | None:
         return None
     except (KeyError, UnicodeDecodeError, OSError):
         return "unknown"
-
-
-def _torch_cuda() -> str | None:
-    """Return the CUDA version torch was built for, read from its sources: importing it would take seconds."""
-    spec = find_spec("torch")
-    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
-    if file is None or not file.is_file():
-        return None
-    found = re.search(r"""^cuda(?:: [^=]+)? = ['"]([^'"]+)['"]""", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else None
 
 
 def _gpus() -> list[str]:
