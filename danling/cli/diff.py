@@ -11,22 +11,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from danling.audit.divergence import Comparison, Divergence, Pair, compare_runs, difference_curves
-from danling.workspace.runs import Run
 
-from .output import (
-    DAMAGED,
-    NOTHING_THERE,
-    OK,
-    add_drawing,
-    add_json,
-    check_drawing,
-    name_problems,
-    print_json,
-    print_table,
-    write_drawing,
-)
+from .output import DAMAGED, NOTHING_THERE, OK, add_json, name_problems, print_json, print_table, write_drawing
 from .plot import draw_differences, png
 from .source import one_run
 
@@ -35,31 +24,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument("first", help="a run directory, or the URL of one")
     parser.add_argument("second", help="the run directory to compare it with")
-    add_drawing(parser, "also draw the differences over steps, as a .png file")
+    parser.add_argument("--output", "-o", type=Path, help="also draw the differences over steps, as a .png file")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print where the runs diverge."""
-    check_drawing(options.output)
+    if options.output is not None and options.output.suffix.lower() != ".png":
+        raise ValueError(f"Expected --output to end in .png. Received: {str(options.output)!r}.")
     with one_run(options.first) as first, one_run(options.second) as second:
-        return _compare(options, first, second)
-
-
-def _compare(options: argparse.Namespace, *runs: Run) -> int:
-    found = compare_runs(*runs)
-    if options.output is not None:
-        curves = difference_curves(*runs)
-        if curves:
-            write_drawing(options.output, png(draw_differences(curves)))
+        found = compare_runs(first, second)
+        curves = difference_curves(first, second) if options.output is not None else {}
+        problems = name_problems([first, second])
+    if curves:
+        write_drawing(options.output, png(draw_differences(curves)))
     if options.json:
         print_json({**asdict(found), "divergences": [{**asdict(p), "what": p.what} for p in found.divergences]})
     else:
         show(found, names=(options.first, options.second))
-    code = name_problems(runs)
-    if not found.figures:
-        return max(code, NOTHING_THERE)
-    return max(code, DAMAGED if found.divergences else OK)
+    code = DAMAGED if found.divergences else OK
+    return max(problems, code if found.figures else NOTHING_THERE)
 
 
 def show(found: Comparison, *, names: tuple[str, str]) -> None:

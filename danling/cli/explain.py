@@ -18,7 +18,7 @@ from typing import Any
 from danling.utils.messages import format_count
 from danling.workspace.runs import Run
 
-from .output import add_json, name_problems, print_json
+from .output import add_json, as_bytes, name_problems, print_json
 from .source import one_run
 
 _WIDTH = 110
@@ -31,7 +31,6 @@ _MANAGERS = {
     "TorchDistributedCheckpointManager": "sharded directories (DCP)",
     "DeepSpeedCheckpointManager": "directories of the DeepSpeed engine",
 }
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +104,7 @@ def _model(run: Run) -> list[str]:
     parts = [f"{p['name']} ({p['kind']}) {format_count(p['parameters'])}" for p in model["parts"] if p["kind"]]
     more = ["..."] if len(parts) > _MOST_PARTS else []
     lines = [
-        f"{model['kind']}: {whole:,} parameters{frozen}, {', '.join(model['dtypes'])}, {_size(model['bytes'])}{averaged}",
+        f"{model['kind']}: {whole:,} parameters{frozen}, {', '.join(model['dtypes'])}, {as_bytes(model['bytes'])}{averaged}",
         ", ".join(parts[:_MOST_PARTS] + more),
         f"loss: {loss}" if loss else "",
     ]
@@ -226,16 +225,18 @@ def _disk(run: Run) -> list[str]:
     sizes = checkpoint_sizes(Path(config.get("checkpoint_dir") or directory))
     if not sizes:
         return (
-            [f"no checkpoint here; the weights alone take {_size(run.record['model']['bytes'])}"] if run.record else []
+            [f"no checkpoint here; the weights alone take {as_bytes(run.record['model']['bytes'])}"]
+            if run.record
+            else []
         )
-    line = f"checkpoints take {_size(sum(sizes))} now; the last one {_size(sizes[-1])}"
+    line = f"checkpoints take {as_bytes(sum(sizes))} now; the last one {as_bytes(sizes[-1])}"
     interval = run.record["checkpoints"]["interval"] if run.record else None
     budget, kept = config.get("steps") or config.get("epochs"), _kept(run)
     if interval and budget:
         planned = math.ceil(budget / interval)
         # The best one may be older than those that are kept.
         count = min(planned, kept + 1) if kept else planned
-        line += f"; at the end of the budget about {_size(count * sizes[-1])} for {count}"
+        line += f"; at the end of the budget about {as_bytes(count * sizes[-1])} for {count}"
     return [line]
 
 
@@ -274,10 +275,3 @@ def _settings(kind: str, settings: Mapping[str, object]) -> str:
 
 def _number(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def _size(size: float) -> str:
-    unit = 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"

@@ -84,22 +84,8 @@ def describe(contents: Outline) -> dict[str, Any]:
         "world_size": state.get("elastic", {}).get("world_size"),
         "samples": state.get("train", {}).get("samples"),
         "best_score": scores.get("best_score"),
-        "results": _last_result(state.get("results") or {}),
     }
     return {name: value for name, value in facts.items() if value is not None}
-
-
-def _last_result(results: dict[str, Any]) -> str | None:
-    if not results:
-        return None
-    try:
-        index = max(results, key=int)
-        figures = flatten(results[index], keeps_empty=True)
-    except (ValueError, TypeError, AttributeError):
-        return None
-    return f"at {index}: " + ", ".join(
-        f"{name.replace('.', '/', 1)} {as_text(value)}" for name, value in figures.items()
-    )
 
 
 def read_contents(source: str | Path) -> Outline:

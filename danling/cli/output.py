@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 OK, DAMAGED, WRONG_USAGE, NOTHING_THERE, MISSING_PACKAGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -52,17 +52,6 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         print(line)
 
 
-def add_drawing(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add `--output` of a command that may draw; see `check_drawing`."""
-    parser.add_argument("--output", "-o", type=Path, help=text)
-
-
-def check_drawing(output: Path | None) -> None:
-    """Refuse a drawing that is no .png file, before anything is read."""
-    if output is not None and output.suffix.lower() != ".png":
-        raise ValueError(f"Expected --output to end in .png. Received: {str(output)!r}.")
-
-
 def write_drawing(output: Path, content: bytes | str) -> None:
     """Write a drawing, into a directory that need not be there."""
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -70,12 +59,11 @@ def write_drawing(output: Path, content: bytes | str) -> None:
 
 
 def as_bytes(size: float) -> str:
-    """Return a number of bytes in the unit that suits it: `1.50 GiB`."""
+    """Return a number of bytes in the unit that suits it: `588 B`, `50.3 kB`."""
     unit = 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size /= 1024
-        unit += 1
-    return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:.2f} {_UNITS[unit]}"
+    while size >= 1000 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"
 
 
 def name_problems(runs: Sequence[Run]) -> int:

@@ -21,6 +21,7 @@ from danling.workspace.runs import Curve, Run, config_differences, labels
 
 from .explain import explain
 from .output import name_problems, write_drawing
+from .runs import SUMMARY
 from .source import runs_at
 
 if TYPE_CHECKING:
@@ -59,45 +60,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the picture or the report."""
-    suffix = options.output.suffix.lower()
-    if suffix not in (".png", ".html"):
+    """Write the picture or the report, of the runs that have something to draw; the others are named on stderr."""
+    is_report = options.output.suffix.lower() == ".html"
+    if not is_report and options.output.suffix.lower() != ".png":
         raise ValueError(f"Expected --output to end in .png or .html. Received: {str(options.output)!r}.")
     with runs_at(*options.paths) as found:
-        return _write(options, suffix, collected(dict(zip(options.paths, found))))
-
-
-def _write(options: argparse.Namespace, suffix: str, runs: list[Run]) -> int:
-    drawn = with_curves(runs, options.figure, options.by)
-    if not drawn:
-        return name_problems(runs)
-    drawing = {"figures": options.figure, "by": options.by, "smooth": options.smooth, "log_scale": options.log_scale}
-    content: bytes | str
-    content = (
-        html_report(runs, title=options.title, **drawing) if suffix == ".html" else png(draw_curves(drawn, **drawing))
-    )
-    write_drawing(options.output, content)
-    print(f"{options.output}: {len(drawn)} run{'s' if len(drawn) != 1 else ''}")
-    return name_problems(runs)
-
-
-def with_curves(runs: Sequence[Run], figures: Sequence[str], by: str) -> list[Run]:
-    """Return the runs that have something to draw, and name the others on stderr. None are left where what was logged cannot
-    be read.
-    """
-    logged = [run for run in runs if run.figures]
-    if not logged:
-        if any(run.problems for run in runs):
-            return []
-        raise FileNotFoundError(
-            f"Expected runs with metrics in metrics.jsonl. Received: {[str(run.path) for run in runs]}. Name runs that have logged."
+        runs = collected(dict(zip(options.paths, found)))
+        logged = [run for run in runs if run.figures]
+        if not logged and any(run.problems for run in runs):
+            return name_problems(runs)  # what was logged cannot be read
+        if not logged:
+            raise FileNotFoundError(
+                f"Expected runs with metrics in metrics.jsonl. Received: {[str(run.path) for run in runs]}. Name runs that have logged."
+            )
+        names = [name for panel in group(logged, options.figure).values() for name in panel]
+        drawn = [run for run in logged if any(run.curve(name, by=options.by)[0] for name in names)] or logged
+        for run in runs:
+            if run not in drawn and not run.problems:
+                print(f"danling: not drawn, since it has no such metrics: {run.path}", file=sys.stderr)
+        how: dict[str, Any] = {"by": options.by, "smooth": options.smooth, "log_scale": options.log_scale}
+        how["figures"] = options.figure
+        write_drawing(
+            options.output,
+            html_report(runs, title=options.title, **how) if is_report else png(draw_curves(drawn, **how)),
         )
-    names = [name for panel in group(logged, figures).values() for name in panel]
-    drawn = [run for run in logged if any(run.curve(name, by=by)[0] for name in names)] or logged
-    for run in runs:
-        if run not in drawn and not run.problems:
-            print(f"danling: not drawn, since it has no such metrics: {run.path}", file=sys.stderr)
-    return drawn
+        print(f"{options.output}: {len(drawn)} run{'s' if len(drawn) != 1 else ''}")
+        return name_problems(runs)
 
 
 def collected(places: Mapping[str, list[Run]]) -> list[Run]:
@@ -124,25 +112,18 @@ def draw_curves(
     by: str = "step",
     smooth: float = 0.0,
     log_scale: bool = False,
-    columns: int = 3,
 ) -> Figure:
     """Draw the curves of runs, one panel for each quantity; its splits share the panel, and each run has its colour."""
     if not 0 <= smooth < 1:
         raise ValueError(f"Expected smooth in [0, 1). Received: smooth={smooth!r}.")
     panels = group(runs, figures)
-    canvas = _new_figure(len(panels), columns)
+    canvas = _new_figure(list(panels), "seconds" if by == "time" else "step", log_scale)
     titles = labels(runs) if len(runs) > 1 else [""]
-    for axes, (quantity, names) in zip(canvas.axes, panels.items()):
+    for axes, names in zip(canvas.axes, panels.values()):
         for index, run in enumerate(runs):
             for name in names:
                 color = COLORS[index % len(COLORS)] if len(runs) > 1 else None
                 _draw(axes, run, name, by, smooth, color, titles[index])
-        axes.set_title(quantity, fontsize=10)
-        axes.set_xlabel("seconds" if by == "time" else "step", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.25)
-        if log_scale:
-            axes.set_yscale("log")
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=7, framealpha=0.6)
     return canvas
@@ -150,15 +131,10 @@ def draw_curves(
 
 def draw_differences(curves: Mapping[str, Curve]) -> Figure:
     """Draw by how much figures of two runs differ, one panel for each, with a logarithmic vertical axis."""
-    canvas = _new_figure(len(curves), 3)
-    for axes, (name, (steps, values)) in zip(canvas.axes, curves.items()):
+    canvas = _new_figure([f"difference of {name}" for name in curves], "step", True)
+    for axes, (steps, values) in zip(canvas.axes, curves.values()):
         shown = [(x, y) for x, y in zip(steps, values) if y]
         axes.plot([x for x, _ in shown], [y for _, y in shown], marker=".")
-        axes.set_title(f"difference of {name}", fontsize=10)
-        axes.set_xlabel("step", fontsize=8)
-        axes.set_yscale("log")
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.25)
     return canvas
 
 
@@ -170,11 +146,9 @@ def group(runs: Sequence[Run], figures: Sequence[str] = ()) -> dict[str, list[st
             raise ValueError(
                 f"Expected a metric that was logged: {', '.join(known) or 'none was'}. Received: {wanted!r}."
             )
-    chosen = (
-        [n for n in known if {n, quantity_of(n)} & set(figures)]
-        if figures
-        else [n for n in known if quantity_of(n) not in _ASIDE]
-    )
+    chosen = [name for name in known if quantity_of(name) not in _ASIDE]
+    if figures:
+        chosen = [name for name in known if {name, quantity_of(name)} & set(figures)]
     if not chosen:
         raise ValueError(f"Expected runs with metrics in metrics.jsonl. Received: {[str(run.path) for run in runs]}.")
     panels: dict[str, list[str]] = {}
@@ -206,19 +180,25 @@ def png(figure: Figure, *, dpi: int = 110) -> bytes:
     return stream.getvalue()
 
 
-def _new_figure(panels: int, columns: int) -> Figure:
+def _new_figure(titles: Sequence[str], position: str, log_scale: bool) -> Figure:
+    """Return a figure with an empty panel for each title."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "Expected matplotlib to be installed. Received: no such package. Run `pip install matplotlib`."
         ) from error
-    width = min(columns, panels)
-    height = math.ceil(panels / width)
+    columns = min(3, len(titles))
+    rows = math.ceil(len(titles) / columns)
     # Its own figure, not pyplot's: nothing global changes, and no display is looked for.
-    figure = Figure(figsize=(_WIDTH * width, _HEIGHT * height), layout="constrained")
-    for index in range(panels):
-        figure.add_subplot(height, width, index + 1).set_prop_cycle(color=COLORS)
+    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
+    for index, title in enumerate(titles, 1):
+        axes = figure.add_subplot(rows, columns, index, yscale="log" if log_scale else "linear")
+        axes.set_prop_cycle(color=COLORS)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(position, fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
     return figure
 
 
@@ -248,7 +228,7 @@ def html_report(runs: Sequence[Run], *, title: str = "Runs", **drawing: Any) -> 
     names = [run.name for run in runs]
     parts = [
         f"<h1>{escape(title)}</h1>",
-        table(("run", "step", "attempts", "score", "best", "at", "latest", "last change"), map(_row, runs)),
+        table(SUMMARY.values(), ([run.summary()[name] for name in SUMMARY] for run in runs)),
         f'<h2>Curves</h2>\n<img alt="Curves of {escape(", ".join(names))}" src="data:image/png;base64,{picture}">',
     ]
     differences = config_differences(runs) if len(runs) > 1 else {}
@@ -256,10 +236,12 @@ def html_report(runs: Sequence[Run], *, title: str = "Runs", **drawing: Any) -> 
         rows = ([key, *values] for key, values in differences.items())
         parts.append("<h2>Settings that differ</h2>\n" + table(("setting", *names), rows))
     for run in runs:
-        rows = ([name, "\n".join(lines)] for name, lines in explain(run).items())
-        parts.append(f"<h2>What {escape(run.name)} trained</h2>\n{table(('', ''), rows)}")
-    for run in runs:
-        parts.append(f"<h2>Results of {escape(run.name)}</h2>\n{_results(run)}")
+        sections = ([name, "\n".join(lines)] for name, lines in explain(run).items())
+        parts.append(f"<h2>What {escape(run.name)} trained</h2>\n{table(('', ''), sections)}")
+        columns = sorted({(split, name) for of in run.results.values() for split in of for name in of[split]})
+        results = ([at, *(of.get(split, {}).get(name) for split, name in columns)] for at, of in run.results.items())
+        titles = ["", *(f"{split}/{name}" for split, name in columns)]
+        parts.append(f"<h2>Results of {escape(run.name)}</h2>\n{table(titles, results)}")
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     parts.append(f"<footer>Made by danling on {made}</footer>")
     head, body = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>', "\n".join(parts)
@@ -271,20 +253,6 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
     lines += ["<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows]
     return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
-
-
-def _row(run: Run) -> list[object]:
-    row = run.summary()
-    names = ("run", "step", "attempts", "score_name", "best", "best_index", "latest", "changed")
-    return [row[name] for name in names]
-
-
-def _results(run: Run) -> str:
-    columns = sorted({(split, name) for result in run.results.values() for split in result for name in result[split]})
-    rows = (
-        [index, *(result.get(split, {}).get(name) for split, name in columns)] for index, result in run.results.items()
-    )
-    return table(("", *(f"{split}/{name}" for split, name in columns)), rows)
 
 
 def _cell(value: object) -> str:

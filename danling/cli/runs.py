@@ -16,7 +16,17 @@ from danling.workspace.runs import Run, config_differences, streams_of
 from .output import NOTHING_THERE, add_json, name_problems, print_json, print_table
 from .source import runs_at
 
-_COLUMNS = ("run", "step", "attempts", "score_name", "best", "best_index", "latest", "changed")
+SUMMARY = {
+    "run": "run",
+    "step": "step",
+    "attempts": "attempts",
+    "score_name": "score",
+    "best": "best",
+    "best_index": "at",
+    "latest": "latest",
+    "changed": "last change",
+}
+"""Of `Run.summary`, what a table of runs shows, and under which title."""
 _STREAM_HEAD = (
     "stream",
     "published",
@@ -28,7 +38,6 @@ _STREAM_HEAD = (
     "trained on by",
     "waited (s)",
 )
-_HEAD = ("run", "step", "attempts", "score", "best", "at", "latest", "last change")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,26 +58,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the runs."""
     with runs_at(options.root) as (found,):
-        return _print(options, ordered(found, options.sort, reverse=options.reverse))
-
-
-def _print(options: argparse.Namespace, runs: list[Run]) -> int:
-    differences = config_differences(runs, everything=options.all_settings)
-    streams = streams_of(runs)
-    if options.json:
-        keyed = {key: dict(zip((r.name for r in runs), values)) for key, values in differences.items()}
-        print_json({"runs": [run.summary() for run in runs], "differences": keyed, "streams": streams})
-        return name_problems(runs) if runs else NOTHING_THERE
-    if not runs:
-        raise FileNotFoundError(f"Expected runs below {options.root!r}. Received: none. Name another directory.")
-    print_table(_HEAD, [_row(run) for run in runs])
-    if differences:
-        print("\nsettings that differ")
-        print_table(("run", *differences), list(zip((r.name for r in runs), *map(_texts, differences.values()))))
-    if streams:
-        print("\nstreams")
-        print_table(_STREAM_HEAD, [_stream_row(stream) for stream in streams])
-    return name_problems(runs)
+        runs = ordered(found, options.sort, reverse=options.reverse)
+        differences = config_differences(runs, everything=options.all_settings)
+        streams = streams_of(runs)
+        if options.json:
+            keyed = {key: dict(zip((r.name for r in runs), values)) for key, values in differences.items()}
+            print_json({"runs": [run.summary() for run in runs], "differences": keyed, "streams": streams})
+            return name_problems(runs) if runs else NOTHING_THERE
+        if not runs:
+            raise FileNotFoundError(f"Expected runs below {options.root!r}. Received: none. Name another directory.")
+        rows = [
+            {**run.summary(), "changed": f"{run.changed:%Y-%m-%d %H:%M} UTC" if run.changed else None} for run in runs
+        ]
+        print_table(list(SUMMARY.values()), [[row[name] for name in SUMMARY] for row in rows])
+        if differences:
+            print("\nsettings that differ")
+            print_table(
+                ("run", *differences),
+                list(zip((r.name for r in runs), *([as_text(v) for v in of] for of in differences.values()))),
+            )
+        if streams:
+            print("\nstreams")
+            print_table(_STREAM_HEAD, [_stream_row(stream) for stream in streams])
+        return name_problems(runs)
 
 
 def _stream_row(stream: dict[str, Any]) -> list[object]:
@@ -79,12 +91,6 @@ def _stream_row(stream: dict[str, Any]) -> list[object]:
     return row
 
 
-def _row(run: Run) -> list[object]:
-    changed = f"{run.changed:%Y-%m-%d %H:%M} UTC" if run.changed else None
-    row = {**run.summary(), "changed": changed}
-    return [row[name] for name in _COLUMNS]
-
-
 def ordered(runs: list[Run], key: str, *, reverse: bool = False) -> list[Run]:
     """Return runs in the order of a column; those that have no value in it come last."""
     if key == "name":
@@ -92,7 +98,3 @@ def ordered(runs: list[Run], key: str, *, reverse: bool = False) -> list[Run]:
     rows = [(run.summary()[key], run) for run in runs]
     known = sorted((row for row in rows if row[0] is not None), key=lambda row: row[0], reverse=reverse)
     return [run for _, run in known] + [run for value, run in rows if value is None]
-
-
-def _texts(values: list[Any]) -> list[str]:
-    return [as_text(value) for value in values]

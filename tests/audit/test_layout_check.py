@@ -95,13 +95,7 @@ PLANTED: dict[str, tuple[str, str, float | None, str | None, str]] = {
     ),
     "averaged": ("blocks.1.norm.weight", "0.5 times", 0.5, "tensor", "the backward pass is not"),
     "cut off": ("blocks.1.norm.weight", "0 times", 0.0, None, "the backward pass is not"),
-    "bias before the sum": (
-        "blocks.1.down.bias",
-        "",
-        None,
-        None,
-        "the first layer whose output differs is blocks.1",
-    ),
+    "bias before the sum": ("blocks.1.down.bias", "", None, None, "the first layer whose output differs is blocks.1"),
     "bias of one": (
         "blocks.1.down.bias",
         "differs between ranks of tensor",
@@ -112,13 +106,7 @@ PLANTED: dict[str, tuple[str, str, float | None, str | None, str]] = {
     "sequence": ("blocks.1.norm.weight", "differs between ranks of tensor", None, "tensor", ""),
     "untied": ("embedding.weight", "", None, None, ""),
     "divided twice": ("head.weight", "0.5 times", 0.5, "tensor", "and the loss is not"),
-    "not summed": (
-        "head.weight",
-        "differs between ranks of replicate",
-        None,
-        "replicate",
-        "nearest to the loss",
-    ),
+    "not summed": ("head.weight", "differs between ranks of replicate", None, "replicate", "nearest to the loss"),
     "batches alike": (
         "head.weight",
         "",

@@ -69,10 +69,7 @@ HSDP = {"stack": "parallel", "parallel.axes.replicate": 2, "parallel.axes.shard"
 
 @pytest.mark.parametrize(
     ("what", "named"),
-    [
-        ("weight", "'3.weight' .* in 'weights.0'"),
-        ("moment", "'3.weight/exp_avg_sq' .* in 'optimizer.0'"),
-    ],
+    [("weight", "'3.weight' .* in 'weights.0'"), ("moment", "'3.weight/exp_avg_sq' .* in 'optimizer.0'")],
 )
 def test_a_flipped_bit_on_one_of_two_ranks_is_named_and_not_saved(what: str, named: str, tmp_path: Path) -> None:
     outcomes = run_outcomes(train, str(tmp_path), {}, what, 4, 1, world_size=2)

@@ -51,24 +51,12 @@ class Mixed(nn.Module):  # what people write in a forward
         scale = torch.ones(len(x), 1)
         return (self.down(hidden * scale) @ torch.diag(self.rates)).float()
 
-class Experts(nn.Module):  # the best two of four
-    def __init__(self):
-        super().__init__()
-        self.router, self.experts = nn.Linear(6, 4), nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
-
-    def forward(self, x):
-        weights, chosen = self.router(x).softmax(-1).topk(2)
-        gates = torch.zeros(len(x), 4, dtype=weights.dtype).scatter(1, chosen, weights)
-        return sum(gates[:, index, None] * expert(x) for index, expert in enumerate(self.experts))
-
 class Program(dl.Runner):
     def __init__(self, config):
         super().__init__(config)
         self.model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
         if "mixed" in sys.argv:
             self.model = Mixed()
-        if "experts" in sys.argv:
-            self.model = Experts()
         self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]))
         self.datasets = {"train": Points(), "val": Points()}
         if "iterable" in sys.argv:
@@ -113,8 +101,6 @@ if __name__ == "__main__":
             sys.executable = sys.argv[-1]  # by which it is started again
             report = runner.check_layout("shard=2", timeout=90)
             print(report.is_same, report.samples)
-        elif "evaluates" in sys.argv:
-            runner.evaluate()
         else:
             if "mixed" in sys.argv:
                 runner.evaluate("val")
@@ -148,8 +134,8 @@ def test_a_program_that_is_right_and_one_that_divides_twice(program: list[str], 
 RIGHT = {
     # layout and options, words of the program: what is said of it
     "hsdp": (["replicate=2,shard=2"], [], "gradients of 4 parameters; 7 samples"),
-    "accelerate": (["accelerate=2"], ["experts"], "gradients of 10 parameters; 7 samples"),
-    "own dtype": (["shard=2", "--dtype", "own"], ["experts", "bf16"], "gradients of 10 parameters"),
+    "accelerate": (["accelerate=2"], [], "gradients of 4 parameters; 7 samples"),
+    "own dtype": (["shard=2", "--dtype", "own"], ["bf16"], "gradients of 4 parameters"),
     "a sampler": (["ddp=2"], ["sampler"], "8 samples each"),
     "an iterable": (["shard=2"], ["iterable"], "8 samples each"),
     "what people write": (["ddp=2"], ["mixed"], "7 samples each"),
@@ -160,7 +146,7 @@ SLOW = ("an iterable", "own dtype")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in RIGHT])
 def test_programs_of_all_kinds_are_found_right(case: str, program: list[str]) -> None:
-    """Stacks, routers, and a float32 batch, float() and dropout as a call in a forward, batch normalization, an evaluation before."""
+    """Stacks, and a float32 batch, float() and dropout as a call in a forward, batch normalization, an evaluation before."""
     layout, words, told = RIGHT[case]
     done = checked(*layout, "--", *program, *words)
     assert done.returncode == 0 and told in done.stdout, done.stdout + done.stderr
@@ -187,11 +173,6 @@ def test_a_script_that_asks_by_itself(program: list[str]) -> None:
     ("word", "received", "hint"),
     [
         ("fails", "in one process. Received: exit code 1 of rank 0 after 0 updates", "It has to train in one process"),
-        (
-            "evaluates",
-            "in one process. Received: exit code 0 of rank 0 after 0 updates",
-            "or fewer --updates",
-        ),
         ("leaves", "on the layout. Received: exit code 0 of rank 1 after 1 updates", "In one process it makes them"),
         pytest.param(
             "stuck",

@@ -50,13 +50,8 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int
     model(torch.randn(4, 7, dtype=next(model.parameters()).dtype)).float().sum().backward()
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    return {
-        "parameters": local_bytes(parameters),
-        "gradients": local_bytes(gradients),
-        "optimizer": local_bytes(states),
-    }
+    gradients = local_bytes(parameter.grad for parameter in model.parameters())
+    return {"parameters": local_bytes(model.parameters()), "gradients": gradients, "optimizer": local_bytes(states)}
 
 
 def measure_sharded() -> dict[str, int]:

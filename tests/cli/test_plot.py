@@ -1,8 +1,11 @@
-"""`danling runs` and `danling plot` on runs that were really trained."""
+"""`danling runs` and `danling plot` on runs that were really trained, and the pictures and reports of written ones."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ from PIL import Image
 from support.recorded import danling, record_run
 
 from danling.cli.main import main
+from danling.cli.plot import draw_curves, group, html_report, png, smoothed
+from danling.workspace.runs import Run
 
 
 @pytest.fixture(scope="module")
@@ -20,28 +25,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_the_table_has_scores_and_differences(root: Path) -> None:
+def test_the_table_has_scores_and_differences(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = danling("runs", root, warm=True)
-    assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["run", "step", "attempts", "score", "best", "at", "latest", "last", "change"]
     assert lines[1].startswith("high") and lines[2].startswith("low") and "val/acc" in lines[1]
     assert "settings that differ" in lines and "optim.lr" in done.stdout and "0.05" in done.stdout
-
-
-def test_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(root), "--sort", "step", "--reverse", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert [run["step"] for run in facts["runs"]] == [12, 8]
-    names = [run["run"] for run in facts["runs"]]
-    assert facts["differences"]["optim.lr"] == dict(zip(names, [0.001, 0.05]))
+    assert facts["differences"]["optim.lr"] == dict(zip([run["run"] for run in facts["runs"]], [0.001, 0.05]))
 
 
 def test_several_runs_become_a_picture_and_a_report(root: Path) -> None:
     done = danling("plot", root, "--figure", "loss", "acc", "--smooth", "0.5", "-o", "out/curves.png", warm=True)
-    assert done.returncode == 0 and done.stdout == "out/curves.png: 2 runs\n"
-    with Image.open("out/curves.png") as picture:
-        assert picture.format == "PNG"
+    assert done.stdout == "out/curves.png: 2 runs\n" and Image.open("out/curves.png").format == "PNG"
     assert main(["plot", *(str(run) for run in root.glob("*/*")), "-o", "report.html"]) == 0
     text = Path("report.html").read_text()
     assert text.count("<h2>Results of") == 2 and "optim.lr" in text
@@ -77,3 +75,70 @@ def test_runs_that_are_not_drawn_are_named_and_not_counted(
     assert "Expected runs with metrics" in capsys.readouterr().err and not Path("none.png").exists()
     assert main(["runs", str(tmp_path)]) == 1
     assert str(broken) in capsys.readouterr().err
+
+
+def write_run(path: Path, scale: float) -> Run:
+    """Write what a run leaves behind: losses of 20 steps, and two evaluations."""
+    path.mkdir(parents=True)
+    lines = [
+        f'{{"step": {i}, "time": {100 + i}.5, "train/loss": {scale / i}, "train/learning_rate": 0.1}}'
+        for i in range(1, 21)
+    ]
+    lines += [
+        f'{{"step": {i}, "time": {100 + i}.7, "val/loss": {2 * scale / i}, "val/acc": {i / 20}}}' for i in (10, 20)
+    ]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (path / "results.json").write_text('{"1": {"val": {"acc": 0.5, "loss": null}}, "2": {"val": {"acc": 1.0}}}')
+    (path / "best.json").write_text('{"index": 2, "score": 1.0, "result": {"val": {"acc": 1.0}}}')
+    (path / "metadata").mkdir()
+    (path / "metadata" / "config.canonical.yaml").write_text(f"optim:\n  lr: {scale}\n")
+    (path / "metadata" / "config.full.yaml").write_text("score_name: acc\nscore_split: val\n")
+    return Run(path, path.name)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Run]:
+    return [write_run(tmp_path / "first", 1.0), write_run(tmp_path / "<b>second", 3.0)]
+
+
+def test_each_quantity_has_a_panel_with_the_curves_of_all_runs(runs: list[Run]) -> None:
+    figure = draw_curves(runs)
+    panels = {axes.get_title(): axes for axes in figure.axes}
+    assert list(panels) == ["loss", "acc", "learning_rate"]
+    drawn = {line.get_label(): list(map(float, line.get_ydata())) for line in panels["loss"].lines}
+    titles = zip(("optim.lr=1.0", "optim.lr=3.0"), runs)
+    wanted = {f"{title} {split}": run.curve(f"{split}/loss")[1] for title, run in titles for split in ("train", "val")}
+    assert drawn == wanted
+
+
+def test_smoothing_adds_a_mean_without_the_bias_of_its_start(runs: list[Run]) -> None:
+    assert smoothed([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0])
+    assert smoothed([1.0, 2.0], 0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 2) / 0.75])
+    (axes,) = draw_curves(runs[:1], figures=["train/loss"], smooth=0.9).axes
+    raw, mean = (list(line.get_ydata()) for line in axes.lines)
+    assert raw == runs[0].curve("train/loss")[1] and mean == smoothed(raw, 0.9)
+    (rates,) = draw_curves(runs[:1], figures=["learning_rate"], smooth=0.9).axes
+    assert len(rates.lines) == 1
+
+
+def test_figures_are_chosen_by_name_and_unknown_ones_are_named(runs: list[Run]) -> None:
+    assert group(runs, ["acc", "train/loss"]) == {"loss": ["train/loss"], "acc": ["val/acc"]}
+    with pytest.raises(ValueError, match="train/loss.*Received: 'los'"):
+        group(runs, ["los"])
+    with pytest.raises(ValueError, match="smooth=1"):
+        draw_curves(runs, smooth=1.0)
+
+
+def test_the_picture_is_a_png_and_the_same_each_time(runs: list[Run]) -> None:
+    first, second = (png(draw_curves(runs, log_scale=True, by="time")) for _ in range(2))
+    assert first == second and Image.open(io.BytesIO(first)).format == "PNG"
+
+
+def test_the_report_is_one_file_with_scores_differences_and_curves(runs: list[Run]) -> None:
+    text = html_report(runs, title="A & B")
+    cells = set(re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", text))
+    assert {"first", "&lt;b&gt;second", "val/acc", "optim.lr", "1", "3"} <= cells
+    assert "<title>A &amp; B</title>" in text and not re.search(r"<(b|script|link|iframe)[ >]", text)
+    (source,) = re.findall(r'(?:src|href)="([^"]*)"', text)
+    picture = base64.b64decode(source.removeprefix("data:image/png;base64,"))
+    assert Image.open(io.BytesIO(picture)).format == "PNG"

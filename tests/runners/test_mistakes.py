@@ -102,7 +102,7 @@ DANLING = {
     "export gone.pth out.gguf": (2, "Other formats are not written here"),
     "export gone.pth out --max-shard-size big": (2, "Expected a size such as 5GB or 2GiB. Received: 'big'."),
     "estimate": (2, "danling: Expected"),
-    "doctor --timeout -1": (2, "Expected a number of seconds above 0. Received: '-1'."),
+    "doctor --timeout -1": (2, "Expected a number of at least 1. Received: '-1'."),
     "doctor --skip cuda": (2, "invalid choice: 'cuda'"),
 }
 
