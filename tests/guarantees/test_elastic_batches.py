@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_outcomes, run_processes
+from support.toys import whole_settings
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -73,18 +74,9 @@ class Elastic(dl.TorchRunner):
 
 def settings(root: Path, loader: dict[str, Any], **more: Any) -> dict[str, Any]:
     root.mkdir(exist_ok=True)
-    return {
-        "steps": 14,
-        "seed": 4,
-        "auto_resume": True,
-        "workspace_root": str(root),
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "scheduler": {"type": "cosine"},
-        "max_grad_norm": 1.0,
-        "checkpoint": {"interval": 1, "async_enabled": False},
-        "dataloader": {"drop_last": False, **loader},
-        **more,
-    }
+    base = {"steps": 14, "seed": 4, "accum_steps": 1, "ema": {}, "auto_resume": True, "max_grad_norm": 1.0}
+    base |= {"checkpoint": {"interval": 1, "async_enabled": False}, "dataloader": {"drop_last": False, **loader}}
+    return whole_settings(root, **{**base, **more})
 
 
 def train(config: dict[str, Any], kill_at: int | None = None) -> dict[str, Any]:
@@ -180,38 +172,23 @@ def test_a_product_that_ends_its_passes_elsewhere_is_refused(tmp_path: Path) -> 
     assert ended["begun"] == 2
 
 
-@pytest.mark.parametrize(
-    ("loader", "more", "expected"),
-    [
-        (
-            {"global_batch_size": 1},
-            {},
-            r"at least the number of ranks .*, 2\. Received: dataloader.global_batch_size=1\.",
-        ),
-        ({"global_batch_size": 4, "batch_size": 2}, {}, r"not both\. Received: batch_size=2, global_batch_size=4"),
-        ({"global_batch_size": "many"}, {}, r"global_batch_size to be an integer or none\. Received: .*'many'"),
-        ({"global_batch_size": 4, "micro_batch_size": 0}, {}, r"micro_batch_size to be a number >= 1. Received: .*=0"),
-        (
-            {"batch_size": 4, "micro_batch_size": 2},
-            {},
-            r"Expected dataloader.global_batch_size together with .*micro_batch_size",
-        ),
-        (
-            {"global_batch_size": 8, "micro_batch_size": 2},
-            {"accum_steps": 2},
-            r"Expected accum_steps or dataloader.micro_batch_size .* Received: accum_steps=2, micro_batch_size=2",
-        ),
-        (
-            {"global_batch_size": 51, "drop_last": True},
-            {},
-            r"at least one update of 51 samples, .* Received: 50 samples",
-        ),
-    ],
-)
+RANKS = r"at least the number of ranks .*, 2\. Received: dataloader.global_batch_size=1\."
+BOTH_DIVISIONS = r"Expected accum_steps or dataloader.micro_batch_size .* Received: accum_steps=2, micro_batch_size=2"
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"global_batch_size": 1}, 1, RANKS),
+    ({"global_batch_size": 4, "batch_size": 2}, 1, r"not both\. Received: batch_size=2, global_batch_size=4"),
+    ({"batch_size": 4, "micro_batch_size": 2}, 1, r"dataloader.global_batch_size together with .*micro_batch_size"),
+    ({"global_batch_size": 8, "micro_batch_size": 2}, 2, BOTH_DIVISIONS),
+    ({"global_batch_size": 51, "drop_last": True}, 1, r"at least one update of 51 samples, .* Received: 50 samples"),
+]
+
+
+@pytest.mark.parametrize(("loader", "accum_steps", "expected"), REFUSED)
 def test_bad_input_is_one_clear_error_and_nothing_is_written(
-    loader: dict[str, Any], more: dict[str, Any], expected: str, tmp_path: Path
+    loader: dict[str, Any], accum_steps: int, expected: str, tmp_path: Path
 ) -> None:
-    outcomes = run_outcomes(train, settings(tmp_path, loader, **more), world_size=2, grace=2.0)
+    config = settings(tmp_path, loader, accum_steps=accum_steps)
+    outcomes = run_outcomes(train, config, world_size=2, grace=2.0)
     for outcome in outcomes:
         assert isinstance(outcome.error, (TypeError, ValueError))
         assert re.search(expected, str(outcome.error))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.layouts import run_layout
 from support.processes import run_processes
+from support.toys import whole_settings
 from torch import Tensor
 
 from danling.mesh.axes import axes_with
@@ -78,20 +79,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _config(root: str, **settings: Any) -> dict[str, Any]:
-    return {
-        "workspace_root": root,
-        "seed": 5,
-        "steps": 3,
-        "accum_steps": 2,
-        "max_grad_norm": 0.05,
-        "log": False,
-        "evaluate_interval": 3,
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "scheduler": {"type": "cosine"},
-        "checkpoint": {"load_only": True},
-        "dataloader": {"batch_size": 4},
-        **settings,
-    }
+    base = {"seed": 5, "steps": 3, "max_grad_norm": 0.05, "log": False, "evaluate_interval": 3, "ema": {}}
+    base |= {"checkpoint": {"load_only": True}, "dataloader": {"batch_size": 4}}
+    return whole_settings(root, **{**base, **settings})
 
 
 @cache

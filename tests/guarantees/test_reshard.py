@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.layouts import LayoutRunner
 from support.processes import run_processes
+from support.toys import whole_settings
 from torch import Tensor
 
 from danling.utils.tensors import canonical_name, whole
@@ -57,22 +58,10 @@ def train(config: dict[str, Any], model: dict[str, Any], stop_at: int | None) ->
 def run(root: Path, layout: str, model: dict[str, Any], *, stop_at: int | None = None, resume: str = "") -> Any:
     world, axes = LAYOUTS[layout]
     replicas = world if axes is None else axes.get("shard", 1) * axes.get("replicate", 1)
-    config: dict[str, Any] = {
-        "dir": str(root),
-        "seed": 5,
-        "steps": 5,
-        "accum_steps": 2 if replicas != 3 else 4,
-        "max_grad_norm": 0.05,
-        "log": False,
-        "evaluate_interval": 5,
-        "try_evaluation": False,
-        "ema": {"enabled": True, "decay": 0.9},
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "scheduler": {"type": "cosine"},
-        "checkpoint": {"interval": 100, "backend": "dcp"},
-        "dataloader": {"batch_size": {1: 12, 2: 6, 3: 2, 4: 3}[replicas]},
-        "resume": resume or None,
-    }
+    base = {"seed": 5, "steps": 5, "accum_steps": 4 if replicas == 3 else 2, "max_grad_norm": 0.05, "log": False}
+    base |= {"evaluate_interval": 5, "try_evaluation": False, "checkpoint": {"interval": 100, "backend": "dcp"}}
+    loader = {"batch_size": {1: 12, 2: 6, 3: 2, 4: 3}[replicas]}
+    config = whole_settings("unused", **base, dir=str(root), dataloader=loader, resume=resume or None)
     if axes is not None:
         schedule = "ZBVZeroBubble" if layout == "PP V" else "1F1B"
         config |= {"stack": "parallel", "parallel": {"axes": axes, "pipeline_schedule": schedule}}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models.gpt import GPT
 from support.engines import needs_deepspeed, zero
 from support.processes import run_processes
 from support.toys import settings
@@ -33,11 +33,6 @@ def encoder() -> nn.Module:
 
 
 def gpt() -> nn.Module:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-    try:
-        from models.gpt import GPT
-    finally:
-        del sys.path[0]
     model: nn.Module = GPT(11, context=8, width=8, depth=2, heads=2)
     return model
 

@@ -41,7 +41,6 @@ class Evaluated(TorchRunner):
         self.optimizer = torch.optim.SGD(self.bare.parameters(), lr=0.1)
         self.datasets = {split: TensorDataset(INPUTS, 3 * INPUTS) for split in ("train", "val", "test")}
         self.seen: list[tuple[bool, str, bool, bool]] = []
-        self.drawn: list[float] = []
         self.broadcasts = 0
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -55,17 +54,13 @@ class Evaluated(TorchRunner):
 
     def note(self) -> None:
         self.seen.append((self.model is self.bare, self.mode, self.bare.training, torch.is_grad_enabled()))
-        self.drawn.append(torch.rand(()).item())
+        torch.rand(())
         self.bare.calls += 1
 
     def evaluate_step(self, data: Any) -> Any:
         self.note()
         self.meters.update({"seen": 1.0})
         return super().evaluate_step(data)
-
-    def infer_step(self, data: Any) -> Any:
-        self.note()
-        return super().infer_step(data)
 
     def set_weight(self, weight: float) -> None:
         with torch.no_grad():

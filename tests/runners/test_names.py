@@ -53,29 +53,14 @@ def test_every_attribute_of_the_librarys_is_known_to_the_guard(tmp_path: Path) -
         assert not unknown, f"annotate them in the class that sets them: {sorted(unknown)}"
 
 
-def test_methods_and_values_of_a_class_are_looked_at_too(tmp_path: Path) -> None:
-    class Private(Named):
-        def _bind_reduction(self, text: str) -> None:
-            pass
+MEMBERS: dict[str, Any] = {"_bind_reduction": lambda self, text: None, "window": lambda self: 3, "train_step": 0.1}
 
-    class Hidden(Named):
-        def window(self) -> int:
-            return 3
 
-    class Plain(Named):
-        train_step = 0.1
-
-    Made = type("Made", (Named,), {"window": 3})  # without a class statement, which would note the module
-
-    assert Made.__module__ == __name__
-    for runner_class, name in (
-        (Private, "_bind_reduction"),
-        (Hidden, "window"),
-        (Plain, "train_step"),
-        (Made, "window"),
-    ):
-        with pytest.raises(AttributeError, match=f"{name} of the class {runner_class.__name__}, where '{name}'"):
-            runner_class(settings(tmp_path))
+@pytest.mark.parametrize("name", MEMBERS)
+def test_methods_and_values_of_a_class_are_looked_at_too(name: str, tmp_path: Path) -> None:
+    made = type("Made", (Named,), {name: MEMBERS[name]})
+    with pytest.raises(AttributeError, match=f"{name} of the class Made, where '{name}'"):
+        made(settings(tmp_path))
 
 
 class Silent:

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 
 import danling as dl
 
-from .toys import whole_state
+from .stacks import copied
+from .toys import whole_settings, whole_state
 
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install deepspeed"
@@ -92,20 +93,9 @@ class AnyStackRunner(dl.Runner):
 
 def settings(root: Path | str, stack: str = "deepspeed", **changes: Any) -> dict[str, Any]:
     """Return a configuration of ten updates on one process and six on two, where the last window of an epoch is a shorter one."""
-    base: dict[str, Any] = {
-        "stack": stack,
-        "epochs": 2,
-        "seed": 3,
-        "accum_steps": 2,
-        "max_grad_norm": 0.3,
-        "dataloader": {"batch_size": 4, "drop_last": False},
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "scheduler": {"type": "cosine", "warmup_steps": 2},
-        "workspace_root": str(root),
-        "log": False,
-        "log_interval": 1000,
-    }
-    return {**base, **changes}
+    loader, schedule = {"batch_size": 4, "drop_last": False}, {"type": "cosine", "warmup_steps": 2}
+    base = {"stack": stack, "epochs": 2, "max_grad_norm": 0.3, "dataloader": loader, "scheduler": schedule}
+    return whole_settings(root, **{**base, "ema": {}, "log": False, **changes})
 
 
 UNSAVED: dict[str, Any] = {"checkpoint.load_only": True}
@@ -122,17 +112,9 @@ def train(config: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     with AnyStackRunner(config, **options) as runner:
         runner.train()
         state = whole_state(runner)
-        return {"trace": runner.trace, "results": dict(runner.results), "state": _copied(state)}
+        return {"trace": runner.trace, "results": dict(runner.results), "state": copied(state)}
 
 
 def train_each(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
     """Train one configuration after the other in this process."""
     return [train(config, **options) for config, options in cases]
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -21,7 +21,7 @@ import danling as dl
 from danling.training import NonFiniteError
 from danling.utils.tensors import canonical_name, whole
 
-from .toys import differences, whole_state
+from .toys import differences, whole_settings, whole_state
 
 WORLD = 2
 UPDATES = 6
@@ -190,23 +190,9 @@ def copied(value: Any) -> Any:
 
 def settings(name: str, root: str, **changes: Any) -> dict[str, Any]:
     """Return the configuration of a run with two updates a pass, the second of which is a shorter window with ragged batches."""
-    base: dict[str, Any] = {
-        **STACKS[name].settings,
-        "steps": UPDATES,
-        "seed": 3,
-        "accum_steps": 4,
-        "dropout": 0.3,
-        "max_grad_norm": 0.3,
-        "evaluate_interval": 2,
-        "ema": {"enabled": True, "decay": 0.9},
-        "dataloader": {"batch_size": 2, "drop_last": False},
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "scheduler": {"type": "cosine", "warmup_steps": 2},
-        "checkpoint": {"interval": 1},
-        "dir": root,
-        "log": False,
-    }
-    return {**base, **changes}
+    base: dict[str, Any] = {**STACKS[name].settings, "steps": UPDATES, "accum_steps": 4, "dropout": 0.3}
+    base |= {"max_grad_norm": 0.3, "evaluate_interval": 2, "scheduler": {"type": "cosine", "warmup_steps": 2}}
+    return whole_settings("unused", **{**base, "checkpoint": {"interval": 1}, "dir": root, "log": False, **changes})
 
 
 def train(name: str, root: str, config: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -242,15 +228,8 @@ def die(name: str, root: str) -> None:
 
 def watch(name: str, root: str) -> dict[str, Any]:
     """Train by plain gradient descent, evaluate and predict, and return what one process is to find too."""
-    plain: dict[str, Any] = {
-        **UNSAVED,
-        "optim": {},
-        "scheduler": {},
-        "ema": {},
-        "max_grad_norm": None,
-        "dropout": 0.0,
-        "arithmetic": STACKS[name].dtype,
-    }
+    plain: dict[str, Any] = {**UNSAVED, "optim": {}, "scheduler": {}, "ema": {}, "max_grad_norm": None}
+    plain |= {"dropout": 0.0, "arithmetic": STACKS[name].dtype}
     with Watched(settings(name, root, **plain)) as runner:
         runner.train()
         before = copied(whole_state(runner)["state"]["rng"])
