@@ -129,10 +129,6 @@ def read_memory_policy(policy: str | None) -> tuple[str, float]:
     )
 
 
-# Settings that only one stack, or only one backend of checkpoints, reads.
-_READ_BY_STACK = {"graph": ("compile.memory_policy",)}
-_READ_BY_BACKEND = {"dcp": ("checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend")}
-
 _SWITCHES = {
     "checkpoint.remote": "url",
     "compile": "enable",
@@ -155,8 +151,10 @@ def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, 
     if backend == "auto" or row.default_backend is None:
         backend = row.default_backend
     unread = list(row.unread)
-    for reader, table in ((stack, _READ_BY_STACK), (backend, _READ_BY_BACKEND)):
-        unread += [key for name, keys in table.items() if name != reader for key in keys]
+    if stack != "graph":
+        unread.append("compile.memory_policy")
+    if backend != "dcp":
+        unread += ["checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend"]
     usual = flatten(defaults)
     changed = [key for key, value in flatten(settings).items() if value != usual.get(key)]
     return [key for key in changed if any(key == name or key.startswith(f"{name}.") for name in unread)]

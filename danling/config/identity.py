@@ -237,23 +237,22 @@ def with_update_sizes(settings: Mapping[str, object], replicas: int) -> dict[str
     if not isinstance(loading, Mapping):
         return dict(settings)
     kept = {name: value for name, value in settings.items() if name != "accum_steps" or not sizes}
-    trained = {name for name, _ in train_sections(settings)}
+    trained = dict(train_sections(settings))
     if settings.get("gradient_sum") == "canonical":
-        held = [section.get("micro_batch_size") for section in (loading, *dict(train_sections(settings)).values())]
+        held = [section.get("micro_batch_size") for section in (loading, *trained.values())]
         kept["gradient_sum"] = f"canonical, micro_batch_size={'/'.join(str(size) for size in held if size is not None)}"
+
+    def resized(section: Mapping[str, object], place: str, *, is_trained: bool) -> dict[str, object]:
+        left_out = SIZES if sizes or not is_trained else ("micro_batch_size",)
+        result = {name: value for name, value in section.items() if name not in left_out}
+        return {**result, "global_batch_size": sizes[place].samples} if place in sizes else result
+
     sections = {
-        name: _with_size(section, sizes.get(f"dataloader.{name}"), is_known=bool(sizes) or name not in trained)
+        name: resized(section, f"dataloader.{name}", is_trained=name in trained)
         for name, section in loading.items()
         if isinstance(section, Mapping)
     }
-    return {**kept, "dataloader": _with_size(loading, sizes.get("dataloader"), is_known=bool(sizes)) | sections}
-
-
-def _with_size(section: Mapping[str, object], size: UpdateSize | None, *, is_known: bool) -> dict[str, object]:
-    if not is_known:
-        return {name: value for name, value in section.items() if name != "micro_batch_size"}
-    kept = {name: value for name, value in section.items() if name not in SIZES}
-    return kept if size is None else {**kept, "global_batch_size": size.samples}
+    return {**kept, "dataloader": resized(loading, "dataloader", is_trained=True) | sections}
 
 
 def is_update_key(key: str) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -25,9 +23,9 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
 
     def __getattr__(name: str) -> object:
         if name in home:
-            value = getattr(_import(home[name] if "." in home[name] else f"{package}.{home[name]}"), name)
+            value = getattr(import_module(home[name] if "." in home[name] else f"{package}.{home[name]}"), name)
         elif not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
-            value = _import(f"{package}.{name}")
+            value = import_module(f"{package}.{name}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         # Found without this function the next time.
@@ -41,20 +39,3 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
         return sorted({*own, *home, *getattr(module, "__all__", ())})
 
     return __getattr__, __dir__
-
-
-def _import(module: str) -> object:
-    with _collection_paused():
-        return import_module(module)
-
-
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Pause garbage collection: during an import it would traverse all that torch has loaded, and free nothing."""
-    paused = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if paused:
-            gc.enable()
