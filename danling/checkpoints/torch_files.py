@@ -44,7 +44,7 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
         payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zip)
         check_values(payload, path, size=size)
         if is_zip and is_own(payload):
-            # The sum of the values beside the tensors, which torch does not compare.
+            # The sum of what is no tensor, which torch does not compare.
             with ZipFile(path) as archive:
                 for name in archive.namelist():
                     if name.endswith("/data.pkl"):

@@ -365,7 +365,7 @@ class RankWatch(Observer):
 
     def _opened_store(self) -> tuple[Any, str]:
         if self._store is None:
-            # A connection of its own: a thread that waits in the store does not hold this one up.
+            # A separate connection: a thread that waits in the store does not hold this one up.
             store: Any = default_store()
             self._store = store.clone()
             self._store.set_timeout(timedelta(seconds=_GRACE_SECONDS))
