@@ -7,10 +7,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from .progress import Progress
 
 LOGGER = logging.getLogger("danling")
 SHOWN_ON_BAR = "shown_on_bar"
@@ -19,26 +22,74 @@ SHOWN_ON_BAR = "shown_on_bar"
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CONSOLE_FORMAT = "%(asctime)s %(message)s"
 _lock = threading.Lock()
-_open_bars: list[Any] = []
-"""Bars that are drawn; each has `external_write_mode` of tqdm, a context in which the bar is cleared."""
+open_bars: list[Progress] = []
+"""Bars that are drawn."""
 _open_logs: list[RunLog] = []
 _speaking: ContextVar[RunLog | None] = ContextVar("danling_speaking", default=None)
 
 
 class RunLog:
-    """What `open_run_log` opened, for `close_run_log` to close."""
+    """Lets the `danling` logger speak: on the console, and into a file. Runs that are open at the same time share one console.
 
-    def __init__(self, console: logging.Handler, file_handler: logging.FileHandler | None) -> None:
-        self.console = console
-        self.file_handler = file_handler
-        self.level_before = LOGGER.level
-        if file_handler is not None:
-            file_handler.addFilter(lambda record: _speaking.get() in (None, self))
+    On the main process the console shows information and warnings. On the others it shows warnings and errors only, with the rank in
+    front, and no file is written.
 
-    @property
-    def file(self) -> Path | None:
-        """Path of the log file, `None` when there is none."""
-        return Path(self.file_handler.baseFilename) if self.file_handler is not None else None
+    Args:
+        file: The log file, appended to; its directory is created. `None` writes none.
+        is_main: Whether this process is the main one.
+        rank: Rank of this process.
+
+    Raises:
+        OSError: If the file cannot be opened; nothing stays open then.
+    """
+
+    _level_before = logging.NOTSET
+    """Level of the logger before the first of the open logs."""
+
+    def __init__(self, file: str | os.PathLike[str] | None, *, is_main: bool = True, rank: int = 0) -> None:
+        level = logging.INFO if is_main else logging.WARNING
+        self.file_handler: logging.FileHandler | None = None
+        if file is not None and is_main:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            self.file_handler = logging.FileHandler(file, encoding="utf-8")
+            self.file_handler.setLevel(level)
+            self.file_handler.setFormatter(logging.Formatter(_FILE_FORMAT))
+            self.file_handler.addFilter(lambda record: _speaking.get() in (None, self))
+        with _lock:
+            if not _open_logs:
+                RunLog._level_before = LOGGER.level
+            console = _open_logs[-1]._console if _open_logs else ConsoleHandler(None if is_main else rank)
+            self._console: ConsoleHandler = console
+            self._console.setLevel(level)
+            for handler in (self.file_handler, self._console):
+                if handler is not None:
+                    LOGGER.addHandler(handler)
+            # Handlers that the program has given to the root logger are kept quiet on other ranks by the logger itself.
+            if LOGGER.level == logging.NOTSET or LOGGER.level > level:
+                LOGGER.setLevel(level)
+            _open_logs.append(self)
+
+    @contextmanager
+    def speaking(self) -> Iterator[None]:
+        """Keep lines that are written in this context, such as those of a training, out of the files of other runs that are open."""
+        token = _speaking.set(self)
+        try:
+            yield
+        finally:
+            _speaking.reset(token)
+
+    def close(self) -> None:
+        """Close the file, and with the last log the console; a second call does nothing."""
+        with _lock:
+            if self not in _open_logs:
+                return
+            _open_logs.remove(self)
+            if self.file_handler is not None:
+                LOGGER.removeHandler(self.file_handler)
+                self.file_handler.close()
+            if not _open_logs:
+                LOGGER.removeHandler(self._console)
+                LOGGER.setLevel(RunLog._level_before)
 
 
 class ConsoleHandler(logging.Handler):
@@ -54,145 +105,29 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record, with its level in front when it is a warning or worse."""
-        if (_open_bars and getattr(record, SHOWN_ON_BAR, False)) or _root_writes_to_terminal():
+        streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
+        is_shown_by_root = LOGGER.propagate and any(stream in (sys.stderr, sys.stdout) for stream in streams if stream)
+        if is_shown_by_root or (open_bars and getattr(record, SHOWN_ON_BAR, False)):
             return
         try:
             text = self.format(record)
             if record.levelno >= logging.WARNING:
                 text = f"{record.levelname}: {text}"
-            stream = sys.stderr
-            with beside_bar(stream):
+            with beside_bar(sys.stderr) as stream:
                 stream.write(text + "\n")
                 stream.flush()
         except (AttributeError, OSError, TypeError, ValueError):
             self.handleError(record)
 
 
-def open_run_log(
-    file: str | os.PathLike[str] | None,
-    *,
-    is_main: bool = True,
-    rank: int | None = None,
-    level: int = logging.INFO,
-) -> RunLog:
-    """Let the `danling` logger speak: on the console, and into `file`. The root logger is left alone.
-
-    On the main process the console shows `level` and above. On the others it shows warnings and errors only, with the
-    rank in front, and no file is written.
-
-    Args:
-        file: The log file, appended to; its directory is created. `None` writes none.
-        is_main: Whether this process is the main one.
-        rank: Rank of this process, named in its lines when it is not the main one.
-        level: Lowest level of the file and of the main process's console.
-
-    Returns:
-        A handle for `close_run_log`. Runs that are open at the same time share one console.
-
-    Raises:
-        OSError: If the file cannot be opened; nothing stays open then.
-    """
-    file_handler = None
-    if file is not None and is_main:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        file_handler = logging.FileHandler(file, encoding="utf-8")
-        file_handler.setLevel(level)
-        file_handler.setFormatter(logging.Formatter(_FILE_FORMAT))
-    with _lock:
-        log = RunLog(_shared_console(is_main, rank, level), file_handler)
-        if file_handler is not None:
-            LOGGER.addHandler(file_handler)
-        LOGGER.addHandler(log.console)
-        # Handlers that the program has given to the root logger are kept quiet on other ranks by the logger itself.
-        lowest = level if is_main else max(level, logging.WARNING)
-        if LOGGER.level == logging.NOTSET or LOGGER.level > lowest:
-            LOGGER.setLevel(lowest)
-        _open_logs.append(log)
-    return log
-
-
 @contextmanager
-def speaking_for(log: RunLog) -> Iterator[None]:
-    """Keep lines that are written in this context, such as those of a training, out of the files of other runs that are open."""
-    token = _speaking.set(log)
-    try:
-        yield
-    finally:
-        _speaking.reset(token)
-
-
-def close_run_log(log: RunLog) -> None:
-    """Close what `open_run_log` opened; a second call does nothing. With the last one, the logger's level is put back.
-
-    Args:
-        log: The handle.
-    """
-    with _lock:
-        if log not in _open_logs:
-            return
-        oldest = _open_logs[0]
-        _open_logs.remove(log)
-        if log.file_handler is not None:
-            LOGGER.removeHandler(log.file_handler)
-            log.file_handler.close()
-        if all(other.console is not log.console for other in _open_logs):
-            LOGGER.removeHandler(log.console)
-        if _open_logs:
-            # Closed out of order, the oldest log hands on the level that was there before any of them.
-            _open_logs[0].level_before = oldest.level_before
-        else:
-            LOGGER.setLevel(log.level_before)
-
-
-def _shared_console(is_main: bool, rank: int | None, level: int) -> logging.Handler:
-    if _open_logs:
-        return _open_logs[-1].console
-    console = ConsoleHandler(rank=None if is_main else rank)
-    console.setLevel(level if is_main else logging.WARNING)
-    return console
-
-
-def _root_writes_to_terminal() -> bool:
-    streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
-    return LOGGER.propagate and any(stream in (sys.stderr, sys.stdout) for stream in streams if stream is not None)
-
-
-def bar_opened(bar: Any) -> None:
-    """Register a bar that is drawn from now on."""
-    _open_bars.append(bar)
-
-
-def bar_closed(bar: Any) -> None:
-    """Forget a bar; one that is not registered is ignored."""
-    if bar in _open_bars:
-        _open_bars.remove(bar)
-
-
-def beside_bar(stream: TextIO) -> AbstractContextManager[object]:
-    """Return a context in which `stream` can be written without tearing an open bar."""
-    return _open_bars[-1].external_write_mode(file=stream) if _open_bars else nullcontext()
-
-
-class Printer:
-    """A `print` that speaks on one process only and does not tear the progress bar.
-
-    Args:
-        enabled: Whether this process speaks; usually the main one does.
-
-    Examples:
-        >>> say = Printer(enabled=rank == 0)  # doctest: +SKIP
-        >>> say("loss", 0.5)  # doctest: +SKIP
-    """
-
-    def __init__(self, enabled: bool = True) -> None:
-        self.enabled = enabled
-
-    def __call__(
-        self, *values: object, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
-    ) -> None:
-        """Print as the builtin does, with its arguments; silent when not enabled."""
-        if not self.enabled:
-            return
-        stream = file if file is not None else sys.stdout
-        with beside_bar(stream):
-            print(*values, sep=sep, end=end, file=stream, flush=flush)
+def beside_bar(stream: TextIO) -> Iterator[TextIO]:
+    """Return a context in which a stream can be written without tearing an open bar."""
+    bars = list(open_bars)
+    for bar in bars:
+        bar.erase()
+    yield stream
+    if bars:
+        stream.flush()
+    for bar in bars:
+        bar.draw(at_once=True)

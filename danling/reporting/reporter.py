@@ -1,23 +1,24 @@
-"""Everything that is seen of a training: its speed, its metrics in log lines and trackers, and its progress bar."""
+"""Everything that is seen of a training: its log lines and progress bar, what trackers get, and the messages at its beginning and end."""
 
 from __future__ import annotations
 
 import logging
+import os
+import shlex
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from danling.config.names import STACKS
 from danling.utils.messages import Paced, format_count
 from danling.utils.observers import Observer
+from danling.utils.secrets import hide_secret_words, secret_values
 
-from .logging import Printer, RunLog, close_run_log, open_run_log, speaking_for
-from .progress import Progress, format_scores
+from .logging import RunLog, beside_bar
+from .progress import Progress, format_number, format_scores
 from .rank_times import RankTimes
-from .summary import describe_end, describe_training
-from .telemetry import ModelFlops, Telemetry
-from .tracker_services import BUILT_IN_TRACKERS
+from .telemetry import Telemetry
 from .trackers import TrackerSet
 
 if TYPE_CHECKING:
@@ -29,146 +30,91 @@ logger = logging.getLogger("danling")
 
 _SHOWN = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr", "stream_in_flight": "in_flight"}
 """Metrics of an update that are printed, and what they are called there."""
-
-_SINGLE_UPDATES = "updates"
-"""What the loss of single updates is called among the curves of a notebook."""
-
 _RESULT_LINES = 100
 """Results of epochs or evaluations that are printed at any pace."""
+_WIDTH = 98
+"""A line of the log has a time before it, and a terminal 120 columns."""
+_CHOSEN = ("dir", "auto_resume", "resume", "pretrained")
+"""Settings that the command to resume sets itself."""
 
 
 class Reporter(Observer):
-    """Measures a training and reports it by trackers, log lines and a progress bar.
+    """Reports a training by trackers, log lines and a progress bar.
 
-    One reporter serves a runner for its whole life, as the first of its observers. Between `begin` and `end` a training runs; trackers stay
-    open until they are closed.
+    One reporter serves a runner for its whole life. Between `begin` and `end` a training runs; trackers stay open until they are closed.
 
     Attributes:
         trackers: Where metrics are sent to.
-        flops: What the model computes for a sample.
-        telemetry: Speed of the training that runs, or ran last; `None` before the first one.
+        telemetry: Measures the training.
         rank_times: Collects the times of the ranks in the training that runs; `None` where they are not watched.
         bar: The progress bar of the training that runs; `None` on other processes than the main one.
-        print: Prints on the main process, next to the bar.
     """
 
     critical = True
 
     def __init__(self, runner: BaseRunner) -> None:
-        self.is_main = runner.is_main_process
-        self.trackers = TrackerSet(is_main=self.is_main)
-        self.flops = ModelFlops()
-        self.telemetry: Telemetry | None = None
+        self.trackers = TrackerSet(runner)
+        self.telemetry = Telemetry(runner)
         self.rank_times: RankTimes | None = None
         self.bar: Progress | None = None
-        self.print = Printer(self.is_main)
         self._owner = runner
         self._runner: TorchRunner | None = None
         """The runner while it trains."""
         self._log: RunLog | None = None
         self._doing: list[str] = []
-        self._update_began: tuple[float, bool] | None = None
         self._result_lines = self._stream_lines = Paced(0.0)
-        self._samples_at_begin = self._samples_at_log = 0
 
-    # The log
-
-    def open_log(self, file: Path | None, *, rank: int) -> None:
-        """Open the log of the run.
-
-        Args:
-            file: Where it is kept, `None` for nowhere.
-            rank: Number of this process, which its lines have where it is not the main one.
-        """
-        self._log = open_run_log(file, is_main=self.is_main, rank=rank)
-
-    def close_log(self) -> None:
-        """Close the log of the run."""
-        if self._log is not None:
-            close_run_log(self._log)
+    def open_log(self, file: Path | None) -> None:
+        """Open the log of the run, in a file if there is one."""
+        self._log = RunLog(file, is_main=self._owner.is_main_process, rank=self._owner.rank)
+        self._owner._closers.callback(self._log.close)
 
     def speaking(self) -> AbstractContextManager[None]:
         """Return the context in which log messages belong to this run alone."""
-        return speaking_for(self._log) if self._log is not None else nullcontext()
+        return self._log.speaking() if self._log is not None else nullcontext()
 
-    # Trackers
-
-    def add_built_in(self, name: str) -> None:
-        """Add one of the library's own trackers if the configuration asks for it.
-
-        Args:
-            name: A key of `BUILT_IN_TRACKERS`.
-        """
-        tracker = BUILT_IN_TRACKERS[name](self._owner) if self.is_main else None
-        if tracker is not None:
-            self.trackers.add(tracker)
-
-    def open_trackers(self) -> None:
-        """Open what was added, and the library's own trackers that the configuration asks for, each by its hook `init_<name>` if there is
-        one; a second call does nothing."""
-        if self.trackers.is_open:
-            return
-        self.trackers.open()
-        for name in BUILT_IN_TRACKERS:
-            hook = getattr(self._owner, f"init_{name}", None)
-            if hook is None:
-                self.add_built_in(name)
-            else:
-                hook()
-
-    def flush(self) -> None:
-        """Flush what a training has logged, however it ended; a tracker that fails here must not hide how."""
-        try:
-            self.trackers.flush()
-        except Exception:
-            logger.exception("A tracker could not be flushed.")
+    def print(self, *values: object, file: Any = None, **kwargs: Any) -> None:
+        """Print as the builtin does, on the main process only, without tearing the bar."""
+        if self._owner.is_main_process:
+            with beside_bar(file if file is not None else sys.stdout) as stream:
+                print(*values, file=stream, **kwargs)
 
     # One training
 
     def begin(self, runner: TorchRunner) -> None:
         """Begin to measure and to show a training. Called on all ranks."""
         self._runner = runner
-        train, seconds = runner.state.train, runner.config.log_seconds
-        known = (runner.flops_per_token() or runner.flops_per_sample()) is not None
-        countable = runner.stack in STACKS and STACKS[runner.stack].counts_flops and not runner.config.compile.enable
-        self.flops.begin(runner.peak_flops(), known=known, countable=countable)
-        self.telemetry = Telemetry(total_steps=runner.steps, global_step=train.global_step, device=runner.device)
-        self._samples_at_begin = self._samples_at_log = train.samples
+        self.telemetry.begin(runner)
+        seconds = runner.config.log_seconds
         self._result_lines, self._stream_lines = Paced(seconds, burst=_RESULT_LINES), Paced(seconds)
-        self._doing, self._update_began = [], None
-        self._write_streams()
-        if self.is_main:
+        if runner.is_main_process:
             self.bar = Progress(
                 runner.steps,
-                initial=train.global_step,
+                initial=runner.state.train.global_step,
                 desc=runner.config.experiment,
                 seconds_between_lines=seconds,
             )
-            self.bar.epoch = self._epoch()
+            self.bar.epoch = _epoch(runner)
             for line in describe_training(runner):
                 logger.info("%s", line)
 
     def say_ending(self, ending: str) -> None:
-        """Log on the main process how a training ended, and what it did.
+        """Log on the main process how a training ended, such as `Finished`, and what it did.
 
         Files that cannot be looked up, such as in a working directory that was removed, are no error: the training is over.
-
-        Args:
-            ending: Such as `Finished`.
         """
         runner = self._runner
-        if self.is_main and runner is not None and self.telemetry is not None:
-            if self.bar is not None:
-                self.bar.write_last()
-            train = runner.state.train
-            speed = self.telemetry.summary(train.global_step, train.samples - self._samples_at_begin)
-            try:
-                more = describe_end(runner)
-            except OSError as error:
-                more = [f"(what there is to go on with cannot be looked up: {error})"]
-            logger.info("%s", "\n  ".join([f"{ending}: {speed}", *more]))
+        if runner is None or not runner.is_main_process:
+            return
+        if self.bar is not None:
+            self.bar.write_last()
         try:
-            self._write_streams()
+            more = describe_end(runner)
+        except OSError as error:
+            more = [f"(what there is to go on with cannot be looked up: {error})"]
+        logger.info("%s", "\n  ".join([f"{ending}: {self.telemetry.summary(runner)}", *more]))
+        try:
+            self._write_streams(runner)
         except Exception:
             logger.exception("How far the streams of this run came could not be read; its end follows.")
 
@@ -179,129 +125,91 @@ class Reporter(Observer):
             bar.close()
         if self._runner is not None:
             self._runner = None
-            self.flush()
-
-    def _pause(self, doing: str) -> None:
-        if self._runner is not None and self.telemetry is not None:
-            self._doing.append(doing)
-            self.telemetry.pause()
-            self._show_doing(doing)
-
-    def _resume(self) -> None:
-        if self._doing and self.telemetry is not None:
-            self._doing.pop()
-            self.telemetry.resume()
-            self._show_doing(self._doing[-1] if self._doing else "")
-
-    def _show_doing(self, what: str) -> None:
-        if self.bar is not None:
-            self.bar.doing(what)
+            self.telemetry.end()
+            self.trackers.flush()
 
     # Events
 
-    def batch_wait_started(self) -> None:
-        if self._runner is not None and self.telemetry is not None:
-            self.telemetry.wait_started()
-
-    def batch_wait_ended(self) -> None:
-        if self._runner is not None and self.telemetry is not None:
-            self.telemetry.wait_ended()
-
-    def update_started(self) -> None:
-        if self.telemetry is None:
-            return
-        if self._update_began is not None:
-            self.telemetry.tokens, self.flops.counts_next = self._update_began
-        self._update_began = self.telemetry.tokens, self.flops.counts_next
-
-    def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
-        if self._runner is not None and self.telemetry is not None:
-            self.telemetry.tokens += self._runner.count_tokens(read)
-            self.flops.micro_batch_started(samples)
-
-    def micro_batch_ended(self) -> None:
-        self.flops.micro_batch_ended()
-
     def update_ended(self, outcome: UpdateOutcome) -> None:
-        runner, self._update_began = self._runner, None
-        if runner is None or self.telemetry is None:
+        runner = self._runner
+        if runner is None:
             return
         step = runner.state.train.global_step
-        self.telemetry.stepped(committed=outcome.committed)
         if outcome.committed and step % runner.log_interval == 0:
-            self._log_update(runner, self.telemetry, outcome)
+            self._log_update(runner, outcome)
         if self.bar is not None:
             self.bar.update(step)
 
     def evaluation_started(self, split: str) -> None:
-        self._pause(split)
+        self._show_doing(split)
 
     def evaluation_batch_started(self, split: str, number: int) -> None:
-        self._show_doing(f"{split} {number}")
+        if self.bar is not None:
+            self.bar.doing(f"{split} {number}")
 
     def evaluation_ended(self, split: str) -> None:
-        self._resume()
+        self._show_doing(None)
 
     def save_started(self) -> None:
-        self._pause("checkpoint")
+        self._show_doing("checkpoint")
 
     def save_ended(self) -> None:
-        self._resume()
+        self._show_doing(None)
         if self._owner._session.running:  # else they are flushed at the end
-            self.flush()
+            self.trackers.flush()
+
+    def _show_doing(self, what: str | None) -> None:
+        """Show what begins on the bar; `None` for what was under way before."""
+        if what is not None:
+            self._doing.append(what)
+        elif self._doing:
+            self._doing.pop()
+        if self.bar is not None:
+            self.bar.doing(self._doing[-1] if self._doing else "")
 
     # Metrics
 
     def forget_samples(self, samples: int) -> None:
         """Count the samples of the next log line from here, since the counter has jumped."""
-        self._samples_at_log = samples
+        self.telemetry.samples_at_log = samples
 
-    def _log_update(self, runner: TorchRunner, telemetry: Telemetry, update: UpdateOutcome) -> None:
+    def _log_update(self, runner: TorchRunner, update: UpdateOutcome) -> None:
         """Log the metrics of an update and the speed since the last line. One collective."""
-        runner._parts.update.read_samples()
-        train, placement, ranks = runner.state.train, runner.placement, self.rank_times
-        new, self._samples_at_log = train.samples - self._samples_at_log, train.samples
-        own = ranks.own(telemetry.waited) if ranks is not None else ()
-        shared = telemetry.share(placement.optimizer, counts=placement.counts_samples, own=own)
-        if not self.is_main:
-            telemetry.open_window()
+        parts, train, ranks = runner._parts, runner.state.train, self.rank_times
+        parts.update.read_samples()
+        own = ranks.own(self.telemetry.waited_since_report) if ranks is not None else ()
+        pace, rows = self.telemetry.report(runner, own)
+        if not runner.is_main_process:
             return
         # On an accelerator a window without any weight is noticed only here.
-        values = {"loss": float(update.loss_sum if runner._parts.sums_loss else update.loss)}
-        rates = runner._parts.update.rates
-        pace = telemetry.report(
-            train.global_step, samples=new, shared=shared, learning_rates=rates, grad_norm=update.grad_norm
-        )
-        per_token, per_sample = runner.flops_per_token(), runner.flops_per_sample()
-        usage = self.flops.usage(pace, per_token=per_token, per_sample=per_sample, devices=runner.world_size)
-        values |= pace | usage
-        named, totals = {f"train/{name}": value for name, value in values.items()}, dict[str, float]()
-        for split, found in self._figures_of_parts(runner).items():
+        values = {"loss": float(update.loss_sum if parts.sums_loss else update.loss)}
+        for index, rate in enumerate(parts.update.rates):
+            values["learning_rate" if index == 0 else f"learning_rate.{index}"] = float(rate)
+        if update.grad_norm is not None:
+            values["grad_norm"] = float(update.grad_norm)
+        values |= pace
+        named, known = {f"train/{name}": value for name, value in values.items()}, dict[str, float]()
+        copied = runner._remote.figures(train.global_step) if runner._has_remote() else {}
+        for split, found in {**runner._data.metrics(), **copied}.items():
             named |= {f"{split}/{name}": value for name, value in found.items()}
-            totals |= {name: totals.get(name, 0) + value for name, value in found.items()}
-        slow = ranks.judge(shared.own) if ranks is not None and shared.own else ""
-        beside = {"ranks": ranks.record(shared.own)} if ranks is not None and shared.own else None
+            known |= {name: known.get(name, 0) + value for name, value in found.items()}
+        slow = ranks.judge(rows) if ranks is not None and rows else ""
+        beside = {"ranks": ranks.record(rows)} if ranks is not None and rows else None
         self.trackers.log(named, train.global_step, beside=beside)
         if self.bar is not None:
-            self.bar.epoch = self._epoch()
-            self.bar.curve(train.global_step, {_SINGLE_UPDATES: {"loss": values["loss"]}})
-            known = {**totals, **values}
-            shown = {_SHOWN[name]: known[name] for name in _SHOWN if name in known}
+            known |= values
+            self.bar.epoch = _epoch(runner)
+            # What the loss of single updates is called among the curves of a notebook.
+            self.bar.curve(train.global_step, {"updates": {"loss": values["loss"]}})
+            shown = {text: known[name] for name, text in _SHOWN.items() if name in known}
             speed = f"{format_count(pace['samples_per_second'])} samples/s" if "samples_per_second" in pace else ""
-            note = f"slow: {slow}" if slow else ""
-            self.bar.show(train.global_step, shown, speed=speed, note=note)
+            self.bar.show(train.global_step, shown, speed=speed, note=f"slow: {slow}" if slow else "")
         if self._stream_lines.due():
-            self._write_streams()
+            self._write_streams(runner)
 
     def log_result(self, runner: TorchRunner, result: Mapping[str, Mapping[str, float]], *, last: bool) -> None:
-        """Log the metrics of an epoch or an evaluation, on the main process.
-
-        Args:
-            runner: The runner.
-            result: Metrics by split.
-            last: Whether it is the last one, which is printed at any pace.
-        """
-        if not self.is_main:
+        """Log the metrics of an epoch or an evaluation by split, on the main process; the last ones are printed at any pace."""
+        if not runner.is_main_process:
             return
         step, bar = runner.state.train.global_step, self.bar
         if self._result_lines.due() or last:
@@ -310,26 +218,115 @@ class Reporter(Observer):
             if bar is not None:
                 bar.forget_last()
         if bar is not None:
-            bar.set_epoch(self._epoch())
+            bar.set_epoch(_epoch(runner))
             bar.curve(step, result)
         # Its own key: `train/loss` is the loss of single updates.
         named = {f"{split}_mean" if split in runner.train_splits else split: values for split, values in result.items()}
         flat = {f"{split}/{name}": value for split, values in named.items() for name, value in values.items()}
         self.trackers.log(flat, step)
 
-    def _figures_of_parts(self, runner: TorchRunner) -> Mapping[str, Mapping[str, float]]:
-        """Return the logged figures of the loaders, by split, and of the copy of the run in an object store."""
-        copied = runner._remote.figures(runner.state.train.global_step) if runner._has_remote() else {}
-        return {**runner._data.metrics(), **copied}
+    def _write_streams(self, runner: TorchRunner) -> None:
+        streams = runner._data.streams()
+        if streams:
+            runner.workspace.write_streams(streams)
 
-    def _write_streams(self) -> None:
-        streams = self._runner._data.streams() if self.is_main and self._runner is not None else {}
-        if streams and self._runner is not None:
-            self._runner.workspace.write_streams(streams)
 
-    def _epoch(self) -> str:
-        """Return the text after the name on the bar, such as `epoch 2/5`."""
-        runner = self._runner
-        if runner is None or runner.is_step_mode:
-            return ""
-        return f"epoch {min(runner.state.train.epoch + 1, runner.epochs or 1)}/{runner.epochs}"
+def _epoch(runner: TorchRunner) -> str:
+    """Return the text after the name on the bar, such as `epoch 2/5`."""
+    if runner.is_step_mode:
+        return ""
+    return f"epoch {min(runner.state.train.epoch + 1, runner.epochs or 1)}/{runner.epochs}"
+
+
+# The messages at the beginning and at the end of a training
+
+
+def describe_training(runner: TorchRunner) -> list[str]:
+    """Describe the training, in lines of at most 100 columns; a path alone may be longer."""
+    train, size = runner.state.train, runner.world_size
+    budget = f"step {runner.steps}" if runner.is_step_mode else f"epoch {runner.epochs}"
+    processes = f"{size} {runner.device.type} process{'es' if size > 1 else ''}"
+    stack = f"{runner.stack}, {runner.config.precision or 'fp32'}"
+    head = f"Training from step {train.global_step} (epoch {train.epoch}) to {budget} on {processes} ({stack})"
+    parameters = [parameter for _, parameter in runner.named_parameters()]
+    whole, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
+    sizes = f"{whole:,} parameters" + (f", {trained:,} trained" if trained != whole else "")
+    division, batch = runner._data.division(), runner.batch_size
+    accumulated = f" x {runner.accum_steps} micro-batches" if runner.accum_steps > 1 else ""
+    each = " on each" if runner.distributed else ""
+    if division is not None:
+        most = "" if division.is_even else "at most "
+        sizes += f", {division.samples} samples an update, {most}{batch}{accumulated}{each}"
+    elif batch:
+        sizes += f", batch {batch}{accumulated}{each}"
+    first = [f"{head}: {sizes}"] if len(head) + len(sizes) <= _WIDTH else [head, sizes]
+    return [*first, f"Run directory: {runner.workspace.dir}"]
+
+
+def describe_end(runner: TorchRunner) -> list[str]:
+    """Return the best score, and the commands to resume, to draw and to export, a line each. No communication."""
+    directory, checkpoints = runner.workspace.dir, runner.workspace.checkpoints
+    kept: dict[str, Path] = {}
+    for name in ("best", "latest"):
+        for path in (checkpoints / name, checkpoints / f"{name}.pth"):  # the pointer to a directory, or a file
+            if path.is_file():
+                kept[name] = path
+    lines = []
+    if runner.best_index is not None and runner.best_score is not None:
+        board, unit = runner.standing.board, "step" if runner.is_step_mode else "epoch"
+        score = runner.config.score_name if board is None else f"{board.split}.{board.name}"
+        place = f": {_shown(kept['best'])}" if "best" in kept else ""
+        lines.append(f"best     {score} {format_number(runner.best_score)} at {unit} {runner.best_index}{place}")
+    if "latest" in kept:
+        lines.append(f"go on    {_command_to_resume(runner, kept['latest'])}")
+    if (directory / "metrics.jsonl").is_file():
+        lines.append(f"curves   danling plot {shlex.quote(_shown(directory))} -o curves.png")
+    if kept:
+        trust, weights = (
+            " --trust" if runner.stack == "deepspeed" else "",
+            shlex.quote(_shown(next(iter(kept.values())))),
+        )
+        lines.append(f"weights  danling export {weights} model.safetensors{trust}")
+    return lines
+
+
+def _command_to_resume(runner: TorchRunner, latest: Path) -> str:
+    reason, done = runner._session.stop_reason, runner.steps if runner.is_step_mode else runner.epochs
+    # Larger values of the settings that have ended the run: of its budget, and of the patience that is used up.
+    more: dict[str, int] = {}
+    if runner.progress >= 1 and done and reason in (None, "patience"):
+        more["steps" if runner.is_step_mode else "epochs"] = 2 * done
+    if reason == "patience":
+        more["patience"] = runner.standing.evaluations_since_best + max(1, int(runner.config.patience))
+    script, words = program(), runner.config.__dict__.get("_command_line")
+    if script is None or words is None:
+        changed = f", {more}" if more else ""
+        return f"{type(runner).__name__}.from_checkpoint({_shown(latest)!r}{changed}).train()"
+    listed = runner.config.secret_keys or ()
+    options: list[str] = []
+    skips = False
+    for word in hide_secret_words(words, secret_values(runner.config.plain(), listed), listed):
+        if word.startswith("--"):
+            skips = word[2:].partition("=")[0].replace("-", "_") in (*_CHOSEN, *more)
+        if not skips:
+            options.append(word)
+    options += ["--dir", _shown(runner.workspace.dir), "--auto_resume", "true"]
+    options += [word for key, value in more.items() for word in (f"--{key}", str(value))]
+    # The options of torchrun itself, such as the address of the first machine, are not known to the processes that it starts.
+    return f"{'python' if runner.world_size == 1 else 'torchrun ...'} {script} {shlex.join(options)}"
+
+
+def program() -> str | None:
+    """Return the script that this program was started from, or the module after `-m`; `None` where there is none, as in a notebook."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return f"-m {spec.name}"
+    file = getattr(main, "__file__", None)
+    return None if file is None else shlex.quote(_shown(Path(file)))
+
+
+def _shown(path: Path) -> str:
+    """Return a path as it is shortest: relative to the working directory where it is below it."""
+    below = os.path.relpath(path)
+    return str(path) if below.startswith("..") else below

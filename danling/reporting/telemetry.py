@@ -1,224 +1,198 @@
-"""How fast the run is, what it waits for and how long it will take."""
+"""How fast the run is, what it waits for and how long it will take, and the share that this is of what its devices could do."""
 
 from __future__ import annotations
 
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from danling.config.names import STACKS
 from danling.utils.messages import format_count
-from danling.utils.protocols import ReductionDomain
+from danling.utils.observers import Observer
+
+if TYPE_CHECKING:
+    from danling.runners.base_runner import BaseRunner
+    from danling.runners.torch_runner import TorchRunner
+    from danling.training.update import UpdateOutcome
 
 _GIB = 2**30
 _MEMORY = ("memory_host_gib", "memory_allocated_gib", "memory_reserved_gib")
 
 
-@dataclass(slots=True)
-class Shared:
-    """What the ranks know of each other when a log is due.
-
-    Attributes:
-        tokens: Tokens of all ranks since the last report.
-        waited: Seconds since then that the rank waited for batches which waited longest; the others waited for it.
-        memory: Peaks of the rank that has the highest, as `memory_figures`.
-        own: The contributions of the ranks, by rank; empty without any.
-    """
-
-    tokens: float
-    waited: float
-    memory: dict[str, float] = field(default_factory=dict)
-    own: list[list[float]] = field(default_factory=list)
-
-
-class Telemetry:
+class Telemetry(Observer):
     """Figures of the updates between two logs, from clock readings and host numbers.
 
-    The calls of each update add plain numbers; everything else is computed when a log is due. Nothing here waits for the device or
-    communicates before that: then `share` is one collective, and a `grad_norm` on the device is read in `report`.
+    The events of an update add plain numbers; everything else is computed when a log is due. Nothing here waits for the device or
+    communicates before that: then `report` makes one collective.
 
-    Args:
-        total_steps: Updates of the whole run; `None` when not known, then no time left is given.
-        global_step: Updates done before this attempt.
-        device: Device whose memory is reported; `None` for none.
-        clock: Seconds, monotonic.
-
-    Examples:
-        >>> telemetry = Telemetry(total_steps=1000)
-        >>> telemetry.stepped()
-        >>> sorted(telemetry.report(1, samples=32))[:2]
-        ['data_share', 'eta_seconds']
+    Attributes:
+        counted_flops: FLOPs of a sample, forward and backward, as torch counted them in the first micro-batch of training: those of matrix
+            products, convolutions and attentions. `None` before it, where the peak of the device is not known, which nothing could be
+            compared with, and where the model is compiled. The counted micro-batch computes the same bits.
+        waited: Seconds that this rank has waited for batches.
     """
 
-    def __init__(
-        self,
-        *,
-        total_steps: int | None = None,
-        global_step: int = 0,
-        device: torch.device | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.total_steps = total_steps
-        self.device = device
-        self.clock = clock
-        self.tokens: float = 0
-        """Tokens of this rank since the last report."""
-        self.skipped = 0
-        """Updates of this attempt that were not committed."""
-        self._updates = 0
-        self._waited = 0.0
-        self._aside = 0.0
-        self._start = self._opened = clock()
-        self._start_step = global_step
-        self._done = 0
-        self._pauses = 0
-        self._wait_began = self._paused_at = self._start
-        self._all_waited = 0.0
-        self._all_aside = 0.0
+    critical = True
 
-    def wait_started(self) -> None:
-        """Say that the loop asks for the next batch."""
-        self._wait_began = self.clock()
+    def __init__(self, runner: BaseRunner, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._owner, self._clock = runner, clock
+        self._runner: TorchRunner | None = None
+        """The runner while it trains."""
+        self.counted_flops: float | None = None
+        self.samples_at_log = 0
+        self._counter: Any = None
+        self._counts_next = False
+        self._depth = 0
+        self._clear()
 
-    def wait_ended(self) -> None:
-        """Say that the batch is there, or that there is none."""
-        self._waited += self.clock() - self._wait_began
+    def _clear(self) -> None:
+        self.updates = self.skipped = 0
+        self.tokens = self.waited = self._aside = 0.0
+        self._start = self._wait_began = self._paused_at = self._clock()
+        self._at_report = (self._start, 0, 0.0, 0.0, 0.0)
+        self._before_update: tuple[float, bool] | None = None
 
-    def stepped(self, tokens: float = 0, *, committed: bool = True) -> None:
-        """Count an update.
+    def begin(self, runner: TorchRunner) -> None:
+        """Begin to measure a training."""
+        self._clear()
+        self._runner, self._start_step = runner, runner.state.train.global_step
+        self.samples_at_log = self._samples_at_start = runner.state.train.samples
+        self._peak = runner.peak_flops()
+        is_known = (runner.flops_per_token() or runner.flops_per_sample()) is not None
+        countable = runner.stack in STACKS and STACKS[runner.stack].counts_flops and not runner.config.compile.enable
+        # Without a peak to compare with nothing is worth the slow first micro-batch.
+        self._counts_next = not is_known and countable and self._peak is not None
 
-        Args:
-            tokens: Tokens of this rank in it; a host number.
-            committed: Whether the optimizer stepped.
-        """
-        self._updates += 1
-        self.tokens += tokens
-        if not committed:
-            self.skipped += 1
+    def end(self) -> None:
+        """Measure no more."""
+        self._runner = None
 
-    def pause(self) -> None:
-        """Leave what happens until `resume` (an evaluation, a save) out of the speed of training; the time left counts it."""
-        if self._pauses == 0:
-            self._paused_at = self.clock()
-        self._pauses += 1
+    # Events
 
-    def resume(self) -> None:
-        """End a pause; of pauses within each other the outermost one counts."""
-        self._pauses -= 1
-        if self._pauses == 0:
-            self._aside += self.clock() - self._paused_at
+    def batch_wait_started(self) -> None:
+        self._wait_began = self._clock()
+
+    def batch_wait_ended(self) -> None:
+        self.waited += self._clock() - self._wait_began
+
+    def update_started(self) -> None:
+        if self._before_update is not None:  # its micro-batches are computed again
+            self.tokens, self._counts_next = self._before_update
+        self._before_update = self.tokens, self._counts_next
+
+    def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
+        if self._runner is None:
+            return
+        self.tokens += self._runner.count_tokens(read)
+        if self._counts_next and samples:
+            from torch.utils.flop_counter import FlopCounterMode
+
+            self._counts_next, self._counted_samples = False, samples
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def micro_batch_ended(self) -> None:
+        if self._counter is not None:
+            counter, self._counter = self._counter, None
+            counter.__exit__(None, None, None)
+            self.counted_flops = int(counter.get_total_flops()) / self._counted_samples
+
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        self._before_update = None
+        self.updates += 1
+        self.skipped += not outcome.committed
+
+    # An evaluation or a save is left out of the speed of training; the time left counts it.
+
+    def evaluation_started(self, split: str) -> None:
+        self.save_started()
+
+    def evaluation_ended(self, split: str) -> None:
+        self.save_ended()
+
+    def save_started(self) -> None:
+        if self._depth == 0:
+            self._paused_at = self._clock()
+        self._depth += 1
+
+    def save_ended(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._aside += self._clock() - self._paused_at
+
+    # Reports
 
     @property
-    def waited(self) -> float:
+    def waited_since_report(self) -> float:
         """Seconds since the last report that this rank waited for batches."""
-        return self._waited
+        return self.waited - self._at_report[3]
 
-    def share(self, domain: ReductionDomain, *, counts: bool = True, own: Sequence[float] = ()) -> Shared:
-        """Tell the other ranks what only this one knows. One small collective; call on all ranks of the domain.
+    def report(self, runner: TorchRunner, own: Sequence[float] = ()) -> tuple[dict[str, float], list[list[float]]]:
+        """Return the metrics since the last report. One small collective; call it on all ranks.
 
         Args:
-            domain: The ranks.
-            counts: Whether the tokens of this rank count: of several that read the same data, one does.
+            runner: The runner.
             own: Further numbers of this rank, which all learn; as many on each.
-        """
-        memory = memory_figures(self.device)
-        if domain.size == 1:
-            return Shared(self.tokens, self._waited, memory)
-        mine = [self.tokens if counts else 0.0, self._waited, *(memory.get(name, 0.0) for name in _MEMORY), *own]
-        # A sum over a row for each rank: sums and maxima in one collective.
-        rows = torch.zeros(domain.size, len(mine), dtype=torch.float64)
-        rows[domain.rank] = torch.tensor(mine, dtype=torch.float64)
-        rows = domain.all_reduce(rows)
-        highest = rows.amax(0).tolist()
-        peaks = {name: peak for name, peak in zip(_MEMORY, highest[2:]) if peak}
-        of_ranks = rows[:, 2 + len(_MEMORY) :].tolist() if own else []
-        return Shared(float(rows[:, 0].sum()), highest[1], peaks, of_ranks)
-
-    def report(
-        self,
-        global_step: int,
-        *,
-        samples: float = 0,
-        shared: Shared | None = None,
-        learning_rates: Sequence[float] = (),
-        grad_norm: float | Tensor | None = None,
-    ) -> dict[str, float]:
-        """Return the metrics since the last report and open the next window.
-
-        Args:
-            global_step: Optimizer updates committed.
-            samples: Samples of all ranks since the last report.
-            shared: What `share` returned; `None` takes this rank's own.
-            learning_rates: Of the parameter groups.
-            grad_norm: Gradient norm of the last update, before clipping.
 
         Returns:
-            `step_seconds`, `samples_per_second`, `data_share` (share of the time that was spent waiting for batches, in
-            [0, 1]) and `skipped_updates` (of this attempt); where they are known `tokens_per_second`, `learning_rate`
-            (with `.1` and so on for further groups), `grad_norm`, `eta_seconds`; and the peak memory in GiB.
+            `skipped_updates` (of this attempt) and the peak memory in GiB, of the rank that has the highest; after updates
+            `step_seconds`, `samples_per_second` and `data_share` (share of the time spent waiting for batches, of the rank that waited
+            longest, in [0, 1]); where they are known `tokens_per_second`, `eta_seconds`, `model_flops_per_second` and `mfu`. And the
+            numbers of the ranks, by rank.
         """
-        now = self.clock()
-        seconds = max(now - self._opened - self._aside, 1e-9)
-        if shared is None:
-            shared = Shared(self.tokens, self._waited, memory_figures(self.device))
+        domain, counts = runner.placement.optimizer, runner.placement.counts_samples
+        now = (self._clock(), self.updates, self.tokens, self.waited, self._aside)
+        elapsed, updates, tokens, waited, aside = (new - old for new, old in zip(now, self._at_report))
+        train, self._at_report = runner.state.train, now
+        samples, self.samples_at_log = train.samples - self.samples_at_log, train.samples
+        memory, rows = memory_figures(runner.device), list[list[float]]()
+        if domain.size > 1:
+            mine = [tokens if counts else 0.0, waited, *(memory.get(name, 0.0) for name in _MEMORY), *own]
+            # A sum over a row for each rank: sums and maxima in one collective.
+            table = torch.zeros(domain.size, len(mine), dtype=torch.float64)
+            table[domain.rank] = torch.tensor(mine, dtype=torch.float64)
+            table = domain.all_reduce(table)
+            tokens, (_, waited, *peaks) = float(table[:, 0].sum()), table.amax(0).tolist()
+            memory = {name: peak for name, peak in zip(_MEMORY, peaks) if peak}
+            rows = table[:, 2 + len(_MEMORY) :].tolist() if own else []
+        seconds = max(elapsed - aside, 1e-9)
         figures: dict[str, float] = {"skipped_updates": float(self.skipped)}
-        if self._updates:
-            figures["step_seconds"] = seconds / self._updates
-            figures["samples_per_second"] = samples / seconds
-            figures["data_share"] = min(shared.waited / seconds, 1.0)
-        if shared.tokens:
-            figures["tokens_per_second"] = shared.tokens / seconds
-        for index, rate in enumerate(learning_rates):
-            figures["learning_rate" if index == 0 else f"learning_rate.{index}"] = float(rate)
-        if grad_norm is not None:
-            figures["grad_norm"] = float(grad_norm)
-        eta = self._seconds_left(global_step, now)
-        if eta is not None:
-            figures["eta_seconds"] = eta
-        figures.update(shared.memory)
-        self.open_window()
-        return figures
+        if updates:
+            figures |= {"step_seconds": seconds / updates, "samples_per_second": samples / seconds}
+            figures["data_share"] = min(waited / seconds, 1.0)
+        if tokens:
+            figures["tokens_per_second"] = tokens / seconds
+        done = train.global_step - self._start_step
+        if runner.steps is not None and done > 0:
+            figures["eta_seconds"] = (now[0] - self._start) / done * max(runner.steps - train.global_step, 0)
+        for flops, speed in (
+            (runner.flops_per_token(), tokens / seconds),
+            (runner.flops_per_sample(), samples / seconds if updates else 0.0),
+        ):
+            if flops and speed:
+                figures["model_flops_per_second"] = flops * speed
+                if self._peak:
+                    figures["mfu"] = flops * speed / (self._peak * runner.world_size)
+                break
+        return figures | memory, rows
 
-    def summary(self, global_step: int, samples: float) -> str:
-        """Return what this attempt did, in one line.
-
-        Args:
-            global_step: Optimizer updates committed.
-            samples: Samples of all ranks in this attempt.
-        """
-        now = self.clock()
-        elapsed = max(now - self._start, 1e-9)
-        training = max(elapsed - self._all_aside - self._aside, 1e-9)
-        updates, waited = self._done + self._updates, self._all_waited + self._waited
-        if not updates:
+    def summary(self, runner: TorchRunner) -> str:
+        """Return what this attempt did, in one line."""
+        elapsed = max(self._clock() - self._start, 1e-9)
+        training = max(elapsed - self._aside, 1e-9)
+        if not self.updates:
             return f"no update in {elapsed:.1f} s"
-        plural = "" if updates == 1 else "s"
+        train, plural = runner.state.train, "" if self.updates == 1 else "s"
+        samples = train.samples - self._samples_at_start
         return (
-            f"{updates} update{plural} to step {global_step} in {elapsed:.1f} s: {format_count(updates / training)} updates/s, "
-            f"{format_count(samples / training)} samples/s, {100 * waited / training:.0f}% waiting for data, "
+            f"{self.updates} update{plural} to step {train.global_step} in {elapsed:.1f} s: {format_count(self.updates / training)} "
+            f"updates/s, {format_count(samples / training)} samples/s, {100 * self.waited / training:.0f}% waiting for data, "
             f"{100 * (1 - training / elapsed):.0f}% evaluating and saving, {self.skipped} skipped"
         )
-
-    def _seconds_left(self, global_step: int, now: float) -> float | None:
-        done = global_step - self._start_step
-        if self.total_steps is None or done <= 0:
-            return None
-        return (now - self._start) / done * max(self.total_steps - global_step, 0)
-
-    def open_window(self) -> None:
-        """Begin anew to count what `report` gives; for ranks that do not report themselves."""
-        self._done += self._updates
-        self._all_waited += self._waited
-        self._all_aside += self._aside
-        self._updates = 0
-        self.tokens = 0
-        self._waited = self._aside = 0.0
-        self._opened = self.clock()
 
 
 def memory_figures(device: torch.device | None) -> dict[str, float]:
@@ -234,19 +208,12 @@ def memory_figures(device: torch.device | None) -> dict[str, float]:
     if device is not None and device.type == "cuda":
         figures["memory_allocated_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
         figures["memory_reserved_gib"] = torch.cuda.max_memory_reserved(device) / _GIB
-    host = _peak_resident_bytes()
-    if host is not None:
-        figures["memory_host_gib"] = host / _GIB
-    return figures
-
-
-def _peak_resident_bytes() -> int | None:
-    try:
+    if sys.platform != "win32":
         import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        figures["memory_host_gib"] = (peak if sys.platform == "darwin" else peak * 1024) / _GIB
+    return figures
 
 
 _TERA = 1e12
@@ -302,72 +269,3 @@ def device_peak_flops(device: torch.device, precision: str | None = None) -> flo
         return None
     tf32 = torch.get_float32_matmul_precision() != "highest"
     return peak_flops(torch.cuda.get_device_name(device), precision, tf32=tf32)
-
-
-class ModelFlops:
-    """What the model computes for a sample, counted in the first micro-batch of training, and its share of what the devices can do.
-
-    The operations of a counted micro-batch are the same ones, so that the result of a run does not change.
-
-    Attributes:
-        peak: What one device could do at most, in FLOP/s; `None` when it is not known.
-        counted: FLOPs of a sample in matrix products, convolutions and attentions, forward and backward; `None` before they are counted.
-        counts_next: Whether the next micro-batch is counted.
-    """
-
-    def __init__(self) -> None:
-        self.peak: float | None = None
-        self.counted: float | None = None
-        self.counts_next = False
-        self._counter: Any = None
-        self._samples = 0.0
-
-    def begin(self, peak: float | None, *, known: bool, countable: bool) -> None:
-        """Log the beginning of a training.
-
-        Args:
-            peak: What one device could do at most, in FLOP/s; `None` when it is not known.
-            known: Whether the FLOPs of a token or a sample are known already.
-            countable: Whether the operations of the model can be counted.
-        """
-        self.peak = peak
-        # Without a peak to compare with nothing is worth the slow first micro-batch.
-        self.counts_next = not known and countable and peak is not None
-
-    def micro_batch_started(self, samples: float) -> None:
-        """Begin to count the operations of a micro-batch with samples, if it is to be counted."""
-        if self.counts_next and samples:
-            from torch.utils.flop_counter import FlopCounterMode
-
-            self.counts_next, self._samples = False, samples
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()
-
-    def micro_batch_ended(self) -> None:
-        """Keep what was counted."""
-        counter, self._counter = self._counter, None
-        if counter is not None:
-            counter.__exit__(None, None, None)
-            self.counted = int(counter.get_total_flops()) / self._samples
-
-    def usage(
-        self, pace: Mapping[str, float], *, per_token: float | None, per_sample: float | None, devices: int
-    ) -> dict[str, float]:
-        """Return `model_flops_per_second` over all devices, and as `mfu` its share of their peak, where they are known.
-
-        Args:
-            pace: Speeds as `Telemetry.report` gives them.
-            per_token: FLOPs of a token, `None` when not known.
-            per_sample: FLOPs of a sample; read where a token's are not known.
-            devices: Number of devices that work on the model.
-        """
-        for per_unit, speed in (
-            (per_token, pace.get("tokens_per_second")),
-            (per_sample, pace.get("samples_per_second")),
-        ):
-            if per_unit and speed:
-                usage = {"model_flops_per_second": per_unit * speed}
-                if self.peak:
-                    usage["mfu"] = per_unit * speed / (self.peak * devices)
-                return usage
-        return {}

@@ -1,4 +1,4 @@
-"""Where curves go: a JSONL file that needs no package and is always there, TensorBoard, Weights & Biases."""
+"""Where metrics go: a JSONL file that is always there, TensorBoard, Weights & Biases, MLflow, trackio, and trackers of the user's."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import json
 import logging
 import math
 import os
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
 
 from danling.utils.files import open_file, write_all, write_error
-from danling.utils.plain import parse_json
+from danling.utils.plain import flatten, parse_json
+from danling.utils.secrets import secret_values
+
+if TYPE_CHECKING:
+    from danling.runners.base_runner import BaseRunner
 
 PathLike = str | os.PathLike[str]
 
@@ -29,12 +37,21 @@ _LONGEST_LINE = 16 << 20
 _LARGEST_FILE = 4 << 30
 _MOST_VALUES = 10_000_000
 
-_STATUS_OF_EXIT_CODES: Mapping[object, RunStatus] = {
-    None: "finished",
-    0: "finished",
-    143: "preempted",
-    130: "interrupted",
+_STATUS_OF_EXIT_CODES: Mapping[object, RunStatus] = {0: "finished", 143: "preempted", 130: "interrupted"}
+_WANDB_EXIT_CODES: Mapping[RunStatus, int] = {"finished": 0, "failed": 1, "preempted": 143, "interrupted": 255}
+"""255 is what W&B itself gives a program that is ended by Ctrl-C."""
+_MLFLOW_STATUS: Mapping[RunStatus, str] = {
+    "running": "RUNNING",
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "preempted": "KILLED",
+    "interrupted": "KILLED",
 }
+_MLFLOW_TAG = "danling.run"
+"""Tag by which a resumed run finds its own run in the store, whose ids are MLflow's."""
+_MOST_METRICS, _MOST_PARAMETERS, _LONGEST, _LONGEST_NAME = 1000, 100, 500, 250
+"""What one request of MLflow takes, and how long the text of a parameter and a name may be."""
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 
 
 class Tracker(Protocol):
@@ -65,18 +82,11 @@ class TrackerSet:
     """The trackers of a run: each is opened once, gets every metric, and is flushed and closed with the others.
 
     Args:
-        is_main: Whether this process sends figures. Others open none, and only close what they were given.
-
-    Examples:
-        >>> from danling.reporting import JsonlTracker
-        >>> trackers = TrackerSet(is_main=True)
-        >>> trackers.add(lambda: JsonlTracker("metrics.jsonl"))
-        >>> trackers.opened
-        []
+        runner: The runner, on whose main process trackers are opened.
     """
 
-    def __init__(self, *, is_main: bool) -> None:
-        self.is_main = is_main
+    def __init__(self, runner: BaseRunner) -> None:
+        self._runner = runner
         self.is_open = False
         self.opened: list[Tracker] = []
         """What metrics are sent to."""
@@ -85,9 +95,6 @@ class TrackerSet:
 
     def add(self, tracker: Tracker | Callable[[], Tracker]) -> None:
         """Take in a tracker, or something to call for one when the set is opened; at once, when it is open.
-
-        Args:
-            tracker: The tracker, its class, or a function that returns it.
 
         Raises:
             TypeError: If it is neither a tracker nor callable.
@@ -104,15 +111,27 @@ class TrackerSet:
         if self.is_open:
             self._open(tracker)
 
+    def add_built_in(self, name: str) -> None:
+        """Add one of the library's own trackers if the configuration asks for it."""
+        if self._runner.is_main_process and is_asked(name, self._runner):
+            self.add(BUILT_IN_TRACKERS[name](self._runner))
+
     def open(self) -> None:
-        """Open the trackers added so far; later ones are opened at once. A second call does nothing."""
-        if not self.is_open:
-            self.is_open = True
-            for tracker in self._added:
-                self._open(tracker)
+        """Open what was added, and the library's own trackers, each by the runner's hook `init_<name>` if there is one; once."""
+        if self.is_open:
+            return
+        self.is_open = True
+        for tracker in self._added:
+            self._open(tracker)
+        for name in BUILT_IN_TRACKERS:
+            hook = getattr(self._runner, f"init_{name}", None)
+            if hook is None:
+                self.add_built_in(name)
+            else:
+                hook()
 
     def _open(self, tracker: Any) -> None:
-        if not self.is_main:
+        if not self._runner.is_main_process:
             return
         made = tracker() if _lacks(tracker) else tracker
         if _lacks(made):
@@ -123,32 +142,23 @@ class TrackerSet:
         self.opened.append(made)
 
     def log(self, values: Mapping[str, float], step: int, *, beside: Mapping[str, object] | None = None) -> None:
-        """Send metrics to every tracker.
-
-        Args:
-            values: Metrics by name, usually `split/name`.
-            step: Global step: optimizer updates committed.
-            beside: Plain values that are no numbers, for the file of metrics alone.
-        """
+        """Send metrics to every tracker, and plain values `beside` them that are no numbers to the file of metrics alone."""
         for tracker in self.opened:
-            # One of the user's own that is derived from it, and takes the numbers in another way, gets these alone.
-            if beside and isinstance(tracker, JsonlTracker) and type(tracker).log is JsonlTracker.log:
-                tracker.log_with(values, step, beside)
+            if beside and type(tracker) is JsonlTracker:
+                tracker.log(values, step, beside=beside)
             else:
                 tracker.log(values, step)
 
     def flush(self) -> None:
-        """Flush every tracker; one that fails does not keep the others from it, and the first failure is raised."""
-        with ExitStack() as stack:
-            for tracker in reversed(self.opened):
-                stack.callback(tracker.flush)
+        """Flush every tracker; one that fails does not keep the others from it, and is logged: it must not hide how a training ended."""
+        for tracker in self.opened:
+            try:
+                tracker.flush()
+            except Exception:
+                logger.exception("A tracker could not be flushed.")
 
     def set_status(self, status: RunStatus) -> None:
-        """Tell what the run is to every tracker that takes it; one that fails at it is logged. What was told is not told again.
-
-        Args:
-            status: What it is now.
-        """
+        """Tell a new status of the run to every tracker that takes it; one that fails at it is logged."""
         if status == self._status:
             return
         self._status = status
@@ -161,10 +171,10 @@ class TrackerSet:
                     logger.exception("A tracker could not be told that the run is %s.", status)
 
     def set_status_after(self, error: BaseException) -> None:
-        """Give the status of a run that an exception has ended to every tracker that takes it; `SystemExit` gives its code."""
+        """Tell the status of a run that an exception has ended; `SystemExit` gives its code."""
         if isinstance(error, SystemExit):
             # Of anything else than a number Python prints it and ends with 1.
-            code = error.code if error.code is None or isinstance(error.code, int) else 1
+            code = (error.code or 0) if error.code is None or isinstance(error.code, int) else 1
             self.set_status(_STATUS_OF_EXIT_CODES.get(code, "failed"))
         else:
             self.set_status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
@@ -255,16 +265,12 @@ class JsonlTracker(JsonLines):
     `null`.
     """
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Append one line.
+    def log(self, values: Mapping[str, float], step: int, *, beside: Mapping[str, object] | None = None) -> None:
+        """Append one line, also with plain values `beside` the metrics.
 
         Raises:
             ValueError: If a metric is called `step`, `time` or `ranks`.
         """
-        self.log_with(values, step, {})
-
-    def log_with(self, values: Mapping[str, float], step: int, beside: Mapping[str, object]) -> None:
-        """Append one line that also has plain values under other names than metrics."""
         for name in _OWN_NAMES:
             if name in values:
                 raise ValueError(
@@ -273,7 +279,7 @@ class JsonlTracker(JsonLines):
                 )
         numbers = {name: float(value) for name, value in values.items()}
         figures = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self.write({"step": int(step), "time": round(time.time(), 3), **figures, **beside})
+        self.write({"step": int(step), "time": round(time.time(), 3), **figures, **(beside or {})})
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""
@@ -333,3 +339,281 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+class TensorBoardTracker:
+    """Writes TensorBoard events.
+
+    A resumed run continues in the directory of its last attempt, so that there is one curve; TensorBoard then hides what that attempt
+    wrote after the step that is resumed from.
+
+    Raises:
+        ImportError: If `tensorboard` is not installed.
+    """
+
+    def __init__(self, runner: BaseRunner) -> None:
+        require_package("tensorboard")
+        step, writer = runner.state.train.global_step, import_module("torch.utils.tensorboard").SummaryWriter
+        directory = (runner.workspace.latest_tensorboard_dir() if step else None) or runner.workspace.tensorboard_dir
+        self._writer: Any = writer(os.fspath(directory), purge_step=step + 1 if step else None, flush_secs=30)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Write one scalar a name, all in one event: most of what `add_scalar` costs is the event around each value."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        self._writer._get_file_writer().add_summary(Summary(value=scalars), step, time.time())
+
+    def flush(self) -> None:
+        """Write pending events, so that a run resumed from this step has no gap before it."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write pending events and close the file."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """Writes to a Weights & Biases run whose id is the run's own, so that a resumed run continues its own curves.
+
+    A run that the program opened before with `wandb.init` is used as it is, and is left open. Where the command line of the program has a
+    secret of the configuration, W&B is told nothing of the system, of which the command line is a part.
+
+    Raises:
+        ImportError: If `wandb` is not installed.
+    """
+
+    def __init__(self, runner: BaseRunner) -> None:
+        require_package("wandb")
+        import wandb
+
+        self._owned = wandb.run is None
+        self._exit_code: int | None = None
+        self.run: Any = wandb.run
+        if not self._owned:
+            return
+        config, settings, name = runner.config, runner.config.wandb, runner._run_place.instance
+        directory = Path(settings.dir or runner.workspace.dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        secrets = secret_values(config.plain(), config.secret_keys or ())
+        hides = any(secret in word for word in sys.argv for secret in secrets)
+        # Offline, wandb cannot look for the run and only warns; when they are synchronised, the id joins the attempts.
+        offline = (settings.mode or os.environ.get("WANDB_MODE", "")) in ("offline", "dryrun", "disabled")
+        self.run = wandb.init(
+            id=name,
+            project=settings.project or config.lineage,
+            entity=settings.entity,
+            group=settings.group or config.experiment,
+            name=settings.name or name,
+            job_type=settings.job_type,
+            tags=[settings.tags] if isinstance(settings.tags, str) else settings.tags,
+            dir=os.fspath(directory),
+            mode=settings.mode,
+            config=config.public(),
+            resume=None if offline else "allow",
+            settings=wandb.Settings(x_disable_meta=True) if hides else None,
+        )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Send metrics; wandb drops those of steps before its newest, so that curves of a resumed run never double."""
+        self.run.log({name: float(value) for name, value in values.items()}, step=step)
+
+    def flush(self) -> None:
+        """The process of wandb keeps the values that were sent, and outlives this one."""
+
+    def set_status(self, status: RunStatus) -> None:
+        """Keep with which exit code the run is to be finished; a sweep is told at once of one that is preempted, and starts it again."""
+        self._exit_code = _WANDB_EXIT_CODES.get(status)
+        if status == "preempted" and self._owned and self.run is not None:
+            self.run.mark_preempting()
+
+    def close(self) -> None:
+        """Upload pending values and finish the run, unless the program opened it."""
+        if self._owned and self.run is not None:
+            self.run.finish(exit_code=self._exit_code)
+        self.run = None
+
+
+class MlflowTracker:
+    """Writes to a run of MLflow, in a local database or on a server. A resumed run continues its own curves.
+
+    MLflow keeps whatever it is given, and a resumed run logs some steps again: those that the store has of a metric are left out. A run
+    that starts from scratch gets its own run there.
+
+    Raises:
+        ImportError: If `mlflow` is not installed; `mlflow-skinny` with `sqlalchemy`, `alembic` and `sqlparse` is enough.
+    """
+
+    def __init__(self, runner: BaseRunner) -> None:
+        require_package("mlflow")
+        mlflow: Any = import_module("mlflow")
+        settings, name = runner.config.mlflow, runner._run_place.instance
+        uri = settings.uri
+        if uri is None and not mlflow.is_tracking_uri_set():
+            # The two characters of a path that mean something else in a URI.
+            file = str(runner.workspace.dir / "mlflow.db").replace("%", "%25").replace("?", "%3F")
+            uri = f"sqlite:///{file}"
+        self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
+        self._last: dict[str, int] = {}
+        """The newest step that an earlier attempt has logged of a metric."""
+        self._open = True
+        self._status: RunStatus = "running"
+        place, mark = self._place_of(settings.experiment or runner.config.lineage), _mlflow_name(name)
+        query, order = f"tags.`{_MLFLOW_TAG}` = '{mark}'", ["attributes.start_time DESC"]
+        find, resumed = self._client.search_runs, runner.state.train.global_step > 0
+        earlier = find([place], filter_string=query, order_by=order, max_results=1) if resumed else []
+        if earlier:
+            self.run_id: str = earlier[0].info.run_id
+            self._client.update_run(self.run_id, status="RUNNING")
+            for key in earlier[0].data.metrics:
+                self._last[key] = max(point.step for point in self._client.get_metric_history(self.run_id, key))
+        else:
+            made = self._client.create_run(place, run_name=settings.name or name, tags={_MLFLOW_TAG: mark})
+            self.run_id = made.info.run_id
+        # What a parameter is once, it stays: MLflow refuses another value, which a resumed run may have, such as of `steps`.
+        there = self._client.get_run(self.run_id).data.params
+        values = {_mlflow_name(key): str(value)[:_LONGEST] for key, value in flatten(runner.config.public()).items()}
+        entities = import_module("mlflow.entities")
+        new = [entities.Param(key, value) for key, value in values.items() if key not in there]
+        for start in range(0, len(new), _MOST_PARAMETERS):
+            self._client.log_batch(self.run_id, params=new[start : start + _MOST_PARAMETERS])
+
+    def _place_of(self, experiment: str) -> str:
+        """Return the id of an experiment, which is made if need be."""
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(experiment))
+            except Exception:
+                # Of the jobs of a sweep that start at once, one makes it.
+                found = self._client.get_experiment_by_name(experiment)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Send metrics in one request, NaN and infinities as they are. A store that does not answer ends no training: it is logged."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(_mlflow_name(name), float(value), now, int(step)) for name, value in values.items()]
+        new = [metric for metric in metrics if metric.step > self._last.get(metric.key, -1)]
+        for start in range(0, len(new), _MOST_METRICS):
+            try:
+                self._client.log_batch(self.run_id, metrics=new[start : start + _MOST_METRICS])
+            except Exception as error:
+                logger.warning("MLflow has not taken the metrics of step %d: %s", step, error)
+
+    def flush(self) -> None:
+        """What was logged is in the store."""
+
+    def set_status(self, status: RunStatus) -> None:
+        """Set the run's status in MLflow at once, so that nothing is left to close."""
+        if status != self._status:
+            self._status = status
+            change = self._client.update_run if status == "running" else self._client.set_terminated
+            change(self.run_id, status=_MLFLOW_STATUS[status])
+
+    def close(self) -> None:
+        """Mark the run as finished, unless it was told how it ended. A second call does nothing."""
+        if self._open:
+            self._open = False
+            if self._status == "running":
+                self.set_status("finished")
+
+
+def _mlflow_name(name: str) -> str:
+    return _NOT_IN_NAMES.sub("_", name)[:_LONGEST_NAME]
+
+
+class TrackioTracker:
+    """Writes to a run of trackio, which has the name of the run, so that a resumed run continues its own curves.
+
+    trackio keeps whatever it is given, and a resumed run logs some steps again: those that the local database has of a metric are left
+    out. trackio's `TRACKIO_DIR` names the directory of the database. A run that the program opened before with `trackio.init` is used as
+    it is, and is left open.
+
+    Raises:
+        ImportError: If `trackio` is not installed.
+    """
+
+    def __init__(self, runner: BaseRunner) -> None:
+        require_package("trackio")
+        import trackio
+        from trackio import context_vars
+
+        self._last: dict[str, int] = {}
+        """The newest step that an earlier attempt has logged of a metric."""
+        self.run: Any = context_vars.current_run.get()
+        self._owned = self.run is None
+        if not self._owned:
+            return
+        config, settings, resumed = runner.config, runner.config.trackio, runner.state.train.global_step > 0
+        project = settings.project or config.lineage
+        self.run = trackio.init(
+            project=project,
+            name=runner._run_place.instance,
+            group=settings.group or config.experiment,
+            space_id=settings.space_id,
+            server_url=settings.server_url,
+            resume="allow" if resumed else "never",
+            # Names that begin with an underscore are trackio's own.
+            config={key.lstrip("_"): value for key, value in flatten(config.public()).items()},
+            embed=False,
+        )
+        if resumed:
+            from trackio.sqlite_storage import SQLiteStorage
+
+            for record in SQLiteStorage.get_logs(project, run_id=self.run.id):
+                for metric in record.keys() - {"step", "timestamp"}:
+                    self._last[metric] = max(self._last.get(metric, -1), int(record["step"]))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Hand metrics to trackio's thread, which writes them twice a second."""
+        new = {name: float(value) for name, value in values.items() if step > self._last.get(name, -1)}
+        if new:
+            self.run.log(new, step=int(step))
+
+    def flush(self) -> None:
+        """Have written now what that thread has not come to."""
+        if self._owned and self.run is not None:
+            with self.run._client_lock:
+                self.run._flush_queues_inline()
+
+    def close(self) -> None:
+        """Write pending values and finish the run, unless the program opened it."""
+        if self._owned and self.run is not None:
+            from trackio import context_vars
+
+            self.run.finish()
+            if context_vars.current_run.get() is self.run:
+                context_vars.current_run.set(None)  # it does not count as one that the program has opened
+        self.run = None
+
+
+def _jsonl(runner: BaseRunner) -> Tracker:
+    return JsonlTracker(runner.workspace.jsonl_file, resume_step=runner.state.train.global_step)
+
+
+BUILT_IN_TRACKERS: Mapping[str, Callable[[BaseRunner], Tracker]] = {
+    "jsonl": _jsonl,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+}
+"""What opens a tracker, by name, in the order in which they are opened: on the main process, when training first begins."""
+
+
+def is_asked(name: str, runner: BaseRunner) -> bool:
+    """Return whether the configuration asks for one of the library's own trackers."""
+    setting: Any = True if name == "jsonl" else runner.config[name]
+    return bool(setting if isinstance(setting, bool) else setting.enabled)
+
+
+def require_package(package: str) -> None:
+    """Refuse to go on without a package that a tracker needs."""
+    if find_spec(package) is None:
+        raise ImportError(
+            f"Expected the package {package!r} to be installed. Received: no such package. Run `pip install {package}`."
+        )

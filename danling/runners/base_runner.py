@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -42,7 +42,6 @@ from danling.metrics import Meters, ScoreBoard
 from danling.metrics.scores import BestScore
 from danling.reporting import Reporter, Tracker
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
-from danling.supervision.closing import Closers
 from danling.training import TrainingSession
 from danling.training.attributes import KeptAttributes
 from danling.training.keys import RandomKeys
@@ -64,8 +63,7 @@ from danling.workspace import Workspace
 from danling.workspace.workspace import RunPlace, without_places
 
 from .extensions import is_asked, load
-from .meta import MetaRunner, close_after_error
-from .names import GUARDED, begin, check_assignment, guard
+from .meta import GUARDED, MetaRunner, begin, check_assignment, close_after_error, guard
 from .state import ElasticState, RngState, RunnerState, TrainState
 
 if TYPE_CHECKING:
@@ -97,6 +95,18 @@ def _of_a_stack(verb: str, does: str) -> Callable[..., Any]:
 
     method.__name__, method.__qualname__, method.__doc__ = verb, f"BaseRunner.{verb}", does
     return method
+
+
+class Closers(ExitStack):
+    """Closes what was opened, last opened first, once; if one of them fails, the others are closed all the same."""
+
+    closed = False
+
+    def close(self) -> None:
+        """Close everything; a second call does nothing."""
+        if not self.closed:
+            self.closed = True
+            super().close()
 
 
 class BaseRunner(metaclass=MetaRunner):
@@ -145,7 +155,7 @@ class BaseRunner(metaclass=MetaRunner):
     # A default for overrides of `set_seed` that do not set it.
     seed: int = 0
 
-    # None of them is there before the user sets it; see `danling.runners.names`.
+    # None of them is there before the user sets it; see `danling.runners.meta`.
     model: Any
     ema: Any
     # `Any` rather than `Callable | None`, so that a step can call it without a check for `None`.
@@ -194,8 +204,7 @@ class BaseRunner(metaclass=MetaRunner):
         self.launch = LaunchEnvironment.read()
         self.device = select_device(self.launch.local_rank)
         self._reporter = Reporter(self)
-        self._session.observers.append(self._reporter)
-        self._heartbeat_settings: tuple[object, ...] | None = None
+        self._session.observers.extend([self._reporter.telemetry, self._reporter])
         self.init_distributed()
         if "world" not in vars(self):
             self.world = world_of(self.world_size, self.device)
@@ -210,7 +219,8 @@ class BaseRunner(metaclass=MetaRunner):
         self.state.rng.seed = self.seed
         self.set_deterministic()
         # Building a model may be what hangs.
-        self._begin_heartbeat()
+        self._heartbeat_settings = (self.workspace.dir, *self.config.heartbeat.items())
+        self.init_heartbeat()
         guard(self, early)
 
     def _make_parts(self) -> TorchParts | None:
@@ -275,7 +285,8 @@ class BaseRunner(metaclass=MetaRunner):
         self.open_workspace()
         if self._has_remote():
             self._remote.bring_files()
-        self._begin_heartbeat()
+        if self._heartbeat_settings != (self.workspace.dir, *self.config.heartbeat.items()):
+            self.init_heartbeat()
         self.init_garbage_collection()
         self.init_checkpoint_manager()
         if self.checkpoint_manager is None:
@@ -387,19 +398,13 @@ class BaseRunner(metaclass=MetaRunner):
         self._session.signals = SignalWatcher()
         self._session.signals.install()
 
-    def _begin_heartbeat(self) -> None:
-        # Again if `__init__` has changed its settings or the run directory.
-        settings = (self.workspace.dir, *self.config.heartbeat.items())
-        if settings != self._heartbeat_settings:
-            self._heartbeat_settings = settings
-            for observer in [each for each in self._session.observers if isinstance(each, Heartbeat)]:
-                observer.stop()
-                self._session.observers.remove(observer)
-            self.init_heartbeat()
-
     def init_heartbeat(self) -> None:
-        """Start the heartbeat file of this rank when `config.heartbeat.enabled`, before `__init__` builds a model."""
+        """Start the heartbeat file of this rank when `config.heartbeat.enabled`: before `__init__` builds a model, and anew after it if
+        `__init__` has changed the settings or the run directory."""
         settings = self.config.heartbeat
+        for earlier in [each for each in self.observers if isinstance(each, Heartbeat)]:
+            earlier.stop()
+            self.observers.remove(earlier)
         if settings.enabled:
             heartbeat = Heartbeat(self, self.workspace.dir / settings.dir_name, settings.interval_seconds)
             self._session.observers.append(heartbeat)
@@ -421,8 +426,7 @@ class BaseRunner(metaclass=MetaRunner):
         self.workspace = place.open(code_id=self.code_id, config_id=self.config_id, timestamp=self.timestamp)
         self.id = place.id
         log_file = self.workspace.log_file if self.config.log else None
-        self._reporter.open_log(log_file, rank=self.rank)
-        self._closers.callback(self._reporter.close_log)
+        self._reporter.open_log(log_file)
         if place.notice is not None:
             logger.info("%s", place.notice)
 
@@ -705,15 +709,15 @@ class BaseRunner(metaclass=MetaRunner):
             self._run_place.enter_to_train(resumed=self.state.train.global_step > 0)
         # Closed before the log is, so that messages of a tracker are in the log of the run.
         self._closers.callback(self._reporter.trackers.close)
-        self._reporter.open_trackers()
+        self._reporter.trackers.open()
 
     def init_tensorboard(self) -> None:
         """Open the TensorBoard writer on the main process when `config.tensorboard`; a resumed run goes on in its directory."""
-        self._reporter.add_built_in("tensorboard")
+        self._reporter.trackers.add_built_in("tensorboard")
 
     def init_wandb(self) -> None:
         """Open the Weights & Biases run on the main process when `config.wandb.enabled`."""
-        self._reporter.add_built_in("wandb")
+        self._reporter.trackers.add_built_in("wandb")
 
     def print(self, *values: object, **kwargs: Any) -> None:
         """Print on the main process only; the builtin is left alone.
@@ -757,7 +761,7 @@ class BaseRunner(metaclass=MetaRunner):
                     self.boundary()
                 finally:
                     session.uninstall_signals()
-                    self._reporter.flush()
+                    self._reporter.trackers.flush()
                 session.exit_if_signalled(self.state.train.global_step)
 
     def boundary(self) -> bool:
@@ -828,38 +832,37 @@ class BaseRunner(metaclass=MetaRunner):
     def progress_parts(self) -> list[StatePart]:
         """Return the parts of the entry `state` of a checkpoint, in the order in which they are restored."""
 
+        state = self.state
+
         def attempts() -> dict[str, Any]:
-            self.state.elastic.arithmetic = arithmetic(self.device)
-            return asdict(self.state.elastic)
+            state.elastic.arithmetic = arithmetic(self.device)
+            return asdict(state.elastic)
+
+        def load_attempts(stored: Mapping[str, Any], _: Collection[str]) -> None:
+            state.elastic.attempts = int(stored.get("attempts", 0)) + 1
+            state.elastic.micro_batch_size = stored.get("micro_batch_size")
+            self._data.hold_at_most(state.elastic.micro_batch_size)
+            here, before = arithmetic(self.device), stored.get("arithmetic", {})
+            names = [name for name in here if before.get(name, here[name]) != here[name]]
+            if names and self.is_main_process:
+                logger.warning(
+                    "The run goes on, but not bitwise as it would have. Its checkpoint was computed with %s.",
+                    "; ".join(f"{name} {before[name]}, now {here[name]}" for name in names),
+                )
+
+        def results() -> dict[str, Any]:
+            return {str(index): result for index, result in self.results.items()}
+
+        def load_results(stored: Mapping[str, Any], _: Collection[str]) -> None:
+            self.results = {int(index): result for index, result in stored.items()}
 
         return [
-            StatePart("train", lambda: asdict(self.state.train), lambda stored, _: self.state.load_train(stored)),
-            StatePart("elastic", attempts, lambda stored, _: self._load_attempts(stored), default=dict),
+            StatePart("train", lambda: asdict(state.train), lambda stored, _: state.train.load(stored)),
+            StatePart("elastic", attempts, load_attempts, default=dict),
             # Only saved: a run goes on with the seed of its configuration.
-            StatePart("rng", lambda: asdict(self.state.rng), lambda stored, _: None),
-            StatePart(
-                "results",
-                lambda: {str(index): result for index, result in self.results.items()},
-                lambda stored, _: self._load_results(stored),
-                default=dict,
-            ),
+            StatePart("rng", lambda: asdict(state.rng), lambda stored, _: None),
+            StatePart("results", results, load_results, default=dict),
         ]
-
-    def _load_results(self, stored: Mapping[str, Any]) -> None:
-        self.results = {int(index): result for index, result in stored.items()}
-
-    def _load_attempts(self, stored: Mapping[str, Any]) -> None:
-        self.state.load_elastic(stored)
-        here, before = arithmetic(self.device), stored.get("arithmetic", {})
-        changed = [
-            f"{name} {before[name]}, now {here[name]}" for name in here if before.get(name, here[name]) != here[name]
-        ]
-        if changed and self.is_main_process:
-            logger.warning(
-                "The run goes on, but not bitwise as it would have. Its checkpoint was computed with %s.",
-                "; ".join(changed),
-            )
-        self._data.hold_at_most(self.state.elastic.micro_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values.
@@ -871,7 +874,7 @@ class BaseRunner(metaclass=MetaRunner):
             {
                 "format_version": FORMAT_VERSION,
                 "runner": self.config.public(),
-                "state": {**self.state.state_dict(), **self.run_state.progress()},
+                "state": self.run_state.progress(),
                 **self.run_state.completed(self.component_states()),
                 **self._attributes.state(),
                 "dataloaders": loader_states(self, sources),
@@ -987,7 +990,6 @@ class BaseRunner(metaclass=MetaRunner):
                 self.load_dataloaders({**payload["dataloaders"], **fresh})
             self._attributes.load("attributes", payload)
             if "state" in payload:
-                self.state.load_state_dict(payload["state"])
                 self.run_state.load_progress(payload["state"])
             self._keys.between_updates()
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -33,6 +32,12 @@ class TrainState:
     def attempted(self) -> int:
         """Updates committed or skipped: the number of the next one in the keys of random numbers, which never comes twice."""
         return self.global_step + self.skipped_updates
+
+    def load(self, stored: Mapping[str, object]) -> None:
+        """Restore the counters; one that is not stored stays as it is."""
+        for item in fields(self):
+            if item.name in stored:
+                setattr(self, item.name, stored[item.name])
 
 
 @dataclass
@@ -95,31 +100,3 @@ class RunnerState:
     def rng_state(self) -> RngState:
         """The seed, by its longer name."""
         return self.rng
-
-    def load_train(self, stored: Mapping[str, object]) -> None:
-        """Restore the counters; one that is not stored stays as it is.
-
-        Args:
-            stored: Counters by name.
-        """
-        for item in fields(self.train):
-            if item.name in stored:
-                setattr(self.train, item.name, stored[item.name])
-
-    def load_elastic(self, stored: Mapping[str, Any]) -> None:
-        """Count the attempts up, and take over how many samples a rank can hold.
-
-        Args:
-            stored: The attempts that the checkpoint was saved in.
-        """
-        self.elastic.attempts = int(stored.get("attempts", 0)) + 1
-        self.elastic.micro_batch_size = stored.get("micro_batch_size")
-
-    def state_dict(self) -> dict[str, object]:
-        """Return `{"train": ..., "elastic": ..., "rng": ...}` of tensors and plain values."""
-        return {"train": asdict(self.train), "elastic": asdict(self.elastic), "rng": asdict(self.rng)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters; attempts are counted up. The seed is that of the configuration."""
-        self.load_train(state.get("train", {}))
-        self.load_elastic(state.get("elastic", {}))

@@ -126,7 +126,13 @@ class TorchRunner(BaseRunner):
 
         Bad input is refused before the first file is written.
         """
-        self._check_trainable_only()
+        in_pipeline = int(self.config.parallel.axes.pipeline) != 1 and self.stack == "parallel"
+        if self.config.checkpoint.trainable_only and (in_pipeline or self.stack == "deepspeed"):
+            received = "parallel.axes.pipeline above 1" if in_pipeline else "stack='deepspeed'"
+            raise ValueError(
+                "Expected a stack on which every rank knows all weights for checkpoint.trainable_only=true. Received: "
+                f"{received}. Leave it out there; for adapters alone call `runner.save_pretrained(directory)`."
+            )
         self.preparation = self.build_preparation()
         if isinstance(self.optimizer, Mapping):
             strange = [name for name in self.optimizer if not isinstance(name, str)]
@@ -144,7 +150,14 @@ class TorchRunner(BaseRunner):
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
-        self._check_memory_retry()
+        retries = self._data.finds_micro_batch_size
+        reason = self.preparation.forward_communicates(self.unwrapped_model) if retries else None
+        if reason is not None:
+            raise ValueError(
+                "Expected dataloader.micro_batch_size to be a number where forward or backward communicate: a rank that is out of memory "
+                f"would leave the others waiting. Received: dataloader.micro_batch_size='auto' with {reason}. Set the most samples that "
+                "fit a rank."
+            )
         self.materialize_model()
         if recorder is not None:
             recorder.divided()
@@ -155,7 +168,22 @@ class TorchRunner(BaseRunner):
             trains = any(parameter.requires_grad for _, parameter in self.named_parameters())
             own = any(self._overrides(hook) for hook in ("build_reduction", "complete_gradients", "unscale_gradients"))
             self.preparation.check_reduced(self.model, trains=trains, reduced_by_user=own)
-        self._build_if_absent()
+        if self.optimizer is None and (self.config.get("optim", None) or self._overrides("build_optimizer")):
+            self.optimizer = self.build_optimizer()
+        self.build_dataloaders()
+        self._data.agree_lengths()
+        self.bind_optimizer()
+        asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
+        if self.scheduler is None and self.optimizer is not None and asked:
+            self.scheduler = self.build_scheduler()
+        self._phases = phases_of(self)
+        self._keys.see_early_steps(self.optimizer, self._closers)
+        if modal(self.optimizer) and not self.model_states.keeps_modes:
+            raise ValueError(
+                f"Expected an optimizer with one set of weights on the stack {self.stack!r}. Received: a {type(self.optimizer).__name__}, "
+                "whose train() and eval() exchange them. Train on 'ddp', or take another optimizer."
+            )
+        enter_training(self.optimizer)
         self._open_sources()
         if self._parts.canonical is not None:
             self._parts.canonical.check()
@@ -206,24 +234,6 @@ class TorchRunner(BaseRunner):
             *misnamed_overrides(type(self), vars(self), self._parts.checks.unset()),
         ]
 
-    def _build_if_absent(self) -> None:
-        if self.optimizer is None and (self.config.get("optim", None) or self._overrides("build_optimizer")):
-            self.optimizer = self.build_optimizer()
-        self.build_dataloaders()
-        self._data.agree_lengths()
-        self.bind_optimizer()
-        asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
-        if self.scheduler is None and self.optimizer is not None and asked:
-            self.scheduler = self.build_scheduler()
-        self._phases = phases_of(self)
-        self._keys.see_early_steps(self.optimizer, self._closers)
-        if modal(self.optimizer) and not self.model_states.keeps_modes:
-            raise ValueError(
-                f"Expected an optimizer with one set of weights on the stack {self.stack!r}. Received: a {type(self.optimizer).__name__}, "
-                "whose train() and eval() exchange them. Train on 'ddp', or take another optimizer."
-            )
-        enter_training(self.optimizer)
-
     def _overrides(self, hook: str) -> bool:
         """Whether a hook is the user's own."""
         return not getattr(getattr(type(self), hook), "__module__", "").startswith("danling.")
@@ -254,28 +264,6 @@ class TorchRunner(BaseRunner):
     def _criterion_tensors(self, kind: Literal["parameters", "buffers"]) -> list[Tensor]:
         """Return the parameters or the buffers of the criterion, if it is a module."""
         return list(getattr(self.criterion, kind)()) if isinstance(self.criterion, nn.Module) else []
-
-    def _check_memory_retry(self) -> None:
-        """Refuse to look for the size of micro-batches where forward or backward communicate."""
-        if not self._data.finds_micro_batch_size:
-            return
-        reason = self.preparation.forward_communicates(self.unwrapped_model)
-        if reason is not None:
-            raise ValueError(
-                "Expected dataloader.micro_batch_size to be a number where forward or backward communicate: a rank that is out of memory "
-                f"would leave the others waiting. Received: dataloader.micro_batch_size='auto' with {reason}. Set the most samples that "
-                "fit a rank."
-            )
-
-    def _check_trainable_only(self) -> None:
-        """Refuse to leave frozen weights out of checkpoints if the writer cannot do it."""
-        several = int(self.config.parallel.axes.pipeline) != 1 and self.stack == "parallel"
-        if self.config.checkpoint.trainable_only and (several or self.stack == "deepspeed"):
-            received = "parallel.axes.pipeline above 1" if several else "stack='deepspeed'"
-            raise ValueError(
-                "Expected a stack on which every rank knows all weights for checkpoint.trainable_only=true. Received: "
-                f"{received}. Leave it out there; for adapters alone call `runner.save_pretrained(directory)`."
-            )
 
     def _build_ema(self) -> None:
         settings = {key: value for key, value in self.config.ema.items() if key != "enabled"}
@@ -546,7 +534,7 @@ class TorchRunner(BaseRunner):
         Returns:
             The number, `None` if it is not known; then neither FLOP/s nor their share of the peak is reported.
         """
-        return self._reporter.flops.counted
+        return self._reporter.telemetry.counted_flops
 
     def peak_flops(self) -> float | None:
         """Return the peak of one device in FLOP/s; `None` if it is not in the table of data sheets, as for a CPU.

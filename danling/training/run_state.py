@@ -239,7 +239,7 @@ def progress_parts(runner: TorchRunner) -> list[StatePart]:
     parts = runner._parts
 
     def load_counters(stored: Mapping[str, object], _: Collection[str]) -> None:
-        runner.state.load_train(stored)
+        runner.state.train.load(stored)
         runner.window.agreed_reference = runner.state.train.weight_reference
 
     def load_open(stored: Mapping[str, Any], _: Collection[str]) -> None:

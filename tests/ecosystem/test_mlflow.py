@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 from support.toys import Small, settings
+from support.tracked import tracked
 
-from danling.reporting import MlflowTracker, read_jsonl
+from danling.reporting import read_jsonl
+from danling.reporting.trackers import MlflowTracker
 
 mlflow = pytest.importorskip("mlflow")
 
@@ -47,12 +49,15 @@ def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
     tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     uri = f"sqlite:///{shutil.copy(store.removeprefix('sqlite:///'), tmp_path)}"
-    given: dict[str, Any] = {"uri": uri, "experiment": "lin", "run_id": "abc-00ff", "tags": {"kind": "first"}}
-    first = MlflowTracker(**given, name="mine", config={"optim": {"lr": 0.1}, "steps": 5, "note": "x" * 900})
+
+    def opened(step: int = 0, **config: Any) -> MlflowTracker:
+        return MlflowTracker(tracked(step=step, mlflow={"uri": uri, "name": "mine"}, **config))
+
+    first = opened(optim={"lr": 0.1}, steps=5, model={"note": "x" * 900})
     for step in range(1, 6):
         first.log({"train/loss": 1 / step, "val/acc@5 (top)": math.nan, "highest": math.inf}, step)
     first.log({"val/loss": 2.0}, 2)  # killed before those of steps 4 and 5
-    resumed = MlflowTracker(**given, resumed=True, config={"steps": 9, "added": True})
+    resumed = opened(3, steps=9, model={"added": True})
     for step in range(3, 8):
         resumed.log({"train/loss": 1 / step}, step)
         resumed.log({"val/loss": 2.0}, step)
@@ -62,15 +67,15 @@ def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
     client = mlflow.MlflowClient(uri)
     assert resumed.run_id == first.run_id
     run = client.get_run(first.run_id)
-    assert (run.info.run_name, run.info.status, run.data.tags["kind"]) == ("mine", "FINISHED", "first")
-    kept = {name: value for name, value in run.data.params.items() if name != "note"}
-    assert kept == {"optim.lr": "0.1", "steps": "5", "added": "True"}
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    kept, wanted = run.data.params, {"optim.lr": "0.1", "steps": "5", "model.added": "True", "model.note": "x" * 500}
+    assert {name: kept[name] for name in wanted} == wanted
     assert points(client, first.run_id, "train/loss") == [(step, 1 / step) for step in range(1, 8)]
     assert points(client, first.run_id, "val/loss") == [(step, 2.0) for step in range(2, 8)]
     assert math.isnan(run.data.metrics["val/acc_5 _top_"]) and run.data.metrics["highest"] > 1e300
-    fresh = MlflowTracker(**given)
+    fresh = opened()
     assert fresh.run_id != first.run_id, "a run that starts from scratch must not mix with an earlier one"
-    again = MlflowTracker(**given, resumed=True)
+    again = opened(1)
     assert again.run_id == fresh.run_id
     with sqlite3.connect(tmp_path / "store.db") as tables:
         tables.execute("ALTER TABLE metrics RENAME TO lost")

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 from support.toys import Small, settings
+from support.tracked import tracked
 
-from danling.reporting import TrackioTracker, read_jsonl
+from danling.reporting import read_jsonl
+from danling.reporting.trackers import TrackioTracker
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +37,8 @@ def curve_of(records: list[dict[str, Any]], name: str = "train/loss") -> list[tu
 
 
 def test_a_database_has_every_step_once(store: Any) -> None:
-    given: dict[str, Any] = {"project": "direct", "run_id": "abc-00ff", "group": "exp"}
-    given["config"] = {"optim": {"lr": 0.1}, "_own": 3}
-    first = TrackioTracker(**given)
+    config: dict[str, Any] = {"trackio": {"project": "direct"}, "optim": {"lr": 0.1}}
+    first = TrackioTracker(tracked(**config))
     run = first.run.id
     for step in range(1, 6):
         first.log({"train/loss": 1 / step, "val/acc": math.nan}, step)
@@ -46,7 +47,7 @@ def test_a_database_has_every_step_once(store: Any) -> None:
     assert len(store.get_logs("direct", run_id=run)) == 6  # what a killed process leaves
     first.close()
     first.close()
-    resumed = TrackioTracker(**given, resumed=True)
+    resumed = TrackioTracker(tracked(step=3, **config))
     assert resumed.run.id == run
     for step in range(3, 8):
         resumed.log({"train/loss": 1 / step}, step)
@@ -55,15 +56,15 @@ def test_a_database_has_every_step_once(store: Any) -> None:
     records = store.get_logs("direct", run_id=run)
     assert curve_of(records) == [(step, 1 / step) for step in range(1, 8)]
     assert curve_of(records, "val/loss") == [(step, 2.0) for step in range(2, 8)]
-    config = store.get_run_config("direct", "abc-00ff")
-    assert (config["optim.lr"], config["own"], config["_Group"]) == (0.1, 3, "exp")
+    kept = store.get_run_config("direct", "abc-00ff")
+    assert (kept["optim.lr"], kept["_Group"]) == (0.1, "exp")
 
 
 def test_a_run_of_trackio_of_the_program_is_used_and_left_open(store: Any) -> None:
     import trackio
 
     mine = trackio.init(project="mine", name="own", auto_log_cpu=False)
-    tracker = TrackioTracker(project="other", run_id="abc")
+    tracker = TrackioTracker(tracked())
     assert tracker.run is mine
     tracker.log({"loss": 1.0}, 1)
     tracker.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import subprocess
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.warm import interpreter
 
-from danling.reporting import Printer, RunLog, close_run_log, open_run_log
+from danling.reporting import RunLog
 
 logger = logging.getLogger("danling")
 
@@ -27,12 +26,12 @@ def untouched() -> Iterator[None]:
 
 def test_lines_go_to_the_file_and_the_console(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "logs" / "t0.log"
-    log = open_run_log(file)
+    log = RunLog(file)
     logger.info("step %d", 3)
     logger.debug("not shown")
     logging.getLogger("danling.somewhere").warning("careful")
-    close_run_log(log)
-    close_run_log(log)
+    log.close()
+    log.close()
     logger.warning("after")
     lines = file.read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == ["INFO danling: step 3", "WARNING danling.somewhere: careful"]
@@ -45,13 +44,13 @@ def test_lines_go_to_the_file_and_the_console(tmp_path: Path, capfd: pytest.Capt
 def test_other_ranks_show_warnings_and_errors_only_and_write_no_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    log = open_run_log(tmp_path / "run.log", is_main=False, rank=3)
+    log = RunLog(tmp_path / "run.log", is_main=False, rank=3)
     logger.info("quiet")
     logger.warning("odd")
     logger.error("broken")
-    close_run_log(log)
+    log.close()
     assert not (tmp_path / "run.log").exists()
-    assert log.file is None
+    assert log.file_handler is None
     shown = capfd.readouterr().err
     assert "quiet" not in shown
     assert [line.split(": ")[0] for line in shown.splitlines()] == ["WARNING", "ERROR"]
@@ -62,25 +61,25 @@ def test_other_ranks_show_warnings_and_errors_only_and_write_no_file(
 def test_two_runs_share_the_console_and_close_in_any_order(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], order: tuple[int, int]
 ) -> None:
-    logs: list[RunLog] = [open_run_log(tmp_path / "a.log"), open_run_log(tmp_path / "b.log")]
+    logs: list[RunLog] = [RunLog(tmp_path / "a.log"), RunLog(tmp_path / "b.log")]
     logger.info("both")
-    close_run_log(logs[order[0]])
+    logs[order[0]].close()
     logger.info("one")
-    close_run_log(logs[order[1]])
+    logs[order[1]].close()
     assert [line.split()[-1] for line in capfd.readouterr().err.splitlines()] == ["both", "one"]
 
 
 def test_a_file_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        open_run_log(tmp_path / "file" / "run.log")
+        RunLog(tmp_path / "file" / "run.log")
 
 
 def test_a_program_that_logs_to_the_terminal_itself_sees_each_line_once(tmp_path: Path) -> None:
     script = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, format='mine %(message)s')\n"
-        "from danling.reporting.logging import open_run_log, close_run_log\n"
-        "log = open_run_log(sys.argv[1]); logging.getLogger('danling').info('hello'); close_run_log(log)\n"
+        "from danling.reporting.logging import RunLog\n"
+        "log = RunLog(sys.argv[1]); logging.getLogger('danling').info('hello'); log.close()\n"
     )
     file = tmp_path / "run.log"
     done = subprocess.run([interpreter(), "-c", script, str(file)], capture_output=True, text=True, check=True)
@@ -91,16 +90,8 @@ def test_a_program_that_logs_to_the_terminal_itself_sees_each_line_once(tmp_path
 def test_other_ranks_of_a_program_that_logs_to_the_terminal_itself_show_warnings_and_errors_only() -> None:
     script = (
         "import logging; logging.basicConfig(level=logging.INFO, format='mine %(message)s')\n"
-        "from danling.reporting.logging import open_run_log\n"
-        "open_run_log(None, is_main=False, rank=1); logger = logging.getLogger('danling'); logger.info('hello'); logger.warning('odd')\n"
+        "from danling.reporting.logging import RunLog\n"
+        "RunLog(None, is_main=False, rank=1); logger = logging.getLogger('danling'); logger.info('hello'); logger.warning('odd')\n"
     )
     done = subprocess.run([interpreter(), "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == "mine odd\n"
-
-
-def test_a_printer_speaks_where_enabled_and_takes_the_arguments_of_print(capsys: pytest.CaptureFixture[str]) -> None:
-    Printer()("a", 1, sep="-", end="!\n")
-    Printer(enabled=False)("b")
-    other = io.StringIO()
-    Printer()("c", file=other, flush=True)
-    assert capsys.readouterr().out == "a-1!\n" and other.getvalue() == "c\n"

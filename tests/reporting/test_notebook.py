@@ -18,7 +18,7 @@ from jupyter_client.manager import KernelManager
 from support.pages import ROOT
 from support.warm import interpreter
 
-from danling.reporting.progress import NotebookBar
+from danling.reporting import Progress
 from danling.utils.process import in_notebook
 
 DEFINE = """\
@@ -114,14 +114,14 @@ def test_cells_show_a_bar_and_curves_and_may_be_run_again() -> None:
     assert further["stdout"].split()[1:] == ["named", "4"] and "Resumed from latest at step 12" in further["stderr"]
 
 
-def drawn(total: int | None, **settings: Any) -> tuple[NotebookBar, list[str]]:
+def drawn(total: int | None, **settings: Any) -> tuple[Progress, list[str]]:
     pages: list[str] = []
 
     def show(html: str) -> Callable[[str], object]:
         pages.append(html)
         return pages.append
 
-    return NotebookBar(total, show=show, **settings), pages
+    return Progress(total, display=show, **settings), pages
 
 
 def test_the_words_of_the_kernel_are_no_settings() -> None:
@@ -133,13 +133,13 @@ def test_the_words_of_the_kernel_are_no_settings() -> None:
 def test_it_is_drawn_now_and_then_and_at_the_end() -> None:
     now = [0.0]
     bar, pages = drawn(100, clock=lambda: now[0])
-    for _ in range(100):
+    for step in range(100):
         now[0] += 0.01
-        bar.update(1)
+        bar.update(step + 1)
     assert 3 <= len(pages) <= 6
     bar.close()
     assert 'value="100"' in pages[-1] and " left" not in pages[-1]
-    assert " s left" in pages[2]
+    assert ":00 left" in pages[2] or ":01 left" in pages[2]
 
 
 def test_curves_have_a_panel_a_metric_and_a_line_a_split() -> None:
@@ -147,8 +147,8 @@ def test_curves_have_a_panel_a_metric_and_a_line_a_split() -> None:
     for step in range(2000):
         bar.curve(step, {"updates": {"loss": 1 / (step + 1)}})
     bar.curve(1000, {"val": {"loss": 0.5, "acc <b>": float("nan")}})
-    bar.set_description_str("epoch <1>")
-    bar.set_description_str("later", refresh=False)
+    bar.set_epoch("epoch <1>")
+    bar.close()
     assert pages[-1].count("<polyline") == 1 and pages[-1].count("<circle") == 1
     assert "epoch &lt;1&gt;" in pages[-1] and "<b>" not in pages[-1] and "<progress" not in pages[-1]
     assert pages[-1].count(",") < 900, "a long curve keeps some hundred points"

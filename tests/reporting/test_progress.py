@@ -13,12 +13,13 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TextIO
 
 import pytest
 
-from danling.reporting import Printer, Progress, close_run_log, format_scores, open_run_log
+from danling.reporting import Progress, RunLog, format_scores
+from danling.reporting.logging import beside_bar
 
 
 @contextmanager
@@ -44,33 +45,19 @@ def _all_of(reader: int) -> str:
     return b"".join(pieces).decode()
 
 
-def test_a_bar_on_a_terminal() -> None:
-    with terminal() as (stream, drawn):
-        progress = Progress(10, initial=2, desc="digits", stream=stream)
-        assert progress.draws_bar
-        progress.update(5)
-        progress.show(6, {"train/loss": 0.5})
-        progress.set_epoch("epoch 2/9")
-        progress.update(10)
-        progress.close()
-        progress.close()
-    assert "digits  " in drawn[0] and "digits epoch 2/9  train/loss 0.5000" in drawn[0]
-    assert "10/10, " in drawn[0]
-    assert "train/loss 0.5000" in drawn[0]
-
-
 def test_print_and_log_step_around_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal() as (stream, drawn):
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setattr(sys, "stdout", stream)
-        log = open_run_log(None)
+        log = RunLog(None)
         progress = Progress(10, desc="digits")
         progress.show(5, {"loss": 0.25})
-        Printer()("printed", "line")
+        with beside_bar(stream):
+            print("printed", "line", file=stream)
         logging.getLogger("danling").info("logged line")
         progress.close()
         logging.getLogger("danling").info("afterwards")
-        close_run_log(log)
+        log.close()
     lines = [line.rsplit("\r", 1)[-1] for line in drawn[0].split("\r\n")]
     assert "printed line" in lines
     assert any(line.endswith(" logged line") for line in lines)
@@ -96,8 +83,10 @@ def test_lines_are_limited_by_time_and_the_last_one_is_written(caplog: pytest.Lo
     seconds = iter(range(1000))
     with (
         caplog.at_level(logging.INFO, logger="danling"),
-        Progress(
-            100, desc="gpt", stream=io.StringIO(), seconds_between_lines=60, clock=lambda: float(next(seconds))
+        closing(
+            Progress(
+                100, desc="gpt", stream=io.StringIO(), seconds_between_lines=60, clock=lambda: float(next(seconds))
+            )
         ) as progress,
     ):
         for step in range(1, 100):
@@ -110,24 +99,20 @@ def test_lines_are_limited_by_time_and_the_last_one_is_written(caplog: pytest.Lo
 @pytest.mark.parametrize("columns", [60, 80, 100, 150])
 def test_ten_columns_are_left_for_the_bar(columns: int) -> None:
     """The name gives way first, then the last metrics; where all has room, all is shown."""
-    with terminal(columns=columns) as (stream, drawn), Progress(780, desc="digits", stream=stream) as progress:
+    with terminal(columns=columns) as (stream, drawn), closing(Progress(780, desc="digits", stream=stream)) as progress:
         progress.epoch = "epoch 7/10"
         progress.show(546, {"loss": 0.1328, "grad_norm": 0.9123, "lr": 2.519e-03})
         progress.doing("val 12")
+        progress.set_epoch("epoch 7/10")
         progress.doing("")
         progress.update(780)
+        progress.close()
     last = drawn[0].rstrip().rsplit("\r", 1)[-1]
     bar = last[last.index("|") + 1 : last.rindex("|")]
     assert len(last) <= columns and len(bar) >= 10 and last.endswith("|")
-    text = {60: "epoch 7/10  loss 0.1328  7", 80: "epoch 7/10  loss 0.1328  grad_norm 0.9123  7"}
+    text = {60: "epoch 7/10  loss 0.1328  7", 80: "epoch 7/10  loss 0.1328  grad_norm 0.9123  lr 2.519e-03  7"}
     whole = "digits epoch 7/10  loss 0.1328  grad_norm 0.9123  lr 2.519e-03  7"
     assert last.startswith(text.get(columns, whole))
-
-
-def test_unknown_length(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="danling"):
-        Progress(None, stream=io.StringIO()).show(7, {"loss": 1.0})
-    assert [message.split("  ")[0] for message in caplog.messages] == ["step 7"]
 
 
 @pytest.mark.parametrize(("columns", "kind"), [(0, "xterm"), (100, "dumb")])

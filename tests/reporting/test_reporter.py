@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.reporting import BUILT_IN_TRACKERS, TensorBoardTracker, read_jsonl
+from danling.reporting import read_jsonl
+from danling.reporting.trackers import BUILT_IN_TRACKERS, TensorBoardTracker
 from danling.utils.observers import Observer
 
 
@@ -196,6 +197,3 @@ def test_a_resumed_run_goes_on_in_the_directory_of_its_last_events(tmp_path: Pat
         tracker.close()
     assert len(list(earlier.iterdir())) == 1 and len(list((tmp_path / "tensorboard").iterdir())) == 1
     assert not [thread for thread in threading.enumerate() if "EventLogger" in thread.name]
-
-
-# FLOPs of the model

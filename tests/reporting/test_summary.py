@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.reporting import describe_end, summary
+from danling.reporting import reporter
+from danling.reporting.reporter import describe_end
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def lines(run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str] | None, *
 
     config = dl.RunnerConfig({"score_name": "acc", "epochs": 10, "patience": 2})
     config.__dict__["_command_line"] = words
-    monkeypatch.setattr(summary, "program", lambda: more.pop("script", "train.py"))
+    monkeypatch.setattr(reporter, "program", lambda: more.pop("script", "train.py"))
     board = SimpleNamespace(split="val", name="acc")
     standing = SimpleNamespace(board=board, evaluations_since_best=2)
     given = {"is_step_mode": False, "steps": None, "epochs": 10, "progress": 1.0, "world_size": 1, "stack": "ddp"}
@@ -47,6 +48,34 @@ def lines(run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str] | None, *
     return describe_end(runner)
 
 
+@pytest.mark.parametrize(
+    ("words", "more", "command"),
+    [
+        (
+            ["--epochs", "10"],
+            {"world_size": 2, "progress": 0.5, "stop_reason": "terminate"},
+            "torchrun ... train.py --epochs 10 --dir 'runs/a b' --auto_resume true",
+        ),
+        (
+            ["--patience", "2", "--epochs=9"],
+            {"progress": 0.5, "stop_reason": "patience"},
+            "python train.py --epochs=9 --dir 'runs/a b' --auto_resume true --patience 4",
+        ),
+        (None, {}, "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"),
+        (
+            ["--epochs", "3"],
+            {"script": None},
+            "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()",
+        ),
+    ],
+    ids=["stopped", "out of patience", "no command line", "no script"],
+)
+def test_what_ended_the_run_is_given_more(
+    run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str] | None, more: dict[str, Any], command: str
+) -> None:
+    assert lines(run, monkeypatch, words, **more)[1] == f"go on    {command}"
+
+
 def test_the_commands_are_those_of_the_script(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--epochs", "10", "--optim.lr", "1e-3", "--auto-resume=true", "--dir", "x"]
     assert lines(run, monkeypatch, words) == [
@@ -55,25 +84,6 @@ def test_the_commands_are_those_of_the_script(run: Path, monkeypatch: pytest.Mon
         "curves   danling plot 'runs/a b' -o curves.png",
         "weights  danling export 'runs/a b/checkpoints/best.pth' model.safetensors",
     ]
-
-
-def test_a_run_that_was_stopped_goes_on_within_its_budget(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [_, go_on, *_] = lines(run, monkeypatch, ["--epochs", "10"], world_size=2, progress=0.5, stop_reason="terminate")
-    assert go_on == "go on    torchrun ... train.py --epochs 10 --dir 'runs/a b' --auto_resume true"
-
-
-def test_a_run_out_of_patience_is_given_more(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--patience", "2", "--epochs=9"]
-    [_, go_on, *_] = lines(run, monkeypatch, words, progress=0.5, stop_reason="patience")
-    assert go_on == "go on    python train.py --epochs=9 --dir 'runs/a b' --auto_resume true --patience 4"
-
-
-@pytest.mark.parametrize(("script", "words"), [(None, ["--epochs", "3"]), ("train.py", None)])
-def test_without_a_command_line_it_is_a_line_of_python(
-    run: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, words: list[str] | None
-) -> None:
-    wanted = "go on    Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"
-    assert lines(run, monkeypatch, words, script=script)[1] == wanted
 
 
 def test_what_is_not_there_is_not_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +112,7 @@ def test_a_program_is_known_by_how_it_was_started(
     if file is not None:
         main.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", main)
-    assert summary.program() == script
+    assert reporter.program() == script
 
 
 class Worse(dl.Runner):

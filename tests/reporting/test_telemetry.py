@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from support.processes import run_processes
@@ -9,34 +12,52 @@ from torch import Tensor
 
 from danling.distributed import Domain
 from danling.reporting import Telemetry
+from danling.runners.state import TrainState
 
 
-class Clock:
-    """A clock that goes when told to."""
+class Watched:
+    """A telemetry of a runner, with a clock that goes when told to."""
 
-    now = 100.0
+    def __init__(self, domain: Any = None, *, counts: bool = True, **train: int) -> None:
+        self.now = 100.0
+        self.train = TrainState(**train)
+        self.runner: Any = SimpleNamespace(
+            steps=100,
+            world_size=1,
+            stack="ddp",
+            config=SimpleNamespace(compile=SimpleNamespace(enable=False)),
+            device=torch.device("cpu"),
+            state=SimpleNamespace(train=self.train),
+            placement=SimpleNamespace(optimizer=domain or SimpleNamespace(size=1), counts_samples=counts),
+            count_tokens=lambda read: 320,
+            flops_per_token=lambda: 10.0,
+            flops_per_sample=lambda: None,
+            peak_flops=lambda: 64_000.0,
+        )
+        self.telemetry = Telemetry(self.runner, clock=lambda: self.now)
+        self.telemetry.begin(self.runner)
 
-    def __call__(self) -> float:
-        return self.now
+    def run(self, updates: int, *, committed: bool = True) -> None:
+        for _ in range(updates):
+            self.telemetry.batch_wait_started()
+            self.now += 0.025
+            self.telemetry.batch_wait_ended()
+            self.telemetry.update_started()
+            self.telemetry.micro_batch_started(None, read=None, samples=32)
+            self.telemetry.micro_batch_ended()
+            self.now += 0.075
+            self.train.samples += 32
+            self.train.global_step += committed
+            self.telemetry.update_ended(SimpleNamespace(committed=committed))  # type: ignore[arg-type]
 
-    def go(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def run(telemetry: Telemetry, clock: Clock, updates: int, *, committed: bool = True) -> None:
-    for _ in range(updates):
-        telemetry.wait_started()
-        clock.go(0.025)
-        telemetry.wait_ended()
-        clock.go(0.075)
-        telemetry.stepped(tokens=320, committed=committed)
+    def figures(self) -> dict[str, float]:
+        return self.telemetry.report(self.runner)[0]
 
 
 def test_figures_of_a_window() -> None:
-    clock = Clock()
-    telemetry = Telemetry(total_steps=100, global_step=10, clock=clock)
-    run(telemetry, clock, 10)
-    figures = telemetry.report(20, samples=320, learning_rates=[0.1, 0.2], grad_norm=torch.tensor(2.0))
+    watched = Watched(global_step=10)
+    watched.run(10)
+    figures = watched.figures()
     assert figures.pop("memory_host_gib") > 0
     assert figures == pytest.approx(
         {
@@ -44,54 +65,38 @@ def test_figures_of_a_window() -> None:
             "samples_per_second": 320,
             "tokens_per_second": 3200,
             "data_share": 0.25,
-            "learning_rate": 0.1,
-            "learning_rate.1": 0.2,
-            "grad_norm": 2.0,
             "skipped_updates": 0,
             "eta_seconds": 8.0,
+            "model_flops_per_second": 32_000,
+            "mfu": 0.5,
         }
     )
 
 
 def test_each_window_starts_anew_and_skipped_updates_add_up() -> None:
-    clock = Clock()
-    telemetry = Telemetry(clock=clock)
-    run(telemetry, clock, 3, committed=False)
-    assert telemetry.report(0)["skipped_updates"] == 3
-    run(telemetry, clock, 1)
-    figures = telemetry.report(1, samples=32)
-    assert figures["skipped_updates"] == 3
-    assert figures["samples_per_second"] == pytest.approx(320)
-    assert "eta_seconds" not in figures
-    assert "grad_norm" not in figures
+    watched = Watched()
+    watched.run(3, committed=False)
+    first = watched.figures()
+    assert first["skipped_updates"] == 3 and "eta_seconds" not in first
+    watched.run(1)
+    figures = watched.figures()
+    assert figures["skipped_updates"] == 3 and figures["samples_per_second"] == pytest.approx(320)
 
 
 def test_evaluation_counts_for_the_time_left_only() -> None:
-    clock = Clock()
-    telemetry = Telemetry(total_steps=20, clock=clock)
-    run(telemetry, clock, 10)
-    telemetry.pause()
-    telemetry.pause()
-    clock.go(4.0)
-    telemetry.resume()
-    clock.go(5.0)
-    telemetry.resume()
-    figures = telemetry.report(10)
-    assert figures["step_seconds"] == pytest.approx(0.1)
-    assert figures["eta_seconds"] == pytest.approx(10.0)
-    assert telemetry.summary(10, 320) == (
+    watched = Watched()
+    watched.run(10)
+    watched.telemetry.evaluation_started("val")
+    watched.telemetry.save_started()
+    watched.now += 4.0
+    watched.telemetry.save_ended()
+    watched.now += 5.0
+    watched.telemetry.evaluation_ended("val")
+    figures = watched.figures()
+    assert figures["step_seconds"] == pytest.approx(0.1) and figures["eta_seconds"] == pytest.approx(90.0)
+    assert watched.telemetry.summary(watched.runner) == (
         "10 updates to step 10 in 10.0 s: 10 updates/s, 320 samples/s, 25% waiting for data, 90% evaluating and saving, 0 skipped"
     )
-
-
-def shares() -> tuple[float, float, set[str], int]:
-    """Two ranks that read the same data wait 0.25 s and 0.5 s; only the first one's tokens count."""
-    domain = Counting()
-    clock = Clock()
-    telemetry = Telemetry(clock=clock)
-    run(telemetry, clock, 10 * (domain.rank + 1))
-    shared = telemetry.share(domain, counts=domain.rank == 0)
-    return shared.tokens, shared.waited, set(shared.memory), domain.collectives
 
 
 class Counting(Domain):
@@ -104,6 +109,18 @@ class Counting(Domain):
         return super().all_reduce(tensor, op)
 
 
+def shares() -> tuple[dict[str, float], list[list[float]], int]:
+    """Two ranks that read the same data, of which one waits longer; only the first one's tokens count."""
+    domain = Counting()
+    watched = Watched(domain, counts=domain.rank == 0)
+    watched.run(10)
+    if domain.rank:
+        watched.telemetry.waited += 0.25
+    figures, rows = watched.telemetry.report(watched.runner, [float(domain.rank)])
+    return figures, rows, domain.collectives
+
+
 def test_ranks_share_their_figures_in_one_collective() -> None:
-    for tokens, waited, memory, collectives in run_processes(shares, init_process_group=True):
-        assert (tokens, waited, memory, collectives) == (3200, pytest.approx(0.5), {"memory_host_gib"}, 1)
+    for figures, rows, collectives in run_processes(shares, init_process_group=True):
+        assert (figures["tokens_per_second"], figures["data_share"]) == (pytest.approx(3200), pytest.approx(0.5))
+        assert figures["memory_host_gib"] > 0 and rows == [[0.0], [1.0]] and collectives == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import struct
 import subprocess
 import sys
@@ -15,59 +14,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tracked import tracked
 
-from danling.reporting import (
-    JsonlTracker,
-    MlflowTracker,
-    TensorBoardTracker,
-    TrackerSet,
-    TrackioTracker,
-    WandbTracker,
-    read_jsonl,
-)
-from danling.reporting import tracker_services as module
+from danling.reporting import JsonlTracker, read_jsonl
+from danling.reporting import trackers as module
+from danling.reporting.trackers import BUILT_IN_TRACKERS, TensorBoardTracker, TrackerSet, WandbTracker
 
 
-def test_jsonl_is_one_object_a_line(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path / "run" / "metrics.jsonl")
-    tracker.log({"train/loss": 0.5, "train/grad_norm": math.nan}, 1)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    record = json.loads(lines[0])
-    assert record.pop("time") > 1.7e9
-    assert record == {"step": 1, "train/loss": 0.5, "train/grad_norm": None}
-    tracker.close()
+def log_steps(tracker: JsonlTracker, steps: range, sign: int = 1) -> None:
+    for step in steps:
+        tracker.log({"loss": float(sign * step)}, step)
     tracker.close()
 
 
-def test_jsonl_is_cut_back_to_the_resumed_step(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    first = JsonlTracker(file)
-    for step in range(1, 8):
-        first.log({"loss": float(step)}, step)
-    first.close()
+def test_jsonl_is_one_object_a_line_and_is_cut_back_to_the_resumed_step(tmp_path: Path) -> None:
+    file = tmp_path / "run" / "metrics.jsonl"
+    log_steps(JsonlTracker(file), range(1, 8))
     with file.open("a") as torn:
         torn.write('{"step": 8, "lo')
-    resumed = JsonlTracker(file, resume_step=5)
-    for step in range(6, 10):
-        resumed.log({"loss": -float(step)}, step)
+    log_steps(resumed := JsonlTracker(file, resume_step=5), range(6, 10), -1)
+    assert [(line["step"], line["loss"]) for line in read_jsonl(file)] == [
+        (step, float(step if step < 6 else -step)) for step in range(1, 10)
+    ]
+    resumed.log({"loss": math.nan}, 10)
+    last = json.loads(file.read_text().splitlines()[-1])
+    assert last.pop("time") > 1.7e9 and last == {"step": 10, "loss": None}
     resumed.close()
-    assert [record["step"] for record in read_jsonl(file)] == list(range(1, 10))
-    assert [record["loss"] for record in read_jsonl(file)] == [1.0, 2.0, 3.0, 4.0, 5.0, -6.0, -7.0, -8.0, -9.0]
-    resumed.log({"loss": 0.0}, 10)
-    assert len(read_jsonl(file)) == 10
     resumed.close()
 
 
 def test_jsonl_of_another_attempt_from_scratch_starts_anew_but_only_when_it_logs(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    first = JsonlTracker(file)
-    first.log({"loss": 1.0}, 1)
-    first.close()
+    log_steps(JsonlTracker(file), range(1, 2))
     JsonlTracker(file).close()
     assert len(read_jsonl(file)) == 1, "an attempt that only evaluates must not wipe the curves"
-    second = JsonlTracker(file)
-    second.log({"loss": 2.0}, 1)
-    second.close()
+    log_steps(JsonlTracker(file), range(1, 2), 2)
     assert [record["loss"] for record in read_jsonl(file)] == [2.0]
 
 
@@ -81,12 +62,12 @@ def test_tensorboard_is_read_by_its_own_reader(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-    first = TensorBoardTracker(tmp_path / "tb")
+    first = TensorBoardTracker(tracked(tmp_path))
     for step in range(1, 8):
         first.log({"train/loss": float(step), "train/lr": 0.1}, step)
     first.close()
     first.close()
-    resumed = TensorBoardTracker(tmp_path / "tb", purge_step=5)
+    resumed = TensorBoardTracker(tracked(tmp_path, step=4))
     resumed.log({"train/loss": 50.0}, 5)
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tb"))
@@ -147,28 +128,25 @@ def quiet_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_wandb_offline_takes_all_keys_and_a_resumed_run_continues_its_own(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "project": "lin",
-        "run_id": "abc1234-00ff",
         "entity": "team",
         "group": "exp",
         "name": "first",
         "job_type": "train",
         "tags": "one",
-        "dir": tmp_path,
         "mode": "offline",
-        "config": {"optim": {"lr": 0.1}},
     }
-    first = WandbTracker(**settings)
+
+    def opened(**more: Any) -> WandbTracker:
+        return WandbTracker(tracked(tmp_path, run="abc1234-00ff", wandb=settings | more, optim={"lr": 0.1}))
+
+    first = opened()
     first.log({"train/loss": 0.5}, 10)
     first.close()
     first.close()
-    second = WandbTracker(**{**settings, "tags": ["one", "two"]})
+    second = opened(tags=["one", "two"])
     second.log({"train/loss": 0.25}, 20)
     second.close()
     directories = wandb_files(tmp_path)
-    assert len(directories) == 2
-    # Two attempts within one second differ by a suffix that wandb adds.
-    names = [re.sub(r"-abc1234-00ff(-\d+)?$", "", directory.name) for directory in directories]
-    assert all(re.fullmatch(r"offline-run-\d{8}_\d{6}", name) for name in names), names
     for directory, step, value in zip(directories, (10, 20), (0.5, 0.25), strict=True):
         records = wandb_records(directory)
         run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
@@ -188,8 +166,8 @@ def test_wandb_offline_takes_all_keys_and_a_resumed_run_continues_its_own(tmp_pa
     [("finished", 0, False), ("failed", 1, False), ("interrupted", 255, False), ("preempted", 143, True)],
 )
 def test_wandb_is_told_how_a_run_ended(tmp_path: Path, status: str, exit_code: int, preempting: bool) -> None:
-    trackers = TrackerSet(is_main=True)
-    trackers.add(lambda: WandbTracker(project="lin", run_id="abc1234-00ff", dir=tmp_path, mode="offline"))
+    trackers = TrackerSet(tracked(tmp_path, wandb={"mode": "offline"}))
+    trackers.add(lambda: WandbTracker(trackers._runner))
     trackers.open()
     for each in ("running", status):
         trackers.set_status(each)
@@ -205,7 +183,7 @@ def test_wandb_run_of_the_program_is_used_and_left_open(tmp_path: Path) -> None:
     import wandb
 
     mine = wandb.init(project="mine", dir=str(tmp_path), mode="offline")
-    tracker = WandbTracker(project="lin", run_id="abc")
+    tracker = WandbTracker(tracked(tmp_path))
     assert tracker.run is mine
     tracker.log({"loss": 1.0}, 1)
     tracker.close()
@@ -213,67 +191,56 @@ def test_wandb_run_of_the_program_is_used_and_left_open(tmp_path: Path) -> None:
     mine.finish()
 
 
-@pytest.mark.parametrize(
-    ("package", "tracker", "settings"),
-    [
-        ("tensorboard", TensorBoardTracker, {"directory": "x"}),
-        ("wandb", WandbTracker, {"project": "p", "run_id": "i"}),
-        ("mlflow", MlflowTracker, {"experiment": "p", "run_id": "i"}),
-        ("trackio", TrackioTracker, {"project": "p", "run_id": "i"}),
-    ],
-)
-def test_a_missing_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, package: str, tracker: type, settings: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow", "trackio"])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=rf"pip install {package}"):
-        tracker(**settings)
+        BUILT_IN_TRACKERS[package](tracked())
+
+
+class Told:
+    """A tracker that keeps the statuses it is told, and fails at one."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def log(self, values: object, step: int) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+    def set_status(self, status: str) -> None:
+        self.seen.append(status)
+        if status == "failed":
+            raise OSError("the store does not answer")
 
 
 def test_a_status_goes_to_the_trackers_that_take_one_and_hides_no_failure(caplog: pytest.LogCaptureFixture) -> None:
-    class Plain:
-        def log(self, values: object, step: int) -> None: ...
-        def flush(self) -> None: ...
-        def close(self) -> None: ...
-
-    class Told(Plain):
-        not_saved = ("seen",)
-
-        def __init__(self) -> None:
-            self.seen: list[str] = []
-
-        def set_status(self, status: str) -> None:
-            self.seen.append(status)
-            if status == "failed":
-                raise OSError("the store does not answer")
-
-    trackers, told = TrackerSet(is_main=True), Told()
-    for tracker in (Told(), Plain(), told):
+    trackers, told = TrackerSet(tracked(Path("run"))), Told()
+    for tracker in (Told(), told):
         trackers.add(tracker)
     trackers.open()
-    with pytest.raises(ZeroDivisionError), trackers.telling_status():
-        1 / 0  # noqa: B018
-    trackers.set_status_after(ZeroDivisionError())  # by the block around the training, which the error ends too
-    with pytest.raises(SystemExit), trackers.telling_status():
-        raise SystemExit(143)
-    with pytest.raises(SystemExit), trackers.telling_status():
-        raise SystemExit(3)
-    with pytest.raises(SystemExit), trackers.telling_status():
-        raise SystemExit
-    with pytest.raises(SystemExit), trackers.telling_status():
-        raise SystemExit(["a list", "that has no hash"])
-    with trackers.telling_status():
-        pass
-    with trackers.telling_status(whole=False):
-        pass
-    ended = ["failed", "preempted", "failed", "finished", "failed", "finished"]
+    ends: list[tuple[BaseException, str]] = [
+        (ZeroDivisionError(), "failed"),
+        (SystemExit(143), "preempted"),
+        (SystemExit(3), "failed"),
+        (SystemExit(), "finished"),
+        (SystemExit(["a list", "that has no hash"]), "failed"),
+    ]
+    for error, _ in ends:
+        with pytest.raises(type(error)), trackers.telling_status():
+            raise error
+        trackers.set_status_after(error)  # by the block around the training, which the error ends too
+    for whole in (True, False):
+        with trackers.telling_status(whole=whole):
+            pass
+    ended = [*(status for _, status in ends), "finished"]
     assert told.seen == [each for end in ended for each in ("running", end)] + ["running"]
     assert caplog.text.count("\nOSError: the store does not answer") == 6
 
 
 def test_importing_the_rooms_imports_no_tracker() -> None:
     script = (
-        "import sys, danling.workspace, danling.supervision, danling.reporting.tracker_services\n"
+        "import sys, danling.workspace, danling.supervision, danling.reporting.trackers\n"
         "trackers = ('tensorboard', 'wandb', 'mlflow', 'trackio', 'torch.utils.tensorboard')\n"
         "print([name for name in trackers if name in sys.modules])"
     )

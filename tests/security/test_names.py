@@ -69,9 +69,8 @@ FUNCTIONS = {
     "remote/mirror": ["CheckpointMirror._file"],
     "remote/reading": ["_bring"],
     "remote/sources": ["RemoteCheckpoints._bring_target", "bring_object"],
-    "reporting/logging": ["open_run_log"],
-    "reporting/tracker_services": ["WandbTracker.__init__"],
-    "reporting/trackers": ["JsonLines._open", "_cut_back", "read_jsonl"],
+    "reporting/logging": ["RunLog.__init__"],
+    "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "read_jsonl"],
     "stream/channels/file": [
         "FileChannel.__init__",
         "FileChannel._absorb",
