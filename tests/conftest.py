@@ -97,7 +97,7 @@ def _logs_of_this_test() -> Iterator[None]:
     yield
     module = sys.modules.get("danling.reporting.logging")
     for log in list(module._open_logs) if module is not None else []:
-        module.close_run_log(log)
+        log.close()
 
 
 @pytest.fixture(autouse=True)

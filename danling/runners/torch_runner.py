@@ -1017,23 +1017,21 @@ class TorchRunner(BaseRunner):
 
 
 class TorchParts:
-    """The parts of a torch runner, each made when it is first asked for, after the user's `__init__`."""
+    """The parts of a torch runner; what the user's `__init__` decides is made when it is first asked for."""
 
     metrics: MetricSet
     train_metrics: TrainMetrics | None = None
 
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner
-
-    @cached_property
-    def checks(self) -> ComponentChecks:
-        """Checks the run before and while it trains."""
-        return ComponentChecks(self.runner)
-
-    @cached_property
-    def frozen(self) -> FrozenWeights:
-        """Tells the frozen weights of the model from the trained ones."""
-        return FrozenWeights(self.runner)
+        self.checks = ComponentChecks(runner)
+        self.frozen = FrozenWeights(runner)
+        self.loss = BatchLoss(runner)
+        self.recompute = Recompute(runner)
+        self.losses = Meters()
+        """Loss of the open epoch, or since the last evaluation in step mode."""
+        self.loop = TrainingLoop(runner)
+        self.results = RunResults(runner)
 
     @cached_property
     def audits(self) -> Audits | None:
@@ -1054,37 +1052,19 @@ class TorchParts:
         return criterion_setting(self.runner.criterion, "reduction") == "sum"
 
     @cached_property
-    def loss(self) -> BatchLoss:
-        """What weighs the batches, and knows which of them have a loss."""
-        return BatchLoss(self.runner)
-
-    @cached_property
     def agreement(self) -> PassAgreement:
         """How the ranks end a pass together."""
         return self.runner.build_agreement()
 
     @cached_property
-    def run_window(self) -> RunWindow:
-        """What runs the micro-batches of an update."""
-        run_window = self.update.run_window
-        if self.runner._data.finds_micro_batch_size:
-            run_window = MemoryRetry(self.runner, run_window, self.recompute).run_window
-        return run_window if self.audits is None else self.audits.around(run_window)
+    def evaluator(self) -> Evaluator:
+        """What evaluates and predicts whole splits."""
+        return Evaluator(self.runner)
 
     @cached_property
     def canonical(self) -> CanonicalSum | None:
         """What adds in one order; `None` unless `gradient_sum: canonical`."""
         return CanonicalSum(self.runner) if self.runner.config.gradient_sum == "canonical" else None
-
-    @cached_property
-    def recompute(self) -> Recompute:
-        """What takes the micro-batches of an update back, so that they can be run again."""
-        return Recompute(self.runner)
-
-    @cached_property
-    def losses(self) -> Meters:
-        """Loss of the open epoch, or since the last evaluation in step mode; there from the beginning, unlike what makes updates."""
-        return Meters()
 
     @cached_property
     def update(self) -> UpdateStep:
@@ -1097,16 +1077,9 @@ class TorchParts:
         return update
 
     @cached_property
-    def evaluator(self) -> Evaluator:
-        """What evaluates and predicts whole splits."""
-        return Evaluator(self.runner)
-
-    @cached_property
-    def loop(self) -> TrainingLoop:
-        """The loops of the run."""
-        return TrainingLoop(self.runner)
-
-    @cached_property
-    def results(self) -> RunResults:
-        """What collects and records metrics."""
-        return RunResults(self.runner)
+    def run_window(self) -> RunWindow:
+        """What runs the micro-batches of an update."""
+        run_window = self.update.run_window
+        if self.runner._data.finds_micro_batch_size:
+            run_window = MemoryRetry(self.runner, run_window, self.recompute).run_window
+        return run_window if self.audits is None else self.audits.around(run_window)
