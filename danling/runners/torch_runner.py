@@ -544,7 +544,7 @@ class TorchRunner(BaseRunner):
 
     def build_profiler(self) -> Profiler | None:
         """Return the profiler of `config.profiling`, `None` when it is off."""
-        return Profiler.of(self)
+        return Profiler(self) if self.config.profiling.enabled else None
 
     # One update
 

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +23,6 @@ logger = logging.getLogger("danling")
 _BROKEN = ("connection closed by peer", "connection reset by peer", "broken pipe", "nccl communicator was aborted")
 _GRACE_SECONDS = 3.0
 _INSIDE = tuple(f"{directory}{os.sep}" for directory in (Path(__file__).parents[1], Path(torch.__file__).parent))
-_ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def record_failures() -> bool:
@@ -44,12 +42,10 @@ def record_failures() -> bool:
     """
     if not os.environ.get(ERROR_FILE):
         return False
-    if not getattr(sys.excepthook, "_danling", False):
-        sys.excepthook = _recording(sys.excepthook)
-    return True
+    previous = sys.excepthook
+    if getattr(previous, "_danling", False):
+        return True
 
-
-def _recording(previous: _ExceptHook) -> _ExceptHook:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, Exception):
             previous(kind, error, trace)
@@ -58,13 +54,15 @@ def _recording(previous: _ExceptHook) -> _ExceptHook:
             time.sleep(_GRACE_SECONDS)
         first, is_first = first_failure(error)
         _write_error_file(error, trace, first, is_first)
+        done, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
         if not shown_by_torchrun():
             previous(kind, error, trace)
-        elif is_first and _restarts_left():
+        elif is_first and int(done) < int(most):
             sys.stderr.write(users_traceback(error, trace))
 
     hook._danling = True  # type: ignore[attr-defined]
-    return hook
+    sys.excepthook = hook
+    return True
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -88,11 +86,6 @@ def _trim(told: traceback.TracebackException) -> int:
     told.stack[:] = kept
     others = [other for other in (told.__cause__, told.__context__) if other is not None]
     return len(frames) - len(kept) + sum(map(_trim, others))
-
-
-def _restarts_left() -> bool:
-    done, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return int(done) < int(most)
 
 
 def _write_error_file(error: Exception, trace: TracebackType | None, first: FirstFailure, is_first: bool) -> None:

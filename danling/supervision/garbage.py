@@ -37,13 +37,23 @@ class GcPacer(Observer):
         self._was_enabled = self._has_been_active = False
 
     def training_started(self) -> None:
-        self._switch_off()
+        self._depth += 1
+        if self._depth == 1 and self.disable_automatic:
+            self._was_enabled = gc.isenabled()
+            if self._was_enabled and not self._has_been_active:
+                # What construction left behind is freed now, once, rather than in the first steps.
+                self._has_been_active = True
+                gc.collect()
+            gc.disable()
 
     def training_ended(self) -> None:
-        self._switch_back()
+        self._depth -= 1
+        if self._depth == 0 and self._was_enabled:
+            self._was_enabled = False
+            gc.enable()
 
     def evaluation_started(self, split: str) -> None:
-        self._switch_off()
+        self.training_started()
 
     def evaluation_batch_started(self, split: str, number: int) -> None:
         """Collect after every so many batches, counted apart from the updates.
@@ -54,7 +64,7 @@ class GcPacer(Observer):
             self._collect_after(number)
 
     def evaluation_ended(self, split: str) -> None:
-        self._switch_back()
+        self.training_ended()
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
         self.boundary_reached()
@@ -62,22 +72,6 @@ class GcPacer(Observer):
     def boundary_reached(self) -> None:
         self._updates += 1
         self._collect_after(self._updates)
-
-    def _switch_off(self) -> None:
-        self._depth += 1
-        if self._depth == 1 and self.disable_automatic:
-            self._was_enabled = gc.isenabled()
-            if self._was_enabled and not self._has_been_active:
-                # What construction left behind is freed now, once, rather than in the first steps.
-                self._has_been_active = True
-                gc.collect()
-            gc.disable()
-
-    def _switch_back(self) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._was_enabled:
-            self._was_enabled = False
-            gc.enable()
 
     def _collect_after(self, done: int) -> None:
         collections, rest = divmod(done, self.interval)

@@ -28,48 +28,27 @@ class Profiler(Observer):
     TensorBoard plugin read them.
 
     Args:
-        runner: The runner; its rank and its number of updates are in the names of the traces.
-        directory: Directory of the traces; it is created.
-        wait: Updates to let pass at the start of a cycle.
-        warmup: Updates that are profiled and thrown away, so that the profiler's own start-up is not in the trace.
-        active: Updates in the trace.
-        repeat: Number of cycles; `None` is one, 0 goes on to the end of the run.
-        **recorded: What `torch.profiler.profile` records besides, such as `with_stack`.
+        runner: The runner, whose `config.profiling` says which updates are profiled and what is recorded of them.
     """
 
-    def __init__(
-        self,
-        runner: BaseRunner,
-        directory: str | os.PathLike[str],
-        *,
-        wait: int = 1,
-        warmup: int = 1,
-        active: int = 3,
-        repeat: int | None = None,
-        **recorded: Any,
-    ) -> None:
-        cycles = 1 if repeat is None else repeat
-        self.directory = Path(directory)
+    def __init__(self, runner: BaseRunner) -> None:
+        settings = dict(runner.config.profiling.items())
+        settings.pop("enabled")
+        self.directory = runner.workspace.dir / settings.pop("trace_dir")
         self.directory.mkdir(parents=True, exist_ok=True)
         self._runner = runner
         self.traces: list[Path] = []
         """Files that were written, in order."""
-        self._left = cycles * (wait + warmup + active) or None
-        schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=cycles)
-        self._profile: Any = torch.profiler.profile(schedule=schedule, on_trace_ready=self._export, **recorded)
-        self._profile.start()
-
-    @classmethod
-    def of(cls, runner: BaseRunner) -> Profiler | None:
-        """Return the profiler of `config.profiling`, `None` when it is off."""
-        settings = dict(runner.config.profiling.items())
-        if not settings.pop("enabled"):
-            return None
-        directory = runner.workspace.dir / settings.pop("trace_dir")
+        cycle = {name: settings.pop(name) for name in ("wait", "warmup", "active")}
+        repeat = settings.pop("repeat")
+        cycles = 1 if repeat is None else repeat
+        self._left = cycles * sum(cycle.values()) or None
         if settings["profile_memory"] and runner.device.type == "cuda":
             # Where blocks were allocated, for the snapshot of a run that is out of memory.
             torch.cuda.memory._record_memory_history(max_entries=100_000)
-        return cls(runner, directory, **settings)
+        schedule = torch.profiler.schedule(**cycle, repeat=cycles)
+        self._profile: Any = torch.profiler.profile(schedule=schedule, on_trace_ready=self._export, **settings)
+        self._profile.start()
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
         if self._profile is None:

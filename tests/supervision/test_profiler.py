@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from danling.config import RunnerConfig
 from danling.runners.state import TrainState
 from danling.supervision import Profiler
 from danling.training import UpdateOutcome
 
 
 def begun(directory: Path, rank: int = 0, **settings: Any) -> Profiler:
-    runner: Any = SimpleNamespace(rank=rank, state=SimpleNamespace(train=TrainState()))
-    return Profiler(runner, directory, **settings)
+    config = RunnerConfig({"profiling": {"trace_dir": directory.name, **settings}})
+    paths = SimpleNamespace(dir=directory.parent)
+    state = SimpleNamespace(train=TrainState())
+    runner: Any = SimpleNamespace(rank=rank, state=state, config=config, workspace=paths, device=torch.device("cpu"))
+    return Profiler(runner)
 
 
 def update(profiler: Profiler, step: int) -> None:
