@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from danling.utils.messages import format_count
+from danling.utils.messages import as_text, format_count
 from danling.workspace.runs import Run
 
 from .output import add_json, as_bytes, name_problems, print_json
@@ -81,34 +81,30 @@ def explain(run: Run) -> dict[str, list[str]]:
 
 
 def _progress(run: Run) -> list[str]:
-    budget, step = "", run.step
-    if run.config.get("steps"):
-        budget = f" of {run.config['steps']:,}"
-    elif run.config.get("epochs"):
-        budget = f", {max(run.results, default=0)} of {run.config['epochs']} epochs"
-    parts = [f"trained to step {step:,}{budget}" if step is not None else "no step was logged"]
-    if run.attempts:
-        parts.append(_counted(run.attempts, "attempt"))
-    if run.changed:
-        parts.append(f"last written {run.changed:%Y-%m-%d %H:%M} UTC")
-    if run.config.get("pretrained"):
-        parts.append(f"started from the weights of {run.config['pretrained']}")
-    return [", ".join(parts)]
+    config, step = run.config, run.step
+    budget = f" of {config['steps']:,}" if config.get("steps") else ""
+    parts = [
+        f"trained to step {step:,}{budget}" if step is not None else "no step was logged",
+        f"{max(run.results, default=0)} of {config['epochs']} epochs" if config.get("epochs") else "",
+        _counted(run.attempts, "attempt") if run.attempts else "",
+        f"last written {run.changed:%Y-%m-%d %H:%M} UTC" if run.changed else "",
+        f"started from the weights of {config['pretrained']}" if config.get("pretrained") else "",
+    ]
+    return [_joined(parts)]
 
 
 def _model(run: Run) -> list[str]:
     model, loss = run.record["model"], run.record.get("criterion")
     whole, trained = model["parameters"], model["trained"]
-    frozen = f", {trained:,} trained" if trained != whole else ""
-    averaged = ", averaged weights kept (EMA)" if model["averaged"] else ""
-    parts = [f"{p['name']} ({p['kind']}) {format_count(p['parameters'])}" for p in model["parts"] if p["kind"]]
-    more = ["..."] if len(parts) > _MOST_PARTS else []
-    lines = [
-        f"{model['kind']}: {whole:,} parameters{frozen}, {', '.join(model['dtypes'])}, {as_bytes(model['bytes'])}{averaged}",
-        ", ".join(parts[:_MOST_PARTS] + more),
-        f"loss: {loss}" if loss else "",
+    head = [
+        f"{model['kind']}: {whole:,} parameters",
+        f"{trained:,} trained" if trained != whole else "",
+        *(*model["dtypes"], as_bytes(model["bytes"])),
+        "averaged weights kept (EMA)" if model["averaged"] else "",
     ]
-    return [line for line in lines if line]
+    parts = [f"{p['name']} ({p['kind']}) {format_count(p['parameters'])}" for p in model["parts"] if p["kind"]]
+    parts[_MOST_PARTS:] = ["..."] if len(parts) > _MOST_PARTS else []
+    return [line for line in (_joined(head), _joined(parts), f"loss: {loss}" if loss else "") if line]
 
 
 def _data(run: Run) -> list[str]:
@@ -116,12 +112,14 @@ def _data(run: Run) -> list[str]:
     for split, about in run.record["data"].items():
         uses = {"trained on": about["trained"], "evaluated": about["evaluated"]}
         use = " and ".join(word for word, is_used in uses.items() if is_used) or "not used"
-        size = f"{about['samples']:,} samples" if about["samples"] is not None else "a stream without a length"
-        order = f"shuffled with seed {run.record.get('seed')}" if about["shuffled"] else "in the order of the dataset"
-        if about["shuffled"] is None:
-            order = f"in the order of {about['loader']}"
-        workers = f", {about['workers']} workers" if about["workers"] else ""
-        lines.append(f"{split} ({use}): {about['kind']}, {size}, {order}{workers}")
+        source = "the dataset" if about["shuffled"] is False else about["loader"]
+        parts = [
+            f"{split} ({use}): {about['kind']}",
+            f"{about['samples']:,} samples" if about["samples"] is not None else "a stream without a length",
+            f"shuffled with seed {run.record['seed']}" if about["shuffled"] else f"in the order of {source}",
+            _counted(about["workers"], "worker") if about["workers"] else "",
+        ]
+        lines.append(_joined(parts))
     return lines
 
 
@@ -129,29 +127,24 @@ def _update(run: Run) -> list[str]:
     config, update, replicas = run.config, run.record["update"], run.record["layout"]["data_replicas"]
     batch, micro_batches = update["batch_size"], update["micro_batches"]
     samples = update["samples"] or (batch * micro_batches * replicas if batch else None)
-    parts = [f"{samples:,} samples"] if samples else []
-    if batch:
-        ranks = f" on each of {replicas} ranks" if replicas > 1 else ""
-        parts.append(f"{micro_batches} micro-batch{'es' if micro_batches != 1 else ''} of {batch}{ranks}")
-    pace: dict[str, Any] = next(
-        (record for record in reversed(run.records) if record.get("train/tokens_per_second")), {}
-    )
-    if pace.get("train/step_seconds"):
-        parts.append(f"about {format_count(pace['train/tokens_per_second'] * pace['train/step_seconds'])} tokens")
-    parts.append(str(config.get("precision") or "fp32"))
-    clips = [
-        f"clipped at {kind} {config[f'max_grad_{kind}']}"
-        for kind in ("norm", "value")
-        if config.get(f"max_grad_{kind}")
+    pace: dict[str, Any] = next((r for r in reversed(run.records) if r.get("train/tokens_per_second")), {})
+    tokens = pace.get("train/step_seconds", 0.0) * pace.get("train/tokens_per_second", 0.0)
+    divided = f"{micro_batches} micro-batch{'es' if micro_batches != 1 else ''} of {batch}"
+    limits = {kind: config.get(f"max_grad_{kind}") for kind in ("norm", "value")}
+    parts = [
+        f"{samples:,} samples" if samples else "",
+        divided + (f" on each of {replicas} ranks" if replicas > 1 else "") if batch else "",
+        f"about {format_count(tokens)} tokens" if tokens else "",
+        str(config.get("precision") or "fp32"),
+        _joined(f"clipped at {kind} {limit}" for kind, limit in limits.items() if limit) or "not clipped",
+        "skipped if not finite" if config.get("skip_nonfinite_grad") else "",
     ]
-    parts += clips or ["not clipped"]
-    if config.get("skip_nonfinite_grad"):
-        parts.append("skipped if not finite")
-    return [", ".join(parts)]
+    return [_joined(parts)]
 
 
 def _optimizer(run: Run) -> list[str]:
-    lines, optimizer = [], run.record["optimizer"] or {"groups": []}
+    optimizer = run.record["optimizer"] or {"groups": []}
+    lines = []
     for group in optimizer["groups"]:
         options = {name: group[name] for name in ("weight_decay", "betas", "momentum", "eps") if name in group}
         options = {"lr": group.get("initial_lr", group.get("lr")), **options}
@@ -175,73 +168,64 @@ def _schedule(run: Run) -> list[str]:
 def _layout(run: Run) -> list[str]:
     layout = run.record["layout"]
     axes = {key.rpartition(".")[2]: value for key, value in run.config.items() if key.startswith("parallel.axes.")}
-    shown = ", ".join(f"{name} {degree}" for name, degree in axes.items() if degree != 1)
+    shown = _joined(f"{name} {degree}" for name, degree in axes.items() if degree != 1)
     where = f"{layout['stack']} on {layout['processes']} {layout['device']} process{'es' * (layout['processes'] != 1)}"
     return [f"{where} ({shown})" if shown else where]
 
 
 def _environment(run: Run) -> list[str]:
     made, git = run.record["environment"], run.git
-    lines = [
+    branch = f" on {git['branch']}" if git.get("branch") else ""
+    changes = ", with changes (metadata/git.diff)" if git.get("dirty") else ""
+    return [
         f"danling {made['danling']}, Python {made['python']}, torch {made['torch']}",
         f"{made['processor']}, {_counted(int(made['threads']), 'thread')}, {made['system']}",
+        *([f"code {git['code_id']}{branch}{changes}"] if git.get("sha") else []),
     ]
-    if git.get("sha"):
-        branch = f" on {git['branch']}" if git.get("branch") else ""
-        lines.append(f"code {git['code_id']}{branch}{', with changes (metadata/git.diff)' if git.get('dirty') else ''}")
-    return lines
 
 
 def _results(run: Run) -> list[str]:
     lines = []
     if run.best:
         unit = "step" if run.config.get("steps") else "epoch"
-        lines.append(f"best {run.score_name} {_number(run.best.get('score'))} at {unit} {run.best.get('index')}")
+        lines.append(f"best {run.score_name} {as_text(run.best.get('score'))} at {unit} {run.best.get('index')}")
     if run.results:
         last = max(run.results)
         figures = {f"{split}/{name}": value for split, of in run.results[last].items() for name, value in of.items()}
-        shown = ", ".join(f"{name} {_number(value)}" for name, value in list(figures.items())[:6])
+        shown = _joined(f"{name} {as_text(value)}" for name, value in list(figures.items())[:6])
         lines.append(f"last, at {last}: {shown}")
     return lines
 
 
 def _saved(run: Run) -> list[str]:
-    config, made = run.config, run.record["checkpoints"]
+    config, made, kept = run.config, run.record["checkpoints"], run.config.get("checkpoint.keep_latest_k")
     if config.get("checkpoint.load_only"):
         return ["nothing (checkpoint.load_only=true)"]
-    unit, every, kept = "update" if config.get("steps") else "epoch", made["interval"], _kept(run)
+    unit, every, remote = "update" if config.get("steps") else "epoch", made["interval"], "checkpoint.remote.url"
     when = f"every {every:,} {unit}s" if every and every != 1 else f"every {unit}"
-    parts = [f"the full state {when} in {_MANAGERS.get(made['manager'], made['manager'])}"]
-    parts.append(f"the latest {kept} are kept" if kept else "all are kept")
-    if run.score_name:
-        parts.append(f"the best by {run.score_name}")
-    if config.get("checkpoint.remote.url"):
-        parts.append(f"a copy in {config['checkpoint.remote.url']}")
-    return ["; ".join(parts)]
+    parts = [
+        f"the full state {when} in {_MANAGERS.get(made['manager'], made['manager'])}",
+        f"the latest {kept} are kept" if kept else "all are kept",
+        f"the best by {run.score_name}" if run.score_name else "",
+        f"a copy in {config[remote]}" if config.get(remote) else "",
+    ]
+    return ["; ".join(part for part in parts if part)]
 
 
 def _disk(run: Run) -> list[str]:
     config, directory = run.config, run.path / str(run.config.get("checkpoint.dir_name", "checkpoints"))
     sizes = checkpoint_sizes(Path(config.get("checkpoint_dir") or directory))
     if not sizes:
-        return (
-            [f"no checkpoint here; the weights alone take {as_bytes(run.record['model']['bytes'])}"]
-            if run.record
-            else []
-        )
+        weights = as_bytes(run.record["model"]["bytes"]) if run.record else None
+        return [f"no checkpoint here; the weights alone take {weights}"] if weights else []
     line = f"checkpoints take {as_bytes(sum(sizes))} now; the last one {as_bytes(sizes[-1])}"
     interval = run.record["checkpoints"]["interval"] if run.record else None
-    budget, kept = config.get("steps") or config.get("epochs"), _kept(run)
+    budget, kept = config.get("steps") or config.get("epochs"), config.get("checkpoint.keep_latest_k")
     if interval and budget:
-        planned = math.ceil(budget / interval)
         # The best one may be older than those that are kept.
-        count = min(planned, kept + 1) if kept else planned
+        count = min(math.ceil(budget / interval), kept + 1 if kept else budget)
         line += f"; at the end of the budget about {as_bytes(count * sizes[-1])} for {count}"
     return [line]
-
-
-def _kept(run: Run) -> int:
-    return int(run.config.get("checkpoint.keep_latest_k") or 0)
 
 
 def checkpoint_sizes(directory: Path) -> list[int]:
@@ -264,14 +248,13 @@ def sparkline(values: Sequence[float], columns: int = _CURVE_COLUMNS) -> str:
     return "".join(_BARS[round(max(mean, 0.0) / top * (len(_BARS) - 1))] if top > 0 else _BARS[0] for mean in means)
 
 
+def _joined(parts: Iterable[str]) -> str:
+    return ", ".join(part for part in parts if part)
+
+
 def _counted(number: int, word: str) -> str:
     return f"{number} {word}{'s' if number != 1 else ''}"
 
 
 def _settings(kind: str, settings: Mapping[str, object]) -> str:
-    shown = ", ".join(f"{name} {value}" for name, value in settings.items())
-    return f"{kind}: {shown}" if shown else kind
-
-
-def _number(value: object) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    return ": ".join(part for part in (kind, _joined(f"{n} {value}" for n, value in settings.items())) if part)

@@ -17,10 +17,11 @@ from typing import Any
 
 from danling.checkpoints.directory import FILE_SUMS, TARGETS, FileStore, has_sums, is_engine_target
 from danling.checkpoints.errors import CheckpointMismatch
+from danling.checkpoints.reading import locate
 
 from .inspection import read_contents
 from .output import OK, add_json, as_bytes, print_json
-from .source import checkpoint_at, locate
+from .source import checkpoint_at
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 _SUFFIXES = ("", ".safetensors", ".pth", ".pt", ".bin", ".ckpt")

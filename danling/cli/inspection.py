@@ -23,7 +23,7 @@ from danling.utils.messages import as_text
 from danling.utils.plain import flatten, parse_json
 
 from .output import OK, add_json, as_bytes, print_json, print_table
-from .source import checkpoint_at, shown
+from .source import checkpoint_at, is_url
 
 _HEADER_LIMIT = 100 << 20
 _MODEL = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the contents."""
     with checkpoint_at(options.checkpoint) as path:
         contents = read_contents(path)
-    place = shown(contents.path, options.checkpoint)
+    place = options.checkpoint if is_url(options.checkpoint) else str(contents.path)
     if options.json:
         facts: dict[str, Any] = {"path": place, "kind": contents.kind, **describe(contents)}
         facts["sections"] = contents.sections()

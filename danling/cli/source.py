@@ -7,10 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from danling.checkpoints.reading import locate
 from danling.workspace.runs import Run, find_runs
-
-__all__ = ["checkpoint_at", "is_url", "locate", "runs_at"]
 
 
 def is_url(text: str) -> bool:
@@ -22,7 +19,18 @@ def is_url(text: str) -> bool:
 def runs_at(*roots: str) -> Iterator[list[list[Run]]]:
     """Yield the runs at or below each of some directories and URLs, for as long as they are looked at."""
     with ExitStack() as stack:
-        yield [find_runs(root) if not is_url(root) else _brought(root, stack) for root in roots]
+        found = []
+        for root in roots:
+            if is_url(root):
+                # Only a user with a store needs this.
+                from danling.remote import open_store
+                from danling.remote.reading import runs_below
+
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="danling-runs-"))
+                found.append(runs_below(open_store(root), Path(folder)))
+            else:
+                found.append(find_runs(root))
+        yield found
 
 
 @contextmanager
@@ -38,15 +46,6 @@ def one_run(path: str) -> Iterator[Run]:
         yield found[0]
 
 
-def _brought(url: str, stack: ExitStack) -> list[Run]:
-    # Who looks at directories needs nothing of this.
-    from danling.remote import open_store
-    from danling.remote.reading import runs_below
-
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="danling-runs-"))
-    return runs_below(open_store(url), Path(folder))
-
-
 @contextmanager
 def checkpoint_at(source: str, *, files: Sequence[str] = ()) -> Iterator[Path]:
     """Yield the path of a checkpoint: of a verified copy, where a URL names it, for as long as it is looked at."""
@@ -57,8 +56,3 @@ def checkpoint_at(source: str, *, files: Sequence[str] = ()) -> Iterator[Path]:
 
     with local_copy(source, files=files) as path:
         yield path
-
-
-def shown(path: object, source: str) -> str:
-    """Return what a checkpoint is called in the output: the URL, where what was read is a copy."""
-    return source if is_url(source) else str(path)

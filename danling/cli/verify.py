@@ -50,15 +50,19 @@ def run(options: argparse.Namespace) -> int:
     """Print one line for each checkpoint and one for each problem."""
     litter: list[Path] = []
     if is_url(options.checkpoint):
-        verdicts = _verify_url(options.checkpoint, options.level)
+        # Only a user with a store needs this.
+        from danling.remote import open_store
+        from danling.remote.reading import verify_stored
+
+        verdicts = verify_stored(options.checkpoint, options.level, connect=open_store)
     else:
         path = Path(options.checkpoint)
         litter = litter_of(path)
-        verdicts = [verdict for verdict in verify(path, options.level) if not _is_left_of(verdict["path"], litter)]
+        # Of some checkpoints a deletion that was killed has left the checksums alone.
+        verdicts = [found for found in verify(path, options.level) if Path(found["path"] + FILE_SUMS) not in litter]
     damaged = [verdict for verdict in verdicts if verdict["problems"]]
     if options.json:
-        litter_paths = [str(left) for left in litter]
-        print_json({"level": options.level, "checkpoints": verdicts, "litter": litter_paths})
+        print_json({"level": options.level, "checkpoints": verdicts, "litter": list(map(str, litter))})
     else:
         for verdict in verdicts:
             about = "" if verdict["step"] is None else f"  step {verdict['step']}, epoch {verdict['epoch']}"
@@ -74,14 +78,6 @@ def run(options: argparse.Namespace) -> int:
     return DAMAGED if damaged else OK
 
 
-def _verify_url(url: str, level: str) -> list[dict[str, Any]]:
-    # Who looks at directories needs nothing of this.
-    from danling.remote import open_store
-    from danling.remote.reading import verify_stored
-
-    return verify_stored(url, level, connect=open_store)
-
-
 def litter_of(path: Path) -> list[Path]:
     """Return what killed processes of the run have left in a run or checkpoint directory; none while a process writes there."""
     if not path.is_dir() or (path / SUMS).is_file():
@@ -91,11 +87,6 @@ def litter_of(path: Path) -> list[Path]:
         return []
     stores = [store for directory in (path, run / "checkpoints") for store in stores_in(directory)]
     return sorted({left for store in stores for left in store.litter()}) + (litter_in_run(run) if run == path else [])
-
-
-def _is_left_of(path: str, litter: list[Path]) -> bool:
-    """Whether a checkpoint is one of which a deletion that was killed has left the checksums alone."""
-    return Path(path + FILE_SUMS) in litter
 
 
 def verify(path: Path, level: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from models.gpt import GPT
+from support.checked import settings
 from support.layouts import LENGTH, VOCABULARY, Sentences
 from support.processes import run_processes
 from torch import Tensor, nn
@@ -65,20 +66,10 @@ class Sentenced(dl.Runner):
 
 def train(root: str, stack: str) -> tuple[int, list[str]]:
     """Return the updates made, and the warnings."""
-    config = {
-        "seed": 1,
-        "steps": UPDATES,
-        "dir": root,
-        "log_interval": 1000,
-        "checkpoint.load_only": True,
-        "audit.digest_interval": 1,
-        "accum_steps": 2,
-        "max_grad_norm": 1.0,
-        "optim": {"type": "adamw", "lr": 1e-3},
-        "dataloader": {"batch_size": 4},
-        **({} if stack.startswith("deepspeed") else {"ema.enabled": True}),
-        **STACKS[stack],
-    }
+    averaged = {} if stack.startswith("deepspeed") else {"ema.enabled": True}
+    unchecked = {"deterministic": False, "audit.replay_interval": None}
+    more = {**unchecked, "steps": UPDATES, "audit.digest_interval": 1, **averaged, **STACKS[stack]}
+    config = settings(root, **more)
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

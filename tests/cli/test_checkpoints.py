@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from support.recorded import danling, record_run
 from torch import nn
 
-from danling.checkpoints.reading import read_payload
+from danling.checkpoints.reading import locate, read_payload
 from danling.cli.inspection import read_contents
 from danling.cli.main import main
-from danling.cli.source import locate
 
 
 @pytest.fixture(scope="module", params=["file", "dcp"])
