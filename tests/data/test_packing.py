@@ -198,14 +198,7 @@ def test_batches_of_a_budget_are_the_same_with_workers_and_after_a_resume() -> N
 
 def test_lengths_come_as_a_function_or_are_counted_and_kept(tmp_path: Path) -> None:
     data, path = Documents(), tmp_path / "lengths.pt"
-    for lengths in (
-        data.lengths.tolist(),
-        data.lengths.numpy(),
-        lambda index: int(data.lengths[index]),
-        None,
-        path,
-        str(path),
-    ):
+    for lengths in (data.lengths.numpy(), lambda index: int(data.lengths[index]), None, path, str(path)):
         assert torch.equal(Packed(data, LENGTH, lengths).lengths, data.lengths)  # type: ignore[arg-type]
     assert torch.load(path, weights_only=True).dtype == torch.int32
     assert len(Packed([[1, 2], [3]], 4)) == 1, "documents may be their tokens"
@@ -274,15 +267,8 @@ def test_mistakes_are_named(make: Any, message: str) -> None:
 
 def test_losses_of_packed_blocks_are_those_of_single_documents() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        use_cache=False,
-    )
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 64}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, use_cache=False)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).double().eval()
     data = Documents(40)

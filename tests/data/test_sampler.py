@@ -42,22 +42,6 @@ def test_equals_a_naive_reference(pad: bool, drop_last: bool, shuffle: bool) -> 
                 assert sampler.remaining_batches() == len(indices(sampler)) == len(counts_of(sampler))
 
 
-def test_counts_are_exact_and_padding_counts_nothing() -> None:
-    for length, world, pad in itertools.product(range(1, 15), (1, 2, 3, 4), (False, True)):
-        samplers = [make(length, 2, world, rank, pad=pad, shuffle=True) for rank in range(world)]
-        counts = [counts_of(sampler) for sampler in samplers]
-        assert sum(samples for own in counts for samples, _ in own) == length
-        for sampler, own in zip(samplers, counts, strict=True):
-            assert len(own) == len(sampler) == len(indices(sampler))
-            for batch, (samples, _) in zip(indices(sampler), own, strict=True):
-                assert len(batch) == samples or (samples == 0 and len(batch) == 1)
-        for step in range(max(len(own) for own in counts)):
-            given = [own[step] for own in counts if step < len(own)]
-            assert all(total == sum(samples for samples, _ in given) for _, total in given)
-        even = len({len(own) for own in counts}) == 1
-        assert all(sampler.is_even() == even for sampler in samplers)
-
-
 def test_order_depends_on_seed_and_epoch() -> None:
     orders = {tuple(make(50, 1, 1, 0, shuffle=True, seed=seed).order(epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
