@@ -17,7 +17,7 @@ def settings(mode: str, root: Path, **changes: Any) -> dict[str, Any]:
     epochs, steps = {"epochs": 3, "checkpoint.interval": 1}, {"steps": 13, "evaluate_interval": 3}
     # Not after every update, as a twentieth of so few would be.
     budget = epochs if mode == "epoch" else {**steps, "checkpoint.interval": 4}
-    return whole_settings(root, **base, **budget, **changes)
+    return whole_settings(root, **{**base, **budget, **changes})
 
 
 def train(config: dict[str, Any], stop_at: int | None) -> dict[str, Any]:
@@ -37,56 +37,40 @@ def resume_from_each(config: dict[str, Any], root: str, stops: list[int]) -> lis
     return [train({**config, "workspace_root": f"{root}/{k}", "auto_resume": True}, None) for k in stops]
 
 
-_SLOW = pytest.mark.slow
+DCP = {"checkpoint.backend": "dcp", "checkpoint.async_mode": "async"}
+SYNCHRONOUS = {**DCP, "checkpoint.async_mode": "disabled"}
+EVERY = [(*case, 1, {}) for case in product(("epoch", "step"), (1, 2), (0, 2))]
+EVERY += [("epoch", 1, 0, 1, DCP), ("epoch", 2, 0, 1, SYNCHRONOUS)]
 
 
 @pytest.mark.timeout(800)
 @pytest.mark.parametrize(
-    ("mode", "world_size", "workers", "first", "every"),
+    ("mode", "world_size", "workers", "every", "more"),
     [
         # `make test` stops at some steps, `make test-all` at every one.
-        ("epoch", 1, 0, 1, 3),
-        ("step", 2, 0, 1, 4),
-        ("epoch", 1, 2, 1, 6),
-        *(pytest.param(*case, 1, 1, marks=_SLOW) for case in product(("epoch", "step"), (1, 2), (0, 2))),
+        ("epoch", 1, 0, 3, {}),
+        ("step", 2, 0, 4, {}),
+        ("epoch", 1, 2, 6, {}),
+        ("epoch", 2, 0, 4, DCP),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY),
     ],
 )
 def test_resumed_at_every_step(
-    mode: str, world_size: int, workers: int, first: int, every: int, tmp_path: Path
+    mode: str, world_size: int, workers: int, every: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = settings(mode, tmp_path / "whole")
+    config = settings(mode, tmp_path / "whole", **more)
     config["dataloader"]["num_workers"] = workers
     whole = run_processes(train, config, None, world_size=world_size)
     last = whole[0]["step"]
     assert last >= 9 // world_size
-    stops = list(range(first, last, every))
-    assert stops
+    stops = list(range(1, last, every))
     stopped = run_processes(train_stopping_at_each, config, str(tmp_path), stops, world_size=world_size, timeout=350)
     resumed = run_processes(resume_from_each, config, str(tmp_path), stops, world_size=world_size, timeout=350)
     for rank in range(world_size):
-        for k, part, second in zip(stops, stopped[rank], resumed[rank]):
+        for k, part, second in zip(stops, stopped[rank], resumed[rank], strict=True):
             assert part["step"] == k
             assert part["ids"] + second["ids"] == whole[rank]["ids"], f"samples, stopped at {k}"
             assert part["trace"] + second["trace"] == whole[rank]["trace"], f"losses and rates, stopped at {k}"
-            assert differences(second["state"], whole[rank]["state"]) == [], f"state, stopped at {k}"
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("world_size", "mode", "every"),
-    [(2, "async", 4), pytest.param(1, "async", 1, marks=_SLOW), pytest.param(2, "disabled", 1, marks=_SLOW)],
-)
-def test_resumed_at_every_step_from_a_distributed_checkpoint(
-    world_size: int, mode: str, every: int, tmp_path: Path
-) -> None:
-    config = settings("epoch", tmp_path / "whole", **{"checkpoint.backend": "dcp", "checkpoint.async_mode": mode})
-    whole = run_processes(train, config, None, world_size=world_size)
-    last = whole[0]["step"]
-    stops = list(range(1, last, every))
-    run_processes(train_stopping_at_each, config, str(tmp_path), stops, world_size=world_size, timeout=150)
-    resumed = run_processes(resume_from_each, config, str(tmp_path), stops, world_size=world_size, timeout=150)
-    for rank in range(world_size):
-        for k, second in zip(stops, resumed[rank]):
             assert differences(second["state"], whole[rank]["state"]) == [], f"state, stopped at {k}"
 
 
