@@ -113,8 +113,36 @@ def first_gradient(
         return [old - new.detach() for old, new in zip(before, runner.unwrapped_model.parameters())]
 
 
-@pytest.mark.parametrize(("runner_class", "told"), [(Untold, True), (UntoldAndWeighed, None)], ids=str)
-def test_a_declaration_weighs_micro_batches(runner_class: Any, told: bool | None, tmp_path: Path) -> None:
+def masked(pred: Tensor, target: Tensor) -> Tensor:
+    """Return the mean over the labels other than -100, as cross entropy does by itself."""
+    return nn.functional.cross_entropy(pred.flatten(0, 1), target.flatten())
+
+
+class MaskedModule(nn.Module):
+    """The same as a module."""
+
+    def forward(self, pred: Tensor, target: Tensor) -> Tensor:
+        return masked(pred, target)
+
+
+class FunctionAsCriterion(Untold):
+    """Its criterion is a plain function, or a module of the user's."""
+
+    def __init__(self, config: dict[str, Any], told: bool | None = None) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double()
+        self.criterion = MaskedModule() if told else masked
+        self.datasets = {"train": [{"input": row["input_ids"], "labels": row["labels"]} for row in sentences(16)]}
+        self.config.dataloader.collate_fn = None
+
+
+@pytest.mark.parametrize(
+    ("runner_class", "told"),
+    [(Untold, True), (UntoldAndWeighed, None), (FunctionAsCriterion, True), (FunctionAsCriterion, False)],
+)
+def test_what_is_declared_and_a_criterion_of_the_users_weigh_micro_batches(
+    runner_class: Any, told: bool | None, tmp_path: Path
+) -> None:
     whole = first_gradient(runner_class, tmp_path / "whole", told, 16, 1)
     for micro_batch, accum_steps in ((4, 4), (2, 8)):
         parts = first_gradient(runner_class, tmp_path / str(accum_steps), told, micro_batch, accum_steps)
@@ -139,34 +167,3 @@ def test_labels_that_may_be_shifted_are_refused_where_the_weight_matters(
 
 def test_where_the_weight_does_not_matter_nothing_need_be_said(tmp_path: Path) -> None:
     assert first_gradient(Untold, tmp_path, None, 16, 1)[0].abs().sum() > 0
-
-
-def masked(pred: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over the labels other than -100, as cross entropy does by itself."""
-    return nn.functional.cross_entropy(pred.flatten(0, 1), target.flatten())
-
-
-class MaskedModule(nn.Module):
-    """The same as a module."""
-
-    def forward(self, pred: Tensor, target: Tensor) -> Tensor:
-        return masked(pred, target)
-
-
-class FunctionAsCriterion(Untold):
-    """Its criterion is a plain function, or a module of the user's."""
-
-    def __init__(self, config: dict[str, Any], told: bool | None = None) -> None:
-        super().__init__(config)
-        self.model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double()
-        self.criterion = MaskedModule() if told else masked
-        self.datasets = {"train": [{"input": row["input_ids"], "labels": row["labels"]} for row in sentences(16)]}
-        self.config.dataloader.collate_fn = None
-
-
-@pytest.mark.parametrize("is_module", [True, False])
-def test_a_criterion_of_the_users_own_leaves_out_ignored_labels(is_module: bool, tmp_path: Path) -> None:
-    whole = first_gradient(FunctionAsCriterion, tmp_path / "whole", is_module, 16, 1)
-    parts = first_gradient(FunctionAsCriterion, tmp_path / "parts", is_module, 2, 8)
-    for one, other in zip(whole, parts):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
