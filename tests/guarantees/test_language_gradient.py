@@ -102,6 +102,14 @@ class UntoldAndWeighed(Untold):
         return float((target[:, 1:] != -100).sum())
 
 
+class NestedBatch(Untold):
+    """Keeps the batch of the tokenizer as it is, under one key."""
+
+    def __init__(self, config: dict[str, Any], told: bool | None = None) -> None:
+        super().__init__(config, told)
+        self.config.dataloader.collate_fn = lambda rows: {"input": encode(rows)}
+
+
 def first_gradient(
     runner_class: Any, root: Path, told: bool | None, micro_batch: int, accum_steps: int
 ) -> list[Tensor]:
@@ -138,7 +146,12 @@ class FunctionAsCriterion(Untold):
 
 @pytest.mark.parametrize(
     ("runner_class", "told"),
-    [(Untold, True), (UntoldAndWeighed, None), (FunctionAsCriterion, True), (FunctionAsCriterion, False)],
+    [
+        (Untold, True),
+        (UntoldAndWeighed, None),
+        (NestedBatch, True),
+        *((FunctionAsCriterion, told) for told in (True, False)),
+    ],
 )
 def test_what_is_declared_and_a_criterion_of_the_users_weigh_micro_batches(
     runner_class: Any, told: bool | None, tmp_path: Path

@@ -118,3 +118,13 @@ def test_a_checkpoint_that_is_only_begun_from_is_taken_without_them_again(tmp_pa
         begun = state(runner)["head.weight"]
         runner.load_pretrained(tmp_path / "first" / "checkpoints")
         assert torch.equal(state(runner)["head.weight"], begun)
+
+
+def test_what_is_made_of_other_settings_now_is_left_out_again(tmp_path: Path, base: Path) -> None:
+    entries = {"checkpoint.exclude_from_loading": ["model.head", "optimizer", "runner.optim"]}
+    tune(tmp_path / "adamw", base, 2, **entries)
+    for before, kind in (("adamw", "sgd"), ("sgd", "rmsprop")):
+        more = {"resume": str(tmp_path / before / "checkpoints" / "latest.pth"), "optim": {"type": kind, "lr": 0.05}}
+        with Tuned(config(tmp_path / kind, 2, **entries, **more)) as runner:
+            assert type(runner.optimizer).__name__.lower() == kind and not runner.optimizer.state
+            runner.save_checkpoint()

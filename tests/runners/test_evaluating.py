@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Evaluated(TorchRunner):
         self.optimizer = torch.optim.SGD(self.bare.parameters(), lr=0.1)
         self.datasets = {split: TensorDataset(INPUTS, 3 * INPUTS) for split in ("train", "val", "test")}
         self.seen: list[tuple[bool, str, bool, bool]] = []
+        self.drawn: list[float] = []
         self.broadcasts = 0
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -54,13 +56,17 @@ class Evaluated(TorchRunner):
 
     def note(self) -> None:
         self.seen.append((self.model is self.bare, self.mode, self.bare.training, torch.is_grad_enabled()))
-        torch.rand(())
+        self.drawn.append(torch.rand(()).item())
         self.bare.calls += 1
 
     def evaluate_step(self, data: Any) -> Any:
         self.note()
         self.meters.update({"seen": 1.0})
         return super().evaluate_step(data)
+
+    def infer_step(self, data: Any) -> Any:
+        self.note()
+        return super().infer_step(data)
 
     def set_weight(self, weight: float) -> None:
         with torch.no_grad():
@@ -128,6 +134,40 @@ def test_averaged_weights_are_evaluated_and_said_once(tmp_path: Path, caplog: py
         assert [r.message for r in caplog.records] == ["Evaluating the averaged weights (decay 0.75)."]
         # Its buffers are made the same on all ranks before and after the averaged ones are there.
         assert run.broadcasts == 4 and run.bare[1].weight.item() == 1.0
+
+
+def test_what_is_drawn_belongs_to_the_split_and_the_verb(tmp_path: Path) -> None:
+    with Evaluated(tmp_path) as run:
+
+        def drawn(evaluate: Callable[[str], object], split: str) -> list[float]:
+            torch.rand(3)
+            run.drawn.clear()
+            evaluate(split)
+            return list(run.drawn)
+
+        first = drawn(run.evaluate_epoch, "val")
+        assert len(set(first)) == 2 and drawn(run.evaluate_epoch, "val") == first
+        assert drawn(run.evaluate_epoch, "test") != first
+        assert drawn(run.infer, "val") != first
+        run.seed = 2
+        assert drawn(run.evaluate_epoch, "val") != first
+
+
+def test_a_split_to_train_on_is_evaluated_in_a_pass_of_its_own(tmp_path: Path) -> None:
+    with Evaluated(tmp_path) as run:
+        run.set_weight(2.0)
+        source = run.source("train")
+        source.commit([next(source.batches())])
+        position = source.state_dict()
+        assert run.evaluate_epoch("train")["loss"] == loss_at(2.0)
+        assert source.state_dict() == position and source.consumed == 4
+        # A loader that the user gave can be read between passes only.
+        run.dataloaders["train_given"] = DataLoader(run.datasets["val"], batch_size=4)
+        assert run.evaluate_steps("train_given", 1)["samples"] == 4.0
+        given = run.source("train_given")
+        given.commit([next(given.batches())])
+        with pytest.raises(ValueError, match="a separate loader to evaluate split 'train_given'"):
+            run.evaluate_epoch("train_given")
 
 
 class Sampler:

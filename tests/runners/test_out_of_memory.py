@@ -112,6 +112,15 @@ def test_an_update_that_fits_in_no_piece_raises_what_the_model_raised(tmp_path: 
         runner.train()
 
 
+def test_another_error_is_an_error(tmp_path: Path) -> None:
+    class Wrong(Runner):
+        def train_step(self, data: Any) -> tuple[Any, Tensor]:
+            raise RuntimeError("not for want of memory")
+
+    with Wrong(settings(tmp_path, "auto")) as runner, pytest.raises(RuntimeError, match="not for want of memory"):
+        runner.train()
+
+
 def train(config: dict[str, Any], fits: int = 100, where: str = "forward", ranks: Any = None) -> dict[str, Any]:
     with Runner(config, fits, where, ranks) as runner:
         runner.train()

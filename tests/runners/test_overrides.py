@@ -44,6 +44,23 @@ def test_a_loss_that_is_overridden_is_that_of_evaluation_too(tmp_path: Path) -> 
         assert runner.latest_score == pytest.approx(expected, rel=1e-5)
 
 
+def test_bare_inputs_have_a_loss_in_evaluation_too_and_missing_targets_have_none(tmp_path: Path) -> None:
+    class Bare(Line):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.datasets = {split: data.tensors[0] for split, data in self.datasets.items()}
+            self.criterion = lambda pred, _: 2 * pred.square().mean()
+
+    with Bare(settings(tmp_path / "bare", epochs=1)) as runner:
+        runner.train()
+        with torch.no_grad():
+            expected = float(2 * runner.unwrapped_model(runner.datasets["val"]).square().mean())
+        assert runner.evaluate("val")["val"]["loss"] == pytest.approx(expected, rel=1e-5)
+    with Line(settings(tmp_path / "line", epochs=1)) as runner:
+        runner.datasets["test"] = line_of(5).tensors[0]
+        assert runner.evaluate("test") == {"test": {}}
+
+
 def test_a_loss_may_be_a_method(tmp_path: Path) -> None:
     class Method(dl.Runner):
         def __init__(self, config: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,36 @@ def test_what_is_unfrozen_later_is_reduced_over_the_ranks(tmp_path: Path) -> Non
 
 
 # Criteria that are functions
+
+
+# Criteria that are functions
+
+
+def accumulated(root: Path, criterion: Any, batch_size: int, accum_steps: int) -> Tensor:
+    class Tokens(dl.TorchRunner):
+        def __init__(self, config: Mapping[str, Any]) -> None:
+            super().__init__(config)
+            torch.manual_seed(0)
+            self.model, self.criterion = nn.Linear(3, 4).double(), criterion
+            targets = torch.tensor([1, 2, -100, -100, 3, 0, -100, 1])
+            self.datasets = {"train": TensorDataset(points(8).tensors[0], targets)}
+
+    loader = {"batch_size": batch_size, "shuffle": False}
+    with Tokens(settings(root, steps=1, accum_steps=accum_steps, dataloader=loader)) as runner:
+        runner.train()
+        return runner.model.weight.detach().clone()
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+OPTIONS: list[dict[str, Any]] = [{}, {"reduction": "sum"}, {"weight": WEIGHTS}, {"label_smoothing": 0.1}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "sum", "weights", "smoothing"])
+def test_a_function_weighs_as_its_module_does(options: dict[str, Any], tmp_path: Path) -> None:
+    criterion = partial(F.cross_entropy, **options)
+    whole = accumulated(tmp_path / "whole", criterion, 8, 1)
+    parts = accumulated(tmp_path / "parts", criterion, 2, 4)
+    torch.testing.assert_close(whole, parts, rtol=0, atol=1e-12)
 
 
 # Loaders, hooks, several runners

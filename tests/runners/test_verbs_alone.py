@@ -114,6 +114,15 @@ def test_an_epoch_by_hand_that_is_stopped_is_saved_and_finished_later(trained: A
         assert equal(trained, runner)
 
 
+def test_passes_by_hand_in_step_mode(tmp_path: Path) -> None:
+    whole = done(Toy, settings(tmp_path / "a", steps=14), lambda runner: runner.train())
+    with Toy(settings(tmp_path / "b", steps=14)) as runner:
+        runner.train_epoch()
+        runner.train_epoch()
+        assert equal(whole, runner) and runner.train_state.global_step == whole.train_state.global_step == 14
+        assert runner.train_state.epoch == 2
+
+
 class OwnEpoch(Toy):
     """Has a loop of its own around `train_step` and `step`, and figures of its own."""
 
@@ -259,7 +268,7 @@ def test_data_that_is_added_after_construction_is_trained_on_and_evaluated(tmp_p
 STATE = ["state.train", "state.rng", "scheduler.last_epoch", "ema.weights", "ema.num_updates"]
 
 
-@pytest.mark.parametrize("entry", [*STATE, "optimizer.state", "optimizer.param_groups"])
+@pytest.mark.parametrize("entry", [*STATE, "optimizer.state", "optimizer.param_groups", "dataloaders.train"])
 def test_every_path_of_a_checkpoint_can_be_left_out(entry: str, tmp_path: Path) -> None:
     done(Toy, settings(tmp_path / "first", epochs=1), lambda runner: runner.train())
     source = str(tmp_path / "first" / "run" / "checkpoints" / "latest.pth")
@@ -271,4 +280,5 @@ def test_every_path_of_a_checkpoint_can_be_left_out(entry: str, tmp_path: Path) 
         equal_now = all(torch.equal(runner.ema.weights[n], w) for n, w in runner.model_state_dict().items())
         assert equal_now == (entry == "ema.weights")
         assert runner.ema.num_updates == (0 if entry == "ema.num_updates" else 7)
+        assert runner.sources["train"].epoch == (0 if entry == "dataloaders.train" else 1)
         runner.train()

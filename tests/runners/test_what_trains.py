@@ -67,6 +67,14 @@ def test_a_model_that_is_put_there_after_construction_is_refused(tmp_path: Path)
         assert not torch.equal(runner.model.head.weight, before)
 
 
+def test_averages_belong_to_the_model_of_construction(tmp_path: Path) -> None:
+    with Trained(settings(tmp_path, steps=3, ema={"enabled": True})) as runner:
+        runner.model = Net()
+        runner.optimizer = torch.optim.SGD(runner.model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="the model that the runner was constructed with"):
+            runner.train()
+
+
 class Replaced(Trained):
     """Replaces the head after the optimizer was made."""
 
