@@ -260,11 +260,6 @@ class DataLoader(KeyedLoader):
         """Whether each rank has a dataset whose own state is to be saved."""
         return bool(self.stateful)
 
-    @property
-    def length(self) -> int:
-        """Samples of a pass, as the dataset had them when the pass began."""
-        return self.order.length
-
     def take_length(self) -> None:
         """Take over the length that the dataset has now. Call between two passes."""
         self.order.length = _checked_length(self.dataset, self.split)
@@ -275,11 +270,6 @@ class DataLoader(KeyedLoader):
     def division(self) -> Division | None:
         """How updates are divided; `None` where `accum_steps` says how many batches make one."""
         return self.order.division if self.order.division.is_update else None
-
-    @property
-    def num_updates(self) -> int | None:
-        """Updates of a whole pass; `None` where `accum_steps` says how many batches make one."""
-        return -(-self.order.end // self.order.division.samples) if self.order.division.is_update else None
 
     @property
     def held_at_once(self) -> int:

@@ -228,8 +228,10 @@ class RunData:
                 continue
             loader = self._run.dataloaders[split]
             try:
-                known = loader.num_updates if isinstance(loader, DataLoader) else None
-                lengths[split] = -(-len(loader) // self.undivided()) if known is None else known
+                if isinstance(loader, DataLoader) and loader.division is not None:
+                    lengths[split] = -(-loader.order.end // loader.division.samples)
+                else:
+                    lengths[split] = -(-len(loader) // self.undivided())
             except (TypeError, NotImplementedError):
                 lengths[split] = None
         return lengths
@@ -243,7 +245,7 @@ class RunData:
             ValueError: If a dataset that the library divides has another length on another rank.
         """
         mine, loaders = self._own_lengths(), self._run.dataloaders
-        samples = {split: loaders[split].length for split in mine if isinstance(loaders[split], DataLoader)}
+        samples = {split: loaders[split].order.length for split in mine if isinstance(loaders[split], DataLoader)}
         ranks = self._run.placement.optimizer.gather_objects((mine, samples))
         for split in samples:
             lengths = [of_rank.get(split) for _, of_rank in ranks]
@@ -388,8 +390,8 @@ class RunData:
             return None
         if self._is_replaced(split):
             return "another dataset in self.datasets"
-        if isinstance(loader, DataLoader) and len(loader.dataset) != loader.length:
-            return f"a dataset of length {len(loader.dataset)} that had {loader.length}"
+        if isinstance(loader, DataLoader) and len(loader.dataset) != loader.order.length:
+            return f"a dataset of length {len(loader.dataset)} that had {loader.order.length}"
         return None
 
     def check_unchanged(self, split: str) -> None:

@@ -63,49 +63,27 @@ def test_a_dataset_that_reads_batches_does_so_unless_samples_are_seeded() -> Non
     assert [int(row[0]) for row in read(Subset(BatchAugmented(10), [4, 5, 6]), (0, 0, [2, 0]))] == [6, 4]
 
 
-def test_known_quiet_datasets_leave_the_streams_alone() -> None:
+def test_only_datasets_that_are_known_to_draw_nothing_leave_the_streams_alone() -> None:
     class Quiet(Augmented):
         draws_random = False
 
         def __getitem__(self, index: int) -> Tensor:
             return torch.tensor(index)
 
-    tensors = TensorDataset(torch.arange(6))
-    quiet: list[Any] = [
-        tensors,
-        Subset(tensors, [1, 2]),
-        ConcatDataset([tensors, tensors]),
-        StackDataset(tensors, tensors),
-        StackDataset(a=tensors),
-        Quiet(6),
-        [1, 2, 3],
-        range(4),
-        torch.arange(3),
-    ]
-    for dataset in quiet:
-        before = torch.get_rng_state(), random.getstate()
-        read(dataset, (0, 0, [0, 1]))
-        assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
-
-
-def test_what_may_draw_is_not_taken_for_quiet() -> None:
     class Noisy(TensorDataset):
         def __getitem__(self, index: int) -> tuple[Tensor, ...]:
             return (super().__getitem__(index)[0] + torch.rand(()),)
 
-    noisy = Noisy(torch.arange(6))
-    for dataset in (
-        noisy,
-        Subset(noisy, [0]),
-        ConcatDataset([TensorDataset(torch.arange(2)), noisy]),
-        StackDataset(noisy),
-    ):
-        assert not draws_nothing(dataset)
-
-
-def test_a_declaration_that_is_none_is_refused() -> None:
     class Perhaps(Augmented):
         draws_random = "perhaps"
 
+    tensors, noisy = TensorDataset(torch.arange(6)), Noisy(torch.arange(6))
+    quiet: list[Any] = [tensors, Subset(tensors, [1, 2]), ConcatDataset([tensors, tensors]), StackDataset(a=tensors)]
+    for dataset in (*quiet, StackDataset(tensors, tensors), Quiet(6), [1, 2, 3], range(4), torch.arange(3)):
+        before = torch.get_rng_state(), random.getstate()
+        read(dataset, (0, 0, [0, 1]))
+        assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    for other in (noisy, Subset(noisy, [0]), ConcatDataset([tensors, noisy]), StackDataset(noisy)):
+        assert not draws_nothing(other)
     with pytest.raises(ValueError, match=r"Expected Perhaps\.draws_random to be True or False.*'perhaps' \(str\)"):
         build_dataloader(Perhaps(4), {}, split="train", train=True, seed=0)

@@ -161,23 +161,6 @@ def test_resumes_at_every_position(name: str, kind: str) -> None:
     check(name, kind, range(14))
 
 
-@pytest.mark.parametrize("finished", [False, True])
-@pytest.mark.parametrize("name", sorted(STREAMS))
-def test_resumes_after_a_pass(name: str, finished: bool) -> None:
-    def end_pass(source: BatchSource) -> BatchSource:
-        drain(source)
-        if finished:
-            source.finish_pass()
-        return source
-
-    first, second = end_pass(source_of(name, "torch")), source_of(name, "torch")
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    if not finished:
-        first.finish_pass(), second.finish_pass()
-    expected = read(first, 9)
-    assert all(torch.equal(one, other) for one, other in zip(read(second, 9), expected, strict=True))
-
-
 _SLOW = pytest.mark.slow
 
 

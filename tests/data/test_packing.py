@@ -11,7 +11,6 @@ from support.datasets import drain
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-import danling as dl
 from danling.data import Mixture, Packed, TokenBudget, build_dataloader, cu_seqlens, open_source
 from danling.data.packing import best_fit
 
@@ -229,10 +228,6 @@ class Endless(IterableDataset[Any]):
         return iter(())
 
 
-def _wrong(lengths: list[int]) -> Any:
-    return Packed([[1, 2], [3]], 4, lengths)[0]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -248,13 +243,17 @@ def _wrong(lengths: list[int]) -> Any:
         (lambda: Packed([[]], 4), "documents with tokens"),
         (lambda: Packed([[1]], 4, [1, 2]), "each of the 1 documents of list"),
         (lambda: Packed([[1]], 4, [-1]), "at least 0"),
-        (lambda: _wrong([2, 2]), "document 1 to have 2 tokens, as `lengths` says"),
+        (lambda: Packed([[1, 2], [3]], 4, [2, 2])[0], "document 1 to have 2 tokens, as `lengths` says"),
         (
             lambda: source_of(TokenBudget([[1]], 4), batch_size=2),
             r"dataloader.batch_size=2. Set dataloader.train.batch_size to None",
         ),
         (lambda: source_of(TokenBudget([[1]], 4), global_batch_size=2), "Received: dataloader.global_batch_size"),
         (lambda: source_of(packed(), batch_size=2, shuffle=True), "a Packed has its own order"),
+        (
+            lambda: build_dataloader(TokenBudget([[1]], 4), {}, split="a", train=True, seed=3, canonical=True),
+            "gradient_sum='canonical'. Received: a TokenBudget",
+        ),
     ],
 )
 def test_mistakes_are_named(make: Any, message: str) -> None:
@@ -291,15 +290,3 @@ def test_losses_of_packed_blocks_are_those_of_single_documents() -> None:
     expected = [sum(column) for column in zip(*alone)]
     for found in (packs, batches):
         assert [sum(column) for column in zip(*found)] == pytest.approx(expected, rel=1e-9, abs=1e-6)
-
-
-def test_a_budget_has_no_canonical_sum(tmp_path: Path) -> None:
-    class Budgeted(dl.TorchRunner):
-        def __init__(self, config: dict[str, Any]) -> None:
-            super().__init__(config)
-            self.datasets = {"train": TokenBudget(Documents(), 64, Documents().lengths, chunk=64)}
-            self.model = nn.Linear(1, 1)
-
-    settings = {"gradient_sum": "canonical", "optim": {"type": "sgd"}, "dir": str(tmp_path), "log": False}
-    with pytest.raises(ValueError, match="gradient_sum='canonical'. Received: a TokenBudget"):
-        Budgeted({**settings, "dataloader": {"global_batch_size": 2, "micro_batch_size": 1}})

@@ -99,13 +99,10 @@ def generator() -> torch.Generator:
 
 
 SAMPLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "weighted": lambda data: {"sampler": WeightedRandomSampler(torch.ones(LENGTH).tolist(), LENGTH)},
     "weighted, generator": lambda data: {
         "sampler": WeightedRandomSampler(torch.rand(LENGTH, generator=generator()).tolist(), 18, generator=generator())
     },
     "random": lambda data: {"sampler": RandomSampler(data)},
-    "random, generator": lambda data: {"sampler": RandomSampler(data, generator=generator())},
-    "subset": lambda data: {"sampler": SubsetRandomSampler(range(3, LENGTH))},
     "subset, generator": lambda data: {"sampler": SubsetRandomSampler(range(3, LENGTH), generator=generator())},
     "distributed": lambda data: {"sampler": DistributedSampler(data, num_replicas=2, rank=1, seed=2)},
     "distributed, stateful": lambda data: {"sampler": StatefulDistributedSampler(data, num_replicas=2, rank=1)},
