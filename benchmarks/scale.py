@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 from danling.checkpoints.dcp import SavePlanner
 from danling.data.sampler import PositionedBatchSampler
-from danling.distributed import StepSync
+from danling.distributed import StepSync, StepTotals
 from danling.mesh import Topology
 
 RANKS, SHARDS, MEASURED = (64, 1024, 16384), 1024, (8, 16, 32)
@@ -171,7 +171,7 @@ def measure_start(ranks: int) -> list[Figure]:
         found += [Figure(ranks, "first batch in the middle of 10^9 samples", seconds * 1e3, "ms")]
         found += [Figure(ranks, "first batch in the middle of 10^9 samples", memory, "MB")]
         with CountBytes() as counted:
-            StepSync(topology.optimizer, torch.device("cpu")).reduce(weight=1.0, loss=1.0, samples=1.0, nonfinite=0.0)
+            StepSync(topology.optimizer, torch.device("cpu")).reduce(StepTotals(1.0, 1.0, 1.0, 0.0))
         return [*found, Figure(ranks, "an update agrees on", float(counted.bytes), "bytes")]
 
 

@@ -168,39 +168,27 @@ class StepSync:
         self.riders: list[Rider] = []
         self._in_flight: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def reduce(
-        self,
-        *,
-        weight: float | Tensor,
-        loss: float | Tensor,
-        samples: float,
-        nonfinite: float | Tensor,
-        requests: Iterable[str] = (),
-    ) -> StepTotals:
-        """Sum this rank's values with those of the others. Call on all ranks of the domain.
+    def reduce(self, own: StepTotals) -> StepTotals:
+        """Sum this rank's share of a window with those of the others. Call on all ranks of the domain.
 
         Args:
-            weight: Weight of this rank's share of the window.
-            loss: Sum of loss times weight over this rank's share.
-            samples: Number of samples in this rank's share.
-            nonfinite: 1 when this rank saw a loss that is not finite, else 0.
-            requests: Names out of `REQUESTS`.
+            own: Weight, loss and samples of this rank, whether its loss was not finite (1 or 0), and its requests.
         """
-        asked = frozenset(requests)
         if self.domain.size == 1:
-            return StepTotals(weight, loss, samples, nonfinite, asked)
-        if not self.reports_loss:
-            weight, loss = 0.0, 0.0
-        if not self.reports_samples:
-            samples = 0.0
-        flags = [float(name in asked) for name in REQUESTS]
+            return own
+        mine = [
+            own.weight if self.reports_loss else 0.0,
+            own.loss if self.reports_loss else 0.0,
+            own.samples if self.reports_samples else 0.0,
+            own.nonfinite,
+        ]
+        flags = [float(name in own.requests) for name in REQUESTS]
         riding = [(rider, values) for rider in self.riders if (values := rider.values()) is not None]
         if self.device.type == "cpu":
-            own = torch.tensor([float(weight), float(loss), samples, float(nonfinite), *flags], dtype=torch.float64)
-            total = self._sum(own, riding).tolist()
-            return StepTotals(total[0], total[1], total[2], total[3], _names(total[4:]))
+            flat = torch.tensor([*map(float, mine), *flags], dtype=torch.float64)
+            weight, loss, samples, nonfinite, *counts = self._sum(flat, riding).tolist()
+            return StepTotals(weight, loss, samples, nonfinite, _names(counts))
         heard = self.take_pending_requests()
-        mine = (weight, loss, samples, nonfinite)
         scalars = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in mine]
         on_device = torch.tensor(flags, dtype=torch.float64).to(self.device, non_blocking=True)
         sums = self._sum(torch.cat([torch.stack(scalars), on_device]), riding)

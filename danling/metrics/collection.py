@@ -60,31 +60,25 @@ class MetricSet:
             wrapped = cls({_name_of(metrics): metrics})
         wrapped.check(domain)
         wrapped._meters.exact = exact
-        return wrapped.to(device) if device is not None else wrapped
+        for name, metric in wrapped._objects.items():
+            if device is not None and isinstance(metric, nn.Module):
+                wrapped._objects[name] = metric.to(device)
+        return wrapped
 
     def __bool__(self) -> bool:
         return bool(self._functions or self._objects)
 
     def check(self, domain: ReductionDomain | None) -> None:
         """Raise a `ValueError` when a metric cannot be computed over the domain."""
+        if domain is None or domain.size == 1:
+            return
         for name, metric in self._objects.items():
-            if (
-                domain is not None
-                and domain.size > 1
-                and not (holders(metric) or callable(getattr(metric, "merge_state", None)))
-            ):
+            if not (holders(metric) or callable(getattr(metric, "merge_state", None))):
                 raise ValueError(
                     f"Expected metric {name or 'metrics'!r} to hold torchmetrics states or to have merge_state(other), so that it can "
                     f"be computed over {domain.size} ranks. Received: {metric!r} ({type(metric).__name__}). Derive it from "
                     "torchmetrics.Metric, add merge_state, or use a callable that returns (sum, weight)."
                 )
-
-    def to(self, device: torch.device) -> MetricSet:
-        """Move the objects that can be moved, and return this set."""
-        for name, metric in self._objects.items():
-            if isinstance(metric, nn.Module):
-                self._objects[name] = metric.to(device)
-        return self
 
     def reset(self) -> None:
         """Forget everything."""
@@ -283,19 +277,13 @@ def compute_metric(metric: Any, domain: ReductionDomain | None, *, seen: bool) -
     if not parts:
         return _compute_merged(metric, several, seen) if several is not None else metric.compute() if seen else None
     owners = _owners(metric)
-    if several is None:
-        has_seen = any(part._update_count for part in owners.values())
-        members: dict[str, list[_State]] = {name: [] for name in owners}
-    else:
-        members = _states_of_all(owners, several)
-        has_seen = any(members.values())
-    if not has_seen:
+    members = {} if several is None else _states_of_all(owners, several)
+    if not any(members.values() if several is not None else (part._update_count for part in owners.values())):
         return None
     synced = [(part, part._to_sync, part._computed) for part in parts.values()]
-    own = {
-        name: (part._update_count, {key: getattr(part, key) for key in part._reductions})
-        for name, part in owners.items()
-    }
+    own = [
+        (part, part._update_count, {key: getattr(part, key) for key in part._reductions}) for part in owners.values()
+    ]
     try:
         for part in parts.values():
             part._to_sync, part._computed = False, None
@@ -304,8 +292,8 @@ def compute_metric(metric: Any, domain: ReductionDomain | None, *, seen: bool) -
                 _put(owners[name], *_merged(owners[name], states))
         return metric.compute()
     finally:
-        for name, part in owners.items():
-            _put(part, *own[name])
+        for each in own:
+            _put(*each)
         for part, to_sync, computed in synced:
             part._to_sync, part._computed = to_sync, computed
 
@@ -326,12 +314,9 @@ def _compute_merged(metric: Any, domain: ReductionDomain, seen: bool) -> object:
 
 def merged_state(metric: Any, domain: ReductionDomain | None) -> dict[str, list[Any]]:
     """Return what all members have seen: by part, the number of updates and the states on the CPU. Call on all members."""
-    owners, found = _owners(metric), {}
-    for name, seen in _states_of_all(owners, domain).items():
-        if seen:
-            count, states = _merged(owners[name], seen)
-            found[name] = [count, _moved(states, _CPU)]
-    return found
+    owners = _owners(metric)
+    merged = {name: _merged(owners[name], seen) for name, seen in _states_of_all(owners, domain).items() if seen}
+    return {name: [count, _moved(states, _CPU)] for name, (count, states) in merged.items()}
 
 
 def load_state(metric: Any, state: Mapping[str, Sequence[Any]]) -> None:
@@ -360,14 +345,12 @@ def _owners(metric: nn.Module) -> dict[str, Any]:
 
 def _states_of_all(owners: Mapping[str, Any], domain: ReductionDomain | None) -> dict[str, list[_State]]:
     """Return the states of the members that have seen something, by part. Call on all members."""
-    mine = {name: _read(part) for name, part in owners.items()}
+    mine: dict[str, _State] = {}
+    for name, part in owners.items():
+        count = int(part._update_count)
+        mine[name] = count, {key: _moved(getattr(part, key), _CPU) for key in part._reductions} if count else {}
     gathered = [mine] if domain is None else domain.gather_objects(mine)
     return {name: [states[name] for states in gathered if states[name][0]] for name in owners}
-
-
-def _read(part: Any) -> _State:
-    count = int(part._update_count)
-    return count, {name: _moved(getattr(part, name), _CPU) for name in part._reductions} if count else {}
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -64,7 +64,7 @@ from danling.training.model_states import FrozenWeights, ModelStates
 from danling.training.phases import PhasedModel, Phases, phases_of
 from danling.training.preparation import ModelPreparation
 from danling.training.run_state import StatePart, carry_of_all, component_parts, progress_parts
-from danling.training.update import MemoryRetry, Recompute, RunWindow, UpdateStep
+from danling.training.update import Recompute, RunWindow, UpdateStep
 from danling.utils.tensors import canonical_name
 
 from .base_runner import RESERVED_FIGURES, BaseRunner, Results, SplitNames
@@ -398,24 +398,12 @@ class TorchRunner(BaseRunner):
 
     def train_epochs(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
         """Train epoch by epoch until `epochs` are completed, as `train` does."""
-        return self._train_by("epochs", train_splits, evaluate_splits)
+        self._parts.loop.train("epochs", train_splits, evaluate_splits)
+        return self.results
 
     def train_steps(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
         """Train update by update until `steps` are committed, pass after pass over the data, as `train` does."""
-        return self._train_by("steps", train_splits, evaluate_splits)
-
-    def _train_by(self, unit: str, train_splits: SplitNames, evaluate_splits: SplitNames) -> Results:
-        loop, set_unit = self._parts.loop, "steps" if self.is_step_mode else "epochs"
-        to_train, to_evaluate = loop.check_ready(train_splits, evaluate_splits)
-        if unit != set_unit:
-            raise ValueError(
-                f"Expected a budget of {unit} for `train_{unit}`. Received: {set_unit}={getattr(self, set_unit)}. Call `train()` or "
-                f"`train_{set_unit}()`, or set `{unit}` instead."
-            )
-        if not loop.is_done():
-            with loop.training():
-                loop.try_evaluations(to_evaluate)
-                (loop.train_steps if self.is_step_mode else loop.train_epochs)(to_train, to_evaluate)
+        self._parts.loop.train("steps", train_splits, evaluate_splits)
         return self.results
 
     def train_epoch(self, split: str = "train") -> dict[str, float]:
@@ -1079,7 +1067,6 @@ class TorchParts:
     @cached_property
     def run_window(self) -> RunWindow:
         """What runs the micro-batches of an update."""
-        run_window = self.update.run_window
-        if self.runner._data.finds_micro_batch_size:
-            run_window = MemoryRetry(self.runner, run_window, self.recompute).run_window
+        fits = not self.runner._data.finds_micro_batch_size
+        run_window = self.update.run_window if fits else self.update.run_window_that_fits
         return run_window if self.audits is None else self.audits.around(run_window)

@@ -26,6 +26,8 @@ logger = logging.getLogger("danling")
 TARGET_NAMES = ("target", "targets", "label", "labels", "y")
 """Names under which a target is found in a batch that is a mapping, the first one that is there."""
 
+_LABELS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 def is_pair(data: Any) -> bool:
     """Whether a batch is a plain `(input, target)`: by far the most are, and the checks of abstract types are slow."""
@@ -46,48 +48,53 @@ def unpack_batch(data: Any, model: object = None) -> tuple[object, object]:
     """
     if is_pair(data):
         return data[0], data[1]
+    forward = getattr(type(model), "forward", None) if model is not None else None
     if isinstance(data, Mapping):
         if "input" in data:
-            return data["input"], find_target(data)
-        return {name: data[name] for name in _keywords(_forward_of(model), tuple(data))}, find_target(data)
+            return data["input"], peek_target(data)
+        return {name: data[name] for name in _keywords(forward, tuple(data))}, peek_target(data)
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
-        if len(data) == 1:
-            return data[0], None
-        if len(data) != 2:
+        if len(data) not in (1, 2):
             raise ValueError(
                 f"Expected a batch of the form (input, target). Received: a sequence of length {len(data)}. "
                 "Return two elements from the dataset, or override `train_step` and `evaluate_step`."
             )
-        return data[0], data[1]
-    if count_graphs(data) is not None:
-        keywords = keywords_of_graphs(data, _forward_of(model))
-        return (data if keywords is None else keywords), target_of_graphs(data)
-    return data, None
-
-
-def _forward_of(model: object) -> object:
-    return getattr(type(model), "forward", None) if model is not None else None
+        return data[0], data[1] if len(data) == 2 else None
+    if told_count(data, "num_graphs") is not None and forward is not None:
+        # Models of layers take tensors, as in `forward(self, x, edge_index, batch)`. One with a single required parameter is given the
+        # batch, whatever that parameter is called.
+        takes, required, _ = _parameters(forward)
+        held = set(data.keys()) if callable(getattr(data, "keys", None)) else set()
+        if len(required) > 1 and held.issuperset(required):
+            return {name: data[name] for name in takes if name in held}, peek_target(data)
+    return data, peek_target(data)
 
 
 @lru_cache(maxsize=64)
 def _keywords(forward: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return which entries of a batch without `input` a model is called with."""
-    received = f"keys={sorted(map(str, names))}"
-    mend = "Return one or the other from the dataset or its collate function, or override `train_step` and `evaluate_step`."
-    if forward is None:
-        raise ValueError(f"Expected a batch mapping with the keys 'input' and 'target'. Received: {received}. {mend}")
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    takes, _, takes_any = _parameters(forward) if forward is not None else ((), (), False)
+    if takes_any:
         return names
-    takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    foreign = sorted(str(name) for name in names if name not in takes and name not in TARGET_NAMES)
     taken = tuple(name for name in names if name in takes)
+    foreign = sorted(str(name) for name in names if name not in takes and name not in TARGET_NAMES)
     if foreign or not taken:
+        or_taken = f", or with what {forward.__qualname__} takes ({', '.join(takes)})" if forward is not None else ""
         raise ValueError(
-            f"Expected a batch mapping with the keys 'input' and 'target', or with what {forward.__qualname__} takes ({', '.join(takes)}). "
-            f"Received: {received}{f', of which it does not take {foreign}' if foreign else ''}. {mend}"
+            f"Expected a batch mapping with the keys 'input' and 'target'{or_taken}. Received: keys={sorted(map(str, names))}"
+            f"{f', of which it does not take {foreign}' if foreign and or_taken else ''}. Return one or the other from the dataset or its "
+            "collate function, or override `train_step` and `evaluate_step`."
         )
     return taken
+
+
+@lru_cache(maxsize=64)
+def _parameters(forward: Any) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """Return the names of a method's parameters, those without a default, and whether it takes any keyword."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = tuple(p.name for p in named if p.default is p.empty)
+    return tuple(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def peek_target(data: object) -> object:
@@ -95,8 +102,15 @@ def peek_target(data: object) -> object:
     if isinstance(data, (list, tuple)):
         return data[1] if len(data) == 2 else None
     if isinstance(data, Mapping):
-        return find_target(data)
-    return target_of_graphs(data) if count_graphs(data) is not None else None
+        inner = data.get("input")
+        for held in (data, inner if isinstance(inner, Mapping) else {}):
+            for name in TARGET_NAMES:
+                if name in held:
+                    return held[name]
+    elif told_count(data, "num_graphs") is not None:
+        found = (getattr(data, name, None) for name in TARGET_NAMES)
+        return next((target for target in found if target is not None), None)
+    return None
 
 
 def not_one_loss(loss: object) -> ValueError:
@@ -169,17 +183,12 @@ def count_samples(data: object) -> int:
         for item in data:
             if isinstance(item, (Tensor, Mapping, Sequence)) and not isinstance(item, (str, bytes)):
                 return count_samples(item)
-            told = _told_samples(item)
+            told = told_count(item, "num_graphs", "batch_size")
             if told is not None:
                 return told
         return len(data)
-    told = _told_samples(data)
+    told = told_count(data, "num_graphs", "batch_size")
     return 1 if told is None else told
-
-
-def _told_samples(data: object) -> int | None:
-    graphs = count_graphs(data)
-    return told_count(data, "batch_size") if graphs is None else graphs
 
 
 def count_tokens(data: object) -> int:
@@ -194,29 +203,15 @@ def count_tokens(data: object) -> int:
         data = data.get("input", data)
     tensors = data.values() if isinstance(data, Mapping) else (data,)
     for value in tensors:
-        if (
-            isinstance(value, Tensor)
-            and value.ndim == 2
-            and not (value.is_floating_point() or value.dtype == torch.bool)
-        ):
+        if isinstance(value, Tensor) and value.ndim == 2 and value.dtype in _LABELS:
             return value.numel()
     return 0
 
 
-def find_target(data: Mapping[str, object]) -> object:
-    """Return the target in a batch, or in the mapping under its key `input`; `None` where neither has one of `TARGET_NAMES`."""
-    inner = data.get("input")
-    for held in (data, inner if isinstance(inner, Mapping) else {}):
-        for name in TARGET_NAMES:
-            if name in held:
-                return held[name]
-    return None
-
-
 def model_loss(pred: object) -> Tensor | None:
     """Return the `loss` that a model put into its prediction, a mapping or an object; `None` when there is none."""
-    found = _parts(pred, "loss")
-    return found[0] if found and isinstance(found[0], Tensor) else None
+    loss = pred.get("loss") if isinstance(pred, Mapping) else getattr(pred, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
 
 
 def prediction_of(pred: object) -> object:
@@ -225,76 +220,33 @@ def prediction_of(pred: object) -> object:
     Args:
         pred: What the model returned. The `loss` may be `None`, as that of a model which was given no labels.
     """
-    found = None if isinstance(pred, Tensor) else _parts(pred, "loss", "logits")
-    return pred if found is None else found[1]
+    if isinstance(pred, Tensor):
+        return pred
+    if isinstance(pred, Mapping) and "loss" in pred and "logits" in pred:
+        return pred["logits"]
+    return pred.logits if hasattr(pred, "loss") and hasattr(pred, "logits") else pred
 
 
-def _parts(pred: object, *names: str) -> list[Any] | None:
-    """Return entries or attributes of a prediction, `None` where it lacks one."""
-    held = {name: pred[name] for name in names if name in pred} if isinstance(pred, Mapping) else {}
-    held |= {name: getattr(pred, name) for name in names if name not in held and hasattr(pred, name)}
-    return [held[name] for name in names] if len(held) == len(names) else None
-
-
-# Batches of graphs, as torch_geometric makes them: one large graph, of which each sample is a part
-
-
-def count_graphs(data: Any) -> int | None:
-    """Return how many graphs a batch consists of, `None` where it is no batch of graphs."""
-    return told_count(data, "num_graphs")
-
-
-def told_count(data: Any, name: str) -> int | None:
-    """Return a number that a batch tells in an attribute, `None` where it has none."""
-    try:
-        number = getattr(data, name, None)
-    except Exception:
-        return None
-    return number if isinstance(number, int) and not isinstance(number, bool) else None
-
-
-def target_of_graphs(data: object) -> object:
-    """Return the target of a batch of graphs, `None` where it has no attribute out of `TARGET_NAMES`."""
-    held = (getattr(data, name, None) for name in TARGET_NAMES)
-    return next((found for found in held if found is not None), None)
-
-
-def keywords_of_graphs(data: Any, forward: object) -> dict[str, object] | None:
-    """Return what a model takes of a batch of graphs by name, `None` where it takes the batch itself.
-
-    Models of layers take tensors, as in `forward(self, x, edge_index, batch)`. One with a single required parameter is given the batch,
-    whatever that parameter is called.
-    """
-    takes, required = _graph_parameters(forward)
-    held = set(data.keys()) if callable(getattr(data, "keys", None)) else set()
-    if len(required) < 2 or not held.issuperset(required):
-        return None
-    return {name: data[name] for name in takes if name in held}
+def told_count(data: Any, *names: str) -> int | None:
+    """Return the first number that a batch, as of torch_geometric, tells in an attribute of these names; `None` where it has none."""
+    for name in names:
+        with suppress(Exception):
+            number = getattr(data, name, None)
+            if isinstance(number, int) and not isinstance(number, bool):
+                return number
+    return None
 
 
 def nodes_of_graphs(data: Any) -> list[int] | None:
     """Return the number of nodes of each graph of a batch, `None` where it is no batch of graphs."""
-    graphs = count_graphs(data)
+    graphs = told_count(data, "num_graphs")
     if graphs is None:
         return None
     begins = getattr(data, "ptr", None)
     return begins.diff().tolist() if isinstance(begins, Tensor) and begins.ndim == 1 else [0] * graphs
 
 
-@lru_cache(maxsize=64)
-def _graph_parameters(forward: Any) -> tuple[tuple[str, ...], frozenset[str]]:
-    if forward is None:
-        return (), frozenset()
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return tuple(p.name for p in named), frozenset(p.name for p in named if p.default is p.empty)
-
-
 # The weight of a batch
-
-_ALIGNED = "shift_labels"
-"""Labels that a model of transformers is handed shifted already."""
-_LABELS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 IGNORED_LABEL = -100
 """The label that a model leaves out of the loss that it computes itself: the default of `torch.nn.functional.cross_entropy`."""
@@ -385,7 +337,7 @@ def aligned_labels(data: object) -> Tensor | None:
     """Return the labels that a batch has shifted already, itself or in the mapping under its key `input`; `None` where it has none."""
     for _ in range(2):
         if isinstance(data, Mapping):
-            aligned = data.get(_ALIGNED)
+            aligned = data.get("shift_labels")
             if isinstance(aligned, Tensor):
                 return aligned
             data = data.get("input")
@@ -495,18 +447,6 @@ def _kind(model_class: type) -> str | None:
     return None
 
 
-def unweighed(data: object) -> str:
-    """Return the sentence for a criterion that leaves some targets out and a batch in which no target was found."""
-    received = f"a mapping with the keys {sorted(map(str, data))}" if isinstance(data, Mapping) else type(data).__name__
-    if isinstance(data, (tuple, list)):
-        received = f"a sequence of length {len(data)}"
-    return (
-        f"Expected a target in each batch, by which its loss is weighed. Received: {received}. Its samples are counted instead, which is "
-        f"another gradient where the loss is averaged over something else, such as targets or sample weights. Call the target one of "
-        f"{', '.join(TARGET_NAMES)}, or override `batch_weight(data, target)`."
-    )
-
-
 class BatchLoss:
     """Weighs batches, and knows which of them have a loss.
 
@@ -543,7 +483,18 @@ class BatchLoss:
         if training and target is None and self._warns:
             self._warns = False
             if criterion_setting(self._runner.criterion, "ignore_index") is not None:
-                logger.warning("%s", unweighed(data))
+                received = type(data).__name__
+                if isinstance(data, Mapping):
+                    received = f"a mapping with the keys {sorted(map(str, data))}"
+                elif isinstance(data, (tuple, list)):
+                    received = f"a sequence of length {len(data)}"
+                logger.warning(
+                    "Expected a target in each batch, by which its loss is weighed. Received: %s. Its samples are counted instead, which "
+                    "is another gradient where the loss is averaged over something else, such as targets or sample weights. Call the "
+                    "target one of %s, or override `batch_weight(data, target)`.",
+                    received,
+                    ", ".join(TARGET_NAMES),
+                )
         return self._runner.batch_weight(data, target), samples
 
     def weight_of_model(self, data: object, target: object) -> float | Tensor:

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -78,21 +77,6 @@ class EvaluationForward:
         return predictions
 
 
-@dataclass
-class EvaluationSums:
-    """Sums of an evaluation on this rank.
-
-    Attributes:
-        totals: Sums and weights by metric.
-        scored: Whether the step gave a loss.
-        samples: Samples of this rank for which the step gave a loss or a prediction.
-    """
-
-    totals: Meters
-    scored: bool = False
-    samples: float = 0.0
-
-
 class Evaluator:
     """Evaluates and predicts splits exactly: every sample of every rank counts once, and the state of training does not change.
 
@@ -119,19 +103,16 @@ class Evaluator:
         if limit is not None and self.exact:
             # The first batches over all ranks, which take them in turn.
             own = max(-(-(limit - runner.data_domain.rank) // runner.data_domain.size), 0)
-        sums = self._sums(split, own, self._source(split))
-        metrics = self._summarized(split, sums)
+        totals, _, samples = self._sums(split, own, self._source(split))
+        metrics = checked_figures("summarize", split, runner.summarize(split, totals))
         if limit is not None:
             # Of a part of a split, the number of batches and ranks decides which one.
             placement = runner.placement
             # Ranks that divide a sequence have a loss each of the same samples.
-            counted = [sums.samples, 1.0] if placement.counts_loss else [0.0, 0.0]
+            counted = [samples, 1.0] if placement.counts_loss else [0.0, 0.0]
             summed = placement.optimizer.all_reduce(torch.tensor(counted, dtype=torch.float64)).tolist()
             metrics.setdefault("samples", summed[0] * placement.data.size / summed[1])
         return metrics
-
-    def _summarized(self, split: str, sums: EvaluationSums) -> dict[str, float]:
-        return checked_figures("summarize", split, self.runner.summarize(split, sums.totals))
 
     def _source(self, split: str) -> BatchSource:
         """Return the batches of a split. For a split to train on it is a separate pass, which does not move its position."""
@@ -148,29 +129,38 @@ class Evaluator:
             )
         return runner._data.open(split, runner.dataloaders[split])
 
-    def _sums(self, split: str, limit: int | None, source: BatchSource) -> EvaluationSums:
-        """Evaluate a pass, or its first batches. What a step adds to `meters` belongs to the evaluation, not to the open epoch."""
-        runner, sums = self.runner, EvaluationSums(Meters(exact=self.exact))
-        runner._parts.metrics.reset()
-        meters = runner.meters
-        with meters.aside(exact=self.exact):
-            with self._entered(split, "evaluate"):
-                batches = self._agreed(split, self._pass_over(source, limit))
-                with torch.no_grad():
-                    for batch in batches:
-                        runner._keys.begin_batch("evaluate", split, batch.place)
-                        self._add(sums, split, batch)
-            sums.totals.merge(meters)
-        return sums
+    def _sums(self, split: str, limit: int | None, source: BatchSource) -> tuple[Meters, bool, float]:
+        """Evaluate a pass, or its first batches: return sums by metric, whether there was a loss, and the samples that have any result.
 
-    def _add(self, sums: EvaluationSums, split: str, batch: Batch) -> None:
-        """Evaluate a batch and add its loss and its prediction."""
-        runner, metrics = self.runner, self.runner._parts.metrics
-        data = runner.to_device(batch.data)
-        weight, samples = runner._parts.loss.weigh(batch, data)
-        self.batch_weight = weight
+        What a step adds to `meters` belongs to the evaluation, not to the open epoch.
+        """
+        runner, metrics, totals = self.runner, self.runner._parts.metrics, Meters(exact=self.exact)
+        scored, evaluated = False, 0.0
+        metrics.reset()
+        with runner.meters.aside(exact=self.exact):
+            with self._entered(split, "evaluate"), torch.no_grad():
+                for batch in runner._session.between_batches(runner, split, self._pass_over(source, limit)):
+                    runner._keys.begin_batch("evaluate", split, batch.place)
+                    data = runner.to_device(batch.data)
+                    weight, samples = runner._parts.loss.weigh(batch, data)
+                    self.batch_weight = weight
+                    pred, loss = self._evaluated(split, data)
+                    if loss is not None and (isinstance(weight, Tensor) or weight):
+                        if runner._parts.sums_loss:
+                            totals.add_totals("loss", loss, weight)
+                        else:
+                            totals.update({"loss": loss}, weight)
+                    if metrics and pred is not None:
+                        metrics.update(prediction_of(pred), peek_target(data), samples)
+                    scored = scored or loss is not None
+                    evaluated += samples if pred is not None or loss is not None else 0
+            totals.merge(runner.meters)
+        return totals, scored, evaluated
+
+    def _evaluated(self, split: str, data: object) -> tuple[Any, Any]:
+        """Return the prediction and the loss of a batch."""
         try:
-            returned = runner._run_evaluate_step(runner.evaluate_step, data)
+            returned = self.runner._run_evaluate_step(self.runner.evaluate_step, data)
             if not isinstance(returned, (tuple, list)) or len(returned) != 2:
                 received = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
                 raise ValueError(
@@ -183,15 +173,7 @@ class Evaluator:
         pred, loss = returned
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise not_one_loss(loss)
-        if loss is not None and (isinstance(weight, Tensor) or weight):
-            if runner._parts.sums_loss:
-                sums.totals.add_totals("loss", loss, weight)
-            else:
-                sums.totals.update({"loss": loss}, weight)
-        if metrics and pred is not None:
-            metrics.update(prediction_of(pred), peek_target(data), samples)
-        sums.scored = sums.scored or loss is not None
-        sums.samples += samples if pred is not None or loss is not None else 0
+        return pred, loss
 
     def _pass_over(self, source: BatchSource, limit: int | None = None) -> Iterator[Batch]:
         source.rewind()
@@ -201,16 +183,6 @@ class Evaluator:
             batches = even_out(batches, ranks=placement.optimizer, readers=placement.data, reads=source.reads)
         yield from batches
         source.rewind()
-
-    def _agreed(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches of an evaluation; in training, all ranks agree before each one whether to continue."""
-        runner, session = self.runner, self.runner._session
-        if session.running:
-            yield from session.between_batches(runner, split, batches)
-            return
-        for number, batch in enumerate(batches):
-            session.observers.notify("evaluation_batch_started", split, number)
-            yield batch
 
     @contextmanager
     def _entered(self, split: str, mode: EvaluationMode) -> Iterator[None]:
@@ -280,12 +252,12 @@ class Evaluator:
             try:
                 # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
                 opened = source if source.kind == "position" else runner._data.open(split, source.loader)
-                sums = self._sums(split, 1, opened)
+                totals, scored, _ = self._sums(split, 1, opened)
             except EvaluationUnsupported as error:
                 logger.warning("The evaluation of split %r was not tried: %s", split, error)
                 return
             try:
-                metrics = self._summarized(split, sums)
+                metrics = checked_figures("summarize", split, runner.summarize(split, totals))
             except Exception as error:
                 if not all_arrive(f"tried/{split}", seconds=_PATIENCE_SECONDS):
                     raise
@@ -297,7 +269,10 @@ class Evaluator:
                     error,
                 )
             else:
-                runner._parts.results.check_trial(split, metrics, scored=sums.scored)
+                board = runner.standing.board
+                is_of_split = board is not None and board.split == split and not runner.standing.own
+                if board is not None and is_of_split and not (board.name == "loss" and scored):
+                    board.check({split: metrics})
             finally:
                 runner._parts.metrics.reset()
 
@@ -468,21 +443,18 @@ class RunResults:
         self._runner = runner
         self._has_warned = False
 
-    def check_trial(self, split: str, metrics: Mapping[str, float], *, scored: bool) -> None:
-        """Refuse a split whose first batch shows that its metrics lack the score."""
-        standing = self._runner.standing
-        board = standing.board
-        if board is None or board.split != split or standing.own or (board.name == "loss" and scored):
-            return
-        board.check({split: dict(metrics)})
-
     def check(self) -> None:
         """Refuse metrics without the score, or without the metric of the schedule, before anything is counted by them."""
         standing, scheduler = self._runner.standing, self._runner.scheduler
         if standing.board is not None and standing.board.split in self.open and not standing.own:
             standing.board.check(self.open)
         is_named = not standing.own or self._monitor() is not None
-        if is_named and scheduler is not None and not self._by_updates() and needs_metric(scheduler):
+        if (
+            is_named
+            and scheduler is not None
+            and not self._runner._parts.update.steps_scheduler
+            and needs_metric(scheduler)
+        ):
             self._monitored(self.open)
 
     def close(self, boundary: Boundary) -> None:
@@ -531,24 +503,17 @@ class RunResults:
 
     def advance_schedule(self, boundary: Boundary, metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Advance a schedule that goes by epochs or validations, where it is time to."""
-        scheduler, interval = self._runner.scheduler, self._runner._parts.scheduler_interval()
-        if scheduler is None or self._by_updates() or (boundary == "pass" and interval != "epoch"):
+        scheduler, parts = self._runner.scheduler, self._runner._parts
+        if scheduler is None or parts.update.steps_scheduler:
             return
         by_metric = needs_metric(scheduler)
-        if boundary == "alone":
-            advances = interval == "epoch" and not by_metric  # what goes by an evaluation waits for one
-        elif interval == "epoch":
-            # At the end of a pass there is no metric, and a validation ends no epoch.
-            advances = boundary != ("pass" if by_metric else "validation")
-        else:
-            advances = True
-        if advances and by_metric:
+        boundaries: tuple[Boundary, ...] = ("epoch", "validation")
+        if parts.scheduler_interval() == "epoch" and not by_metric:
+            boundaries = ("epoch", "pass", "alone")
+        if boundary in boundaries and by_metric:
             scheduler.step(self._monitored(metrics))
-        elif advances:
+        elif boundary in boundaries:
             advance_by_epoch(scheduler, self._runner.state.train.epoch)
-
-    def _by_updates(self) -> bool:
-        return self._runner._parts.update.steps_scheduler
 
     def _monitor(self) -> str | None:
         return (self._runner.config.get("scheduler", None) or {}).get("monitor", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +15,7 @@ from danling.distributed import Domain, agree, set_collective_timeout
 from danling.optim.modes import enter_training
 from danling.optim.registry import is_told_its_place
 from danling.supervision import RankWatch, is_out_of_memory, write_memory_snapshot
+from danling.utils.observers import Observer
 
 from .evaluation import Boundary, checked_figures
 from .model_states import weights_to_export
@@ -112,27 +113,46 @@ class TrainingLoop:
         self._evaluate_every = self._checkpoint_every = 1
         self._keeper = TrainedKeeper(runner)
 
-    # Before a training
+    # One training
 
-    def check_ready(self, train_splits: SplitNames, evaluate_splits: SplitNames) -> tuple[list[str], list[str]]:
-        """Return the splits to train on and to evaluate, of a run that is ready to train. Called on all ranks."""
-        runner = self._runner
+    def train(self, unit: str, train_splits: SplitNames, evaluate_splits: SplitNames) -> None:
+        """Train to the end of the budget, which is to be of steps or epochs. Called on all ranks."""
+        runner, set_unit = self._runner, "steps" if self._runner.is_step_mode else "epochs"
         self.check_trainable()
         if runner.epochs is None and runner.steps is None:
             raise ValueError(
                 "Expected a budget: `steps` (optimizer updates) or `epochs`. Received: steps=None, epochs=None. Set one of them."
             )
-        to_train = runner._data.choose(train_splits, runner.train_splits, "train on")
-        if not (runner.evaluate_splits if evaluate_splits is None else evaluate_splits):
+        splits, evaluated = runner._data.choose(train_splits, runner.train_splits, "train on"), list[str]()
+        if runner.evaluate_splits if evaluate_splits is None else evaluate_splits:
+            evaluated = runner._data.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
+        else:
             runner._parts.checks.check_schedule(evaluates=False)
-            return to_train, []
-        return to_train, runner._data.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
+        if unit != set_unit:
+            raise ValueError(
+                f"Expected a budget of {unit} for `train_{unit}`. Received: {set_unit}={getattr(runner, set_unit)}. Call `train()` or "
+                f"`train_{set_unit}()`, or set `{unit}` instead."
+            )
+        results = runner._parts.results
+        nothing = None
+        if self._is_used_up() and not (runner.is_step_mode and results.open):
+            done = runner.state.train.global_step if runner.is_step_mode else runner.state.train.epoch
+            nothing = f"the run has completed {done} of {getattr(runner, unit)} {unit}. Raise {unit} to go on."
+        elif results.patience_exhausted():
+            nothing = "the patience of the run is used up. Raise patience to go on."
+        if nothing is not None:
+            if runner.is_main_process:
+                logger.warning("Nothing is left to train: %s", nothing)
+            return
+        with self.training():
+            # One batch of each split before the first update, unless an evaluation is under way, or is the user's own.
+            own = runner._overrides("evaluate_steps" if runner.is_step_mode else "evaluate_epoch")
+            if runner.config.try_evaluation and not (own or runner._overrides("evaluate") or results.open):
+                runner._parts.evaluator.try_once(evaluated)
+            (self._train_steps if runner.is_step_mode else self._train_epochs)(splits, evaluated)
 
     def check_trainable(self) -> None:
-        """Refuse a closed runner, and an optimizer that does not take the gradient as it is.
-
-        Called on all ranks.
-        """
+        """Refuse a closed runner, and an optimizer that does not take the gradient as it is. Called on all ranks."""
         runner = self._runner
         if runner._closers.closed:
             raise ValueError(
@@ -143,22 +163,6 @@ class TrainingLoop:
         if isinstance(runner.checkpoint_manager, CheckpointManager):
             runner.checkpoint_manager.check_weights(runner.named_parameters())
 
-    def is_done(self) -> bool:
-        """Whether there is nothing left to train or to evaluate; then the main process logs what makes the run continue."""
-        runner, counters, results = self._runner, self._runner.state.train, self._runner._parts.results
-        is_open = runner.is_step_mode and results.open
-        if self._is_used_up() and not is_open:
-            unit, done = ("steps", counters.global_step) if runner.is_step_mode else ("epochs", counters.epoch)
-            budget = runner.steps if runner.is_step_mode else runner.epochs
-            said = f"the run has completed {done} of {budget} {unit}. Raise {unit} to go on."
-        elif results.patience_exhausted():
-            said = "the patience of the run is used up. Raise patience to go on."
-        else:
-            return False
-        if runner.is_main_process:
-            logger.warning("Nothing is left to train: %s", said)
-        return True
-
     def _is_used_up(self) -> bool:
         """Whether the run is at the end of its budget."""
         runner, counters = self._runner, self._runner.state.train
@@ -166,38 +170,58 @@ class TrainingLoop:
             return counters.global_step >= (runner.steps or 0)
         return counters.epoch >= (runner.epochs or 0)
 
-    # One training
-
     @contextmanager
     def training(self, *, whole: bool = True) -> Iterator[None]:
-        """Train inside: log messages belong to this run, signals are watched, and the end is saved."""
+        """Train inside: log messages belong to this run, signals are watched, and the end, a stop or a failure is saved."""
         runner, session = self._runner, self._session
         session.begin(max_seconds=runner.config.max_time_seconds())
         session.running = True
-        try:
-            with runner._reporter.speaking(), self._observers(), session.observed():
-                self.begin_updates()
-                runner.model.train()
-                runner.open_trackers()
-                runner.init_signal_handlers()
-                runner._reporter.begin(runner)
-                with runner._reporter.trackers.telling_status(whole=whole), self._ending(whole=whole):
+        with ExitStack() as stack:
+            stack.callback(session.leave)
+            stack.enter_context(runner._reporter.speaking())
+            attached = [each for each in (runner.build_profiler(), RankWatch.of(runner)) if each is not None]
+            runner.observers.extend(attached)
+            stack.callback(self._detach, attached)
+            stack.enter_context(session.observed())
+            self.begin_updates()
+            runner.model.train()
+            runner.open_trackers()
+            runner.init_signal_handlers()
+            runner._reporter.begin(runner)
+            stack.enter_context(runner._reporter.trackers.telling_status(whole=whole))
+            try:
+                try:
                     yield
-        finally:
-            session.leave()
+                except PassLeft:
+                    logger.debug("A pass was left between two updates.")
+                except EvaluationStopped:
+                    logger.debug("An evaluation was left; it is made anew when the run is resumed.")
+                except TrainingAbandoned:
+                    session.apply_requests(agree(runner.placement.optimizer, session.local_requests()))
+                session.running = False
+                runner._parts.update.raise_pending_error()
+                # Requests of the last update, which an accelerator hands out with the next one.
+                late = first_stop(runner._parts.update.sync.take_pending_requests())
+                session.stop_reason = session.stop_reason or late
+                if session.stop_reason is not None or whole:
+                    self._finish()
+            except Exception as error:
+                self._fail(error)
+                raise
+            finally:
+                session.leave()
+                session.uninstall_signals(keep=runner.placement.optimizer.size > 1)
+                runner._reporter.end()
+                runner._data.free()
+                if runner.fault_tolerance is not None:
+                    # A group that stays and does not train would hold the others up.
+                    runner.fault_tolerance.leave()
+            session.redeliver_signal()
 
-    @contextmanager
-    def _observers(self) -> Iterator[None]:
-        """Attach the observers of one training: the profiler, and the watch of this rank."""
-        runner = self._runner
-        attached = [each for each in (runner.build_profiler(), RankWatch.of(runner)) if each is not None]
-        runner.observers.extend(attached)
-        try:
-            yield
-        finally:
-            for each in attached:
-                if each in runner.observers:  # one that failed was dropped
-                    runner.observers.remove(each)
+    def _detach(self, observers: list[Observer]) -> None:
+        for each in observers:
+            if each in self._runner.observers:  # one that failed was dropped
+                self._runner.observers.remove(each)
 
     def begin_updates(self) -> None:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
@@ -216,39 +240,6 @@ class TrainingLoop:
         update.tells_place = is_told_its_place(runner.scheduler)
         enter_training(runner.optimizer)
         runner._attributes.before_training()
-
-    @contextmanager
-    def _ending(self, *, whole: bool) -> Iterator[None]:
-        """Save, log and close when the block ends, is stopped, or fails."""
-        runner, session = self._runner, self._session
-        try:
-            try:
-                yield
-            except PassLeft:
-                logger.debug("A pass was left between two updates.")
-            except EvaluationStopped:
-                logger.debug("An evaluation was left; it is made anew when the run is resumed.")
-            except TrainingAbandoned:
-                session.apply_requests(agree(runner.placement.optimizer, session.local_requests()))
-            session.running = False
-            runner._parts.update.raise_pending_error()
-            # Requests of the last update, which an accelerator hands out with the next one.
-            late = first_stop(runner._parts.update.sync.take_pending_requests())
-            session.stop_reason = session.stop_reason or late
-            if session.stop_reason is not None or whole:
-                self._finish()
-        except Exception as error:
-            self._fail(error)
-            raise
-        finally:
-            session.leave()
-            session.uninstall_signals(keep=runner.placement.optimizer.size > 1)
-            runner._reporter.end()
-            runner._data.free()
-            if runner.fault_tolerance is not None:
-                # A group that stays and does not train would hold the others up.
-                runner.fault_tolerance.leave()
-        session.redeliver_signal()
 
     def _finish(self) -> None:
         runner, session, manager = self._runner, self._session, self._runner.checkpoint_manager
@@ -285,18 +276,9 @@ class TrainingLoop:
             write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
         runner._reporter.say_ending(f"Failed with {type(error).__name__}")
 
-    def try_evaluations(self, splits: Sequence[str]) -> None:
-        """Evaluate one batch of each split before the first update, unless an evaluation is under way; evaluations of the user's own
-        are left out."""
-        runner = self._runner
-        verb = "evaluate_steps" if runner.is_step_mode else "evaluate_epoch"
-        own = runner._overrides(verb) or runner._overrides("evaluate")
-        if runner.config.try_evaluation and not own and not runner._parts.results.open:
-            runner._parts.evaluator.try_once(splits)
-
     # By epochs
 
-    def train_epochs(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
+    def _train_epochs(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
         """Train epoch by epoch."""
         runner, counters, self.data_ended = self._runner, self._runner.state.train, False
         try:
@@ -362,7 +344,7 @@ class TrainingLoop:
 
     # By updates
 
-    def train_steps(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
+    def _train_steps(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
         """Train update by update, pass after pass over the data. If stopped during an evaluation, resume starts with that evaluation."""
         runner, counters, results = self._runner, self._runner.state.train, self._runner._parts.results
         if results.open:
@@ -387,42 +369,36 @@ class TrainingLoop:
 
     def _train_pass(self, splits: Sequence[str], evaluated: Sequence[str]) -> bool:
         """Train the rest of one pass over all splits, evaluating on the way; `False` where it was left half-way."""
-        self.has_jumped = False
+        runner, self.has_jumped = self._runner, False
         for split in splits:
             if self._is_trained(split):
                 continue
             self._begin_pass(split)
             for outcome in self._updates(split):
-                is_over = self._after_step(splits, split, outcome, evaluated)
-                if is_over or self._session.stop_reason:
+                self._last_split = split
+                self._after_update(outcome)
+                step = runner.state.train.global_step
+                final = step == runner.steps  # the budget may change at any time
+                if outcome.committed and final and runner._parts.agreement.is_over(runner.source(split)):
+                    # Before the last evaluation and save: no loop reaches the end of this pass any more.
+                    runner.source(split).finish_pass()
+                    if split == splits[-1]:
+                        self._count_pass()
+                if outcome.committed and self._evaluation_is_due(step):
+                    runner._parts.results.open[split] = self._trained_metrics()
+                    self._validate(evaluated, final=final)
+                elif outcome.committed and (step % self._checkpoint_every == 0 or step in runner.results):
+                    self._save_if_due(step, final=False)
+                if final or self._session.stop_reason:
                     return False
             if self.has_jumped:
                 return False
-            self._runner.source(split).finish_pass()
+            runner.source(split).finish_pass()
         return True
 
     def _count_pass(self) -> None:
         self._runner.state.train.epoch += 1
         self._runner._parts.results.advance_schedule("pass", {})
-
-    def _after_step(self, splits: Sequence[str], split: str, outcome: UpdateOutcome, evaluated: Sequence[str]) -> bool:
-        """Do the work due at an update boundary of step mode; return whether the budget, which may change at any time, is used up."""
-        runner, self._last_split = self._runner, split
-        self._after_update(outcome)
-        step = runner.state.train.global_step
-        final = step == runner.steps
-        if outcome.committed:
-            if final and runner._parts.agreement.is_over(runner.source(split)):
-                # Before the last evaluation and save: no loop reaches the end of this pass any more.
-                runner.source(split).finish_pass()
-                if split == splits[-1]:
-                    self._count_pass()
-            if self._evaluation_is_due(step):
-                runner._parts.results.open[split] = self._trained_metrics()
-                self._validate(evaluated, final=final)
-            elif step % self._checkpoint_every == 0 or step in runner.results:
-                self._save_if_due(step, final=False)
-        return final
 
     def _evaluation_is_due(self, step: int) -> bool:
         return self._runner.is_step_mode and (step == self._runner.steps or step % self._evaluate_every == 0)
@@ -461,7 +437,17 @@ class TrainingLoop:
         runner.observers.notify("pass_started", split)
 
         def read() -> Iterator[Batch]:
-            return session.waiting(source.batches())
+            """Yield batches, and tell the observers of the waits for them."""
+            batches = source.batches()
+            while True:
+                session.observers.notify("batch_wait_started")
+                try:
+                    batch = next(batches, None)
+                finally:
+                    session.observers.notify("batch_wait_ended")
+                if batch is None:
+                    return
+                yield batch
 
         batches, ends_alike, found = read(), agreement.ends_alike(source), source.consumed > 0
         compared, begins = False, source.consumed == 0

@@ -12,10 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from danling.optim import JointOptimizer, JointScheduler
-from danling.utils.messages import did_you_mean
 
 from .reduction import GradientReduction
-from .update import NonFiniteError, UpdateOutcome, UpdateStep, Window, logger
+from .update import UpdateOutcome, UpdateStep, Window
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -125,7 +124,6 @@ class Phases:
         if not isinstance(name, str) or name not in self._phases:
             raise ValueError(
                 f"Expected the name of an optimizer, one of {', '.join(self._phases)}. Received: optimizing({name!r})."
-                f"{did_you_mean(str(name), list(self._phases))}"
             )
         if not isinstance(every, int) or every < 1:
             raise ValueError(
@@ -158,7 +156,6 @@ class Phases:
     def _end(self, phase: Phase, *, last: bool) -> None:
         """End a block that is due: make the update of the phase in the last micro-batch, else keep its gradient."""
         runner, window = self._runner, phase.window
-        window.end_microbatch()
         if window.unscaled:
             window.reset()
             raise ValueError(
@@ -188,13 +185,7 @@ class Phases:
                 runner.scheduler.step_of(phase.name)
             return
         phase.skips += 1
-        step, limit = runner.state.train.global_step + 1, runner.config.max_skipped_updates
-        logger.warning("Update %d of the optimizer %r was skipped (%s).", step, phase.name, outcome.reason)
-        if limit is not None and phase.skips > limit:
-            raise NonFiniteError(
-                f"Expected at most {limit} skipped updates in a row. Received: {phase.skips} of the optimizer {phase.name!r} before step "
-                f"{step} (the last one: {outcome.reason}). Look at the data and the learning rate, or raise max_skipped_updates."
-            )
+        update.warn_of_skip(f" of the optimizer {phase.name!r}", phase.skips, outcome.reason)
 
     def close(self) -> tuple[UpdateOutcome, frozenset[str]] | None:
         """Close the window: return what its phases come to together, and the requests of the ranks; `None` where it had no phases.

@@ -24,17 +24,11 @@ logger = logging.getLogger("danling")
 
 _T = TypeVar("_T")
 
-STOPS = ("terminate", "interrupt", "user_signal", "stop")
-"""Requests that end a training; where ranks ask for several, the first one of these counts."""
-
-_SECONDS_BETWEEN_LOOKS = 0.5
-"""How often a rank that waits looks whether another one was asked to stop."""
-
-_TRAININGS = itertools.count(1)
-"""Numbers of the trainings of this process, the same on all ranks; the store of a job outlives the runners in it."""
-
 BY_SIGNAL = ("terminate", "interrupt", "user_signal")
-"""Those that came as a signal, after which the process ends."""
+"""Requests that came as a signal, after which the process ends."""
+
+STOPS = (*BY_SIGNAL, "stop")
+"""Requests that end a training; where ranks ask for several, the first one of these counts."""
 
 ENDINGS = {
     "terminate": "Stopped by SIGTERM",
@@ -44,6 +38,11 @@ ENDINGS = {
     "patience": "Stopped early",
 }
 """The message about a training that ended for a reason."""
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+"""How often a rank that waits looks whether another one was asked to stop."""
+
+_TRAININGS = itertools.count(1)
 
 
 class EvaluationStopped(Exception):
@@ -72,11 +71,9 @@ class TrainingSession:
     One session serves a runner for its whole life. Requests may be made at any time and on any rank; they are applied at the boundaries
     between updates and between the batches of an evaluation, where all ranks agree on them.
 
-    Args:
-        clock: Seconds, monotonic.
-
     Attributes:
         running: Whether a loop of the library trains.
+        training: Number of the training in this process, the same on all ranks; the store of a job outlives the runners in it.
         stop_reason: Why the training ends after the update that is under way: one of `STOPS`, or `"patience"`; `None` while it goes on.
             The same on all ranks.
         save_requested: Whether a checkpoint was asked for. The same on all ranks.
@@ -87,8 +84,9 @@ class TrainingSession:
         observers: Are told of the events of a training.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.running = False
+        self.training = 0
         self.stop_reason: str | None = None
         self.save_requested = False
         self.updated_once = False
@@ -97,10 +95,7 @@ class TrainingSession:
         self.signals: SignalWatcher | None = None
         self.observers = Observers()
         self._requested: set[str] = set()
-        self._clock = clock
         self._deadline = math.inf
-        self.training = 0
-        """Number of the training in this process, the same on all ranks; the store of a job outlives the runners in it."""
         self._leaving: tuple[str, JointLeave] | None = None
         self._looks_again = -math.inf
         self._is_observed = self._evaluates = self._updated = False
@@ -111,36 +106,46 @@ class TrainingSession:
         """Ask all ranks for something at the next boundary. May be called on one rank."""
         self._requested.update(names)
 
-    def poll_signals(self) -> None:
-        """Turn a signal that was received, or time that is over, into a request of this rank."""
-        if self.signals is not None and self.signals.received is not None:
-            self._requested.add(self.signals.request or "terminate")
-        if self._clock() >= self._deadline:
-            self._requested.add("stop")
-
     def asked_to_stop(self) -> bool:
         """Whether this rank was asked to stop since the last boundary: by a signal, by a request, or by the time. No communication."""
-        self.poll_signals()
+        if self.signals is not None and self.signals.received is not None:
+            self._requested.add(self.signals.request or "terminate")
+        if time.monotonic() >= self._deadline:
+            self._requested.add("stop")
         return not self._requested.isdisjoint(STOPS)
 
     def local_requests(self) -> frozenset[str]:
         """Return what this rank asks the others for, once. No communication."""
-        self.poll_signals()
+        self.asked_to_stop()
         taken = frozenset(self._requested)
         self._requested.clear()
         return taken
 
+    def apply_requests(self, agreed: frozenset[str]) -> None:
+        """Do at the next boundary what any rank asked for."""
+        if agreed:
+            self.stop_reason = first_stop(agreed)
+            self.save_requested = "save" in agreed
+
+    def agree_to_stop(self, domain: Domain) -> bool:
+        """Return whether any rank was asked to stop: the boundary of a loop by hand. One small collective."""
+        self.asked_to_stop()
+        asked = self._requested.intersection(STOPS)
+        self._requested -= asked
+        self.stop_reason = first_stop(agree(domain, asked)) or self.stop_reason
+        return self.stop_reason is not None
+
+    # Waits for a stream
+
     def leave_wait(self, place: int, domain: Domain) -> None:
         """Leave a wait for batches that a rank was asked to stop in, where all ranks wait for the same ones. May be called on one rank."""
-        if not self.running:
-            return
-        if domain.size == 1:
+        if self.running and domain.size == 1:
             if self.asked_to_stop():
                 self._leave(domain)
-            return
-        leave = self._leave_of(place, domain)
-        if self._sees_request(leave) and leave.join():
-            self._leave(domain)
+        elif self.running:
+            leave = self._leave_of(place, domain)
+            if self._hears(leave) and leave.join():
+                self._leave(domain)
 
     def hears_of_stop(self, place: int, domain: Domain) -> bool:
         """Return whether this rank was asked to stop, which it says to the others, or another one has said so. May be called on one rank.
@@ -151,18 +156,19 @@ class TrainingSession:
         if domain.size == 1:
             return self.asked_to_stop()
         leave = self._leave_of(place, domain)
-        heard = self._sees_request(leave)
+        heard = self._hears(leave)
         if heard and not leave.joined:
             leave.join()
         return heard
 
-    def _sees_request(self, leave: JointLeave) -> bool:
+    def _hears(self, leave: JointLeave) -> bool:
         if self.asked_to_stop() or leave.joined:
             return True
         # The store is one process for all ranks: they do not all ask it at every look.
-        if self._clock() < self._looks_again:
+        now = time.monotonic()
+        if now < self._looks_again:
             return False
-        self._looks_again = self._clock() + _SECONDS_BETWEEN_LOOKS
+        self._looks_again = now + _SECONDS_BETWEEN_LOOKS
         return leave.is_asked_for()
 
     def end_wait(self, domain: Domain) -> None:
@@ -186,20 +192,6 @@ class TrainingSession:
         """End the training between two updates, where every rank knows by itself that there is nothing left to train on."""
         if self.running:
             raise DataEnded
-
-    def apply_requests(self, agreed: frozenset[str]) -> None:
-        """Do at the next boundary what any rank asked for."""
-        if agreed:
-            self.stop_reason = first_stop(agreed)
-            self.save_requested = "save" in agreed
-
-    def agree_to_stop(self, domain: Domain) -> bool:
-        """Return whether any rank was asked to stop: the boundary of a loop by hand. One small collective."""
-        self.poll_signals()
-        asked = self._requested.intersection(STOPS)
-        self._requested -= asked
-        self.stop_reason = first_stop(agree(domain, asked)) or self.stop_reason
-        return self.stop_reason is not None
 
     # Events
 
@@ -227,19 +219,6 @@ class TrainingSession:
             raise
         finally:
             self.end()
-
-    def waiting(self, batches: Iterator[_T]) -> Iterator[_T]:
-        """Yield batches to train on, and tell the observers of the waits for them."""
-        observers = self.observers
-        while True:
-            observers.notify("batch_wait_started")
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                observers.notify("batch_wait_ended")
-            yield batch
 
     def update(self, step: Callable[[], UpdateOutcome]) -> UpdateOutcome:
         """Make one update, and tell the observers of it."""
@@ -287,24 +266,29 @@ class TrainingSession:
             self.observers.notify("save_ended")
 
     def between_batches(self, runner: TorchRunner, split: str, batches: Iterator[_T]) -> Iterator[_T]:
-        """Yield the batches of an evaluation; all ranks agree before each one whether to go on.
+        """Yield the batches of an evaluation; in a training, all ranks agree before each one whether to go on.
 
         A rank whose batches have come to their end goes on voting until those of all ranks have. When one was asked to stop, all of them
         raise `EvaluationStopped`.
         """
-        pending = runner._parts.update.sync.take_pending_requests()
-        self._requested |= pending & {"save"}
+        pending: frozenset[str] = frozenset()
+        if self.running:
+            pending = runner._parts.update.sync.take_pending_requests()
+            self._requested |= pending & {"save"}
         for number in itertools.count():
             batch = next(batches, None)
-            self.poll_signals()
-            votes = self._requested.intersection(STOPS) | ({"continue"} if batch is not None else set())
-            agreed = agree(runner.placement.optimizer, votes)
-            stop = first_stop({*agreed, *pending, self.stop_reason})
-            if stop is not None:
-                self.stop_reason = stop
-                self._requested.difference_update(STOPS)
-                raise EvaluationStopped
-            if "continue" not in agreed:
+            goes_on = batch is not None
+            if self.running:
+                self.asked_to_stop()
+                votes = self._requested.intersection(STOPS) | ({"continue"} if goes_on else set())
+                agreed = agree(runner.placement.optimizer, votes)
+                stop = first_stop({*agreed, *pending, self.stop_reason})
+                if stop is not None:
+                    self.stop_reason = stop
+                    self._requested.difference_update(STOPS)
+                    raise EvaluationStopped
+                goes_on = "continue" in agreed
+            if not goes_on:
                 return
             self.observers.notify("evaluation_batch_started", split, number)
             if batch is not None:
@@ -317,14 +301,14 @@ class TrainingSession:
         self.stop_reason = None
         self.save_requested = False
         self.training = next(_TRAININGS)
-        self._deadline = self._clock() + max_seconds if max_seconds is not None else math.inf
+        self._deadline = time.monotonic() + max_seconds if max_seconds is not None else math.inf
 
     def leave(self) -> None:
         """End a training: requests by time or within waits do not apply any more."""
         self.running, self._deadline = False, math.inf
 
     def hear_late_signals(self, domain: Domain) -> str:
-        """Apply a signal that came after the last boundary, as in the last save: there is no other one to apply it at."""
+        """Apply a signal that came after the last boundary, as in the last save, and return how the training ended."""
         received = self.signals.request if self.signals is not None else None
         late = agree(domain, () if received is None else (received,))
         self.stop_reason = next((name for name in BY_SIGNAL if name in {*late, self.stop_reason}), self.stop_reason)

@@ -35,6 +35,9 @@ logger = logging.getLogger("danling")
 UNCOMMITTED = "uncommitted"
 """Reason of an update that the replica groups did not commit: it is made again from the same batches."""
 
+RunWindow = Callable[[BatchSource, Iterator[Batch], list[Batch]], bool]
+"""Runs forward and backward of one update; see `UpdateStep.run_window`."""
+
 
 @dataclass(slots=True)
 class UpdateOutcome:
@@ -105,9 +108,9 @@ class Window:
         self.current: float | Tensor = 0.0
         self.current_samples = 0.0
         self._reference: float | Tensor = 1.0
-        self._scaled = True
         self.unscaled = 0
-        """Micro-batches of non-zero weight for which `backward` was not called, not counting the open one."""
+        """Micro-batches of non-zero weight for which `backward` was not called, the open one included."""
+        self._awaits_loss = False
 
     def begin_microbatch(self, weight: float | Tensor, samples: float) -> None:
         """Begin a micro-batch. The first one of a run is a collective of the domain."""
@@ -124,22 +127,17 @@ class Window:
                 self._reference = self.agreed_reference or 1.0
             else:
                 self._reference = weight.clamp_min(1.0) if isinstance(weight, Tensor) else weight or 1.0
-        self.end_microbatch()
         self.count += 1
-        self._scaled = isinstance(weight, float) and weight == 0.0
+        self._awaits_loss = isinstance(weight, Tensor) or weight != 0.0
+        self.unscaled += self._awaits_loss
         self.current, self.current_samples = weight, samples
         self.weight = self.weight + weight
         self.samples += samples
 
     def expect_no_loss(self) -> None:
-        """Expect no loss of the open micro-batch on this rank."""
-        self._scaled = True
-
-    def end_microbatch(self) -> None:
-        """Note whether the loss of the open micro-batch was scaled."""
-        if not self._scaled:
-            self.unscaled += 1
-        self._scaled = True
+        """Expect no further loss of the open micro-batch on this rank."""
+        self.unscaled -= self._awaits_loss
+        self._awaits_loss = False
 
     def check_open(self) -> None:
         """Refuse a loss, or an update, without a micro-batch."""
@@ -149,19 +147,12 @@ class Window:
                 "weight. Call `train_step(batch)` first, which calls backward, then step(); or train_epoch(split), which calls them all."
             )
 
-    def check_scaled(self) -> None:
-        """Refuse an update if `backward` was not called for one of its micro-batches."""
-        if self.unscaled:
-            raise ValueError(
-                f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {self.unscaled} of {self.count} "
-                "without. Call self.backward(loss) before you return; a loss that is only returned, or `loss.backward()`, is not weighed."
-            )
-
     def scale(self, loss: Tensor) -> Tensor:
         """Return `loss` scaled by the weight of the open micro-batch, and record it. Here a loss gets its weight; `backward` calls this."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise not_one_loss(loss)
-        self._scaled = True
+        self.unscaled -= self._awaits_loss
+        self._awaits_loss = False
         weight = 1.0 if self.sum_reduced and (isinstance(self.current, Tensor) or self.current) else self.current
         if not self.on_host:
             summed = loss.detach().double()
@@ -250,6 +241,52 @@ class UpdateStep:
             batch = upcoming
         return True
 
+    def run_window_that_fits(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
+        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come.
+
+        Forward and backward must not communicate: a rank that ran out would leave the others waiting. Afterwards the ranks agree in one
+        collective whether one of them did; nothing has been updated then.
+        """
+        runner, loader = self._runner, source.loader
+        held = loader.held_at_once if isinstance(loader, DataLoader) else 0
+        if held == 0:
+            return self.run_window(source, batches, consumed)
+        # What ranks otherwise do together within an update comes before it: each of them has to come through it alone.
+        if runner.preparation.broadcasts_buffers:
+            runner.broadcast_buffers()
+        if runner.window.agreed_reference is None and runner.placement.optimizer.size > 1:
+            runner.window.agreed_reference = float(held)
+        if held == 1:
+            # Nothing is left to halve: the user gets the error with its traceback.
+            return self.run_window(source, batches, consumed)
+        take_back, failed = runner._parts.recompute.remember(), False
+        try:
+            self.run_window(source, batches, consumed)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        # Not in the `except` block: the traceback would keep the tensors of the forward alive.
+        told = runner.placement.optimizer.all_reduce(torch.tensor(float(failed), dtype=torch.float64), "max")
+        if not told.item():
+            return True
+        take_back()
+        gc.collect()
+        if runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        runner.state.elastic.micro_batch_size = held // 2
+        runner._data.hold_at_most(held // 2)
+        if runner.is_main_process:
+            logger.warning(
+                "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "
+                "else. The size is kept, also when the run is resumed; dataloader.micro_batch_size=%d begins with it.",
+                runner.state.train.global_step + 1,
+                held,
+                held // 2,
+                held // 2,
+            )
+        return False
+
     def run(self, batch: Batch, step: Callable[[Any], object]) -> object:
         """Run forward and backward of a micro-batch of the open window, and return what its step returned."""
         runner, window, session = self._runner, self._runner.window, self._session
@@ -304,9 +341,11 @@ class UpdateStep:
         runner, window, session = self._runner, self._runner.window, self._session
         if window.count == 0 and not session.running:
             window.check_open()
-        window.end_microbatch()
         if window.unscaled and not self._own_backward:
-            window.check_scaled()
+            raise ValueError(
+                f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {window.unscaled} of {window.count} "
+                "without. Call self.backward(loss) before you return; a loss that is only returned, or `loss.backward()`, is not weighed."
+            )
         of_phases = runner._phases.close() if runner._phases is not None else None
         outcome, requests = of_phases or self.decide()
         if outcome.reason == UNCOMMITTED:
@@ -320,13 +359,8 @@ class UpdateStep:
 
     def agree(self, window: Window) -> StepTotals:
         """Return the sums of a window over all ranks: the one collective of an update."""
-        return self.sync.reduce(
-            weight=window.weight,
-            loss=window.loss,
-            samples=window.samples,
-            nonfinite=window.nonfinite,
-            requests=self._session.local_requests(),
-        )
+        requests = self._session.local_requests()
+        return self.sync.reduce(StepTotals(window.weight, window.loss, window.samples, window.nonfinite, requests))
 
     def decide(self) -> tuple[UpdateOutcome, frozenset[str]]:
         """Make or skip the update of the open window, and drop its gradient; return what the ranks have asked for, too."""
@@ -428,19 +462,19 @@ class UpdateStep:
             self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)
             if self.norms is not None and outcome.grad_norm is not None:
                 self.norms.note(train.global_step, outcome.grad_norm)
-        else:
-            self._count_skip(outcome.reason)
-
-    def _count_skip(self, reason: str | None) -> None:
-        train, limit = self._runner.state.train, self._runner.config.max_skipped_updates
+            return
         train.skipped_updates += 1
         train.consecutive_skips += 1
-        logger.warning("Update %d was skipped (%s).", train.global_step + 1, reason)
-        if limit is not None and train.consecutive_skips > limit:
+        self.warn_of_skip("", train.consecutive_skips, outcome.reason)
+
+    def warn_of_skip(self, whose: str, skips: int, reason: str | None) -> None:
+        """Log a skipped update, and end the training after too many in a row. `whose` names one of several optimizers."""
+        step, limit = self._runner.state.train.global_step + 1, self._runner.config.max_skipped_updates
+        logger.warning("Update %d%s was skipped (%s).", step, whose, reason)
+        if limit is not None and skips > limit:
             raise NonFiniteError(
-                f"Expected at most {limit} skipped updates in a row. Received: {train.consecutive_skips} before step "
-                f"{train.global_step + 1} (the last one: {reason}). Look at the data and the learning rate, or raise "
-                "max_skipped_updates."
+                f"Expected at most {limit} skipped updates in a row. Received: {skips}{whose} before step {step} (the last one: {reason}). "
+                "Look at the data and the learning rate, or raise max_skipped_updates."
             )
 
     # What an accelerator has not told yet
@@ -462,9 +496,6 @@ class UpdateStep:
 
 
 # The micro-batches of an update, run again from the same beginning: random numbers follow from their keys
-
-RunWindow = Callable[[BatchSource, Iterator[Batch], list[Batch]], bool]
-"""Runs forward and backward of one update; see `UpdateStep.run_window`."""
 
 
 class Recompute:
@@ -523,68 +554,6 @@ class Recompute:
             **dict(self._runner.unwrapped_model.named_buffers()),
             **{f"criterion.{number}": buffer for number, buffer in enumerate(of_criterion)},
         }
-
-
-class MemoryRetry:
-    """Runs the micro-batches of an update again in smaller ones where memory ran out, before anything was updated.
-
-    Forward and backward must not communicate: a rank that ran out would leave the others waiting. Afterwards the ranks agree in one
-    collective whether one of them did.
-    """
-
-    def __init__(self, runner: TorchRunner, run_window: RunWindow, recompute: Recompute) -> None:
-        self._runner = runner
-        self._run_window = run_window
-        self._recompute = recompute
-
-    def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
-        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come."""
-        runner, loader = self._runner, source.loader
-        held = loader.held_at_once if isinstance(loader, DataLoader) else 0
-        if held == 0:
-            return self._run_window(source, batches, consumed)
-        # What ranks otherwise do together within an update comes before it: each of them has to come through it alone.
-        if runner.preparation.broadcasts_buffers:
-            runner.broadcast_buffers()
-        if runner.window.agreed_reference is None and runner.placement.optimizer.size > 1:
-            runner.window.agreed_reference = float(held)
-        if held == 1:
-            # Nothing is left to halve: the user gets the error with its traceback.
-            return self._run_window(source, batches, consumed)
-        if self.attempt(lambda: self._run_window(source, batches, consumed), self._recompute.remember()):
-            return True
-        runner.state.elastic.micro_batch_size = held // 2
-        runner._data.hold_at_most(held // 2)
-        if runner.is_main_process:
-            logger.warning(
-                "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "
-                "else. The size is kept, also when the run is resumed; dataloader.micro_batch_size=%d begins with it.",
-                runner.state.train.global_step + 1,
-                held,
-                held // 2,
-                held // 2,
-            )
-        return False
-
-    def attempt(self, make: Callable[[], object], take_back: Callable[[], None]) -> bool:
-        """Return whether all ranks succeeded; if memory ran out on one, undo the changes on all. Call on all ranks."""
-        failed = False
-        try:
-            make()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = True
-        # Not in the `except` block: the traceback would keep the tensors of the forward alive.
-        domain, device = self._runner.placement.optimizer, self._runner.device
-        if domain.size > 1:
-            failed = bool(domain.all_reduce(torch.tensor(float(failed), dtype=torch.float64), "max").item())
-        if failed:
-            take_back()
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        return not failed
 
 
 def map_carry(carry: Any, change: Callable[[Tensor], Tensor], path: str = "self.carry") -> Any:

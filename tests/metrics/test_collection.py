@@ -50,12 +50,6 @@ def _updated(metrics: Any, sizes: tuple[int, ...] = (3, 5, 1)) -> tuple[MetricSe
     return wrapped, pred, target
 
 
-def test_nothing_is_an_empty_set() -> None:
-    wrapped = MetricSet.wrap(None)
-    wrapped.update(torch.ones(2), torch.ones(2), 2)
-    assert not wrapped and wrapped.compute() == {}
-
-
 @pytest.mark.parametrize(
     "metric",
     [
@@ -71,21 +65,6 @@ def test_nothing_is_an_empty_set() -> None:
 def test_a_callable_may_return_values_a_mean_or_totals(metric: Any) -> None:
     wrapped, pred, target = _updated({"error": metric})
     assert wrapped.compute()["error"] == pytest.approx(float(_error(pred.double(), target).mean()), abs=1e-6)
-
-
-class Seen:
-    def __init__(self) -> None:
-        self.number = 0
-
-    def update(self, pred: Tensor, target: Tensor | None) -> bool:
-        self.number += len(pred)
-        return True
-
-    def compute(self) -> int:
-        return self.number
-
-    def reset(self) -> None:
-        self.number = 0
 
 
 def test_names() -> None:
@@ -115,6 +94,9 @@ def test_several_values_of_one_metric_are_numbered() -> None:
 
 
 def test_a_set_that_saw_nothing_computes_nothing() -> None:
+    empty = MetricSet.wrap(None)
+    empty.update(torch.ones(2), torch.ones(2), 2)
+    assert not empty and empty.compute() == {}
     metrics = {"auc": BinaryAUROC(), "error": _error, "max": Largest()}
     wrapped = MetricSet.wrap(metrics)
     assert wrapped.compute() == {}

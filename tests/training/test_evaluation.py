@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from danling.data import PLACEHOLDER, Batch
-from danling.training.evaluation import checked_figures, even_out
+from danling.distributed import LocalDomain
+from danling.training.evaluation import checked_figures, even_out, gather_predictions, split_by_sample
 
 
 class Ranks:
@@ -22,9 +24,6 @@ class Ranks:
         self._values: list[Any] = [None] * size
         self._barrier = threading.Barrier(size, timeout=20)
 
-    def rank(self, index: int) -> Rank:
-        return Rank(self, index)
-
     def exchange(self, index: int, value: Any) -> list[Any]:
         self._values[index] = value
         self._barrier.wait()
@@ -33,7 +32,7 @@ class Ranks:
         return found
 
 
-class Rank:
+class Rank(LocalDomain):
     def __init__(self, ranks: Ranks, index: int) -> None:
         self.rank, self.size, self._ranks = index, ranks.size, ranks
 
@@ -43,12 +42,6 @@ class Rank:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._ranks.exchange(self.rank, value)
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return self._ranks.exchange(self.rank, value)[source]
-
-    def barrier(self) -> None:
-        self._ranks.exchange(self.rank, None)
 
 
 def evened(own: Sequence[list[Any]], readers: Sequence[int] | None = None) -> list[list[Batch]]:
@@ -63,7 +56,7 @@ def evened(own: Sequence[list[Any]], readers: Sequence[int] | None = None) -> li
         batches = iter([Batch(data, None if data is PLACEHOLDER else 2, None) for data in own[rank]])
         place = groups[:rank].count(group)
         found[rank] = list(
-            even_out(batches, ranks=world.rank(rank), readers=of_group[group].rank(place), reads=bool(group))
+            even_out(batches, ranks=Rank(world, rank), readers=Rank(of_group[group], place), reads=bool(group))
         )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(own))]
@@ -91,14 +84,9 @@ def test_ranks_that_read_nothing_go_on_with_placeholders() -> None:
     # Stages of a pipeline: the first and the last one read, each over two data replicas; the middle one does not.
     own = [["a", "b"], ["c"], [PLACEHOLDER], [PLACEHOLDER, PLACEHOLDER], ["a", "b"], ["c"]]
     found = evened(own, readers=[1, 1, 0, 0, 2, 2])
-    assert [[batch.data for batch in batches] for batches in found] == [
-        ["a", "b"],
-        ["c", "c"],
-        [PLACEHOLDER, PLACEHOLDER],
-        [PLACEHOLDER, PLACEHOLDER],
-        ["a", "b"],
-        ["c", "c"],
-    ]
+    blind = [PLACEHOLDER, PLACEHOLDER]
+    expected = [["a", "b"], ["c", "c"], blind, blind, ["a", "b"], ["c", "c"]]
+    assert [[batch.data for batch in batches] for batches in found] == expected
     assert [batch.samples for batch in found[1]] == [2, 0]
 
 
@@ -108,3 +96,63 @@ def test_metrics_of_a_hook_are_floats_by_name() -> None:
         checked_figures("summarize", "val", None)
     with pytest.raises(ValueError, match="val/loss"):
         checked_figures("summarize", "val", {"loss": torch.ones(2)})
+
+
+# Predictions are taken apart by sample, and put into the order of the dataset
+
+ROWS = torch.arange(6.0).reshape(3, 2)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize(
+    ("pred", "expected"),
+    [
+        (ROWS, [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]),
+        (ROWS[:, 0], [0.0, 2.0, 4.0]),
+        (ROWS[:, :1], [0.0, 2.0, 4.0]),
+        (["a", "b", "c"], ["a", "b", "c"]),
+        ((ROWS, ["a", "b", "c"]), [([0.0, 1.0], "a"), ([2.0, 3.0], "b"), ([4.0, 5.0], "c")]),
+        ((ROWS, "state"), [([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], "state")]),
+        ({"x": ROWS[:, 0], "loss": torch.ones(()), "state": 7}, [{"x": 0.0}, {"x": 2.0}, {"x": 4.0}]),
+        ({"loss": 1.0}, [{"loss": 1.0}]),
+        (SimpleNamespace(loss=None, logits=ROWS[:, 1]), [1.0, 3.0, 5.0]),
+        ("whole", ["whole"]),
+        (None, [None]),
+    ],
+    ids=["rows", "numbers", "column", "list", "tuple", "uneven", "mapping", "nothing", "output", "other", "none"],
+)
+def test_a_prediction_is_taken_apart_by_sample(pred: Any, expected: list[Any]) -> None:
+    assert plain(split_by_sample(pred, 3)) == expected
+
+
+@pytest.mark.parametrize("pred", [ROWS, ROWS[:, 0], ["a", "b", "c"]], ids=["rows", "numbers", "list"])
+def test_padding_behind_the_samples_is_left_out(pred: Any) -> None:
+    assert plain(split_by_sample(pred, 2)) == plain(split_by_sample(pred, 3))[:2]
+    assert split_by_sample(pred, 0) == []
+
+
+def test_ranks_that_take_batches_in_turn_give_the_order_of_the_dataset() -> None:
+    # Twelve samples in batches of two over three ranks, and a last one of one sample on the first rank.
+    batches = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12]]
+    mine, *others = [batches[rank::3] for rank in range(3)]
+    gathered: Any = SimpleNamespace(gather_objects=lambda value: [value, *others])
+    assert gather_predictions(mine, gathered) == list(range(13))
+
+
+def test_rows_of_parts_are_taken_apart_by_sample() -> None:
+    nodes = torch.arange(14.0).reshape(7, 2)
+    rows = split_by_sample({"nodes": nodes, "graphs": torch.arange(3)}, 3, [2, 1, 4])
+    assert [row["graphs"] for row in rows] == [0, 1, 2]
+    assert all(map(torch.equal, (row["nodes"] for row in rows), nodes.split([2, 1, 4])))
+    assert len(split_by_sample(nodes, 2, [2, 1, 4])) == 2
+    assert split_by_sample(torch.arange(3), 2, [2, 1, 4]) == [0, 1]  # one of the three is padding
+    edges = torch.arange(9.0)
+    (whole,) = split_by_sample(edges, 3, [2, 1, 4])
+    assert torch.equal(whole, edges)  # neither a row a sample nor a row a part

@@ -247,7 +247,6 @@ def step_of(*calls: str) -> Any:
     ("calls", "message"),
     [
         (["critic"], r"one of discriminator, generator. Received: optimizing\('critic'\)"),
-        (["discriminatr"], "'discriminator'"),
         (["discriminator:empty"], r"block of optimizing\('discriminator'\) to call self.backward\(loss\)"),
         (["discriminator:inner"], r"optimizing\('generator'\) was called inside of optimizing\('discriminator'\)"),
         (["discriminator", ""], r"backward\(loss\) was called outside of optimizing"),

@@ -72,6 +72,7 @@ def test_batches_pass_while_nobody_asks_and_a_stop_leaves_the_evaluation() -> No
         update = SimpleNamespace(sync=SimpleNamespace(take_pending_requests=lambda: pending))
         placement = SimpleNamespace(optimizer=LocalDomain())
         runner: Any = SimpleNamespace(placement=placement, _parts=SimpleNamespace(update=update))
+        session.running = True
         for batch in session.between_batches(runner, "val", iter([5, 6, 7])):
             yield batch
             if batch == stop_after:

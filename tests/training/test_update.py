@@ -114,7 +114,7 @@ def test_an_accelerator_is_asked_one_update_later_and_its_samples_are_read_when_
     """`meta` stands for a device that the host does not wait for; what it would answer is on the CPU."""
     with Run(tmp_path) as run:
         update = run._parts.update
-        update.sync.reduce = lambda **given: StepTotals(1.0, 2.0, torch.tensor(3.0), 0.0)  # type: ignore[method-assign]
+        update.sync.reduce = lambda own: StepTotals(1.0, 2.0, torch.tensor(3.0), 0.0)  # type: ignore[method-assign]
         run.make(1.0)
         run.make(1.0)
         assert run.train_state.samples == 0

@@ -1,0 +1,145 @@
+"""The place of a rank in a run; all ranks leave a wait, or none; all come to a place in time, or each is told that they do not."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from danling.distributed import JointLeave, LocalDomain, Placement, all_arrive, domain, world_of
+
+
+class Ranks(LocalDomain):
+    """A domain of several ranks that reduces nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+
+def test_a_rank_reads_its_share_of_the_data() -> None:
+    place = Placement.alike(Ranks(1, 2))
+    assert place.share(trained=True) == place.share(trained=False) == (1, 2)
+    assert place.data_replicas == 2
+
+
+def test_training_data_is_divided_over_replica_groups_and_evaluation_is_not() -> None:
+    places = [Placement.alike(Ranks(rank, 2), replica_group=(group, 3)) for group in range(3) for rank in range(2)]
+    assert [place.share(trained=True) for place in places] == [(index, 6) for index in range(6)]
+    assert [place.share(trained=False) for place in places] == [(0, 2), (1, 2)] * 3
+    assert {place.data_replicas for place in places} == {6}
+
+
+def test_several_processes_must_be_joined_by_somebody() -> None:
+    assert isinstance(world_of(1, torch.device("cpu")), LocalDomain)
+    with pytest.raises(
+        ValueError, match=r"Expected `init_distributed` to join a process group of 2 processes. Received: none"
+    ):
+        world_of(2, torch.device("cpu"))
+
+
+# All leave a wait, or none
+
+
+def rounds(size: int) -> list[JointLeave]:
+    """Return what each rank holds of one wait."""
+    store = HashStore()
+    return [JointLeave(store, "here", rank=rank, size=size) for rank in range(size)]
+
+
+def test_all_leave_when_the_last_one_has_joined() -> None:
+    ranks = rounds(3)
+    assert not any(rank.is_asked_for() for rank in ranks)
+    assert [ranks[2].join(), ranks[0].join()] == [False, False]
+    assert ranks[1].is_asked_for()
+    assert ranks[1].join()
+    assert all(rank.join() for rank in ranks)
+    assert not any(rank.go_on() for rank in ranks)
+    ranks = rounds(2)  # none leaves where one went on before
+    ranks[0].join()
+    assert ranks[0].go_on()
+    assert [ranks[1].join(), ranks[1].go_on()] == [False, True]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_order_all_come_to_one_end(seed: int) -> None:
+    ranks, ends = rounds(4), [""] * 4
+    chance = random.Random(seed)
+    plans = [[chance.random() < 0.7 for _ in range(6)] for _ in ranks]
+    barrier = threading.Barrier(len(ranks))
+
+    def run(number: int) -> None:
+        rank = ranks[number]
+        barrier.wait()
+        for waits in plans[number]:
+            if rank.join():
+                ends[number] = "left"
+                return
+            if not waits:
+                break
+        ends[number] = "went on" if rank.go_on() else "left"
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert set(ends) in ({"left"}, {"went on"})
+
+
+# All arrive, or each is told that they do not
+
+
+class Hesitant:
+    """A store whose rank stands still behind the look that finds another one missing, until that one has gone on."""
+
+    def __init__(self, store: HashStore, other: Any) -> None:
+        self._store = store
+        self._other = other
+
+    def add(self, key: str, number: int) -> int:
+        found = self._store.add(key, number)
+        if number == 0:
+            self._other()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """Two ranks in threads of this process, each with its own view of one store."""
+    own = threading.local()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(domain, "_get_default_store", lambda: own.store)
+    return own
+
+
+def test_one_that_comes_at_the_instant_at_which_it_is_given_up_is_told_the_same(stores: threading.local) -> None:
+    shared, told = HashStore(), []
+
+    def last() -> None:
+        stores.store = shared
+        told.append(all_arrive("here", seconds=60))
+
+    def comes() -> None:
+        if not told:
+            thread = threading.Thread(target=last)
+            thread.start()
+            thread.join()
+
+    stores.store = Hesitant(shared, comes)
+    assert all_arrive("here", seconds=-1) == told[0]
+
+
+def test_one_that_comes_later_is_told_that_it_was_given_up(stores: threading.local) -> None:
+    stores.store = HashStore()
+    assert [all_arrive("here", seconds=-1), all_arrive("here", seconds=60)] == [False, False]
+    assert [all_arrive("there", seconds=-1) for _ in range(2)] == [False, False]
