@@ -218,7 +218,7 @@ class TrainingLoop:
                     runner.fault_tolerance.leave()
             session.redeliver_signal()
 
-    def _detach(self, observers: list[Observer]) -> None:
+    def _detach(self, observers: Sequence[Observer]) -> None:
         for each in observers:
             if each in self._runner.observers:  # one that failed was dropped
                 self._runner.observers.remove(each)
