@@ -137,43 +137,14 @@ class BestScore:
         self._runner = runner
 
     @property
-    def recorded(self) -> dict[int, float]:
-        """The scores on the board: those of evaluations only."""
-        return dict(self.board.scores) if self.board is not None else {}
-
-    @property
     def scores(self) -> Mapping[int, float]:
         """The scores; none where the program's own gives nothing."""
         return self._runner.scores or {}
-
-    def find_best(self) -> int | None:
-        """Return the index of the best of the scores; `None` before there is one."""
-        if self.board is None:
-            return None
-        return self.board.best_of(self.scores) if self.own else self.board.best_index
-
-    @property
-    def best_score(self) -> float | None:
-        """The best score."""
-        index = self._runner.best_index
-        return self.scores.get(index) if index is not None else None
 
     @property
     def latest_index(self) -> int | None:
         """Index of the last score."""
         return next(reversed(list(self.scores)), None)
-
-    @property
-    def latest_score(self) -> float | None:
-        """The last score."""
-        scores = self.scores
-        return scores[list(scores)[-1]] if scores else None
-
-    @property
-    def latest_is_best(self) -> bool:
-        """Whether the last score is the best one."""
-        latest = self.latest_index
-        return latest is not None and self._runner.best_index == latest
 
     @property
     def evaluations_since_best(self) -> int:

@@ -626,27 +626,32 @@ class BaseRunner(metaclass=MetaRunner):
         evaluations: the best and the latest score, `best`, early stopping and metric schedulers use it. No communication: the same on
         all ranks.
         """
-        return self.standing.recorded
+        return {} if self.standing.board is None else dict(self.standing.board.scores)
 
     @property
     def best_index(self) -> int | None:
         """Completed epoch or global step of the best score; `None` before the first evaluation. Override it to choose another."""
-        return self.standing.find_best()
+        board = self.standing.board
+        if board is None:
+            return None
+        return board.best_of(self.standing.scores) if self.standing.own else board.best_index
 
     @property
     def best_score(self) -> float | None:
         """The best score so far."""
-        return self.standing.best_score
+        index = self.best_index
+        return None if index is None else self.standing.scores.get(index)
 
     @property
     def latest_score(self) -> float | None:
         """The score of the last evaluation."""
-        return self.standing.latest_score
+        return next(reversed(list(self.standing.scores.values())), None)
 
     @property
     def is_best(self) -> bool:
         """Whether the last evaluation gave the best score."""
-        return self.standing.latest_is_best
+        latest = self.standing.latest_index
+        return latest is not None and self.best_index == latest
 
     @property
     def latest_result(self) -> dict[str, dict[str, float]] | None:

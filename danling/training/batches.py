@@ -292,12 +292,12 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
         ignore_index, class_weight = getattr(criterion, "ignore_index", None), getattr(criterion, "weight", None)
     else:
         ignore_index, class_weight = (criterion_setting(criterion, name) for name in ("ignore_index", "weight"))
-    is_other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(
-        criterion, (nn.CrossEntropyLoss, nn.NLLLoss)
-    )
-    weighs_classes = not is_other and _function(criterion) is not F.multi_margin_loss
-    if isinstance(class_weight, Tensor) and weighs_classes:
-        return _class_weight(target, class_weight, ignore_index)
+    if isinstance(class_weight, Tensor):
+        other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(
+            criterion, (nn.CrossEntropyLoss, nn.NLLLoss)
+        )
+        if not other and _function(criterion) is not F.multi_margin_loss:
+            return _class_weight(target, class_weight, ignore_index)
     kind = type(criterion) if isinstance(criterion, nn.Module) else _function(criterion)
     if ignore_index is None and not getattr(kind, "__module__", "torch").startswith("torch."):
         # Nothing but a convention says which targets a criterion of the user's leaves out.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,11 @@ class RandomKeys:
 
     def between_updates(self) -> None:
         """Seed where a run begins or is restored, and after an evaluation: `(seed, "pass", updates attempted)`."""
-        self._seed(self._key("pass"))
+        seed_streams(self._key("pass"), self._runner.device)
 
     def begin_pass(self, split: str, number: int) -> None:
         """Seed where a pass begins, or goes on after a restore: `(seed, "pass", split, pass)`."""
-        self._seed(mix_seed(_base(self._runner.seed, "pass", split), number))
+        seed_streams(mix_seed(_base(self._runner.seed, "pass", split), number), self._runner.device)
 
     def begin_micro_batch(self, data: object, place: tuple[int, ...], ordinal: int) -> None:
         """Seed for a micro-batch: `(seed, "train", updates attempted, *place)`, and the replica group."""
@@ -61,7 +61,7 @@ class RandomKeys:
         self._places[id(data)] = place
         self.key = self._key("train", placement.replica_group[0], place=(*place, *placement.forward_place))
         self._ordinal, self._phase = ordinal, 0
-        self._seed(self.key)
+        seed_streams(self.key, self._runner.device)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -100,7 +100,7 @@ class RandomKeys:
         def after(*_: Any) -> None:
             if session.in_step:
                 self._phase += 1
-                self._seed(mix_seed(self.key, self._phase))
+                seed_streams(mix_seed(self.key, self._phase), self._runner.device)
 
         closers.callback(register_optimizer_step_pre_hook(before).remove)
         closers.callback(register_optimizer_step_post_hook(after).remove)
@@ -117,22 +117,19 @@ class RandomKeys:
     def begin_batch(self, verb: str, split: str, place: tuple[int, ...]) -> None:
         """Seed for a batch that is evaluated or predicted: `(seed, verb, split, updates attempted, *place)`."""
         self.key = self._key(verb, split, place=(*place, *self._runner.placement.forward_place))
-        self._seed(self.key)
+        seed_streams(self.key, self._runner.device)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluate inside: afterwards training goes on from its place; outside of a training the streams are what they were before."""
-        key = self.key
-        if not self._runner._session.running:
-            with preserved_streams(self._runner.device):
+        key, trains = self.key, self._runner._session.running
+        with nullcontext() if trains else preserved_streams(self._runner.device):
+            try:
                 yield
-            self.key = key
-            return
-        try:
-            yield
-        finally:
-            self.between_updates()
-            self.key = key
+            finally:
+                if trains:
+                    self.between_updates()
+                self.key = key
 
     def _key(self, *parts: int | str, place: tuple[int, ...] = ()) -> int:
         """Return the key `(seed, *parts, updates attempted, *place)`."""
@@ -140,9 +137,6 @@ class RandomKeys:
         for index in place:
             key = mix_seed(key, index)
         return key
-
-    def _seed(self, key: int) -> None:
-        seed_streams(key, self._runner.device)
 
 
 @lru_cache(maxsize=256)
