@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from danling.distributed import Domain
 from danling.mesh.axes import AXES, axes_with
 from danling.utils.messages import did_you_mean, table_lines
 from danling.utils.process import held_port
-from danling.utils.protocols import ReductionDomain
 
 from .layout_record import WEIGHTS, Part, Record, end_file, record_file
 from .program import ProgramEnd, end_program, kill_program, scratch_settings, start_program
@@ -326,7 +326,7 @@ def _failed(directory: Path, rank: int, how: str, alone: bool, options: CheckOpt
     )
 
 
-def check_this_program(layout: str, options: CheckOptions, domain: ReductionDomain) -> LayoutReport:
+def check_this_program(layout: str, options: CheckOptions, domain: Domain) -> LayoutReport:
     """Check the program that is running, as it was started. Called on all ranks; the first one starts the programs to compare."""
     chosen = Layout.parse(layout)
     told: LayoutReport | str = ""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from danling.utils.protocols import ReductionDomain
+from danling.distributed import Domain
 from danling.utils.tensors import local_part, with_local_part
 
 from . import storage
@@ -340,7 +340,7 @@ class CheckpointManager(ABC):
         self,
         directory: str | Path,
         *,
-        domain: ReductionDomain,
+        domain: Domain,
         run_id: str,
         settings: CheckpointSettings,
         step_mode: bool,

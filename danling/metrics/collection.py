@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danling.utils.protocols import ReductionDomain
+from danling.distributed import Domain
 
 from .meters import Meters
 
@@ -44,7 +44,7 @@ class MetricSet:
         cls,
         metrics: object,
         *,
-        domain: ReductionDomain | None = None,
+        domain: Domain | None = None,
         device: torch.device | None = None,
         exact: bool = False,
     ) -> MetricSet:
@@ -68,7 +68,7 @@ class MetricSet:
     def __bool__(self) -> bool:
         return bool(self._functions or self._objects)
 
-    def check(self, domain: ReductionDomain | None) -> None:
+    def check(self, domain: Domain | None) -> None:
         """Raise a `ValueError` when a metric cannot be computed over the domain."""
         if domain is None or domain.size == 1:
             return
@@ -105,7 +105,7 @@ class MetricSet:
             else:
                 _without_target(name or "metrics", metric.update, pred)
 
-    def compute(self, domain: ReductionDomain | None = None) -> dict[str, float]:
+    def compute(self, domain: Domain | None = None) -> dict[str, float]:
         """Return the metrics over the domain, by name, the same on all its members. Call on all of them.
 
         A metric that no member has data for is left out. Several values of one metric are called `name.key` or `name.0`.
@@ -113,7 +113,7 @@ class MetricSet:
         self.check(domain)
         return self._meters.averages(domain) | self._compute_objects(domain)
 
-    def _compute_objects(self, domain: ReductionDomain | None) -> dict[str, float]:
+    def _compute_objects(self, domain: Domain | None) -> dict[str, float]:
         result: dict[str, float] = {}
         for name, metric in self._objects.items():
             value = compute_metric(metric, domain, seen=self._has_seen)
@@ -162,12 +162,12 @@ class TrainMetrics(MetricSet):
         for metric in self._objects.values():
             metric.reset()
 
-    def compute(self, domain: ReductionDomain | None = None) -> dict[str, float]:
+    def compute(self, domain: Domain | None = None) -> dict[str, float]:
         """Return the metrics of objects over the domain; see `MetricSet.compute`. Call on all members."""
         self.check(domain)
         return self._compute_objects(domain)
 
-    def state_dict(self, domain: ReductionDomain | None = None) -> dict[str, Any]:
+    def state_dict(self, domain: Domain | None = None) -> dict[str, Any]:
         """Return what the objects have seen on all members, as tensors and plain values. Call on all members."""
         return {name: merged_state(metric, domain) for name, metric in self._objects.items()}
 
@@ -271,7 +271,7 @@ def holders(metric: object) -> dict[str, Any]:
     return {name: part for name, part in metric.named_modules() if isinstance(getattr(part, "_reductions", None), dict)}
 
 
-def compute_metric(metric: Any, domain: ReductionDomain | None, *, seen: bool) -> object:
+def compute_metric(metric: Any, domain: Domain | None, *, seen: bool) -> object:
     """Compute a metric object over a domain, and leave its own states as they are; `None` where nothing was seen. Call on all members."""
     parts, several = holders(metric), domain if domain is not None and domain.size > 1 else None
     if not parts:
@@ -298,7 +298,7 @@ def compute_metric(metric: Any, domain: ReductionDomain | None, *, seen: bool) -
             part._to_sync, part._computed = to_sync, computed
 
 
-def _compute_merged(metric: Any, domain: ReductionDomain, seen: bool) -> object:
+def _compute_merged(metric: Any, domain: Domain, seen: bool) -> object:
     mine = metric
     if seen and hasattr(metric, "to"):
         # A tensor that was pickled on one accelerator would come back there on every rank.
@@ -312,7 +312,7 @@ def _compute_merged(metric: Any, domain: ReductionDomain, seen: bool) -> object:
     return first.compute()
 
 
-def merged_state(metric: Any, domain: ReductionDomain | None) -> dict[str, list[Any]]:
+def merged_state(metric: Any, domain: Domain | None) -> dict[str, list[Any]]:
     """Return what all members have seen: by part, the number of updates and the states on the CPU. Call on all members."""
     owners = _owners(metric)
     merged = {name: _merged(owners[name], seen) for name, seen in _states_of_all(owners, domain).items() if seen}
@@ -343,7 +343,7 @@ def _owners(metric: nn.Module) -> dict[str, Any]:
     return {name: parts[name] for name in owners.values()}
 
 
-def _states_of_all(owners: Mapping[str, Any], domain: ReductionDomain | None) -> dict[str, list[_State]]:
+def _states_of_all(owners: Mapping[str, Any], domain: Domain | None) -> dict[str, list[_State]]:
     """Return the states of the members that have seen something, by part. Call on all members."""
     mine: dict[str, _State] = {}
     for name, part in owners.items():

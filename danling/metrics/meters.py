@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danling.utils.protocols import ReductionDomain
+from danling.distributed import Domain
 
 
 class Meter:
@@ -119,7 +119,7 @@ class Meters:
             for total, weight in meter.terms or [(meter.sum, meter.weight)]:
                 self.add_totals(name, total, weight)
 
-    def totals(self, domain: ReductionDomain | None = None) -> dict[str, tuple[float, float]]:
+    def totals(self, domain: Domain | None = None) -> dict[str, tuple[float, float]]:
         """Return `(sum, weight)` by name over the domain; the local sums stay as they are. Call on all its members.
 
         Every member takes part in the same two collectives, whichever names it has seen.
@@ -141,14 +141,14 @@ class Meters:
             figures = domain.all_reduce(torch.tensor(figures, dtype=torch.float64)).tolist()
         return dict(zip(names, zip(figures, figures[len(names) :])))
 
-    def _exact_totals(self, names: list[str], domain: ReductionDomain | None) -> dict[str, tuple[float, float]]:
+    def _exact_totals(self, names: list[str], domain: Domain | None) -> dict[str, tuple[float, float]]:
         own = [self._meters[name].terms if name in self._meters else [] for name in names]
         mine = [[_read([pair[part] for pair in terms]) for terms in own] for part in (0, 1)]
         ranks = [mine] if domain is None else domain.gather_objects(mine)
         sums, weights = ([_rounded(chain(*lists)) for lists in zip(*(rank[part] for rank in ranks))] for part in (0, 1))
         return dict(zip(names, zip(sums, weights)))
 
-    def averages(self, domain: ReductionDomain | None = None) -> dict[str, float]:
+    def averages(self, domain: Domain | None = None) -> dict[str, float]:
         """Return the weighted means over the domain. Call on all its members.
 
         A name without any weight is left out: there is no mean of nothing.

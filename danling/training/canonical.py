@@ -21,7 +21,6 @@ from danling.data import DataLoader
 from danling.data.sampler import WholeMicroBatches, part
 from danling.distributed import Domain, StepTotals
 from danling.optim import JointOptimizer
-from danling.utils.protocols import ReductionDomain
 from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter
 
 from .reduction import GradientReduction
@@ -89,7 +88,7 @@ def add_gradients(left: list[Tensor | None], right: list[Tensor | None]) -> list
     return [b if a is None else a for a, b in zip(left, right)]
 
 
-def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: ReductionDomain | None = None) -> Tensor:
+def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: Domain | None = None) -> Tensor:
     """Return the 2-norm of gradients, 0-dim float64, the same bits however their elements are divided over ranks, threads and kernels.
 
     Each square becomes a multiple of a unit that follows from the largest element and the size of its tensor; multiples are added as

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from danling.data import PLACEHOLDER, Batch, BatchSource
-from danling.distributed import all_arrive
+from danling.distributed import Domain, all_arrive
 from danling.metrics import Meters, ScoreBoard, as_number
 from danling.optim import needs_metric
 from danling.optim.modes import evaluation_weights
 from danling.optim.registry import advance_by_epoch
-from danling.utils.protocols import ReductionDomain
 from danling.utils.tensors import canonical_name
 
 from .batches import (
@@ -322,9 +321,7 @@ class Evaluator:
         return self.forward.counted(split_by_sample(pred, samples, nodes_of_graphs(data)))
 
 
-def even_out(
-    batches: Iterator[Batch], *, ranks: ReductionDomain, readers: ReductionDomain, reads: bool = True
-) -> Iterator[Batch]:
+def even_out(batches: Iterator[Batch], *, ranks: Domain, readers: Domain, reads: bool = True) -> Iterator[Batch]:
     """Yield batches until no rank has one, equally many on all: a rank that ran out repeats its last one, which weighs nothing.
 
     Where a forward is a collective of the ranks that share parameters, all of them must make the same number.
@@ -383,7 +380,7 @@ def split_by_sample(pred: object, samples: int, parts: Sequence[int] | None = No
     return list(pred)[:samples] if isinstance(pred, list) else [pred]
 
 
-def gather_predictions(batches: Sequence[Sequence[object]], domain: ReductionDomain) -> list[object]:
+def gather_predictions(batches: Sequence[Sequence[object]], domain: Domain) -> list[object]:
     """Return the predictions of all ranks in the order of the dataset, the same on all of them.
 
     Ranks take the batches of a split in turn, so the first batches of all ranks come before the second ones.

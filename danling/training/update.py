@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from danling.data import Batch, BatchSource, DataLoader
-from danling.distributed import GradientNorms, StepSync, StepTotals
+from danling.distributed import Domain, GradientNorms, StepSync, StepTotals
 from danling.metrics import TrainMetrics
 from danling.optim import JointScheduler
 from danling.supervision.failures import is_out_of_memory
-from danling.utils.protocols import ReductionDomain
 from danling.utils.tensors import local_part
 
 from .batches import not_one_loss, note_batch, peek_target, prediction_of
@@ -85,7 +84,7 @@ class Window:
         device: Where losses live.
     """
 
-    def __init__(self, domain: ReductionDomain, device: torch.device) -> None:
+    def __init__(self, domain: Domain, device: torch.device) -> None:
         self.domain = domain
         self.on_host = device.type == "cpu"
         self.agreed_reference: float | None = None
