@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
-    from .identity import CodeIdentity, make_timestamp, run_id
-    from .workspace import Workspace
+    from .workspace import CodeIdentity, Workspace
 else:
-    __getattr__, __dir__ = lazily(
-        __name__, {"identity": ("CodeIdentity", "make_timestamp", "run_id"), "workspace": ("Workspace",)}
-    )
+    __getattr__, __dir__ = lazily(__name__, {"workspace": ("CodeIdentity", "Workspace")})
 
-__all__ = ["CodeIdentity", "Workspace", "make_timestamp", "run_id"]
+__all__ = ["CodeIdentity", "Workspace"]

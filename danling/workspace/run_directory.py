@@ -393,8 +393,8 @@ class RunDirectory:
 
         settings = self._config.plain()
         own = identity.update_sizes(settings, 1).get("dataloader")
-        for run in _newest_first(self._family) if own is not None else ():
-            id = _NUMBER.sub("", run.name)
+        for name in sorted(_names(self._family)) if own is not None else ():
+            run, id = self._family / name, _NUMBER.sub("", name)
             try:
                 stored = parse_yaml(read_text(run / "metadata" / "config.canonical.yaml"))
             except (OSError, ValueError, yaml.YAMLError):
@@ -511,17 +511,6 @@ def _file_in_the_way(directory: Path) -> Iterator[None]:
 def absolute(path: str | os.PathLike[str]) -> Path:
     """Return a path that a later change of the working directory does not move; `~` is the home directory."""
     return Path(os.path.abspath(os.path.expanduser(path)))
-
-
-def _newest_first(family: Path) -> list[Path]:
-    """Return the run directories of a family, the one that was written to last first."""
-
-    def changed(run: Path) -> float:
-        files = [run / "metrics.jsonl", run / _CONFIG]
-        return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
-
-    found = [family / name for name in _names(family) if (family / name / _CONFIG).is_file()]
-    return sorted(found, key=lambda run: (changed(run), natural_key(run.name)), reverse=True)
 
 
 def _code_of(id: str) -> str:

@@ -1,13 +1,18 @@
-"""Where the files of a run are, and the small files that describe it."""
+"""Where the files of a run are, the small files that describe it, and the state of its code."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
+import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +21,6 @@ from danling.utils.plain import json_text, to_plain, yaml_text
 from danling.utils.process import in_notebook
 from danling.utils.secrets import redact_patch, secret_values, without_secrets
 
-from .identity import CodeIdentity, make_timestamp, run_id
 from .run_directory import RunDirectory, absolute, make_directory, number_of
 
 if TYPE_CHECKING:
@@ -32,6 +36,17 @@ _DESCRIPTION = (*(f"config.{name}.yaml" for name in _CONFIGS), "git.yaml", "git.
 _UNFINISHED = re.compile(r"\..+\.[0-9a-z_]{8}\.tmp|\.(metrics|digests)\.jsonl\.tmp|\.rank-.+\.trace\.json\.tmp")
 _YOUNG_SECONDS = 60.0
 
+_SHORT = 7
+_NAMED_UNTRACKED = 100
+_GIT_TIMEOUT_SECONDS = 60.0
+_LISTING_TIMEOUT_SECONDS = 5.0
+# Every option that a user's git configuration could change is fixed: the same tree must give the same bytes everywhere.
+_DIFF = (
+    *("-c", "core.quotePath=true", "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames"),
+    *("--no-relative", "--binary", "--full-index", "--unified=3", "--inter-hunk-context=0", "--diff-algorithm=myers"),
+    *("--indent-heuristic", "--submodule=short", "--src-prefix=a/", "--dst-prefix=b/", "HEAD"),
+)
+
 # What a checkpoint records of places: where its run wrote, on the machine that it ran on.
 PLACES = frozenset(
     {
@@ -46,6 +61,86 @@ _ENGINE_PLACES = re.compile(r"deepspeed\.(.*\.)?[a-z_]*_(path|dir|file)")
 # DeepSpeed joins these to a directory, of which nothing is left where they are paths themselves.
 _ENGINE_NAMES = re.compile(r"deepspeed\.(.*\.)?job_name")
 _PLAIN_NAME = re.compile(r"[^/\\\0]+")
+
+
+@dataclass(frozen=True)
+class CodeIdentity:
+    """The state of the code that a run was started from.
+
+    Untracked files do not count: a run that writes below its own repository would otherwise change its identity from
+    one attempt to the next, and `auto_resume` would never find it. Their names are in `git.yaml`.
+    """
+
+    sha: str | None = None
+    branch: str | None = None
+    """`None` when the head is detached."""
+    diff: bytes = b""
+    """`git diff HEAD` of the whole repository. Bytes, since tracked files may be in any encoding."""
+    untracked: tuple[str, ...] = ()
+
+    @classmethod
+    def of_directory(cls, directory: str | os.PathLike[str] | None = None) -> CodeIdentity:
+        """Read the identity of the repository around `directory`.
+
+        Without git, repository or commit the identity is empty. `None` is the working directory.
+        """
+        where = Path(directory or ".")
+        head = _git(where, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+        if head is None:
+            return cls()
+        sha, branch = head.decode().split()
+        diff = _git(where, *_DIFF)
+        if diff is None:
+            return cls()
+        return cls(sha, None if branch == "HEAD" else branch, diff, _untracked(where))
+
+    @property
+    def dirty(self) -> bool:
+        """Whether a tracked file differs from the commit."""
+        return bool(self.diff)
+
+    @cached_property
+    def diff_sha(self) -> str | None:
+        """First 10 hexadecimal digits of the SHA-256 of the diff; `None` when clean."""
+        return hashlib.sha256(self.diff).hexdigest()[:10] if self.diff else None
+
+    @property
+    def code_id(self) -> str | None:
+        """`<short_sha>`, or `<short_sha>-d<diff_sha>` when dirty; `None` without git."""
+        # Not git's own abbreviation, whose length differs from clone to clone.
+        short_sha = self.sha[:_SHORT] if self.sha else None
+        return short_sha if self.diff_sha is None else f"{short_sha}-d{self.diff_sha}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the content of `git.yaml`: plain values, without the diff itself; `None` for what only git knows, where there is none."""
+        return {
+            "code_id": self.code_id,
+            "sha": self.sha,
+            "branch": self.branch,
+            "dirty": self.dirty if self.sha else None,
+            "diff_sha": self.diff_sha,
+            "untracked": list(self.untracked),
+        }
+
+
+def _untracked(directory: Path) -> tuple[str, ...]:
+    listing = ("ls-files", "--others", "--exclude-standard", "--directory", "--full-name", "-z", "--", ":/")
+    names = _git(directory, *listing, timeout=_LISTING_TIMEOUT_SECONDS) or b""
+    return tuple(os.fsdecode(name) for name in names.split(b"\0") if name)[:_NAMED_UNTRACKED]
+
+
+def _git(directory: Path, *arguments: str, timeout: float = _GIT_TIMEOUT_SECONDS) -> bytes | None:
+    # Without optional locks, reading never disturbs a git command that the user runs meanwhile.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    command = ["git", "-C", str(directory), *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, check=True, stdin=subprocess.DEVNULL, timeout=timeout, env=environment
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("git %s gave nothing: %s", arguments[0], error)
+        return None
+    return done.stdout
 
 
 class Workspace:
@@ -192,14 +287,15 @@ class RunPlace:
         """On the main process."""
         world, replicas = runner.world, runner.placement.data_replicas
         self.code = CodeIdentity.of_directory() if world.rank == 0 else CodeIdentity()
-        named = (self.code.code_id, make_timestamp(), runner.config.config_id(replicas=replicas))
+        now = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
+        named = (self.code.code_id, now, runner.config.config_id(replicas=replicas))
         self.code_id, self.timestamp, self.config_id = world.broadcast_object(named)
         self.choose()
 
     def choose(self) -> None:
         """Choose the run directory, and give an earlier choice up."""
         self.release()
-        self.id = run_id(self.code_id, self.config_id)
+        self.id = f"{self.code_id}-{self.config_id}" if self.code_id else self.config_id
         self._chosen_for = self._places()
         self.dir, self.id, self.notice = self._runner.world.on_first(self._choose)
 
