@@ -1,4 +1,4 @@
-"""Checkpoints: how they are arranged on disk (`store`), found (`directory`), written (`manager`, `dcp`), read (`reading`)."""
+"""Checkpoints: how they are arranged on disk and found (`directory`), written (`manager`, `dcp`), read (`reading`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     from .dcp import TorchDistributedCheckpointManager
     from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError, CheckpointMismatch, CheckpointNotFound
     from .exchange import export_weights, import_weights, read_model
-    from .exclusion import exclude
     from .manager import CheckpointManager, CheckpointSettings, FileCheckpointManager
-    from .reading import read_config
+    from .reading import exclude, read_config
 else:
     # torch.distributed.checkpoint takes its time to import, and most runs write files; to verify them needs no torch at all.
     __getattr__, __dir__ = lazily(
@@ -27,9 +26,8 @@ else:
                 "CheckpointNotFound",
             ),
             "exchange": ("export_weights", "import_weights", "read_model"),
-            "exclusion": ("exclude",),
             "manager": ("CheckpointManager", "CheckpointSettings", "FileCheckpointManager"),
-            "reading": ("read_config",),
+            "reading": ("exclude", "read_config"),
         },
     )
 

@@ -60,7 +60,7 @@ from .directory import SUMS
 from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError
 from .manager import CollectiveCheckpointManager, SnapshotBuffers, count_bytes, to_host
 from .manifest import Manifest, Record, archive_complaints, find_problems, read_manifest
-from .outline import READ_WHOLE, Entry, Outline, without_tensors
+from .reading import READ_WHOLE, Entry, Outline, without_tensors
 from .torch_files import check_format, check_values
 from .writer_process import WriterProcess, meet
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,6 @@ from . import storage
 from .directory import TARGETS, FileStore, has_sums, is_of_run, missing_sums
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .manifest import is_name
-from .rank_files import join_ranks, rank_files
 from .reading import is_of_ranks, moment
 from .torch_files import check_foreign, holds_format, is_own, read_file
 
@@ -38,6 +39,7 @@ DESCRIPTION = "model"
 
 _CONFIG = "config.json"
 _SETS = ("ema", "model")
+_OF_RANK = re.compile(r"model_(\d{1,9})\.pt")
 _WRITTEN = re.compile(r"(model|ema)(-\d{5,}-of-\d{5,})?\.safetensors|(model|ema)\.safetensors\.index\.json")
 
 
@@ -90,14 +92,10 @@ def export_weights(
 def _earlier_export(target: Path) -> list[Path]:
     """Return the files of an earlier export to the same path, the indices that lead to others first; nothing else is ours to remove."""
     if target.suffix == ".safetensors":
-        averaged = _averaged_beside(target)
+        averaged = target.with_name(f"{target.stem}.ema.safetensors")
         return [path for path in (target, averaged) if target.is_file() and path.is_file()]
     found = [path for path in target.iterdir() if _WRITTEN.fullmatch(path.name)] if target.is_dir() else []
     return sorted(found, key=lambda path: (path.suffix != ".json", path.name))
-
-
-def _averaged_beside(file: Path) -> Path:
-    return file.with_name(f"{file.stem}.ema.safetensors")
 
 
 def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tensor]:
@@ -111,8 +109,7 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
     if which not in _SETS:
         raise ValueError(f"Expected which to be one of {[*_SETS]}. Received: which={which!r}.")
     if which == "model" and is_of_ranks(Path(path)):
-        files = rank_files(Path(path))
-        return join_ranks({rank: weights_in(_read_torch_file(file), file) for rank, file in files.items()}, Path(path))
+        return _read_ranks(Path(path))
     source = _located(Path(path), which)
     if source.name.endswith(".index.json"):
         weights = _read_index(source)
@@ -247,7 +244,7 @@ def _write_safetensors(
         size = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
         index = {"metadata": {"total_size": size}, "weight_map": places}
         path = directory / f"{stem}.safetensors.index.json"
-        storage.write_text(path, json.dumps(index, indent=2, sort_keys=True) + "\n")
+        storage.write_text(path, _json(index))
         written.append(path)
     return written
 
@@ -293,13 +290,11 @@ def _split(weights: dict[str, Tensor], limit: int | None) -> list[dict[str, Tens
 
 
 def _located(path: Path, which: str) -> Path:
-    stem = which
+    candidates = [path]
     if path.is_dir():
-        candidates = [path / f"{stem}.safetensors.index.json", path / f"{stem}.safetensors", path / f"{stem}.pth"]
+        candidates = [path / f"{which}{ending}" for ending in (".safetensors.index.json", ".safetensors", ".pth")]
     elif path.suffix == ".safetensors" and which == "ema":
-        candidates = [_averaged_beside(path)]
-    else:
-        candidates = [path]
+        candidates = [path.with_name(f"{path.stem}.ema.safetensors")]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
         raise CheckpointNotFound(
@@ -351,7 +346,79 @@ def _safetensors() -> Any:
     return safetensors.torch
 
 
+# Weights that `torch_checkpointing` wrote: `model_0.pt` and so on, of one rank each. Its `metadata.pkl` is a pickle and is not read, since
+# a divided tensor itself says how it is divided.
+
+
+def _read_ranks(directory: Path) -> dict[str, Tensor]:
+    """Return the whole weights out of those of the ranks."""
+    import_module("torch.distributed.tensor")  # torch's safe reader knows divided tensors after this import only
+    files = {int(match[1]): path for path in directory.iterdir() if (match := _OF_RANK.fullmatch(path.name))}
+    if not files:
+        raise CheckpointMismatch(
+            f"Expected weights in model_0.pt and so on. Received: {directory}, a directory of torch_checkpointing without such files; its "
+            "metadata.pkl is a pickle, and is not read. Load it with torch_checkpointing, and save `model.state_dict()` with torch.save."
+        )
+    weights = {rank: weights_in(_read_torch_file(file), file) for rank, file in sorted(files.items())}
+    joined = {}
+    for name in dict.fromkeys(name for of_rank in weights.values() for name in of_rank):
+        shares = {rank: of_rank[name] for rank, of_rank in weights.items() if name in of_rank}
+        first, *others = shares.values()
+        if any(map(is_sharded, shares.values())):
+            try:
+                joined[name] = _whole(shares)
+            except Exception as error:  # of what a file claims
+                raise CheckpointDamaged(
+                    f"Expected every share of {name}. Received: the files of {len(weights)} ranks in {directory}, which do not come to one "
+                    f"tensor ({error}). Copy all files of the directory."
+                ) from error
+        elif all(torch.equal(_bits(first), _bits(other)) for other in others):
+            joined[name] = first
+        else:
+            raise CheckpointMismatch(
+                f"Expected DTensors, or the same tensor on all ranks. Received: {name} in {directory}, which differs between ranks. If "
+                f"rank 0 has the whole model, load {directory / 'model_0.pt'}."
+            )
+    return joined
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten().view(torch.uint8)
+
+
+def _whole(shares: Mapping[int, Any]) -> Tensor:
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    first = next(iter(shares.values()))
+    shape, stored = first.shape, sum(share._local_tensor.numel() for share in shares.values())
+    if stored < math.prod(shape):
+        raise ValueError(f"{stored} of {math.prod(shape)} elements are there")
+    result: Tensor = first._local_tensor.new_empty(shape)
+    is_filled = torch.zeros(shape, dtype=torch.bool)
+    for rank, share in shares.items():
+        mesh = share.device_mesh
+        ranks = mesh.mesh.flatten().tolist() if math.prod(mesh.shape) <= len(shares) else []
+        if share.shape != shape or ranks.count(rank) != 1:
+            raise ValueError(f"rank {rank} has another shape or is not in its mesh {tuple(mesh.shape)}")
+        if any(placement.is_partial() for placement in share.placements):
+            raise ValueError("they are partial sums")
+        coordinate = [int(place) for place in torch.unravel_index(torch.tensor(ranks.index(rank)), mesh.shape)]
+        size, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, share.placements)
+        region = tuple(slice(start, start + length) for start, length in zip(offset, size))
+        if share._local_tensor.shape != size:
+            raise ValueError(f"rank {rank} has {tuple(share._local_tensor.shape)} instead of {tuple(size)}")
+        result[region], is_filled[region] = share._local_tensor, True
+    if not is_filled.all():
+        raise ValueError(f"{int((~is_filled).sum())} elements are missing")
+    return result
+
+
 # What `from_pretrained` of transformers and peft reads with the weights
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    """Return JSON as transformers writes it."""
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
 def describe_model(model: object) -> dict[str, str]:
@@ -373,12 +440,7 @@ def describe_model(model: object) -> dict[str, str]:
     content = json.loads(described[_CONFIG])
     # As transformers writes it; FSDP puts its own name before that of the class.
     content["architectures"] = [type(model).__name__.removeprefix("FSDP")]
-    return {**described, _CONFIG: json_text(content)}
-
-
-def json_text(content: Mapping[str, Any]) -> str:
-    """Return JSON as transformers writes it."""
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+    return {**described, _CONFIG: _json(content)}
 
 
 def write_description(described: Mapping[str, str], directory: Path) -> None:
@@ -401,7 +463,7 @@ def read_description(directory: Path, weights: Mapping[str, Tensor], dtype: torc
     content = json.loads(described[_CONFIG])
     kept = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), None)
     content["dtype"] = str(dtype or kept or torch.float32).removeprefix("torch.")
-    return {**described, _CONFIG: json_text(content)}
+    return {**described, _CONFIG: _json(content)}
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> None:

@@ -1,19 +1,22 @@
-"""Reads a checkpoint of any kind, or parts of it, without a runner."""
+"""Reads a checkpoint of any kind, or parts of it, without a runner: its payload, its outline, and what is left out of it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from danling.config.identity import is_update_key
 
 from .directory import SUFFIX, CheckpointStore, is_engine_target, stores_in
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 
 if TYPE_CHECKING:
     from .manager import CheckpointManager
-    from .outline import Outline
 
 logger = logging.getLogger("danling")
 
@@ -161,3 +164,208 @@ def moment(payload: Mapping[str, object]) -> str:
     if not isinstance(train, Mapping):
         return "a step that is not recorded"
     return f"step {train.get('global_step')}, epoch {train.get('epoch')}"
+
+
+# The content of a checkpoint without the values of its tensors
+
+READ_WHOLE = ("format_version", "runner", "state")
+"""Sections of a checkpoint that are read with their tensors, such as states of random generators: they are small."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    chunks: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass
+class Outline:
+    """A checkpoint without its tensors' values."""
+
+    kind: str
+    path: Path
+    entries: list[Entry] = field(default_factory=list)
+    plain: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it was written by this library, so that names begin with a component."""
+        return self.kind not in ("safetensors", "torch file")
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Return, for each first component, the number of tensors, elements and bytes, and the dtypes."""
+        table: dict[str, dict[str, Any]] = {}
+        for entry in self.entries:
+            section = entry.name.partition(".")[0] if self.is_own else "tensors"
+            row = table.setdefault(section, {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": {}})
+            row["tensors"] += 1
+            row["elements"] += entry.numel
+            row["bytes"] += entry.size
+            row["dtypes"][entry.dtype] = row["dtypes"].get(entry.dtype, 0) + entry.numel
+        return table
+
+
+def tensors_in(value: object, name: str = "") -> Iterator[Entry]:
+    """Yield the tensors of a nested state by dotted name."""
+    from torch import Tensor  # what is read from headers alone needs no torch
+
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        yield Entry(name, dtype, tuple(value.shape), value.numel() * value.element_size())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{name}.{index}")
+
+
+def without_tensors(value: object) -> Any:
+    """Return a nested state less its tensors, with keys that are strings."""
+    from torch import Tensor  # what is read from headers alone needs no torch
+
+    if isinstance(value, Mapping):
+        return {str(k): without_tensors(v) for k, v in value.items() if not isinstance(v, Tensor)}
+    if isinstance(value, (list, tuple)):
+        return [without_tensors(item) for item in value if not isinstance(item, Tensor)]
+    return value
+
+
+# What is not loaded
+
+_ALIASES = {"data_loader": "dataloaders", "dataloader": "dataloaders", "lr_scheduler": "scheduler"}
+_SETTINGS = "runner"
+"""Component of the stored configuration, which is never loaded, only compared with that of the run."""
+_MADE_OF: dict[str, frozenset[str]] = {
+    "optimizer": frozenset({"optim"}),
+    "scheduler": frozenset({"scheduler", "optim", "steps", "epochs"}),
+}
+"""Settings of which a component is made, where they are not a section of its name."""
+USERS_OWN = "users' own"
+"""In a set of changed sections: any of the user's own, of which every component may be made."""
+
+
+class ExcludedFromLoading:
+    """The parsed entries: components (`"optimizer"`), dotted paths within one (`"model.head"`), and settings (`"runner.optim.lr"`)
+    that may differ from those of the checkpoint.
+
+    Examples:
+        >>> excluded = ExcludedFromLoading(["model.head", "runner.optim.lr"])
+        >>> excluded.mentions("model"), excluded.leaves_out("model"), excluded.leaves_out("model.head.weight")
+        (True, False, True)
+        >>> excluded.allows_setting("optim.lr")
+        True
+    """
+
+    def __init__(self, entries: str | Iterable[str] | None) -> None:
+        self._all = [entries] if isinstance(entries, str) else list(entries or [])
+
+    @property
+    def entries(self) -> list[str]:
+        """Entries that name parts of the payload, as they were written."""
+        return [entry for entry in self._all if entry.partition(".")[0] != _SETTINGS]
+
+    def apply(self, payload: Mapping[str, object], *, section: str | None = None) -> tuple[dict[str, Any], set[str]]:
+        """Return the payload without the excluded parts, and the dotted paths that were left out."""
+        counting = [e for e in self.entries if section is None or e.partition(".")[0] == section]
+        return exclude(payload, counting)
+
+    def loaded_since(self, before: ExcludedFromLoading, changed: Collection[str]) -> list[str]:
+        """Return the entries that do not count for a checkpoint, since they did when its run began, and it has trained the parts since.
+
+        A new head, say, is left out of the checkpoint that a run is finetuned from, and belongs to the checkpoints of the run itself.
+        `dataloaders` and `optimizer.param_groups` always count: they take the data and the options of the program as these are at each
+        start, and leave out nothing that was trained.
+        """
+        if USERS_OWN in changed:
+            return []
+        named = {entry: _canonical(entry) for entry in self.entries}
+        return [
+            entry
+            for entry, (name, dot, rest) in named.items()
+            if name != "dataloaders"
+            and entry != "optimizer.param_groups"
+            and before.leaves_out(f"{name}{dot}{rest}")
+            and not _MADE_OF.get(name, frozenset({name})).intersection(changed)
+        ]
+
+    def without(self, entries: Collection[str]) -> ExcludedFromLoading:
+        """Return this without some of its entries."""
+        return ExcludedFromLoading([entry for entry in self._all if entry not in entries])
+
+    def mentions(self, component: str) -> bool:
+        """Whether an entry names a component, or anything in it."""
+        return any(_canonical(entry)[0] == component for entry in self.entries)
+
+    def parts_of(self, component: str) -> list[str]:
+        """Return the entries that name something in a component, rather than all of it."""
+        return [entry for entry in self.entries if entry.startswith(f"{component}.")]
+
+    def leaves_out(self, path: str) -> bool:
+        """Whether an entry names a dotted path, or something that contains it."""
+        return any(f"{path}.".startswith(f"{''.join(_canonical(entry))}.") for entry in self.entries)
+
+    def allows_setting(self, key: str) -> bool:
+        """Whether the value of a dotted key of the configuration may differ from that of the checkpoint."""
+        # Several keys together determine the samples of an update: naming one of them is enough.
+        if is_update_key(key) and any(is_update_key(entry.removeprefix(f"{_SETTINGS}.")) for entry in self._all):
+            return True
+        return any(f"{_SETTINGS}.{key}.".startswith(f"{entry}.") for entry in self._all)
+
+
+def exclude(payload: Mapping[str, object], entries: str | Iterable[str] | None) -> tuple[dict[str, Any], set[str]]:
+    """Return the payload without the excluded parts, and what was excluded.
+
+    Args:
+        payload: A checkpoint.
+        entries: Components or dotted paths within one; see `ExcludedFromLoading`.
+
+    Raises:
+        ValueError: If an entry matches nothing.
+    """
+    listed = [entries] if isinstance(entries, str) else list(entries or [])
+    kept = dict(payload)
+    excluded = set()
+    for entry in listed:
+        name, dot, rest = _canonical(entry)
+        if name not in kept or (dot and not _drop(kept, name, rest)):
+            raise ValueError(
+                f"Expected every entry of checkpoint.exclude_from_loading to match a part of the checkpoint, whose components are "
+                f"{sorted(payload)}. Received: {entry!r}, which matches nothing."
+            )
+        if not dot:
+            del kept[name]
+        excluded.add(f"{name}{dot}{rest}")
+    return kept, excluded
+
+
+def _canonical(entry: str) -> tuple[str, str, str]:
+    head, dot, rest = entry.partition(".")
+    return _ALIASES.get(head, head), dot, rest
+
+
+def _drop(holder: dict[str, Any], name: str, path: str) -> bool:
+    """Remove `path` below `holder[name]` in copies; names below may contain dots."""
+    section = holder[name]
+    if not isinstance(section, Mapping):
+        return False
+    matching = [key for key in section if key == path or str(key).startswith(f"{path}.")]
+    if matching:
+        holder[name] = {key: value for key, value in section.items() if key not in matching}
+        return True
+    head, dot, rest = path.partition(".")
+    if not dot or head not in section:
+        return False
+    holder[name] = dict(section)
+    return _drop(holder[name], head, rest)

@@ -16,7 +16,7 @@ from . import storage
 from .directory import FILE_SUMS, verify_alone
 from .errors import CheckpointDamaged, CheckpointMismatch, disk_error
 from .manifest import is_archive, oversized
-from .outline import Outline, tensors_in, without_tensors
+from .reading import Outline, tensors_in, without_tensors
 
 FORMAT_VERSION = 1
 """`format_version` of new files, and the newest one that can be read."""

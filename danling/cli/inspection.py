@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from danling.checkpoints.errors import CheckpointDamaged
-from danling.checkpoints.outline import Entry, Outline
-from danling.checkpoints.reading import locate, read_outline
+from danling.checkpoints.reading import Entry, Outline, locate, read_outline
 from danling.utils.files import open_file
 from danling.utils.messages import as_text
 from danling.utils.plain import flatten, parse_json

@@ -27,8 +27,7 @@ from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, Check
 from danling.checkpoints.exchange import export_weights
 from danling.checkpoints.manager import CollectiveCheckpointManager, count_bytes, to_host
 from danling.checkpoints.manifest import Manifest, Record, archive_complaints, is_archive
-from danling.checkpoints.outline import Outline, tensors_in, without_tensors
-from danling.checkpoints.reading import locate
+from danling.checkpoints.reading import Outline, locate, tensors_in, without_tensors
 from danling.checkpoints.reading import read_payload as read_any
 from danling.checkpoints.torch_files import check_format, read_file
 from danling.utils.tensors import canonical_name

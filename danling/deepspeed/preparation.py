@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.checkpoints.exclusion import ExcludedFromLoading
+from danling.checkpoints.reading import ExcludedFromLoading
 from danling.distributed import Domain
 from danling.training.checks import listed
 from danling.training.ema import EMA

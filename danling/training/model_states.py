@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.checkpoints.exclusion import ExcludedFromLoading
+from danling.checkpoints.reading import ExcludedFromLoading
 from danling.optim.modes import evaluation_weights, modal, put_training_weights, training_weights
 from danling.optim.state import load_named_state_dict, named_state_dict
 from danling.utils.tensors import canonical_name, floating_dtype, local_part, whole

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from danling.checkpoints.exclusion import USERS_OWN, ExcludedFromLoading
+from danling.checkpoints.reading import USERS_OWN, ExcludedFromLoading
 from danling.config import identity
 from danling.data import BatchSource, DataLoader
 

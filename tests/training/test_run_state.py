@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from danling.checkpoints import CheckpointMismatch
-from danling.checkpoints.exclusion import ExcludedFromLoading
+from danling.checkpoints.reading import ExcludedFromLoading
 from danling.config import RunnerConfig
 from danling.data import open_source
 from danling.distributed import LocalDomain
