@@ -12,7 +12,7 @@ import os
 import stat
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,8 @@ def open_new(path: Path) -> Iterator[HashingWriter]:
         with _trying("sync", path):
             os.fsync(handle)
     except BaseException as error:
-        _close_quietly(handle)
+        with suppress(OSError):
+            os.close(handle)
         discard(path)
         if writer.error is not None and writer.error is not error:
             # torch.save hides the error of the operating system behind one about offsets in its archive; raise the real one.
@@ -139,13 +140,6 @@ def open_new(path: Path) -> Iterator[HashingWriter]:
         raise
     with _trying("close", path):
         os.close(handle)
-
-
-def _close_quietly(handle: int) -> None:
-    try:
-        os.close(handle)
-    except OSError:
-        return
 
 
 def write_file(path: Path, write: Callable[[HashingWriter], object]) -> tuple[int, str]:
@@ -192,19 +186,13 @@ def link(source: Path, path: Path) -> None:
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                _copy(source, staged)
+                with open_new(staged) as writer:
+                    for chunk in chunks(source):
+                        writer.write(chunk)
         replace(staged, path)
     except BaseException:
         discard(staged)
         raise
-
-
-def _copy(source: Path, target: Path) -> None:
-    def pour(writer: HashingWriter) -> None:
-        for chunk in chunks(source):
-            writer.write(chunk)
-
-    write_file(target, pour)
 
 
 def replace(source: Path, target: Path) -> None:
@@ -276,6 +264,8 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISFIFO, "is a named pipe"),
     (stat.S_ISSOCK, "is a socket"),
 )
+_DEVICE = "is a device"
+_NO_FILES = {_DEVICE, *(name for _, name in _KINDS[1:])}
 
 
 def absence(path: Path) -> str:
@@ -288,28 +278,21 @@ def absence(path: Path) -> str:
         return "is a link that leads nowhere" if os.path.islink(path) else MISSING
     except OSError as error:
         return f"cannot be read: {reason(error)}"
-    return next((name for is_kind, name in _KINDS if is_kind(mode)), "is a device")
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), _DEVICE)
 
 
 def is_no_file(path: Path) -> bool:
-    """Whether a path exists but is neither a regular file nor a symlink: a directory, a named pipe, a socket or a device."""
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
-        return False
-    return not (stat.S_ISREG(mode) or stat.S_ISLNK(mode))
+    """Whether there is something else than a regular file at a path: a directory, a named pipe, a socket or a device."""
+    return absence(path) in _NO_FILES
 
 
 def make_way(path: Path) -> Path | None:
     """Rename what blocks the path of a file that is to be written: a directory, a link or a named pipe."""
     try:
-        mode = os.lstat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        is_free = stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
-        # A file that cannot be examined can still be replaced: that only changes the directory.
-        return None
-    return None if stat.S_ISREG(mode) else set_aside(path)
+        is_free = True  # nothing is there, or a file that cannot be examined, and that can still be replaced
+    return None if is_free else set_aside(path)
 
 
 def set_aside(path: Path) -> Path:
@@ -370,11 +353,8 @@ def hash_file(path: Path) -> str:
 
 def remove(path: Path) -> None:
     """Remove a file that may be gone already."""
-    with _trying("remove", path):
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return
+    with _trying("remove", path), suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def remove_tree(directory: Path) -> None:
@@ -384,24 +364,22 @@ def remove_tree(directory: Path) -> None:
             f"Expected a directory to remove. Received: {directory}, a link, whose contents stay."
         )
     for name in sorted(names(directory)):
-        path = directory / name
-        if os.path.isdir(path) and not os.path.islink(path):
-            remove_tree(path)
-        else:
-            remove(path)
+        _remove_any(directory / name)
     with _trying("remove", directory):
         os.rmdir(directory)
 
 
+def _remove_any(path: Path) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        remove_tree(path)
+    else:
+        remove(path)
+
+
 def discard(path: Path) -> None:
     """Remove an unfinished file or directory; if that fails too, the next save into this directory removes it."""
-    try:
-        if os.path.isdir(path) and not os.path.islink(path):
-            remove_tree(path)
-        else:
-            remove(path)
-    except OSError:
-        return
+    with suppress(OSError):
+        _remove_any(path)
 
 
 def require_space(directory: Path, needed: int) -> None:

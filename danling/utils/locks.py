@@ -166,7 +166,15 @@ class FileLock:
                 os.close(handle)
                 raise
             self.works = False
-            _warn_once(self.file.parent, error)
+            device = os.stat(self.file.parent).st_dev
+            if device not in _warned_of:
+                _warned_of.add(device)
+                logger.warning(
+                    "The file system of %s has no locks (%s): nothing keeps a second process from writing into the directory of a run. See "
+                    "to it that one does.",
+                    self.file.parent,
+                    error.strerror,
+                )
         return True
 
     def wait(self, seconds: float) -> bool:
@@ -217,29 +225,26 @@ class FileLock:
 
 def _made(path: Path, directory: Path) -> int:
     """Open the file of a lock, which is made with its directory where they are missing. Another process may remove both meanwhile."""
-    for _ in range(_MOST_REMOVALS):
-        # Removed between the two calls, or within the first one.
-        with suppress(FileNotFoundError, FileExistsError):
-            return _open_made(path, directory)
-    return _open_made(path, directory)  # a fault of the path fails each time, and is raised
-
-
-def _open_made(path: Path, directory: Path) -> int:
-    directory.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    for attempt in range(_MOST_REMOVALS + 1):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except (FileNotFoundError, FileExistsError):
+            # Removed between the two calls, or within the first one; a fault of the path fails each time.
+            if attempt == _MOST_REMOVALS:
+                raise
+    raise AssertionError
 
 
 def _is_held_here(path: Path) -> bool:
-    if not _is_alive(path):
-        return False
-    gc.collect()  # its owner may be gone, and only not collected yet
-    return _is_alive(path)
-
-
-def _is_alive(path: Path) -> bool:
-    pid, lock = _held_here.get(path, (0, None))
-    found = lock() if lock is not None else None
-    return pid == os.getpid() and found is not None and found.held
+    for _ in range(2):
+        pid, lock = _held_here.get(path, (0, None))
+        found = lock() if lock is not None else None
+        if pid != os.getpid() or found is None or not found.held:
+            return False
+        del found
+        gc.collect()  # its owner may be gone, and only not collected yet
+    return True
 
 
 def _is_same_file(handle: int, path: Path) -> bool:
@@ -260,19 +265,6 @@ def _give_back(handle: int, path: Path, pid: int) -> None:
     except OSError:
         logger.debug("%s could not be removed.", path, exc_info=True)
     os.close(handle)
-
-
-def _warn_once(directory: Path, error: OSError) -> None:
-    device = os.stat(directory).st_dev
-    if device in _warned_of:
-        return
-    _warned_of.add(device)
-    logger.warning(
-        "The file system of %s has no locks (%s): nothing keeps a second process from writing into the directory of a run. See to it that "
-        "one does.",
-        directory,
-        error.strerror,
-    )
 
 
 # Locks for a moment
@@ -301,26 +293,24 @@ def shared(path: Path, *, seconds: float) -> Iterator[None]:
 
     Where its file can neither be opened nor made, and on a file system without locks, nothing writes there: no lock is taken.
     """
-    handle = _open_to_share(path)
-    try:
-        if handle is not None:
-            _share(handle, path, seconds)
-        yield
-    finally:
-        if handle is not None:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_UN)
-            os.close(handle)
-
-
-def _open_to_share(path: Path) -> int | None:
+    handle = None
     for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):
         try:
-            return os.open(path, flags | os.O_CLOEXEC, 0o666)
+            handle = os.open(path, flags | os.O_CLOEXEC, 0o666)
+            break
         except OSError as error:
             if error.errno not in _NOT_TO_OPEN:
                 raise
-    return None
+    if handle is None:
+        yield
+        return
+    try:
+        _share(handle, path, seconds)
+        yield
+    finally:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
 
 
 def _share(handle: int, path: Path, seconds: float) -> None:

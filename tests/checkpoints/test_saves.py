@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import shutil
@@ -9,10 +10,11 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.processes import run_processes
@@ -33,10 +35,13 @@ from danling.checkpoints import (
     read_model,
     storage,
 )
+from danling.checkpoints.manager import SnapshotBuffers, to_host
 from danling.checkpoints.manifest import Manifest, Record
 from danling.checkpoints.reading import read_payload
+from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.distributed import Domain
 
+FIXTURES = Path(__file__).parent / "fixtures"
 OLDEST, SECOND = "ckpt-s000000000001", "ckpt-s000000000002"
 of_both_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -153,6 +158,37 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
 def test_to_verify_and_to_list_needs_no_torch() -> None:
     code = "import sys, danling.cli.verify, danling.checkpoints.reading; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Checkpoints of every `format_version` there ever was still load; see `fixtures/README.md`
+
+
+def payload_of_version_1() -> dict[str, Any]:
+    """Return what the fixtures of version 1 were made of."""
+    return {
+        "format_version": 1,
+        "runner": {"seed": 7, "optim": {"type": "adamw", "lr": 0.5}},
+        "state": {
+            "train": {"global_step": 12, "epoch": 3},
+            "scores": {},
+            "rng": {"ranks": {"0": torch.arange(4, dtype=torch.uint8)}},
+        },
+        "model": {"0.weight": torch.arange(6.0).reshape(2, 3), "0.bias": torch.tensor([0.5, -1], dtype=torch.bfloat16)},
+        "optimizer": {
+            "state": {"0.weight": {"step": torch.tensor(12.0), "exp_avg": torch.ones(2, 3)}},
+            "param_groups": [{"lr": 0.5}],
+        },
+        "dataloaders": {"train": {"kind": "position", "epoch": 3, "consumed": 40}},
+    }
+
+
+@pytest.mark.parametrize("kind", ["file/latest.pth", "indexed/latest"])
+@pytest.mark.parametrize("version", range(1, FORMAT_VERSION + 1))
+def test_old_checkpoints_load(tmp_path: Path, version: int, kind: str) -> None:
+    source = FIXTURES / f"v{version}" / kind
+    manager = make_manager("file", tmp_path, run="x")
+    assert differences(manager.load_checkpoint(source), payload_of_version_1()) == []
+    assert read_config(source) == payload_of_version_1()["runner"]
 
 
 # Retention and lines
@@ -413,6 +449,71 @@ def test_close_gives_up_in_time_and_leaves_things_intact(tmp_path: Path, monkeyp
     assert load(make_manager("file", tmp_path), "latest") == 1
     slow.go.set()
     manager._executor.wait()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@of_both_kinds
+def test_a_save_is_told_when_it_can_be_loaded_and_not_when_it_fails(
+    tmp_path: Path, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(kind, tmp_path, mode=mode)
+    heard: list[tuple[int, bool, bool]] = []
+
+    def hear(state: Mapping[str, Any]) -> None:
+        is_there = any(tmp_path.glob("latest*"))
+        heard.append((state["state"]["step"], is_there, threading.current_thread() is threading.main_thread()))
+
+    manager.after_save = hear
+    for step in (4, 8):
+        manager.save_checkpoint(payload(step), epoch=0, global_step=step, history=True)
+    manager.wait()
+    manager.export_model({"format_version": 1, "model": {}}, epoch=0, global_step=8)
+    manager.wait()
+    assert heard == [(4, True, mode == "disabled"), (8, True, mode == "disabled")]
+
+    monkeypatch.setattr(storage, "open_new", _fail)
+    with pytest.raises(Exception, match="No space left"):
+        manager.save_checkpoint(payload(9), epoch=0, global_step=9)
+        manager.wait()
+    assert len(heard) == 2
+    manager.close()
+
+
+# Snapshots
+
+
+def test_tied_tensors_stay_tied_and_slices_stay_small() -> None:
+    weight = torch.randn(4, 4)
+    copied, _ = SnapshotBuffers().copy(
+        {"a": weight, "b": weight, "row": weight[1], "column": weight[:, 1], "empty": weight[:0]}
+    )
+    assert copied["a"] is copied["b"]
+    assert copied["row"].untyped_storage().nbytes() == 16
+    assert torch.equal(copied["column"], weight[:, 1])
+    host = to_host({"row": weight[1], "whole": weight})
+    assert host["row"].untyped_storage().nbytes() == 16
+    assert host["whole"].data_ptr() == weight.data_ptr()
+
+
+def test_memory_is_used_again_only_when_it_is_free() -> None:
+    buffers, state = SnapshotBuffers(), {"a": torch.zeros(8), "b": torch.zeros(8)}
+    first, release = buffers.copy(state)
+    second, _ = buffers.copy(state)
+    addresses = {tensor.data_ptr() for tensor in first.values()}
+    assert not addresses & {tensor.data_ptr() for tensor in second.values()}
+    release()
+    third, _ = buffers.copy(state)
+    assert addresses == {tensor.data_ptr() for tensor in third.values()}
+
+
+def test_other_types_are_made_plain_or_refused_by_name() -> None:
+    class Color(enum.IntEnum):
+        RED = 2
+
+    copied = to_host({"a": numpy.float64(0.5), "b": [Color.RED], "c": torch.bfloat16})
+    assert type(copied["a"]) is float and type(copied["b"][0]) is int and copied["c"] is torch.bfloat16
+    with pytest.raises(CheckpointError, match=r"state\.pool\.1.*\(object\)"):
+        to_host({"state": {"pool": [1, object()]}})
 
 
 # Several ranks

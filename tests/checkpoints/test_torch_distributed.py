@@ -129,17 +129,6 @@ def test_a_save_after_one_ahead_writes_again_what_has_changed_and_links_the_rest
         reader.load_checkpoint("latest")
 
 
-def test_retention_counts_no_save_ahead(tmp_path: Path) -> None:
-    manager = _manager(tmp_path, keep_latest_k=2)
-    for step in range(1, 5):
-        payload, _ = _ahead(manager, step)
-        manager.save_checkpoint(payload, epoch=0, global_step=step, history=True, best=step == 1)
-    names = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
-    assert names == ["best", "ckpt-s000000000001", "ckpt-s000000000003", "ckpt-s000000000004", "latest"]
-    assert [_step(manager, name) for name in names] == [1, 1, 3, 4, 4]
-    assert len(_targets(tmp_path)) == 3
-
-
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

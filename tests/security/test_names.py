@@ -97,7 +97,7 @@ FUNCTIONS = {
     "supervision/rank_watch": ["RankWatch._dump", "WatchedThread.__init__"],
     "torchft/member": ["Healing.take"],
     "utils/files": ["clear_places", "open_file", "read_text", "sync_directory", "write_atomically"],
-    "utils/locks": ["FileLock.is_taken", "_give_back", "_open_made", "_open_to_share", "exclusive"],
+    "utils/locks": ["FileLock.is_taken", "_give_back", "_made", "exclusive", "shared"],
     "utils/process": ["first_failure"],
     "workspace/run_directory": ["RunDirectory.make", "RunDirectory.release", "has_line", "make_directory"],
     "workspace/workspace": [
