@@ -153,7 +153,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
                 release()
 
         if self._background:
-            self._executor.submit(write, reliable=True)
+            self._executor.submit(write, reliable=True, discard=release)
         else:
             self.on_all(write)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -235,14 +234,13 @@ def count_bytes(value: object) -> int:
 class SaveExecutor:
     """One thread that writes checkpoints, one at a time, in order; nothing that goes wrong is lost.
 
-    Reliable saves are all written; `submit` waits when `capacity` of them wait already. Of the others only the newest is kept: one
-    that has not begun gives way to whatever comes after it.
+    One save waits at most. A reliable one is always written, and `submit` waits until it has begun. Any other gives way to what comes
+    after it.
     """
 
-    def __init__(self, capacity: int = 1) -> None:
-        self._capacity = capacity
-        self._waiting: deque[tuple[Callable[[], None], Callable[[], None], bool]] = deque()
-        """Of each save: the function that writes it, the one to call when another save takes its place, and whether it must be written."""
+    def __init__(self) -> None:
+        self._next: tuple[Callable[[], None], Callable[[], None], bool] | None = None
+        """Of the save that waits: what writes it, what is called when another one takes its place, and whether it is reliable."""
         self._changed = threading.Condition()
         self._running = False
         self._ending = False
@@ -253,38 +251,35 @@ class SaveExecutor:
     def busy(self) -> bool:
         """Whether a save waits or is being written."""
         with self._changed:
-            return self._running or bool(self._waiting)
+            return self._running or self._next is not None
 
     def wait_for_room(self) -> None:
-        """Wait until a save can be submitted: before its copy is made, so that copies in memory stay as few as saves in the queue."""
+        """Wait until a save can be submitted: before its copy is made, so that copies in memory stay few."""
         with self._changed:
-            self._changed.wait_for(lambda: sum(reliable for _, _, reliable in self._waiting) < self._capacity)
+            self._changed.wait_for(lambda: self._next is None or not self._next[2])
 
-    def submit(self, run: Callable[[], None], *, reliable: bool, discard: Callable[[], None] | None = None) -> None:
+    def submit(self, run: Callable[[], None], *, reliable: bool, discard: Callable[[], None]) -> None:
         """Enqueue a save; `discard` is called instead of `run` when a newer save takes its place."""
         if self._ending:
             raise RuntimeError("A checkpoint manager cannot save after close(). Save before it.")
         self.wait_for_room()
         with self._changed:
-            dropped = [discard for _, discard, reliable in self._waiting if not reliable]
-            self._waiting = deque(job for job in self._waiting if job[2])
-            self._waiting.append((run, discard or _nothing, reliable))
+            dropped, self._next = self._next, (run, discard, reliable)
             if self._thread is None:
                 # A daemon: a save that hangs must not keep a process alive that close() has given up waiting for.
                 self._thread = threading.Thread(target=self._work, name="danling-checkpoint", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        for give_up in dropped:
-            give_up()
+        if dropped is not None:
+            dropped[1]()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._waiting) or self._ending)
-                if not self._waiting:
+                self._changed.wait_for(lambda: self._next is not None or self._ending)
+                if self._next is None:
                     return
-                run, _, _ = self._waiting.popleft()
-                self._running = True
+                run, self._next, self._running = self._next[0], None, True
                 self._changed.notify_all()
             error: BaseException | None = None
             try:
@@ -307,14 +302,13 @@ class SaveExecutor:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until everything is written; return whether it was in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and not self._running, timeout)
+            return self._changed.wait_for(lambda: self._next is None and not self._running, timeout)
 
     def close(self, timeout: float | None = None) -> bool:
         """Wait, and end the thread; return whether everything was written in time. What has not begun by then is given up."""
         done = self.wait(timeout)
         with self._changed:
-            self._ending = True
-            self._waiting.clear()
+            self._ending, self._next = True, None
             self._changed.notify_all()
         if self._thread is not None and done:
             self._thread.join()
