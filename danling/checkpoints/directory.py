@@ -741,8 +741,9 @@ class CheckpointDirectory:
         """Whether another run saves in the directory."""
         return any(record.run != self.run_id for record, _ in self.records())
 
-    def refuse_foreign(self, found: Iterable[Found]) -> None:
-        """Refuse checkpoints of another run."""
+    def refuse_foreign(self, found: Iterable[Found] | None = None) -> None:
+        """Refuse checkpoints of another run, among those that were found or in the directory."""
+        found = self.records() if found is None else found
         foreign = [(record, store) for record, store in found if record.run != self.run_id]
         if not foreign:
             return

@@ -152,13 +152,15 @@ def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, Any
     """
     if isinstance(source, Mapping):
         return weights_in(source, "a mapping")
-    path = manager.bring_file(source) or Path(source)
+    sources = manager.checkpoints.sources_of(source)
+    brought = None if sources is None else manager.on_all(lambda: sources.bring_file(str(source)))
+    path = brought or Path(source)
     if manager.on_main(lambda: _is_foreign(path)):
         foreign = manager.on_all(lambda: import_weights(path))
-        manager.release()
+        manager.checkpoints.release()
         return foreign
     payload = manager.load_checkpoint(source, sections=["model", "state"])
-    manager.release()
+    manager.checkpoints.release()
     weights = payload.get("model")
     if not isinstance(weights, Mapping):
         raise CheckpointMismatch(f"Expected a checkpoint with a model. Received: {source} with {sorted(payload)}.")

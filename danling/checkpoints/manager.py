@@ -485,26 +485,6 @@ class CheckpointManager(ABC):
         """
         return self.on_main(self.checkpoints.find_latest)
 
-    def skip(self, source: str, error: Exception) -> None:
-        """Leave out a save from now on that `find_latest` has returned and that cannot be read. Call on all ranks."""
-        self.on_main(lambda: self.checkpoints.skip(source, error))
-
-    def refuse_lost(self) -> None:
-        """Refuse to begin anew where there are checkpoints of which none can be loaded. Call on all ranks."""
-        self.on_main(self.checkpoints.refuse_lost)
-
-    def check_directory(self) -> None:
-        """Refuse a directory in which another run saves; nothing is written. Call on all ranks."""
-        self.on_main(lambda: self.checkpoints.refuse_foreign(self.checkpoints.records()))
-
-    def tidy(self) -> None:
-        """Remove the files that killed saves and deletions have left. Call on all ranks, where no other process writes."""
-        self.on_main(self.checkpoints.tidy)
-
-    def is_foreign(self) -> bool:
-        """Whether another run saves in the directory. Call on all ranks."""
-        return self.on_main(self.checkpoints.is_foreign)
-
     def step_of(self, source: str | Path) -> int:
         """Return the committed updates of a checkpoint, without reading it. Call on all ranks."""
         record = self.on_main(lambda: self.checkpoints.describe(source))
@@ -518,16 +498,7 @@ class CheckpointManager(ABC):
         """
         self.wait()
         self.checkpoints.continue_from(self.on_main(lambda: self.checkpoints.describe(source)))
-        self.release()
-
-    def release(self) -> None:
-        """Remove what was brought of other runs, since it has been read. Call on all ranks."""
         self.checkpoints.release()
-
-    def bring_file(self, source: str | Path) -> Path | None:
-        """Return the local path of a file of weights that a URL names; `None` for anything else. Call on all ranks."""
-        sources = self.checkpoints.sources_of(source)
-        return None if sources is None else self.on_all(lambda: sources.bring_file(str(source)))
 
     # Ending
 

@@ -306,7 +306,10 @@ class BaseRunner(metaclass=MetaRunner):
         self.restore()
         if self._has_remote():
             self._remote.start_mirroring()
-        self._run_place.write_metadata(self.workspace, foreign=lambda: self.checkpoint_manager.is_foreign())
+        self._run_place.write_metadata(
+            self.workspace,
+            foreign=lambda: self.checkpoint_manager.on_main(self.checkpoint_manager.checkpoints.is_foreign),
+        )
         self._closers.callback(self._data.close)
         self._closers.callback(self._session.end)
 
@@ -698,7 +701,7 @@ class BaseRunner(metaclass=MetaRunner):
             return
         if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
             # Such a runner may read the directory of another run, but must not replace its metrics.
-            self.checkpoint_manager.check_directory()
+            self.checkpoint_manager.on_main(self.checkpoint_manager.checkpoints.refuse_foreign)
             self._run_place.enter_to_train(resumed=self.state.train.global_step > 0)
         # Closed before the log is, so that messages of a tracker are in the log of the run.
         self._closers.callback(self._reporter.trackers.close)

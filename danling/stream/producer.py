@@ -375,7 +375,7 @@ class FeatureProducer(Runner):
             CheckpointMismatch: If the directory is that of a run that trains.
         """
         if not self.config.checkpoint.load_only:
-            self.checkpoint_manager.check_directory()
+            self.checkpoint_manager.on_main(self.checkpoint_manager.checkpoints.refuse_foreign)
         if self.config.pretrained:
             self.load_pretrained(self.config.pretrained)
 

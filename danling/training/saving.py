@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from danling.checkpoints import CheckpointDamaged, CheckpointDiskError, CheckpointNotFound
@@ -100,8 +101,8 @@ def restore_run(runner: BaseRunner) -> None:
     if not config.checkpoint.load_only:
         # Check now rather than at the first save. Replica groups share the directory, where another group may be writing: no tidying.
         if not config.ft.enabled:
-            manager.tidy()
-        manager.check_directory()
+            manager.on_main(manager.checkpoints.tidy)
+        manager.on_main(manager.checkpoints.refuse_foreign)
     for _ in range(_ATTEMPTS_TO_READ - 1 if config.ft.enabled and config.auto_resume else 0):
         with suppress(CheckpointDamaged, CheckpointNotFound):
             # Another replica group may replace a checkpoint between finding and reading it; then there is a newer one.
@@ -120,10 +121,10 @@ def _load_first(runner: BaseRunner) -> None:
             if config.resume:
                 raise
             # It is the newest whose files are as they were written, and still cannot be read.
-            manager.skip(source, error)
+            manager.on_main(partial(manager.checkpoints.skip, source, error))
         source = manager.find_latest()
     if config.auto_resume:
-        manager.refuse_lost()
+        manager.on_main(manager.checkpoints.refuse_lost)
         directory = runner.workspace.checkpoints
         logger.info("auto_resume: no checkpoint of this run in %s yet; starting from scratch.", directory)
     if config.pretrained:

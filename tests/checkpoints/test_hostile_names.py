@@ -211,6 +211,6 @@ def test_auto_resume_falls_back_where_the_newest_verifies_and_cannot_be_read(kin
     assert newest == "latest"
     with pytest.raises(CheckpointDamaged) as error:
         manager.load_checkpoint(newest)
-    manager.skip(newest, error.value)
+    manager.checkpoints.skip(newest, error.value)
     older = manager.find_latest()
     assert older is not None and manager.load_checkpoint(older)["state"]["step"] == 2

@@ -243,7 +243,7 @@ def test_targets_that_lead_nowhere_are_an_error_that_says_so(place: Path, kind: 
     manager = make_manager(kind, place)
     assert manager.find_latest() is None
     with pytest.raises(CheckpointDamaged, match="that verifies, since there are some"):
-        manager.refuse_lost()
+        manager.checkpoints.refuse_lost()
     with pytest.raises(ValueError, match="Expected no link at .*targets.*Move what it leads to here"):
         go_on(kind, place, 4)
     shutil.move(place.parent / "unmounted", place.parent / "mount")
@@ -254,11 +254,11 @@ def test_targets_that_lead_nowhere_are_an_error_that_says_so(place: Path, kind: 
 
 def test_a_run_does_not_begin_anew_over_checkpoints_that_it_cannot_read(place: Path, kind: str) -> None:
     fresh = make_manager(kind, place.parent / "other")
-    fresh.refuse_lost()
+    fresh.checkpoints.refuse_lost()
     for path in [*place.glob("*.sha256"), *place.glob("targets/*/manifest.sha256")]:
         path.write_text("nothing")
     with pytest.raises(CheckpointDamaged, match=r"(?s)Received none that does:\n.*latest"):
-        make_manager(kind, place).refuse_lost()
+        make_manager(kind, place).checkpoints.refuse_lost()
 
 
 def test_a_foreign_file_without_sums_is_not_overwritten(tmp_path: Path) -> None:

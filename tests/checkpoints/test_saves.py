@@ -99,8 +99,8 @@ def test_another_run_is_refused_with_what_differs_unless_one_only_looks(kind: st
         return ["optim.lr: stored 1, now 2"]
 
     other.checkpoints._compare = compare
-    assert other.is_foreign() and not make_manager(kind, place).is_foreign()
-    for refused in (other.find_latest, other.check_directory, lambda: save(other, 4)):
+    assert other.checkpoints.is_foreign() and not make_manager(kind, place).checkpoints.is_foreign()
+    for refused in (other.find_latest, other.checkpoints.refuse_foreign, lambda: save(other, 4)):
         with pytest.raises(CheckpointMismatch, match="of run run, whose configuration differs:\n  optim.lr: stored 1"):
             refused()
     assert seen[0] == {"step": 3}
@@ -110,9 +110,9 @@ def test_another_run_is_refused_with_what_differs_unless_one_only_looks(kind: st
     save(looking, 4)
     left = place / f"{storage.UPLOADING}1"
     left.write_text("what a killed save of the other run left")
-    other.tidy()
+    other.checkpoints.tidy()
     assert sorted(place.rglob("*")) == sorted([*before, left])
-    make_manager(kind, place).tidy()
+    make_manager(kind, place).checkpoints.tidy()
     assert not left.exists()
 
 

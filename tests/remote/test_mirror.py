@@ -357,7 +357,7 @@ def test_what_a_killed_upload_left_is_removed(place: Place) -> None:
     os.link(checkpoints / "latest.pth", checkpoints / f"{storage.UPLOADING}0123")
     place.server.write(place.bucket, f"pre/{LAYOUT.checkpoints}/objects/{'f' * 64}", b"contents without a manifest")
     manager = place.manager()
-    manager.tidy()
+    manager.checkpoints.tidy()
     assert not list(checkpoints.glob(f"{storage.UPLOADING}*"))
     manager.begin("latest")
     save(manager, 2)

@@ -67,7 +67,7 @@ def resume(manager: CheckpointManager) -> int | None:
         try:
             return load(manager, source)
         except CheckpointDamaged as error:
-            manager.skip(source, error)
+            manager.checkpoints.skip(source, error)
     return None
 
 
@@ -154,7 +154,7 @@ def test_where_nothing_verifies_the_run_does_not_begin_anew(remote: Remote) -> N
     manager = remote.manager()
     assert resume(manager) is None
     with pytest.raises(CheckpointDamaged, match="bucket/family/run"):
-        manager.refuse_lost()
+        manager.checkpoints.refuse_lost()
 
 
 def test_a_prefix_of_another_run_is_refused(remote: Remote) -> None:
@@ -162,7 +162,7 @@ def test_a_prefix_of_another_run_is_refused(remote: Remote) -> None:
     with pytest.raises(
         CheckpointMismatch, match=r"file://.*bucket/family/run to hold checkpoints of this run \(other\)"
     ):
-        remote.manager(run="other").check_directory()
+        remote.manager(run="other").checkpoints.refuse_foreign()
 
 
 @pytest.mark.parametrize("ending", ["", "/checkpoints", "/checkpoints/latest"])

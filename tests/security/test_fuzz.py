@@ -82,7 +82,7 @@ def _auto_resume(original: Original, directory: Path, name: str) -> Any:
     manager = original.manager(directory)
     found = manager.find_latest()
     if found is None:
-        manager.refuse_lost()
+        manager.checkpoints.refuse_lost()
         return None
     return manager.load_checkpoint(found)
 

@@ -26,12 +26,14 @@ class Begun:
         self.config = RunnerConfig(**settings)
         self.asked: list[str] = []
         self.failing, self.error, self.latest = failing, error, latest.split() if latest else []
-        self.checkpoint_manager = SimpleNamespace(
+        checkpoints = SimpleNamespace(
             tidy=lambda: self.asked.append("tidy"),
-            check_directory=lambda: self.asked.append("check"),
-            find_latest=lambda: next(iter(self.latest), None),
+            refuse_foreign=lambda: self.asked.append("check"),
             refuse_lost=lambda: self.asked.append("refuse lost"),
             skip=lambda source, error: self.latest.remove(source),
+        )
+        self.checkpoint_manager = SimpleNamespace(
+            checkpoints=checkpoints, on_main=lambda action: action(), find_latest=lambda: next(iter(self.latest), None)
         )
         self.workspace = SimpleNamespace(checkpoints=Path("here"))
         self.best_index: int | None = None
