@@ -13,7 +13,7 @@ import torch
 from danling.utils.tensors import local_part
 
 from . import storage
-from .directory import FILE_SUMS, verify_alone
+from .directory import verify_alone
 from .errors import CheckpointDamaged, CheckpointMismatch, disk_error
 from .manifest import is_archive, oversized
 from .reading import Outline, tensors_in, without_tensors
@@ -55,9 +55,7 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
     except OSError as error:
         raise disk_error("read", path, error) from error
     except Exception as error:
-        raise CheckpointDamaged(
-            f"Expected a file of torch.save. Received: {path}, {_why_unreadable(path, error)}"
-        ) from error
+        raise CheckpointDamaged(f"Expected a file of torch.save. Received: {path}, {_why_unreadable(error)}") from error
 
 
 def check_values(payload: object, path: Path, *, size: int | None = None) -> None:
@@ -87,23 +85,20 @@ def check_values(payload: object, path: Path, *, size: int | None = None) -> Non
     raise CheckpointDamaged(f"Expected values of at most {_DEEPEST} levels. Received: {path}, with more.")
 
 
-def _why_unreadable(path: Path, error: Exception) -> str:
+def _why_unreadable(error: Exception) -> str:
     # torch answers with paragraphs, colours and the advice to run the code in the file.
     forbidden = re.search(r"Unsupported (?:global: GLOBAL|class) ([\w.]+\w)", str(error))
-    ours = path.with_name(path.name + FILE_SUMS).is_file()
-    if ours and forbidden:
-        package = forbidden[1].partition(".")[0]
-        return f"which holds a tensor of the class {forbidden[1]}; read it in a program that imports {package} before."
-    if ours:
-        return f"which torch cannot read; `danling verify {path}` tells whether it is damaged."
     if forbidden:
-        return f"which holds an object of {forbidden[1]}, and objects of classes are not read; save its state_dict() instead."
-    reason = (
-        str(error).splitlines()[0] if str(error) and isinstance(error, (OSError, RuntimeError, MemoryError)) else ""
-    )
-    if reason and "weights_only" not in reason and "\x1b" not in reason:
-        return f"which torch cannot read: {reason.rstrip('.')}."
-    return "which is damaged, or something else."
+        package = forbidden[1].partition(".")[0]
+        return (
+            f"which holds an object of {forbidden[1]}, and objects of classes are not read; save its state_dict() instead. A tensor "
+            f"of such a class is read in a program that imports {package} before."
+        )
+    first = (str(error).splitlines() or [""])[0].rstrip(".")
+    is_plain = isinstance(error, (RuntimeError, MemoryError)) and "weights_only" not in first and "\x1b" not in first
+    if first and is_plain:
+        return f"which torch cannot read: {first}."
+    return "which is damaged, or something else; `danling verify` tells damage of a checkpoint."
 
 
 def check_format(payload: Any, path: Path) -> dict[str, object]:
