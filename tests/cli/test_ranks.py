@@ -13,21 +13,16 @@ from danling.cli.plot import group
 from danling.remote import RunLayout, open_store
 from danling.workspace.runs import Run
 
+RANKS: dict[str, list[object]] = {
+    "data": [1.0, 4.0],
+    "computing": [5.0, 5.0],
+    "waiting": [4.0, 1.0],
+    "checkpointing": [0.0, 0.0],
+}
+RANKS |= {"evaluating": [0.0, 0.0], "hosts": ["a", None]}
 LINES: list[dict[str, object]] = [
     {"step": 1, "time": 1.0, "train/loss": 0.5},
-    {
-        "step": 2,
-        "time": 12.0,
-        "train/loss": 0.4,
-        "ranks": {
-            "data": [1.0, 4.0],
-            "computing": [5.0, 5.0],
-            "waiting": [4.0, 1.0],
-            "checkpointing": [0.0, 0.0],
-            "evaluating": [0.0, 0.0],
-            "hosts": ["a", None],
-        },
-    },
+    {"step": 2, "time": 12.0, "train/loss": 0.4, "ranks": RANKS},
 ]
 
 
@@ -54,14 +49,8 @@ def test_the_table_is_that_of_the_lines(
     assert second.split() == ["0", "a", "0", "0.0%", "-", "1", "5", "4", "0", "0"]
     assert main(["ranks", place, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["ranks"]
-    assert found[0] == {
-        "rank": 1,
-        "host": None,
-        "lost": 3.0,
-        "share": 0.3,
-        "cause": "data",
-        "seconds": {"data": 4.0, "computing": 5.0, "waiting": 1.0, "checkpointing": 0.0, "evaluating": 0.0},
-    }
+    seconds = {"data": 4.0, "computing": 5.0, "waiting": 1.0, "checkpointing": 0.0, "evaluating": 0.0}
+    assert found[0] == {"rank": 1, "host": None, "lost": 3.0, "share": 0.3, "cause": "data", "seconds": seconds}
 
 
 def test_times_of_ranks_are_no_metric_of_a_plot(run: Path) -> None:
