@@ -283,25 +283,28 @@ def test_rubbish_in_a_database_is_one_error(tmp_path: Path) -> None:
         SQLiteChannel(tmp_path / "log.db").read(0, 1)
 
 
-@pytest.mark.parametrize("name", ["log.jsonl", "committed.json", "owner.json"])
-def test_a_named_pipe_in_a_channel_is_not_waited_for(tmp_path: Path, name: str) -> None:
-    FileChannel(tmp_path / "log").append([sample(0)])
-    (tmp_path / "log" / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / "log" / name)
+def test_a_named_pipe_in_a_channel_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("log.jsonl", "committed.json", "owner.json"):
+        FileChannel(tmp_path / name).append([sample(0)])
+        (tmp_path / name / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name / name)
     program = """
 import sys
 from danling.stream import FileChannel
 from danling.stream.protocols import SampleRef
-channel = FileChannel(sys.argv[1])
-for ask in (lambda: channel.read(0, 1), channel.committed, channel.published, lambda: channel.claim("run"),
-            lambda: channel.append([SampleRef("b", "b", {})])):
-    try:
-        ask()
-    except (OSError, ValueError) as error:
-        print("refused:", error)
+for place in sys.argv[1:]:
+    channel = FileChannel(place)
+    for ask in (lambda: channel.read(0, 1), channel.committed, channel.published, lambda: channel.claim("run"),
+                lambda: channel.append([SampleRef("b", "b", {})])):
+        try:
+            ask()
+        except (OSError, ValueError) as error:
+            print("refused:", place)
 """
-    done = _in_a_child(program, str(tmp_path / "log"))
-    assert done.returncode == 0 and "refused:" in done.stdout, done.stdout + done.stderr
+    places = sorted(map(str, tmp_path.iterdir()))
+    done = _in_a_child(program, *places)
+    refused = {line.split()[1] for line in done.stdout.splitlines()}
+    assert done.returncode == 0 and sorted(refused) == places, done.stdout + done.stderr
 
 
 def test_hostile_objects_of_a_directory_store_are_refused_and_nothing_outside_is_touched(tmp_path: Path) -> None:
