@@ -13,32 +13,22 @@ from support.processes import run_processes
 from torch import nn
 
 from danling import TorchRunner
-from danling.data import BatchSource, open_source
+from danling.data import open_source
 from danling.distributed import Domain
 from danling.training import UNCOMMITTED, PassAgreement, UpdateOutcome
-
-
-def source(batches: int = 6, *, split: str = "train", first: int = 0, rank: int = 0, size: int = 1) -> BatchSource:
-    """Return numbers from the first one, one a batch, of a loader of the user's."""
-    numbers = [torch.tensor([first + i]) for i in range(batches)]
-    return open_source(numbers, split=split, rank=rank, world_size=size)
 
 
 class Passes(TorchRunner):
     """Numbers in windows of two, and everything that happened in a pass over them."""
 
-    def __init__(self, directory: Any, numbers: int, accum_steps: int = 2, collective: bool = False) -> None:
-        self.collective = collective
-        super().__init__({"dir": directory, "steps": 9, "accum_steps": accum_steps, "log": False, "seed": 1})
+    def __init__(self, directory: Any, numbers: int) -> None:
+        super().__init__({"dir": directory, "steps": 9, "accum_steps": 2, "log": False, "seed": 1})
         self.model, self.read = nn.Linear(1, 1), list[int]()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.dataloaders["train"] = Reading(self, numbers)
         self.windows: list[list[int]] = [[]]
         self.outcomes: list[UpdateOutcome | None] = []
         self.begun: list[int] = []
-
-    def build_agreement(self) -> PassAgreement:
-        return PassAgreement(self.world, self.world, collective_forward=self.collective)
 
     def on_pass_start(self, split: str) -> None:
         self.begun.append(self.source(split).consumed)
@@ -137,7 +127,7 @@ def _compared() -> list[str]:
     logging.getLogger("danling").addHandler(handler)
     agreement = PassAgreement(world, world)
     for split, offset in (("train_same", 0), ("train_own", world.rank)):
-        other = source(1, split=split, first=offset, rank=world.rank, size=2)
+        other = open_source([torch.tensor([offset])], split=split, rank=world.rank, world_size=2)
         for _ in range(2):
             agreement.compare(other, next(other.batches()))
     return said

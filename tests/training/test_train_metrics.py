@@ -57,14 +57,8 @@ class Metered(dl.Runner):
 
 def settings(root: Path, **changes: Any) -> dict[str, Any]:
     base = {"seed": 1, "epochs": 2, "dir": str(root), "train_metrics": True, "auto_resume": True}
-    data = {"batch_size": 4, "drop_last": False}
-    return {
-        **base,
-        "dataloader": data,
-        "optim": {"type": "sgd", "lr": 0.5},
-        "checkpoint.async_enabled": False,
-        **changes,
-    }
+    base |= {"dataloader": {"batch_size": 4, "drop_last": False}, "optim": {"type": "sgd", "lr": 0.5}}
+    return {**base, "checkpoint.async_enabled": False, **changes}
 
 
 def train(config: dict[str, Any], stop_at: int | None = None) -> tuple[dict[int, Any], list[tuple[Tensor, Tensor]]]:
