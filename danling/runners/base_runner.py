@@ -46,6 +46,7 @@ from danling.training import TrainingSession
 from danling.training.attributes import KeptAttributes
 from danling.training.keys import RandomKeys
 from danling.training.run_state import (
+    RunSaver,
     RunState,
     StatePart,
     check_complete,
@@ -56,8 +57,8 @@ from danling.training.run_state import (
     loader_states,
     log_exclusions,
     restore_positions,
+    restore_run,
 )
-from danling.training.saving import RunSaver, restore_run, warn_if_best_is_elsewhere
 from danling.utils.process import arithmetic
 from danling.workspace import Workspace
 from danling.workspace.workspace import RunPlace, without_places
@@ -871,7 +872,7 @@ class BaseRunner(metaclass=MetaRunner):
                 "format_version": FORMAT_VERSION,
                 "runner": self.config.public(),
                 "state": self.run_state.progress(),
-                **self.run_state.completed(self.component_states()),
+                **self.run_state.components(self.component_states()),
                 **self._attributes.state(),
                 "dataloaders": loader_states(self, sources),
             }
@@ -964,9 +965,7 @@ class BaseRunner(metaclass=MetaRunner):
             where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
             logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
             if source is not None:
-                # The store is asked by one rank, and fails all of them where it fails that one.
-                self.saver.best_elsewhere = self.world.on_first(lambda: warn_if_best_is_elsewhere(self, source))
-                self.saver.note_loaded()
+                self.saver.note_loaded(source)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore a payload: components, loaders, attributes of the user's and counters.

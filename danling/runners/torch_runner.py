@@ -636,7 +636,6 @@ class TorchRunner(BaseRunner):
         self._closers.callback(member.close)
         # Every forward waits for the other groups.
         self.preparation.communication = "ft.enabled=True"
-        self.run_state.add_progress(member.progress_part())
 
     @cached_property
     def reduction(self) -> GradientReduction:

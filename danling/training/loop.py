@@ -9,7 +9,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from danling.checkpoints import CheckpointManager
-from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.distributed import Domain, agree, set_collective_timeout
 from danling.optim.modes import enter_training
@@ -18,8 +17,6 @@ from danling.supervision import RankWatch, is_out_of_memory, write_memory_snapsh
 from danling.utils.observers import Observer
 
 from .evaluation import Boundary, checked_figures
-from .model_states import weights_to_export
-from .saving import TrainedKeeper, keeping_trained
 from .session import DataEnded, EvaluationStopped, IntactStateError, PassLeft, TrainingAbandoned, first_stop
 from .update import UNCOMMITTED, UpdateOutcome
 
@@ -111,7 +108,6 @@ class TrainingLoop:
         self._session = runner._session
         self._last_split: str | None = None
         self._evaluate_every = self._checkpoint_every = 1
-        self._keeper = TrainedKeeper(runner)
 
     # One training
 
@@ -246,12 +242,7 @@ class TrainingLoop:
         if not runner.saver.is_saved:
             runner.save_checkpoint()
         if session.stop_reason is None and runner.config.checkpoint.last_save_model_only:
-            config, dtype = runner.config.public(), runner.config.checkpoint.export_dtype
-            runner.saver.export(
-                lambda: weights_to_export(
-                    config, runner.model_state_dict(), runner.ema, dtype=dtype, version=FORMAT_VERSION
-                )
-            )
+            runner.saver.export()
         runner._parts.results.write()
         # On all ranks, so that an error of the background writer is raised on all of them.
         manager.wait()
@@ -511,8 +502,8 @@ class TrainingLoop:
         """Evaluate what was trained up to here; if the evaluation fails, it is saved, and a resumed run begins with this evaluation."""
         if not splits:
             return
-        results, step = self._runner._parts.results, self._runner.state.train.global_step
-        with keeping_trained(self._keeper.make_ready(), step=step, passing=(EvaluationStopped, TrainingAbandoned)):
+        results = self._runner._parts.results
+        with self._runner.saver.keeping_trained(passing=(EvaluationStopped, TrainingAbandoned)):
             for split in splits:
                 with self._session.evaluating(split):
                     metrics = getattr(self._runner, verb)(split)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.reading import ExcludedFromLoading
 from danling.optim.modes import evaluation_weights, modal, put_training_weights, training_weights
 from danling.optim.state import load_named_state_dict, named_state_dict
-from danling.utils.tensors import canonical_name, floating_dtype, local_part, whole
+from danling.utils.tensors import canonical_name, local_part, whole
 
 from .ema import EMA
 
@@ -164,35 +164,6 @@ def _check_shapes(here: Mapping[str, object], state: Mapping[str, object]) -> No
             f"Expected weights of this model's shapes. Received: {listed} ({len(others)} in all). To keep those of the new model, add "
             f"{', '.join(map(repr, entries[:5]))} to checkpoint.exclude_from_loading."
         )
-
-
-def criterion_state(criterion: object) -> dict[str, object]:
-    """Return the parameters and persistent buffers of a criterion; empty where it has none, or is no module."""
-    return dict(criterion.state_dict()) if isinstance(criterion, nn.Module) else {}
-
-
-def load_criterion(criterion: Any, state: Mapping[str, object]) -> None:
-    """Restore the parameters and buffers of a criterion."""
-    try:
-        criterion.load_state_dict(dict(state))
-    except RuntimeError as error:
-        raise CheckpointMismatch(f"Expected the state of this criterion. Received: {error}") from error
-
-
-def cast_floating(weights: Mapping[str, Tensor], name: str | None) -> dict[str, Tensor]:
-    """Return the weights with the floating ones in the dtype that `checkpoint.export_dtype` names; `None` keeps theirs."""
-    dtype = None if name is None else floating_dtype(name, key="checkpoint.export_dtype")
-    return {key: w.to(dtype) if dtype is not None and w.is_floating_point() else w for key, w in weights.items()}
-
-
-def weights_to_export(
-    config: Mapping[str, object], model: Mapping[str, Tensor], ema: EMA | None, *, dtype: str | None, version: int
-) -> dict[str, object]:
-    """Return the payload of an export."""
-    payload: dict[str, Any] = {"format_version": version, "runner": config, "model": cast_floating(model, dtype)}
-    if ema is not None:
-        payload["ema"] = {"weights": cast_floating(ema.weights, dtype), "num_updates": ema.num_updates}
-    return payload
 
 
 # Frozen weights: left out of checkpoints, and known again by a digest

@@ -1,19 +1,31 @@
-"""What a run saves and restores: an ordered table of parts, the parts themselves, and which checkpoints are refused."""
+"""What a run saves and restores: its parts in order, which checkpoints are refused, how it is saved, and what it begins from."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from torch import Tensor, nn
+
+from danling.checkpoints.errors import (
+    CheckpointDamaged,
+    CheckpointDiskError,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+)
 from danling.checkpoints.reading import USERS_OWN, ExcludedFromLoading
+from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import identity
 from danling.data import BatchSource, DataLoader
+from danling.distributed import all_arrive
+from danling.reporting import format_number
+from danling.utils.tensors import floating_dtype
 
-from .model_states import criterion_state, load_criterion
 from .update import map_carry
 
 if TYPE_CHECKING:
@@ -21,6 +33,10 @@ if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
+
+_PATIENCE_SECONDS = 5.0
+"""How long a rank whose evaluation failed waits to hear whether those of all ranks did."""
+_ATTEMPTS_TO_READ = 3
 
 _PAYLOAD_ORDER = (
     "format_version",
@@ -41,52 +57,55 @@ _PAYLOAD_ORDER = (
 
 @dataclass(frozen=True)
 class StatePart:
-    """One entry of a state: how it is read off a run and put back.
+    """One entry of a state: how it is read off a run and restored.
 
     Attributes:
         name: Its key.
-        get: Returns the saved value: tensors and plain values.
+        get: Returns the saved value, tensors and plain values; a component that returns `None` is not saved.
         set: Takes what was saved, and the dotted paths that were left out of the load.
-        exists: Whether this run has it. A part that does not exist is neither saved, nor restored, nor missed.
-        default: Value to restore if a checkpoint lacks the entry; without one, `set` is not called then.
-        optional: Whether `exists` says only that it is saved: a component that is restored from a checkpoint that has it, whether this run
-            does or not, and from an empty state where a checkpoint lacks it, which is no error.
+        default: Returns the value to restore if a checkpoint lacks the entry. Without one, `set` is not called then, and a checkpoint that
+            lacks a component is refused.
     """
 
     name: str
     get: Callable[[], Any]
     set: Callable[[Any, Collection[str]], None]
-    exists: Callable[[], bool] = lambda: True
     default: Callable[[], Any] | None = None
-    optional: bool = False
 
-    @classmethod
-    def stateful(cls, name: str, current: Callable[[], Any], *, resets: bool = False) -> StatePart:
-        """Return the part that is the state of an object, or empty while there is no such object."""
+    def restore(self, states: Mapping[str, Any], excluded: Collection[str]) -> None:
+        """Restore the part, if the states have it or there is a default."""
+        if self.name in states:
+            state = states[self.name]
+        elif self.default is not None:
+            state = self.default()
+        else:
+            return
+        try:
+            self.set(state, excluded)
+        except CheckpointError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointMismatch(
+                f"Expected a checkpoint whose {self.name} this run can restore. Received: {type(error).__name__}: {error}. Use another "
+                "checkpoint, or leave that part out with checkpoint.exclude_from_loading."
+            ) from error
 
-        def get() -> dict[str, Any]:
-            found = current()
-            return dict(found.state_dict()) if found is not None else {}
 
-        def restore(state: Any, _: Collection[str]) -> None:
-            found = current()
-            if found is not None and (state or resets):
-                found.load_state_dict(dict(state))
+def stateful(name: str, component: Any, *, resets: bool = False) -> StatePart:
+    """Return the part that is the state of an object, or empty if there is no such object."""
 
-        return cls(name, get, restore, default=dict)
+    def restore(state: Any, _: Collection[str]) -> None:
+        if component is not None and (state or resets):
+            component.load_state_dict(dict(state))
+
+    return StatePart(name, lambda: {} if component is None else dict(component.state_dict()), restore, default=dict)
 
 
 class RunState:
-    """Two tables: the components of a checkpoint (`model`, `optimizer`, ...), and the parts of its entry `state`.
-
-    Parts are saved and restored in the order of their table. A stack differs from another one in the parts it hands in: a later part
-    takes the place of an earlier one of the same name, as an override does.
-    """
+    """Saves and restores the parts of a run in order: its `component_parts`, and its `progress_parts` in the entry `state`."""
 
     def __init__(self, runner: BaseRunner) -> None:
         self._runner = runner
-        self._components = {part.name: part for part in runner.component_parts()}
-        self._progress = {part.name: part for part in runner.progress_parts()}
         self._saved_elsewhere: frozenset[str] = frozenset()
         self._loaded_since: Collection[str] = ()
 
@@ -111,27 +130,6 @@ class RunState:
         finally:
             self._loaded_since = outer
 
-    # Components
-
-    def components(self) -> dict[str, Any]:
-        """Return the states of the components, less those that are saved elsewhere. Called on all ranks."""
-        return self.completed({})
-
-    def completed(self, states: Mapping[str, object]) -> dict[str, Any]:
-        """Return states of components with those that a stack of the user's has left out of them. Called on all ranks."""
-        missing = (part for part in self._present() if part.name not in {*states, *self._saved_elsewhere})
-        return {**states, **{part.name: part.get() for part in missing}}
-
-    def load_components(self, payload: Mapping[str, object], excluded: Collection[str]) -> None:
-        """Restore the components that a payload has, in the order of the table. Called on all ranks."""
-        for part in self._components.values():
-            if part.optional or (part.exists() and part.name in payload):
-                _restore(part, payload.get(part.name, {}), excluded)
-
-    def names(self) -> list[str]:
-        """Return the names of the components that a full checkpoint of this run cannot lack."""
-        return [part.name for part in self._present() if not part.optional]
-
     @contextmanager
     def saved_elsewhere(self, *names: str) -> Iterator[None]:
         """Leave components out of `components` within the context: something else writes them, such as an engine."""
@@ -141,38 +139,39 @@ class RunState:
         finally:
             self._saved_elsewhere = before
 
-    def _present(self) -> list[StatePart]:
-        return [part for part in self._components.values() if part.exists()]
+    def components(self, others: Mapping[str, object] | None = None) -> dict[str, Any]:
+        """Return the states of the components, less those that are saved elsewhere. Called on all ranks.
 
-    # Progress
+        Args:
+            others: States of components that a stack of the user's has collected; those that it has left out are added.
+        """
+        states = dict(others or {})
+        for part in self._runner.component_parts():
+            if part.name not in {*states, *self._saved_elsewhere} and (state := part.get()) is not None:
+                states[part.name] = state
+        return states
 
-    def add_progress(self, part: StatePart) -> None:
-        """Save and restore one more part in the entry `state`, after those that are there."""
-        self._progress[part.name] = part
+    def load_components(self, payload: Mapping[str, object], excluded: Collection[str]) -> None:
+        """Restore the components that a payload has, in order. Called on all ranks."""
+        for part in self._runner.component_parts():
+            part.restore(payload, excluded)
+
+    def names(self) -> list[str]:
+        """Return the names of the components that a full checkpoint of this run cannot lack."""
+        return [part.name for part in self._runner.component_parts() if part.default is None]
+
+    def _progress_parts(self) -> Collection[StatePart]:
+        # A later part takes the place of an earlier one of the same name.
+        return {part.name: part for part in self._runner.progress_parts()}.values()
 
     def progress(self) -> dict[str, Any]:
         """Return the entry `state`. No communication: may be called on one rank."""
-        return {part.name: part.get() for part in self._progress.values() if part.exists()}
+        return {part.name: part.get() for part in self._progress_parts()}
 
     def load_progress(self, state: Mapping[str, object]) -> None:
         """Restore what `progress` returned. Called on all ranks."""
-        for part in self._progress.values():
-            if part.exists() and part.name in state:
-                _restore(part, state[part.name], frozenset())
-            elif part.exists() and part.default is not None:
-                _restore(part, part.default(), frozenset())
-
-
-def _restore(part: StatePart, state: Any, excluded: Collection[str]) -> None:
-    try:
-        part.set(state, excluded)
-    except CheckpointError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointMismatch(
-            f"Expected a checkpoint whose {part.name} this run can restore. Received: {type(error).__name__}: {error}. Use another "
-            "checkpoint, or leave that part out with checkpoint.exclude_from_loading."
-        ) from error
+        for part in self._progress_parts():
+            part.restore(state, frozenset())
 
 
 # The parts of a training
@@ -206,29 +205,20 @@ def component_parts(runner: TorchRunner) -> list[StatePart]:
         kept = runner.scheduler.state_dict() if any(path.startswith("scheduler.") for path in excluded) else {}
         runner.load_scheduler({**kept, **state})
 
-    return [
-        StatePart("frozen", frozen.identity, frozen.check, exists=frozen.leaves_out, optional=True),
+    parts = [
+        StatePart("frozen", lambda: frozen.identity() if frozen.leaves_out() else None, frozen.check, default=dict),
         StatePart("model", lambda: frozen.saved(runner.model_state_dict()), load_model),
-        StatePart(
-            "criterion",
-            lambda: criterion_state(runner.criterion),
-            lambda state, _: load_criterion(runner.criterion, state),
-            exists=lambda: bool(criterion_state(runner.criterion)),
-        ),
-        StatePart("ema", averages, load_averages, exists=lambda: runner.ema is not None),
-        StatePart(
-            "optimizer",
-            lambda: runner.optimizer_state_dict(),
-            load_optimizer,
-            exists=lambda: runner.optimizer is not None,
-        ),
-        StatePart(
-            "scheduler",
-            lambda: runner.scheduler.state_dict(),
-            load_scheduler,
-            exists=lambda: runner.scheduler is not None,
-        ),
     ]
+    criterion = runner.criterion
+    if isinstance(criterion, nn.Module) and criterion.state_dict():
+        parts.append(StatePart("criterion", criterion.state_dict, lambda state, _: criterion.load_state_dict(state)))
+    if runner.ema is not None:
+        parts.append(StatePart("ema", averages, load_averages))
+    if runner.optimizer is not None:
+        parts.append(StatePart("optimizer", lambda: runner.optimizer_state_dict(), load_optimizer))
+    if runner.scheduler is not None:
+        parts.append(StatePart("scheduler", lambda: runner.scheduler.state_dict(), load_scheduler))
+    return parts
 
 
 def progress_parts(runner: TorchRunner) -> list[StatePart]:
@@ -248,33 +238,28 @@ def progress_parts(runner: TorchRunner) -> list[StatePart]:
     def load_targetless(known: bool | None, _: Collection[str]) -> None:
         parts.loss.targetless = known
 
-    def load_meters(sums: Mapping[str, Any], _: Collection[str]) -> None:
+    def load_sums(meters: Any) -> Callable[[Any, Collection[str]], None]:
         # Sums over all ranks were saved, so only one of the ranks whose sums are added may restore them.
-        runner.meters.load_state_dict(sums if runner.placement.metrics.rank == 0 else {})
+        return lambda sums, _: meters.load_state_dict(sums if runner.placement.metrics.rank == 0 else {})
 
-    def load_train_metrics(seen: Mapping[str, Any], _: Collection[str]) -> None:
-        assert parts.train_metrics is not None
-        parts.train_metrics.load_state_dict(seen if runner.placement.metrics.rank == 0 else {})
-
-    return [
+    counters = {**asdict(runner.state.train), "weight_reference": runner.window.agreed_reference}
+    found = [
         # Takes the place of the part `train` of `BaseRunner`, which knows no window and so no reference weight.
-        StatePart(
-            "train",
-            lambda: {**asdict(runner.state.train), "weight_reference": runner.window.agreed_reference},
-            load_counters,
-        ),
+        StatePart("train", lambda: counters, load_counters),
         StatePart("open_result", lambda: dict(parts.results.open), load_open, default=dict),
         StatePart("bare", lambda: parts.loss.targetless, load_targetless, default=lambda: None),
-        StatePart("meters", lambda: runner.meters.state_dict(), load_meters, default=dict),
-        StatePart(
-            "train_metrics", dict, load_train_metrics, exists=lambda: parts.train_metrics is not None, default=dict
-        ),
-        StatePart("carry", lambda: None, lambda stored, _: _load_carry(runner, stored), default=lambda: None),
-        StatePart.stateful("losses", lambda: parts.losses, resets=True),
-        StatePart.stateful("scores", lambda: runner.standing.board),
-        StatePart.stateful("scaler", lambda: runner.precision.scaler),
-        StatePart.stateful("phases", lambda: runner._phases),
+        StatePart("meters", lambda: runner.meters.state_dict(), load_sums(runner.meters), default=dict),
     ]
+    if parts.train_metrics is not None:
+        found.append(StatePart("train_metrics", dict, load_sums(parts.train_metrics), default=dict))
+    found += [
+        StatePart("carry", lambda: None, lambda stored, _: _load_carry(runner, stored), default=lambda: None),
+        stateful("losses", parts.losses, resets=True),
+        stateful("scores", runner.standing.board),
+        stateful("scaler", runner.precision.scaler),
+        stateful("phases", runner._phases),
+    ]
+    return [*found, *([] if runner.fault_tolerance is None else [runner.fault_tolerance.progress_part()])]
 
 
 def carry_of_all(runner: TorchRunner) -> dict[str, Any] | None:
@@ -450,3 +435,209 @@ def log_exclusions(excluded: ExcludedFromLoading, loaded_since: Collection[str],
         )
     if excluded.entries:
         logger.info("Left out, as checkpoint.exclude_from_loading asks for: %s.", ", ".join(excluded.entries))
+
+
+# Saving
+
+
+class RunSaver:
+    """Saves the full state of a run, and remembers at which position it was saved.
+
+    Attributes:
+        before: Called before a save; what they raise refuses it.
+        saved: Called after a save.
+        loaded: Called after the run was restored from a checkpoint on disk.
+        saved_at: Updates and epochs at the last save.
+        best_elsewhere: Index of the best score, where its checkpoint is not among the run's own.
+    """
+
+    def __init__(self, runner: BaseRunner) -> None:
+        self._runner: Any = runner
+        self.before: list[Callable[[], None]] = []
+        self.saved: list[Callable[[], None]] = []
+        self.loaded: list[Callable[[], None]] = []
+        self.saved_at: tuple[int, int] | None = None
+        self.best_elsewhere: int | None = None
+        self._failures = 0
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Updates and epochs of the run as it is now."""
+        counters = self._runner.state.train
+        return counters.global_step, counters.epoch
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the last save was made at the present position."""
+        return self.saved_at == self.at
+
+    def save(self, *, history: bool = False, best: bool = False) -> None:
+        """Save the full state. Called on all ranks."""
+        runner = self._runner
+        with runner._session.saving():
+            if runner._parts is not None:
+                # Weights must not be saved while the check of the last update is pending.
+                runner._parts.update.raise_pending_error()
+            for check in self.before:
+                check()
+            step, epoch = self.at
+            if self._writes():
+                runner.checkpoint_manager.save_checkpoint(
+                    runner.checkpoint_state(), epoch=epoch, global_step=step, history=history, best=best
+                )
+            else:
+                # As a save does, so that all replica groups continue with equal buffers.
+                runner.broadcast_buffers()
+            self.saved_at = self.at
+            for action in self.saved:
+                action()
+
+    def _writes(self) -> bool:
+        """Whether this replica group writes; another one may."""
+        member: Any = getattr(self._runner, "fault_tolerance", None)
+        return member is None or bool(member.writes())
+
+    def export(self) -> None:
+        """Write weights only, floating ones in the dtype that `checkpoint.export_dtype` names. Called on all ranks."""
+        if not self._writes():
+            return
+        runner, (step, epoch) = self._runner, self.at
+        name = runner.config.checkpoint.export_dtype
+        dtype = None if name is None else floating_dtype(name, key="checkpoint.export_dtype")
+
+        def cast(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {
+                key: w.to(dtype) if dtype is not None and w.is_floating_point() else w for key, w in weights.items()
+            }
+
+        payload = {
+            "format_version": FORMAT_VERSION,
+            "runner": runner.config.public(),
+            "model": cast(runner.model_state_dict()),
+        }
+        if runner.ema is not None:
+            payload["ema"] = {"weights": cast(runner.ema.weights), "num_updates": runner.ema.num_updates}
+        runner.checkpoint_manager.export_model(payload, epoch=epoch, global_step=step)
+
+    def note_loaded(self, source: object) -> None:
+        """Note that the run was restored from a checkpoint on disk. Called on all ranks."""
+        # The store is asked by one rank, and fails all of them where it fails that one.
+        self.best_elsewhere = self._runner.world.on_first(lambda: warn_if_best_is_elsewhere(self._runner, source))
+        self.saved_at = self.at
+        for action in self.loaded:
+            action()
+
+    @contextmanager
+    def keeping_trained(self, *, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+        """Save what was trained when an evaluation inside fails, then let the failure go on its way. Called on all ranks."""
+        save, step = self.make_ready(), self.at[0]
+        try:
+            yield
+        except passing:
+            raise
+        except BaseException as error:
+            # KeyboardInterrupt and SystemExit, by which schedulers of trials end a training, lose as much as an error does.
+            failed = isinstance(error, Exception)
+            what = (
+                f"The evaluation after step {step} {'failed with' if failed else 'was ended by'} {type(error).__name__}"
+            )
+            try:
+                saved = save()
+            except Exception:
+                logger.exception("%s, and what was trained could not be saved; the failure follows.", what)
+            else:
+                then = "What was trained since the last checkpoint is lost: it takes all ranks to save it."
+                if saved:
+                    then = "What was trained is saved; a run that goes on from it begins with this evaluation."
+                logger.log(logging.WARNING if saved and not failed else logging.ERROR, "%s. %s", what, then)
+            raise
+
+    def make_ready(self) -> Callable[[], bool]:
+        """Return what saves the state as it is now after a failure of this rank, when the others may be anywhere.
+
+        A save that takes all ranks begins here, since one that fails finds no other rank to make it with.
+        """
+        runner, settings, (step, epoch) = self._runner, self._runner.config.checkpoint, self.at
+        if self.is_saved or settings.load_only:
+            return lambda: self.saved_at == (step, epoch)
+        # Ranks that may fail one by one, and have the state together.
+        if runner.world_size > 1 and runner.fault_tolerance is None:
+            manager = runner.checkpoint_manager
+            alone = hasattr(manager, "save_alone")
+            if alone or (settings.before_evaluation and hasattr(manager, "save_ahead")):
+                # Gathered now, since a rank that fails finds no other rank to gather it from.
+                with runner._session.saving():
+                    runner._parts.update.raise_pending_error()
+                    payload = runner.checkpoint_state()
+                    if not alone:
+                        manager.save_ahead(payload, epoch=epoch, global_step=step)
+                if alone:
+                    return lambda: bool(manager.save_alone(payload, epoch=epoch, global_step=step))
+                return lambda: bool(manager.is_saved_ahead())
+        return self._save_together
+
+    def _save_together(self) -> bool:
+        self._failures += 1
+        if not all_arrive(f"failed/{self._failures}", seconds=_PATIENCE_SECONDS):
+            return False
+        self._runner.save_checkpoint(save_best=False)
+        self._runner.checkpoint_manager.wait()
+        return True
+
+
+# The beginning of a run
+
+
+def restore_run(runner: BaseRunner) -> None:
+    """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`. Called on all ranks."""
+    config, manager = runner.config, runner.checkpoint_manager
+    if not config.checkpoint.load_only:
+        # Check now rather than at the first save. Replica groups share the directory, where another group may be writing: no tidying.
+        if not config.ft.enabled:
+            manager.on_main(manager.checkpoints.tidy)
+        manager.on_main(manager.checkpoints.refuse_foreign)
+    for _ in range(_ATTEMPTS_TO_READ - 1 if config.ft.enabled and config.auto_resume else 0):
+        with suppress(CheckpointDamaged, CheckpointNotFound):
+            # Another replica group may replace a checkpoint between finding and reading it; then there is a newer one.
+            return _load_first(runner)
+    _load_first(runner)
+
+
+def _load_first(runner: BaseRunner) -> None:
+    config, manager = runner.config, runner.checkpoint_manager
+    source = config.resume or (manager.find_latest() if config.auto_resume else None)
+    while source:
+        try:
+            runner.load_checkpoint(source)
+            return
+        except (CheckpointDamaged, CheckpointDiskError) as error:
+            if config.resume:
+                raise
+            # It is the newest whose files are as they were written, and still cannot be read.
+            manager.on_main(partial(manager.checkpoints.skip, source, error))
+        source = manager.find_latest()
+    if config.auto_resume:
+        manager.on_main(manager.checkpoints.refuse_lost)
+        directory = runner.workspace.checkpoints
+        logger.info("auto_resume: no checkpoint of this run in %s yet; starting from scratch.", directory)
+    if config.pretrained:
+        runner.load_pretrained(config.pretrained)
+
+
+def warn_if_best_is_elsewhere(runner: BaseRunner, source: object) -> int | None:
+    """Return the index of the best score if its checkpoint is next to the one that was loaded, not among the run's own, and log it.
+
+    May be called on one rank, which asks the object store.
+    """
+    index = runner.best_index
+    here = any((runner.workspace.checkpoints / name).exists() for name in ("best", "best.pth"))
+    if index is None or here or (runner._has_remote() and runner._remote.has("best")):
+        return None
+    if runner.is_main_process:
+        logger.info(
+            "The best score so far, %s at %d, was kept next to %s; here a best is kept from the next better one on.",
+            format_number(runner.best_score or 0.0),
+            index,
+            source,
+        )
+    return index

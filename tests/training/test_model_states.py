@@ -1,4 +1,4 @@
-"""The states of a model, its averages and its optimizer: whole, in parts of a pipeline, and of a criterion. No runner takes part."""
+"""The states of a model, its averages and its optimizer, without a runner."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from torch import nn
 
 from danling.checkpoints import CheckpointMismatch, import_weights
 from danling.training import EMA
-from danling.training.model_states import (
-    ModelStates,
-    cast_floating,
-    criterion_state,
-    load_criterion,
-    weights_to_export,
-)
+from danling.training.model_states import ModelStates
 
 
 class Trained:
@@ -73,26 +67,3 @@ def test_averages_of_weights_that_were_left_out_begin_at_the_models() -> None:
     trained.ema = None
     with pytest.raises(CheckpointMismatch, match="ema.enabled=False"):
         states.load_ema({"weights": {}, "num_updates": 0})
-
-
-def test_the_state_of_a_criterion() -> None:
-    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
-    assert criterion_state(nn.functional.mse_loss) == criterion_state(nn.MSELoss()) == {}
-    other = nn.CrossEntropyLoss(weight=torch.zeros(2))
-    load_criterion(other, criterion_state(weighted))
-    assert other.weight is not None and other.weight.tolist() == [1.0, 2.0]
-    with pytest.raises(CheckpointMismatch, match="this criterion"):
-        load_criterion(nn.CrossEntropyLoss(weight=torch.zeros(3)), criterion_state(weighted))
-
-
-def test_an_export_casts_what_floats() -> None:
-    weights = {"w": torch.ones(2), "count": torch.tensor(3)}
-    assert cast_floating(weights, None)["w"] is weights["w"]
-    ema = EMA(nn.Linear(2, 2), decay=0.9)
-    payload = weights_to_export({"seed": 1}, weights, ema, dtype="bfloat16", version=1)
-    assert payload["model"]["w"].dtype is torch.bfloat16 and payload["model"]["count"].dtype is torch.int64
-    assert payload["ema"]["weights"]["weight"].dtype is torch.bfloat16 and payload["ema"]["num_updates"] == 0
-    assert (payload["format_version"], payload["runner"]) == (1, {"seed": 1})
-    assert "ema" not in weights_to_export({}, weights, None, dtype=None, version=1)
-    with pytest.raises(ValueError, match="export_dtype"):
-        cast_floating(weights, "int3")

@@ -28,6 +28,7 @@ from danling.training.run_state import (
     loader_states,
     restore_positions,
     share_of_rank,
+    stateful,
 )
 
 
@@ -41,7 +42,7 @@ class Run:
         self.dataloaders: dict[str, Any] = {}
         self.train_splits = ["train"]
         self.differences: list[str] = []
-        self.component_parts = lambda: [self.part(name) for name in components]
+        self.component_parts = lambda: [self.part(name) for name in components if name in self.values]
         self.progress_parts = lambda: [self.part(name) for name in progress]
         self.run_state = RunState(self)  # type: ignore[arg-type]
 
@@ -50,7 +51,7 @@ class Run:
             self.values[name] = value
             self.restored.append((name, value, set(excluded)))
 
-        return StatePart(name, lambda: self.values[name], restore, exists=lambda: name in self.values)
+        return StatePart(name, lambda: self.values[name], restore)
 
     def config_differences(self, payload: Any) -> list[str]:
         return self.differences
@@ -73,9 +74,9 @@ def test_a_later_part_takes_the_place_of_an_earlier_one_and_what_is_lacking_has_
     run, meters = Run(progress=["model", "optimizer"]), Meters()
     meters.update({"loss": 2.0})
     state = run.run_state
-    state.add_progress(StatePart("model", lambda: 7, lambda *_: None))
-    state.add_progress(StatePart.stateful("meters", lambda: meters, resets=True))
-    state.add_progress(StatePart.stateful("scaler", lambda: None))
+    more = [StatePart("model", lambda: 7, lambda *_: None), stateful("meters", meters, resets=True)]
+    own = run.progress_parts
+    run.progress_parts = lambda: [*own(), *more, stateful("scaler", None)]
     saved = state.progress()
     assert saved == {"model": 7, "optimizer": 2, "meters": {"loss": [2.0, 1.0]}, "scaler": {}}
     state.load_progress({})

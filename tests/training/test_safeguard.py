@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from danling.training.saving import RunSaver, TrainedKeeper, keeping_trained
+from danling.training.run_state import RunSaver
 
 
 class Kept:
@@ -36,7 +36,6 @@ class Kept:
             _session=SimpleNamespace(saving=nullcontext),
         )
         self.saver = runner.saver = RunSaver(runner)
-        self.keeper = TrainedKeeper(runner)
 
 
 AT = {"epoch": 1, "global_step": 3}
@@ -44,7 +43,7 @@ AT = {"epoch": 1, "global_step": 3}
 
 def test_a_rank_that_can_save_alone_gathers_the_state_before_the_evaluation() -> None:
     kept = Kept("alone", "ahead")
-    save = kept.keeper.make_ready()
+    save = kept.saver.make_ready()
     assert kept.calls == ["settle"]
     kept.position.global_step = 9
     assert save() and kept.calls == ["settle", ("alone", {"step": 3}, AT)]
@@ -52,25 +51,25 @@ def test_a_rank_that_can_save_alone_gathers_the_state_before_the_evaluation() ->
 
 def test_a_save_that_takes_all_ranks_is_made_ahead_unless_that_is_switched_off() -> None:
     kept = Kept("ahead")
-    save = kept.keeper.make_ready()
+    save = kept.saver.make_ready()
     assert kept.calls == ["settle", ("ahead", {"step": 3}, AT)] and save()
     without = Kept("ahead", ahead=False)
-    save = without.keeper.make_ready()
+    save = without.saver.make_ready()
     assert without.calls == [] and save() and without.calls == ["save", "wait"]
 
 
 def test_one_process_saves_after_the_failure() -> None:
     kept = Kept("alone", "ahead", several=False)
-    save = kept.keeper.make_ready()
+    save = kept.saver.make_ready()
     assert kept.calls == [] and save() and kept.calls == ["save", "wait"]
 
 
 def test_what_is_saved_or_may_not_be_written_is_left_alone() -> None:
     kept = Kept("alone")
     kept.saver.saved_at = kept.saver.at
-    assert kept.keeper.make_ready()() is True and kept.calls == []
+    assert kept.saver.make_ready()() is True and kept.calls == []
     looking = Kept("alone", writes=False)
-    assert looking.keeper.make_ready()() is False and looking.calls == []
+    assert looking.saver.make_ready()() is False and looking.calls == []
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,9 @@ def test_an_evaluation_that_a_scheduler_ends_has_not_failed(
     error: BaseException, level: int, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "danling")
-    with pytest.raises(type(error)), keeping_trained(lambda: True, step=7):
+    kept = Kept()
+    kept.saver.saved_at = kept.saver.at
+    with pytest.raises(type(error)), kept.saver.keeping_trained():
         raise error
     (record,) = caplog.records
-    assert record.levelno == level and f"The evaluation after step 7 {words}" in record.getMessage()
+    assert record.levelno == level and f"The evaluation after step 3 {words}" in record.getMessage()
