@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .building import build_param_groups
 from .joint import JointOptimizer, JointScheduler
-from .registry import OPTIMIZERS, SCHEDULERS, needs_metric
+from .registry import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
 from .warmup import ConstantSchedule, CosineSchedule, LinearSchedule, WarmupScheduler, WSDSchedule
 
 __all__ = [

@@ -1,15 +1,16 @@
-"""Optimizers and schedules by name."""
+"""Optimizers and schedules by name and out of the configuration, parameter groups by regular expression, and when a schedule advances."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR
@@ -30,15 +31,14 @@ class Registry:
 
     def __init__(self, kind: str, known: Mapping[str, Callable[..., Any]]) -> None:
         self.kind = kind
-        self._builders = {_key(name): builder for name, builder in known.items()}
-        self._names = {_key(name): name for name in known}
+        self._known = {_key(name): (name, builder) for name, builder in known.items()}
 
     def __contains__(self, name: str) -> bool:
-        return _key(name) in self._builders
+        return _key(name) in self._known
 
     def names(self) -> list[str]:
         """Return the known names, sorted."""
-        return sorted(self._names.values())
+        return sorted(name for name, _ in self._known.values())
 
     def register(self, name: str) -> Callable[[T], T]:
         """Return a decorator that makes a class or function known under `name`; a name that is known is taken over.
@@ -49,8 +49,7 @@ class Registry:
         """
 
         def add(builder: T) -> T:
-            self._builders[_key(name)] = builder
-            self._names[_key(name)] = name
+            self._known[_key(name)] = name, builder
             return builder
 
         return add
@@ -63,34 +62,43 @@ class Registry:
                 f"Expected {self.kind} type to be one of {', '.join(names)}. Received: type={name!r}."
                 f"{did_you_mean(str(name), names)}"
             )
-        return self._builders[_key(name)]
-
-    def options(self, name: str | None) -> list[str] | None:
-        """Return the options that the builder called `name` takes; `None` when it takes any."""
-        parameters = _parameters(self.lookup(name))
-        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return None
-        return [option for option in parameters if option not in _PASSED]
+        return self._known[_key(name)][1]
 
     def accepts(self, name: str | None, option: str) -> bool:
         """Whether the builder called `name` takes `option` by that very name."""
-        return option in _parameters(self.lookup(name))
+        return option in inspect.signature(self.lookup(name)).parameters
 
-    def check_options(self, name: str | None, options: Iterable[str]) -> None:
-        """Check the names of options before anything is built."""
-        given = list(options)
-        valid = self.options(name)
-        for option in given:
-            if valid is not None and option not in valid:
+    def check_options(
+        self, name: str | None, options: Iterable[str], *, of: str = "", more: Iterable[str] = ()
+    ) -> None:
+        """Refuse options that the builder called `name` does not take; `more` are taken as well."""
+        parameters = inspect.signature(self.lookup(name)).parameters
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return
+        valid = [option for option in parameters if option not in _PASSED]
+        for option in options:
+            if option not in valid and option not in more:
                 raise ValueError(
-                    f"Expected options of {self.kind} {name!r} out of {', '.join(valid)}. Received: {option!r}."
+                    f"Expected options of {of}{self.kind} {name!r} out of {', '.join(valid)}. Received: {option!r}."
                     f"{did_you_mean(_OTHER_NAMES.get(option, option), valid)}"
                 )
-        missing = [option for option in _required(self.lookup(name)) if option not in given]
+
+    def check_required(self, name: str | None, options: Iterable[str]) -> None:
+        """Refuse to build without an option that has no default."""
+        parameters = inspect.signature(self.lookup(name)).parameters
+        # A registered function may call its first argument what it likes.
+        given = {*options, *([option for option in parameters if option in _PASSED] or list(parameters)[:1])}
+        missing = [
+            option
+            for option, parameter in parameters.items()
+            if parameter.default is inspect.Parameter.empty
+            and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            and option not in given
+        ]
         if missing:
             raise ValueError(
                 f"Expected {self.kind} {name!r} to be given {', '.join(missing)}, which it has no default for. "
-                f"Received: {', '.join(given) or 'no options'}."
+                f"Received: {', '.join(options) or 'no options'}."
             )
 
 
@@ -98,21 +106,7 @@ def _key(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def _parameters(builder: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(builder).parameters
-
-
-def _required(builder: Callable[..., object]) -> list[str]:
-    parameters = _parameters(builder)
-    # A registered function may call its first argument what it likes.
-    passed = [name for name in parameters if name in _PASSED] or list(parameters)[:1]
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is inspect.Parameter.empty and parameter.kind not in variadic and name not in passed
-    ]
-
+# Optimizers
 
 # Not SGD and Adagrad: their fused forms refuse sparse gradients, which cannot be told from the parameters.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
@@ -131,32 +125,26 @@ class OptimizerRegistry(Registry):
         Lists are taken where the optimizer wants a tuple, as for `betas`.
         """
         self.check_options(type, options)
+        self.check_required(type, options)
         builder = self.lookup(type)
         entries = _listed(params)
         if not _tensors(entries):
             raise ValueError(
                 f"Expected at least one parameter that requires a gradient for optimizer {type!r}. Received: none. Unfreeze a layer."
             )
-        entries = [self._checked_group(type, entry) if isinstance(entry, dict) else entry for entry in entries]
+        for number, entry in enumerate(entries):
+            if isinstance(entry, dict):
+                # torch keeps an unknown key of a group and does nothing with it.
+                self.check_options(type, entry, of="a parameter group of ", more=_GROUP_KEYS)
+                entries[number] = _with_tuples(builder, entry)
         options = _with_tuples(builder, options)
         if _can_fuse(builder, entries, options):
             options["fused"] = True
         optimizer: Optimizer = builder(entries, **options)
         return optimizer
 
-    def _checked_group(self, name: str | None, group: dict[str, Any]) -> dict[str, object]:
-        # torch keeps an unknown key of a group and does nothing with it.
-        valid = self.options(name)
-        for key in group:
-            if valid is not None and key not in valid and key not in _GROUP_KEYS:
-                raise ValueError(
-                    f"Expected options of a parameter group of optimizer {name!r} out of {', '.join(valid)}. Received: {key!r}."
-                    f"{did_you_mean(key, valid)}"
-                )
-        return _with_tuples(self.lookup(name), group)
 
-
-def _listed(params: Any) -> list[object]:
+def _listed(params: Any) -> list[Any]:
     """Return parameters or groups as lists: they are looked at before torch gets them, and may be generators."""
     if isinstance(params, (set, frozenset)):
         raise ValueError(
@@ -164,12 +152,7 @@ def _listed(params: Any) -> list[object]:
             "list(model.parameters())."
         )
     entries = [params] if isinstance(params, (Tensor, Mapping)) else list(params)
-    for number, entry in enumerate(entries):
-        if isinstance(entry, Mapping):
-            if "params" not in entry:
-                raise ValueError(f"Expected every parameter group to have `params`. Received: keys {sorted(entry)}.")
-            entries[number] = {**entry, "params": _listed(entry["params"])}
-    return entries
+    return [{**each, "params": _listed(each["params"])} if isinstance(each, Mapping) else each for each in entries]
 
 
 def _tensors(entries: Sequence[object]) -> list[Any]:
@@ -208,22 +191,132 @@ OPTIMIZERS = OptimizerRegistry(
 """Optimizers by name: `OPTIMIZERS.build(params=model.parameters(), type="adamw", lr=1e-3)`."""
 
 
+_OWN = ("pattern", "options", "lr_multiplier", "weight_decay_multiplier", "beta1", "beta2")
+
+
+def build_param_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    lr: float | None,
+    weight_decay: float | None,
+    groups: Sequence[Mapping[str, Any]],
+    betas: Sequence[float] | None = None,
+    whole: Mapping[str, bool] | None = None,
+) -> list[dict[str, Any]]:
+    """Return one optimizer group for every entry, and one for what no entry matches.
+
+    A parameter belongs to the first entry whose `pattern` is found in its name (`re.search`). Parameters that do not require a
+    gradient are left out, but a pattern that matches one of them has matched: hand in all parameters.
+
+    Args:
+        named_parameters: Names and parameters in model order.
+        lr: Base rate, which `lr_multiplier` multiplies.
+        weight_decay: Base decay, which `weight_decay_multiplier` multiplies.
+        groups: Entries with `pattern` and any of `options`, `lr_multiplier`, `weight_decay_multiplier`, `beta1`, `beta2`. A
+            multiplier multiplies the entry's own option where `options` has it.
+        betas: Base betas, of which `beta1` and `beta2` replace one.
+        whole: Where `named_parameters` are a part of a model: names of all its parameters, and whether they require a gradient.
+            Every part gets the groups of the whole then, though some may be empty.
+
+    Raises:
+        ValueError: If an entry has an unknown key, no pattern, a pattern that matches nothing, or a multiplier of an unset option.
+    """
+    options: list[dict[str, Any]] = [{}, *(_group_options(entry, lr, weight_decay, betas) for entry in groups)]
+    members: list[list[nn.Parameter]] = [[] for _ in options]
+    mine = list(named_parameters)
+    required = dict(whole) if whole is not None else {name: parameter.requires_grad for name, parameter in mine}
+    # 0 is the group of what no entry matches.
+    place = {
+        name: next((i for i, entry in enumerate(groups, 1) if re.search(entry["pattern"], name)), 0)
+        for name in required
+    }
+    unmatched = [entry["pattern"] for i, entry in enumerate(groups, 1) if i not in place.values()]
+    if unmatched:
+        raise ValueError(
+            f"Expected the pattern of an optim.param_groups entry to match a parameter that no earlier entry takes. Received: "
+            f"pattern={unmatched[0]!r}; the parameters begin with {list(required)[:5]}."
+        )
+    for name, parameter in mine:
+        if parameter.requires_grad:
+            members[place[name]].append(parameter)
+    kept = {place[name] for name, trained in required.items() if trained}
+    return [{"params": params, **options[i]} for i, params in enumerate(members) if i in kept]
+
+
+def _group_options(
+    entry: Mapping[str, Any], lr: float | None, weight_decay: float | None, betas: Sequence[float] | None
+) -> dict[str, Any]:
+    """Return the options of the group that an entry makes."""
+    if not isinstance(entry.get("pattern"), str) or any(name not in _OWN for name in entry):
+        raise ValueError(
+            f"Expected every optim.param_groups entry to have a `pattern` and keys out of {list(_OWN)}. Received: {dict(entry)}."
+        )
+    try:
+        re.compile(entry["pattern"])
+    except re.error as error:
+        raise ValueError(f"Expected a regular expression. Received: pattern={entry['pattern']!r} ({error}).") from error
+    options = dict(entry.get("options") or {})
+    for name, setting in (("lr", lr), ("weight_decay", weight_decay)):
+        multiplier = entry.get(f"{name}_multiplier")
+        if multiplier is not None:
+            base = options.get(name, setting)
+            if base is None:
+                raise ValueError(
+                    f"Expected optim.{name} to be set where {name}_multiplier is used. Received: optim.{name}=None."
+                )
+            options[name] = base * multiplier
+    beta1, beta2 = entry.get("beta1"), entry.get("beta2")
+    if beta1 is not None or beta2 is not None:
+        first, second = options.get("betas", betas) or (0.9, 0.999)
+        options["betas"] = (first if beta1 is None else beta1, second if beta2 is None else beta2)
+    return options
+
+
+def build_optimizer(
+    settings: Mapping[str, Any],
+    named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+    *,
+    device: torch.device,
+    whole: Mapping[str, bool] | None = None,
+) -> Optimizer:
+    """Return the optimizer of the section `optim` over the parameters that require a gradient."""
+    options = dict(settings)
+    groups = options.pop("param_groups", None)
+    if groups:
+        bases = {name: options.get(name) for name in ("lr", "weight_decay", "betas")}
+        params: list[Any] = build_param_groups(named_parameters(), groups=groups, whole=whole, **bases)
+    else:
+        params = [parameter for _, parameter in named_parameters() if parameter.requires_grad]
+    trains_here = any(not isinstance(entry, dict) or entry["params"] for entry in params)
+    if whole is None or trains_here or not any(whole.values()):
+        return OPTIMIZERS.build(params=params, **options)
+    # All groups are empty on this rank.
+    first, *others = params or [{"params": []}]
+    stand_in = nn.Parameter(torch.zeros((), device=device))
+    optimizer = OPTIMIZERS.build(params=[{**first, "params": [stand_in]}, *others], **options)
+    optimizer.param_groups[0]["params"] = []
+    return optimizer
+
+
+# Schedules
+
+
 class SchedulerRegistry(Registry):
     """Every scheduler of `torch.optim.lr_scheduler` by its lower-case name, the warm-up schedules, and what users register."""
 
     def build(self, optimizer: object, type: str | None = None, **options: Any) -> Any:
         """Build a scheduler."""
         self.check_options(type, options)
+        self.check_required(type, options)
         builder = self.lookup(type)
         if "schedulers" in options:
-            options["schedulers"] = [self._part(optimizer, part) for part in options["schedulers"]]
+            options["schedulers"] = [
+                self.build(optimizer, **part) if isinstance(part, Mapping) else part for part in options["schedulers"]
+            ]
         # ChainedScheduler takes the optimizer second.
         if "optimizer" in inspect.signature(builder).parameters:
             return builder(optimizer=optimizer, **options)
         return builder(optimizer, **options)
-
-    def _part(self, optimizer: object, part: object) -> Any:
-        return self.build(optimizer, **part) if isinstance(part, Mapping) else part
 
 
 class OneCycleSchedule(OneCycleLR):
@@ -282,3 +375,63 @@ _schedules.update(linear=LinearSchedule, cosine=CosineSchedule, constant=Constan
 
 SCHEDULERS = SchedulerRegistry("scheduler", _schedules)
 """Schedulers by name: `SCHEDULERS.build(optimizer, type="cosine", total_steps=1000, warmup_steps=100)`."""
+
+_SCHEDULER_KEYS = ("interval", "monitor")
+"""Keys of the section `scheduler` that are the runner's and not the schedule's."""
+
+
+def build_scheduler(settings: Mapping[str, Any], optimizer: object, *, steps: int | None, epochs: int | None) -> object:
+    """Return the schedule of the section `scheduler`; one over the whole run is given its length."""
+    if not settings:
+        return None
+    options = {key: value for key, value in settings.items() if key not in _SCHEDULER_KEYS}
+    if "type" not in options:
+        received = ", ".join(f"scheduler.{name}={value!r}" for name, value in options.items()) or "none"
+        raise ValueError(
+            f"Expected scheduler.type next to other keys of the section. Received: {received}. "
+            "Set scheduler.type, such as to 'cosine'."
+        )
+    length = epochs if scheduler_interval(settings, name=options["type"]) == "epoch" else steps
+    if length is not None and "total_steps" not in options and SCHEDULERS.accepts(options["type"], "total_steps"):
+        options["total_steps"] = length
+    return SCHEDULERS.build(optimizer, **options)
+
+
+def scheduler_interval(settings: Mapping[str, object], scheduler: object = None, *, name: str = "") -> str:
+    """Return when a schedule advances: `"step"`, `"epoch"` or `"validation"`."""
+    asked = settings.get("interval", None)
+    if is_told_its_place(scheduler):
+        own = "epoch" if getattr(scheduler, "t_in_epochs", True) else "step"
+        if asked and asked != own:
+            raise ValueError(
+                f"Expected scheduler.interval={own!r}, in which the {type(scheduler).__name__} counts. Received: "
+                f"scheduler.interval={asked!r}. "
+                "Unset it, or make the schedule with another t_in_epochs."
+            )
+        return own
+    if asked:
+        return str(asked)
+    by_metric = needs_metric(scheduler) if scheduler is not None else "plateau" in name.lower()
+    return "epoch" if by_metric else "step"
+
+
+def check_metric_of_schedule(scheduler: object, *, interval: str, evaluates: bool, monitors: bool) -> None:
+    """Refuse a schedule that goes by a metric which is never computed, or that it is not told, as timm's."""
+    kind = type(scheduler).__name__
+    if is_told_its_place(scheduler) and isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
+        raise ValueError(
+            f"Expected a schedule by a metric as torch makes it. Received: a {kind}, which leaves the learning rate as it is where it is "
+            "told an epoch without a metric. Take torch.optim.lr_scheduler.ReduceLROnPlateau."
+        )
+    if scheduler is None or not needs_metric(scheduler):
+        return
+    if interval == "step":
+        raise ValueError(
+            f"Expected scheduler.interval to be 'epoch' or 'validation' for {kind}, which follows a metric of evaluation. "
+            "Received: scheduler.interval='step'. Unset it."
+        )
+    if not evaluates and not monitors:
+        raise ValueError(
+            f"Expected an evaluation split for {kind}, which follows its metrics. Received: none. Put one into `self.datasets`, or "
+            "set scheduler.monitor to a metric of training, such as 'train.loss'."
+        )

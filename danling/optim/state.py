@@ -1,11 +1,12 @@
-"""The state of an optimizer by parameter name, and what of its options a resumed run takes from the program."""
+"""What a save runs through: the state of an optimizer by parameter name, its options, and which of two sets of weights is in the model."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from danling.utils.tensors import canonical_name, is_sharded
 
 from .joint import JointOptimizer, JointScheduler
+
+logger = logging.getLogger("danling")
 
 _CLASS, _PARTS, _CONTEXT, _SHAPE, _STRIDE = "tensor_class", "parts", "context", "shape", "stride"
 
@@ -188,12 +191,10 @@ def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:
         )
 
 
-logger = logging.getLogger("danling")
-
 Options = list[dict[str, Any]]
 """The options in each parameter group, without the parameters."""
 
-_MOVED_BY_SCHEDULES = frozenset({"lr", "momentum", "betas"})
+_COMPARED = ("lr", "weight_decay", "betas", "momentum", "eps")
 
 
 def options_of(optimizer: Optimizer) -> Options:
@@ -201,26 +202,13 @@ def options_of(optimizer: Optimizer) -> Options:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def given_names(optimizer: object) -> set[str]:
-    """Return the names of the arguments that an optimizer, or several in one, is made of.
-
-    Groups may have more entries: those of schedule-free optimizers have counters, which no program gives.
-    """
-    inner = getattr(optimizer, "optimizers", None) or [getattr(optimizer, "optimizer", None)]
-    names = set().union(*(given_names(each) for each in inner if each is not None))
-    for kind in type(optimizer).__mro__:
-        if "__init__" in vars(kind):
-            names |= inspect.signature(vars(kind)["__init__"]).parameters.keys()
-    return names
-
-
-def say_replaced(asked: Options, loaded: Options, *, given: Collection[str], scheduled: bool) -> None:
+def warn_if_replaced(asked: Options, loaded: Options, *, scheduled: bool) -> None:
     """Warn of options that a restored state has given another value than the program did. May be called on one rank."""
     replaced: dict[str, str] = {}
     for before, after in zip(asked, loaded):
-        moved = _MOVED_BY_SCHEDULES if "max_momentum" in after else {"lr"} if scheduled else set[str]()
-        for name in sorted(before.keys() & after.keys() & set(given) - HOW - OF_SCHEDULES - moved):
-            if _is_plain(before[name]) and _is_plain(after[name]) and before[name] != after[name]:
+        moved = {"lr", "momentum", "betas"} if "max_momentum" in after else {"lr"} if scheduled else set[str]()
+        for name in _COMPARED:
+            if name not in moved and name in before and name in after and before[name] != after[name]:
                 replaced.setdefault(name, f"{name}={after[name]} (here {before[name]})")
     if replaced:
         logger.warning(
@@ -239,11 +227,9 @@ def adopt_options(optimizer: Optimizer, scheduler: object, options: Options, wan
         for name, value in own.items():
             if name not in ("lr", "initial_lr") and wanted(name):
                 group[name] = value
-    if wanted("lr"):
-        _adopt_rates(optimizer, scheduler, [group.get("initial_lr", group["lr"]) for group in options])
-
-
-def _adopt_rates(optimizer: Optimizer, scheduler: object, rates: list[Any]) -> None:
+    if not wanted("lr"):
+        return
+    rates = [group.get("initial_lr", group["lr"]) for group in options]
     for group, rate in zip(optimizer.param_groups, rates):
         before = group.get("initial_lr", group["lr"])
         if rate == before:
@@ -260,5 +246,88 @@ def _adopt_rates(optimizer: Optimizer, scheduler: object, rates: list[Any]) -> N
             part._last_lr = [group["lr"] for group in groups]
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (bool, int, float, str, tuple, list)) or value is None
+# Optimizers with other weights in training than to evaluate, as schedule-free ones
+
+
+def modal(optimizer: Any) -> list[Any]:
+    """Return the optimizers with methods `train` and `eval`, which exchange the weights: of several in one, and inside of a wrapper."""
+    if isinstance(optimizer, JointOptimizer):
+        return [found for member in optimizer.optimizers for found in modal(member)]
+    inner = getattr(optimizer, "optimizer", None)
+    if inner is not None and type(optimizer).__module__.startswith("accelerate."):
+        return modal(inner)  # its wrapper has both methods whatever it wraps
+    has_both = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    return [optimizer] if has_both else []
+
+
+def enter_training(optimizer: Any) -> None:
+    """Put the weights of training into the model. Outside of `evaluation_weights` they are always there."""
+    for member in modal(optimizer):
+        member.train()
+
+
+@contextmanager
+def evaluation_weights(optimizer: Any) -> Iterator[None]:
+    """Put the weights to evaluate into the model, and those of training back on exit, bit for bit.
+
+    The optimizer computes each from the other with a rounding: a copy of the weights is kept, so that an evaluation leaves no trace.
+    Where the weights to evaluate are there already, they stay, on exit too.
+    """
+    members = modal(optimizer)
+    if not members:
+        yield
+        return
+    found = _copies(members)
+    trains = _are_training(members, found)
+    if trains:
+        for member in members:
+            member.eval()
+    try:
+        yield
+    finally:
+        if trains:
+            for member in members:
+                member.train()
+            _put(found)
+
+
+def _are_training(members: list[Any], found: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether the weights of training are in the model: then `train` changes nothing."""
+    for member in members:
+        member.train()
+    # NaN is not equal to itself, and does not count as changed.
+    if all(bool(((parameter == value) | parameter.isnan()).all()) for parameter, value in found):
+        return True
+    for member in members:
+        member.eval()
+    _put(found)
+    return False
+
+
+def training_weights(optimizer: Any) -> list[Tensor]:
+    """Return the parameters whose weights of training are not those to evaluate.
+
+    There are none before the first update, nor where the weights to evaluate are in the model: the optimizer computes the others.
+    """
+    members = [member for member in modal(optimizer) if member.state]
+    return _parameters(members) if _are_training(members, _copies(members)) else []
+
+
+def put_training_weights(optimizer: Any, weights: list[tuple[Tensor, Tensor]]) -> None:
+    """Enter training after a state was loaded, with the very weights that it was saved with."""
+    enter_training(optimizer)
+    _put(weights)
+
+
+def _copies(members: list[Any]) -> list[tuple[Tensor, Tensor]]:
+    return [(parameter, parameter.detach().clone()) for parameter in _parameters(members)]
+
+
+def _parameters(members: list[Any]) -> list[Tensor]:
+    return [parameter for member in members for group in member.param_groups for parameter in group["params"]]
+
+
+@torch.no_grad()
+def _put(weights: list[tuple[Tensor, Tensor]]) -> None:
+    for parameter, value in weights:
+        parameter.copy_(value)

@@ -26,10 +26,8 @@ from danling.data import move_to_device
 from danling.distributed import StepTotals
 from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim import JointOptimizer, JointScheduler
-from danling.optim.building import build_optimizer, build_scheduler, scheduler_interval
-from danling.optim.modes import enter_training, evaluation_weights, modal
-from danling.optim.registry import OPTIMIZERS
-from danling.optim.state import adopt_options, given_names, options_of, say_replaced
+from danling.optim.registry import OPTIMIZERS, build_optimizer, build_scheduler, scheduler_interval
+from danling.optim.state import adopt_options, enter_training, evaluation_weights, modal, options_of, warn_if_replaced
 from danling.reporting import device_peak_flops
 from danling.reporting.record import RunRecorder
 from danling.supervision import Profiler
@@ -939,10 +937,9 @@ class TorchRunner(BaseRunner):
                 lambda name: allows(f"optim.{name}") or allows("optim.param_groups"),
             )
             if self.is_main_process and not self._session.updated_once:
-                say_replaced(
+                warn_if_replaced(
                     options,
                     options_of(self.optimizer),
-                    given=given_names(self.optimizer),
                     scheduled=self.scheduler is not None,
                 )
 

@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, slip_of
 from danling.optim import JointScheduler
-from danling.optim.building import check_metric_of_schedule
-from danling.optim.registry import OneCycleSchedule
+from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule
 from danling.optim.warmup import WarmupScheduler
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name

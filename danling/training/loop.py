@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from danling.checkpoints import CheckpointManager
 from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.distributed import Domain, agree, set_collective_timeout
-from danling.optim.modes import enter_training
 from danling.optim.registry import is_told_its_place
+from danling.optim.state import enter_training
 from danling.supervision import RankWatch, is_out_of_memory, write_memory_snapshot
 from danling.utils.observers import Observer
 

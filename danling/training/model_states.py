@@ -11,8 +11,14 @@ from torch import Tensor
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.reading import ExcludedFromLoading
-from danling.optim.modes import evaluation_weights, modal, put_training_weights, training_weights
-from danling.optim.state import load_named_state_dict, named_state_dict
+from danling.optim.state import (
+    evaluation_weights,
+    load_named_state_dict,
+    modal,
+    named_state_dict,
+    put_training_weights,
+    training_weights,
+)
 from danling.utils.tensors import canonical_name, local_part, whole
 
 from .ema import EMA
@@ -35,7 +41,7 @@ class ModelStates:
     """Reads and writes the states of a model that this rank holds whole; stacks that divide it have their own class."""
 
     keeps_modes: bool = True
-    """Whether an optimizer may have other weights in training than to evaluate, see `danling.optim.modes`."""
+    """Whether an optimizer may have other weights in training than to evaluate, see `danling.optim.state`."""
 
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner

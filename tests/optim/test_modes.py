@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from danling.optim.modes import evaluation_weights, training_weights
+from danling.optim.state import evaluation_weights, training_weights
 
 
 class Doubled(torch.optim.SGD):

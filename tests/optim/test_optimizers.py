@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from danling.optim import OPTIMIZERS, build_param_groups
-from danling.optim.building import build_optimizer
+from danling.optim.registry import build_optimizer
 
 _CLASSES = {
     name: cls
@@ -103,8 +103,7 @@ def test_bad_input_names_the_mend(type: Any, given: dict[str, Any], message: str
 
 
 def test_a_users_optimizer_is_built_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OPTIMIZERS, "_builders", dict(OPTIMIZERS._builders))
-    monkeypatch.setattr(OPTIMIZERS, "_names", dict(OPTIMIZERS._names))
+    monkeypatch.setattr(OPTIMIZERS, "_known", dict(OPTIMIZERS._known))
 
     @OPTIMIZERS.register("sign")
     class Sign(torch.optim.SGD):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from danling.optim import SCHEDULERS, needs_metric
-from danling.optim.building import build_scheduler, check_metric_of_schedule, scheduler_interval
+from danling.optim.registry import build_scheduler, check_metric_of_schedule, scheduler_interval
 
 _STEPS = 24
 
@@ -145,8 +145,7 @@ def test_bad_input_names_the_mend(options: dict[str, Any], message: str) -> None
 
 
 def test_a_users_scheduler_is_built_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SCHEDULERS, "_builders", dict(SCHEDULERS._builders))
-    monkeypatch.setattr(SCHEDULERS, "_names", dict(SCHEDULERS._names))
+    monkeypatch.setattr(SCHEDULERS, "_known", dict(SCHEDULERS._known))
 
     @SCHEDULERS.register("inverse_sqrt")
     def inverse_sqrt(target: Any, scale: float = 1.0) -> Any:
