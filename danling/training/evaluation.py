@@ -17,11 +17,7 @@ from danling.distributed import Domain, all_arrive
 from danling.metrics import Meters, ScoreBoard, as_number
 from danling.optim import needs_metric
 from danling.optim.registry import advance_by_epoch
-<<<<<<< HEAD
-=======
 from danling.optim.state import evaluation_weights
-from danling.utils.protocols import ReductionDomain
->>>>>>> 93b9a5d (Optimizers and schedules are made in one module, and what a save runs through of them is another)
 from danling.utils.tensors import canonical_name
 
 from .batches import (
