@@ -75,23 +75,15 @@ def test_a_file_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> Non
         RunLog(tmp_path / "file" / "run.log")
 
 
-def test_a_program_that_logs_to_the_terminal_itself_sees_each_line_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_program_that_logs_to_the_terminal_itself_sees_each_line_once(is_main: bool, tmp_path: Path) -> None:
     script = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, format='mine %(message)s')\n"
-        "from danling.reporting.logging import RunLog\n"
-        "log = RunLog(sys.argv[1]); logging.getLogger('danling').info('hello'); log.close()\n"
+        "from danling.reporting import RunLog\n"
+        f"log = RunLog(sys.argv[1], is_main={is_main}, rank=1); logger = logging.getLogger('danling')\n"
+        "logger.info('hello'); logger.warning('odd'); log.close()\n"
     )
     file = tmp_path / "run.log"
     done = subprocess.run([interpreter(), "-c", script, str(file)], capture_output=True, text=True, check=True)
-    assert done.stderr == "mine hello\n"
-    assert file.read_text().endswith("INFO danling: hello\n")
-
-
-def test_other_ranks_of_a_program_that_logs_to_the_terminal_itself_show_warnings_and_errors_only() -> None:
-    script = (
-        "import logging; logging.basicConfig(level=logging.INFO, format='mine %(message)s')\n"
-        "from danling.reporting.logging import RunLog\n"
-        "RunLog(None, is_main=False, rank=1); logger = logging.getLogger('danling'); logger.info('hello'); logger.warning('odd')\n"
-    )
-    done = subprocess.run([interpreter(), "-c", script], capture_output=True, text=True, check=True)
-    assert done.stderr == "mine odd\n"
+    assert done.stderr == ("mine hello\n" if is_main else "") + "mine odd\n"
+    assert file.exists() == is_main and (not is_main or "INFO danling: hello\n" in file.read_text())

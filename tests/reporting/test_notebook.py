@@ -5,21 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import nbclient
 import nbformat
-import pytest
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 from support.pages import ROOT
 from support.warm import interpreter
 
 from danling.reporting import Progress
-from danling.utils.process import in_notebook
 
 DEFINE = """\
 import torch
@@ -152,9 +149,3 @@ def test_curves_have_a_panel_a_metric_and_a_line_a_split() -> None:
     assert pages[-1].count("<polyline") == 1 and pages[-1].count("<circle") == 1
     assert "epoch &lt;1&gt;" in pages[-1] and "<b>" not in pages[-1] and "<progress" not in pages[-1]
     assert pages[-1].count(",") < 900, "a long curve keeps some hundred points"
-
-
-def test_a_terminal_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not in_notebook()
-    monkeypatch.setitem(sys.modules, "IPython", type(sys)("IPython"))
-    assert not in_notebook()

@@ -20,13 +20,9 @@ from danling.runners.state import TrainState
 from danling.supervision import Heartbeat
 
 
-def counted(rank: int = 0) -> Any:
-    """Return what a heartbeat reads of a runner."""
-    return SimpleNamespace(rank=rank, state=SimpleNamespace(train=TrainState()))
-
-
-def begun(directory: Path, interval_seconds: float, runner: Any = None) -> Heartbeat:
-    return Heartbeat(runner or counted(), directory, interval_seconds)
+def begun(directory: Path, interval_seconds: float, rank: int = 0) -> Heartbeat:
+    runner: Any = SimpleNamespace(rank=rank, state=SimpleNamespace(train=TrainState()))
+    return Heartbeat(runner, directory, interval_seconds)
 
 
 def read(heartbeat: Heartbeat) -> dict[str, Any]:
@@ -41,13 +37,13 @@ def wait_for(condition: Any) -> None:
 
 
 def test_says_who_and_where(tmp_path: Path) -> None:
-    runner = counted(rank=3)
-    heartbeat = begun(tmp_path / "heartbeats", 0.02, runner)
+    heartbeat = begun(tmp_path / "heartbeats", 0.02, 3)
     first = read(heartbeat)
     assert heartbeat.file.name == "rank-3.json"
     assert (first["rank"], first["pid"], first["status"]) == (3, os.getpid(), "running")
     assert (first["global_step"], first["last_step_time"]) == (0, None)
-    runner.state.train.global_step, runner.state.train.epoch = 17, 2
+    train = heartbeat._runner.state.train
+    train.global_step, train.epoch = 17, 2
     heartbeat.beat()
     wait_for(lambda: read(heartbeat)["global_step"] == 17)
     assert read(heartbeat)["epoch"] == 2

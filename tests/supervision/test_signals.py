@@ -68,15 +68,6 @@ def test_two_sigints_after_another_signal_end_at_once(first: signal.Signals) -> 
         signal.raise_signal(signal.SIGINT)
 
 
-def test_what_is_forgotten_counts_no_more() -> None:
-    with SignalWatcher() as watcher:
-        signal.raise_signal(signal.SIGINT)
-        watcher.clear()
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
-        assert watcher.received is signal.SIGTERM
-
-
 FORKING = """
 import os, signal, sys, time
 from danling.supervision.signals import SignalWatcher
