@@ -214,8 +214,14 @@ class BaseRunner(metaclass=MetaRunner):
         if self.config.ft.enabled:
             group = self.config.ft.replica_id, self.config.ft.group_size
             self.placement = replace(self.placement, replica_group=group)
-        # Must precede `set_seed`: a seed that is drawn there must not enter the run's id.
-        self._identify_run()
+        # Must precede `set_seed`: a seed that is drawn there must not enter the run's id. Nothing is written yet.
+        place = self._run_place = RunPlace(self)
+        self._closers.callback(place.release)
+        self.id, self.timestamp = place.id, place.timestamp
+        self.code_id, self.config_id = place.code_id, place.config_id
+        self.workspace: Workspace = place.workspace(self.timestamp)
+        # Trackers that were added but never opened are closed too, before the right to write into the run directory is given up.
+        self._closers.callback(self._reporter.trackers.close)
         self.set_seed()
         self.state.rng.seed = self.seed
         self.set_deterministic()
@@ -234,16 +240,6 @@ class BaseRunner(metaclass=MetaRunner):
         train = self.state.train
         ranks = f"rank {self.rank} of {self.world_size}"
         return f"<{name} {self.id} ({self.stack}): step {train.global_step}, epoch {train.epoch}, {ranks}, in {self.workspace.dir}>"
-
-    def _identify_run(self) -> None:
-        """Give the run its id and its paths; nothing is written yet."""
-        place = self._run_place = RunPlace(self)
-        self._closers.callback(place.release)
-        self.id, self.timestamp = place.id, place.timestamp
-        self.code_id, self.config_id = place.code_id, place.config_id
-        self.workspace: Workspace = place.workspace(self.timestamp)
-        # Trackers that were added but never opened are closed too, before the right to write into the run directory is given up.
-        self._closers.callback(self._reporter.trackers.close)
 
     def _has_remote(self) -> bool:
         """Whether the run is copied to an object store."""
@@ -829,16 +825,17 @@ class BaseRunner(metaclass=MetaRunner):
     def progress_parts(self) -> list[StatePart]:
         """Return the parts of the entry `state` of a checkpoint, in the order in which they are restored."""
 
-        state = self.state
-
         def attempts() -> dict[str, Any]:
-            state.elastic.arithmetic = arithmetic(self.device)
-            return asdict(state.elastic)
+            self.state.elastic.arithmetic = arithmetic(self.device)
+            return asdict(self.state.elastic)
 
         def load_attempts(stored: Mapping[str, Any], _: Collection[str]) -> None:
-            state.elastic.attempts = int(stored.get("attempts", 0)) + 1
-            state.elastic.micro_batch_size = stored.get("micro_batch_size")
-            self._data.hold_at_most(state.elastic.micro_batch_size)
+            elastic = self.state.elastic
+            elastic.attempts, elastic.micro_batch_size = (
+                int(stored.get("attempts", 0)) + 1,
+                stored.get("micro_batch_size"),
+            )
+            self._data.hold_at_most(elastic.micro_batch_size)
             here, before = arithmetic(self.device), stored.get("arithmetic", {})
             names = [name for name in here if before.get(name, here[name]) != here[name]]
             if names and self.is_main_process:
@@ -854,10 +851,10 @@ class BaseRunner(metaclass=MetaRunner):
             self.results = {int(index): result for index, result in stored.items()}
 
         return [
-            StatePart("train", lambda: asdict(state.train), lambda stored, _: state.train.load(stored)),
+            StatePart("train", lambda: asdict(self.state.train), lambda stored, _: self.state.train.load(stored)),
             StatePart("elastic", attempts, load_attempts, default=dict),
             # Only saved: a run goes on with the seed of its configuration.
-            StatePart("rng", lambda: asdict(state.rng), lambda stored, _: None),
+            StatePart("rng", lambda: asdict(self.state.rng), lambda stored, _: None),
             StatePart("results", results, load_results, default=dict),
         ]
 
