@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -42,19 +41,15 @@ class SignalWatcher:
     Python runs handlers between bytecodes of the main thread: a signal that arrives during a blocking collective is
     noted when it returns. Should that never happen, the second SIGINT ends the process all the same: Python's wake-up
     pipe tells a thread of it, which gives the main thread three seconds to raise and then ends the process with 130.
-
-    Args:
-        signals: The signals to watch.
     """
 
-    def __init__(self, signals: Iterable[signal.Signals] = tuple(SIGNAL_REQUESTS)) -> None:
-        self.signals = tuple(signals)
+    def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The signal to heed, `None` so far. A plain attribute: reading it at every step costs nothing."""
         self._interrupted = False
         self._previous: dict[signal.Signals, Any] = {}
-        self._pipe: tuple[int, int] | None = None
-        self._wakeup_before = -1
+        self._pipe: int | None = None
+        """The end of the wake-up pipe that is written."""
 
     @property
     def request(self) -> str | None:
@@ -70,48 +65,38 @@ class SignalWatcher:
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Signals are not watched: the runner does not run in the main thread.")
             return False
-        for number in self.signals:
+        for number in SIGNAL_REQUESTS:
             if number not in self._previous and signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._note)
         if signal.SIGINT in self._previous and self._pipe is None:
-            self._open_pipe()
+            read, write = os.pipe()
+            os.set_blocking(write, False)
+            before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+            if before != -1:
+                # The program, such as an event loop, listens itself.
+                signal.set_wakeup_fd(before)
+                os.close(read)
+                os.close(write)
+            else:
+                self._pipe = write
+                _pipes.add(write)
+                threading.Thread(
+                    target=_end_at_second_interrupt, args=(read,), name="danling-signals", daemon=True
+                ).start()
         return True
-
-    def _open_pipe(self) -> None:
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        self._wakeup_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        if self._wakeup_before != -1:
-            # The program, such as an event loop, listens itself.
-            signal.set_wakeup_fd(self._wakeup_before)
-            os.close(read)
-            os.close(write)
-            return
-        self._pipe = read, write
-        _pipes.add(write)
-        threading.Thread(target=_end_at_second_interrupt, args=(read,), name="danling-signals", daemon=True).start()
-
-    def _close_pipe(self) -> None:
-        if self._pipe is None:
-            return
-        (_, write), self._pipe = self._pipe, None
-        signal.set_wakeup_fd(-1)
-        _pipes.discard(write)
-        # The thread closes its own end when it has seen the last of this one.
-        os.close(write)
 
     def uninstall(self) -> None:
         """Put the previous handlers back; what was received stays readable. A second call does nothing."""
-        self._close_pipe()
+        if self._pipe is not None:
+            write, self._pipe = self._pipe, None
+            signal.set_wakeup_fd(-1)
+            _pipes.discard(write)
+            # The thread closes its own end when it has seen the last of this one.
+            os.close(write)
         while self._previous:
             number, handler = self._previous.popitem()
             # None means a handler that was not installed from Python and cannot be put back.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-    def clear(self) -> None:
-        """Forget what was received."""
-        self.received = None
-        self._interrupted = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
