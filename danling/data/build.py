@@ -197,14 +197,6 @@ def divide_updates(
     A split that is not trained on has no updates. It may have a `batch_size` in addition to `global_batch_size`; without one, a
     rank holds as many samples at once as in training, which are known to fit into memory.
 
-    Args:
-        settings: The settings of the split.
-        split: Its name, for messages.
-        train: Whether it is trained on.
-        world_size: Ranks that read different samples.
-        accum_steps: Micro-batches of an update, unless `micro_batch_size` decides.
-        canonical: Whether micro-batches, and the batches of an evaluation, are the same at any number of ranks.
-
     Raises:
         ValueError: If the settings contradict one another, or there are more ranks than samples.
     """

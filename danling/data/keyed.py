@@ -152,15 +152,8 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
     seeded like the order of a sampler: alike on all ranks.
 
     Args:
-        dataset: The dataset.
-        seed: Base seed.
-        split: Name of the split.
-        epoch: The pass.
-        rank: The rank.
         every: Items between two seeds.
-        make: Makes a batch of a list of samples, or of one sample.
-        size: Samples of a batch; `None` makes a batch of each sample.
-        drop_last: Leave out the last batch if it is not full.
+        make: Makes a batch of a list of samples, or of one sample where `size` is `None`.
         states: The places of the workers to go on from.
         first: The worker whose turn it is.
     """

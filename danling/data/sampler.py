@@ -80,8 +80,6 @@ class Division:
         """Divide a whole update.
 
         Args:
-            samples: Samples of the update over all ranks.
-            world_size: Number of ranks.
             micro_batches: Micro-batches of each rank; never more than it has samples.
             micro_batch_size: The most samples that a rank holds at once; decides the number of micro-batches.
 
