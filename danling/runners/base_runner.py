@@ -868,7 +868,7 @@ class BaseRunner(metaclass=MetaRunner):
             {
                 "format_version": FORMAT_VERSION,
                 "runner": self.config.public(),
-                "state": self.run_state.progress(),
+                "state": {**self.state.state_dict(), **self.run_state.progress()},
                 **self.run_state.components(self.component_states()),
                 **self._attributes.state(),
                 "dataloaders": loader_states(self, sources),
@@ -982,6 +982,7 @@ class BaseRunner(metaclass=MetaRunner):
                 self.load_dataloaders({**payload["dataloaders"], **fresh})
             self._attributes.load("attributes", payload)
             if "state" in payload:
+                self.state.load_state_dict(payload["state"])
                 self.run_state.load_progress(payload["state"])
             self._keys.between_updates()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 @dataclass
@@ -100,3 +101,10 @@ class RunnerState:
     def rng_state(self) -> RngState:
         """The seed, by its longer name."""
         return self.rng
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a class derived from this adds to the entry `state` of a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` added, out of the whole entry."""
