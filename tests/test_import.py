@@ -109,3 +109,10 @@ def test_a_run_on_one_process_loads_no_extension(tmp_path):
     assert done.returncode == 0, done.stderr
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
     assert {"runners", "training", "checkpoints"} <= loaded and not loaded & EXTENSIONS_OF_THE_LIBRARY
+
+
+def test_the_managers_have_the_place_that_the_contract_gives_them() -> None:
+    from danling.runners import checkpoints
+
+    names = ("FileCheckpointManager", "TorchDistributedCheckpointManager", "DeepSpeedCheckpointManager")
+    assert all(issubclass(getattr(checkpoints, name), checkpoints.CheckpointManager) for name in names)

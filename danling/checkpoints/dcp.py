@@ -171,7 +171,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             else:
                 meet(self._process, self._exchange, rank=self.domain.rank, size=self.domain.size)
                 # The copy is in shared memory, so that the process takes it over without another one.
-                self._process.write(payload, writer)
+                self._process.write(save_target, payload, writer)
             if ahead:
                 self._ahead = SavedAhead(record.name, record.step, tensor_sums(payload))
         except BaseException as error:

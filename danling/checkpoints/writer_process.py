@@ -51,6 +51,8 @@ _WATCH_SECONDS = 0.1
 
 Address = tuple[str, int]
 Request = tuple[Any, ...]
+Save = Callable[[Any, Any], None]
+"""Writes a payload with a writer."""
 
 
 class WriterProcess:
@@ -109,9 +111,9 @@ class WriterProcess:
         self._ask(("join", address, rank, size))
         self.joined = True
 
-    def write(self, payload: Mapping[str, object], writer: TargetWriter) -> None:
-        """Write a target together with the processes of all other ranks."""
-        self._ask(("write", payload, writer))
+    def write(self, save: Save, payload: Mapping[str, object], writer: TargetWriter) -> None:
+        """Write a target together with the processes of all other ranks; `save` is a function of a module."""
+        self._ask(("write", save, payload, writer))
 
     def _ask(self, request: Request) -> Any:
         try:
@@ -218,15 +220,13 @@ class _Actions:
         store = alone if size == 1 else dist.TCPStore(*address, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
-    def write(self, payload: dict[str, Any], writer: TargetWriter) -> None:
-        from .dcp import save_target
-
+    def write(self, save: Save, payload: dict[str, Any], writer: TargetWriter) -> None:
         # Its own lock, since that of the run falls when the parent is killed, and this process may be in the middle of a call then:
         # a restart waits until it has ended as well.
         own = FileLock(Path(writer.path).parent.parent / f"{WRITING}{socket.gethostname()}-{os.getpid()}")
         own.acquire()
         try:
-            save_target(payload, writer)
+            save(payload, writer)
         finally:
             own.release()
 
