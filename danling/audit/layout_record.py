@@ -218,7 +218,7 @@ class LayoutRecorder(Observer):
         self._draws |= any(not torch.equal(before, after) for before, after in zip(self._streams, _streams()))
 
     def _watch(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
             # Checkpointing calls modules again within a backward.
             if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
                 return
@@ -291,7 +291,7 @@ def _host(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True)
 
 
-def _tensors(output: Any) -> Iterable[Tensor]:
+def _tensors(output: object) -> Iterable[Tensor]:
     """Yield the tensors that a module returned: itself, or those in a tuple, a list or a mapping."""
     if isinstance(output, Tensor):
         yield output

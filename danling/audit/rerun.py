@@ -256,7 +256,7 @@ _OF_IMPLEMENTATION = frozenset({"params", "param_names", "fused", "foreach", "ca
 """How an optimizer computes and calls its parameters, which each layout does in its own way."""
 
 
-def differences_of(stored: Any, trained: Any, path: str = "") -> list[Difference]:
+def differences_of(stored: object, trained: object, path: str = "") -> list[Difference]:
     """Return what two checkpoints, or values in them, do not have bitwise alike."""
     if path in _NOT_COMPARED:
         return []

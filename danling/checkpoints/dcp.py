@@ -599,7 +599,7 @@ def parse_index(text: str) -> Metadata:
     try:
         files = [plain_name(file) for file in content["files"]]
 
-        def stored(place: Any) -> _StorageInfo:
+        def stored(place: object) -> _StorageInfo:
             file, offset, length = _numbers(place)
             return _StorageInfo(files[file], offset, length)
 

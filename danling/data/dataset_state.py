@@ -98,7 +98,7 @@ def parts_of(dataset: Any) -> dict[str, object] | None:
     return None
 
 
-def stateful_parts(dataset: Any, path: str = "dataset") -> dict[str, object]:
+def stateful_parts(dataset: object, path: str = "dataset") -> dict[str, object]:
     """Return the objects with a state in a dataset, by path: itself, or the datasets in torch's wrappers."""
     parts = parts_of(dataset)
     if parts is None:

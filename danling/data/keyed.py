@@ -38,7 +38,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         seed: int,
         *,
         split: str = "train",
@@ -160,7 +160,7 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         seed: int,
         *,
         split: str,
@@ -273,7 +273,7 @@ def _of_datasets(dataset: object) -> bool:
     return type(dataset).__module__.startswith("datasets.")
 
 
-def _twin(dataset: Any) -> Any:
+def _twin(dataset: object) -> Any:
     # `copy.copy` would share the attributes, see its `__setstate__`.
     twin = object.__new__(type(dataset))
     vars(twin).update(vars(dataset))

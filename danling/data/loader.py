@@ -91,7 +91,7 @@ class KeyedLoader(LibraryLoader):
     def __init__(
         self,
         dataset: object,
-        order: Any,
+        order: object,
         *,
         split: str,
         batched: bool,
@@ -205,7 +205,7 @@ class DataLoader(KeyedLoader):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         *,
         batch_size: int | None = 1,
         division: Division | None = None,
@@ -368,7 +368,7 @@ class StreamLoader(LibraryLoader):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         *,
         seed: int = 0,
         rank: int = 0,

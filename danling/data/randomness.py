@@ -187,7 +187,7 @@ class Generators:
         seed_host_streams(seed)
 
 
-def _held_by(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _held_by(path: str, value: object) -> Iterator[tuple[str, Any]]:
     """Yield the items and attributes of an object, by path."""
     if isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", item) for key, item in list(itertools.islice(value.items(), _WIDTH)))
@@ -210,7 +210,7 @@ def _held_by(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}.{kind.__name__}.{name}", found) for name, found in own if is_generator(found))
 
 
-def _attribute(value: Any, name: str) -> Any:
+def _attribute(value: object, name: str) -> Any:
     """Return an attribute of an object, `None` where it has none or answers with an error, as placeholders of pydantic do."""
     try:
         return getattr(value, name, None)
@@ -268,7 +268,7 @@ def _bit_generator(generator: object) -> Any:
     return getattr(generator, "_bit_generator", generator)
 
 
-def generator_state(generator: Any) -> Any:
+def generator_state(generator: object) -> Any:
     """Return the state of a generator of any kind, as it is itself given."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()

@@ -49,7 +49,7 @@ class ModelParts(nn.Module):
             "tensors of the batch, or train on another axis than `pipeline`."
         )
 
-    def output_is(self, step: Callable[[Any], Any], data: object, output: Any) -> Any:
+    def output_is(self, step: Callable[[Any], Any], data: object, output: object) -> Any:
         """Run a step whose call of the model returns `output`, and return what the step returns."""
         calls = 0
 

@@ -349,7 +349,7 @@ def is_told_its_place(scheduler: object) -> bool:
 
 
 @lru_cache(maxsize=32)
-def _is_told(kind: Any) -> bool:
+def _is_told(kind: object) -> bool:
     step = getattr(kind, "step", None)
     if step is None or not callable(getattr(kind, "step_update", None)):
         return False

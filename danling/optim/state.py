@@ -249,7 +249,7 @@ def adopt_options(optimizer: Optimizer, scheduler: object, options: Options, wan
 # Optimizers with other weights in training than to evaluate, as schedule-free ones
 
 
-def modal(optimizer: Any) -> list[Any]:
+def modal(optimizer: object) -> list[Any]:
     """Return the optimizers with methods `train` and `eval`, which exchange the weights: of several in one, and inside of a wrapper."""
     if isinstance(optimizer, JointOptimizer):
         return [found for member in optimizer.optimizers for found in modal(member)]
@@ -260,14 +260,14 @@ def modal(optimizer: Any) -> list[Any]:
     return [optimizer] if has_both else []
 
 
-def enter_training(optimizer: Any) -> None:
+def enter_training(optimizer: object) -> None:
     """Put the weights of training into the model. Outside of `evaluation_weights` they are always there."""
     for member in modal(optimizer):
         member.train()
 
 
 @contextmanager
-def evaluation_weights(optimizer: Any) -> Iterator[None]:
+def evaluation_weights(optimizer: object) -> Iterator[None]:
     """Put the weights to evaluate into the model, and those of training back on exit, bit for bit.
 
     The optimizer computes each from the other with a rounding: a copy of the weights is kept, so that an evaluation leaves no trace.
@@ -304,7 +304,7 @@ def _are_training(members: list[Any], found: list[tuple[Tensor, Tensor]]) -> boo
     return False
 
 
-def training_weights(optimizer: Any) -> list[Tensor]:
+def training_weights(optimizer: object) -> list[Tensor]:
     """Return the parameters whose weights of training are not those to evaluate.
 
     There are none before the first update, nor where the weights to evaluate are in the model: the optimizer computes the others.
@@ -313,7 +313,7 @@ def training_weights(optimizer: Any) -> list[Tensor]:
     return _parameters(members) if _are_training(members, _copies(members)) else []
 
 
-def put_training_weights(optimizer: Any, weights: list[tuple[Tensor, Tensor]]) -> None:
+def put_training_weights(optimizer: object, weights: list[tuple[Tensor, Tensor]]) -> None:
     """Enter training after a state was loaded, with the very weights that it was saved with."""
     enter_training(optimizer)
     _put(weights)

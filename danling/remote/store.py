@@ -198,7 +198,7 @@ class RemoteStore:
         """Replace a small object, if it is the one with this tag. Its contents must differ from anybody else's, as in `put_if_absent`."""
         return self._put_on_condition(key, content, (tag.bare if self.bare_tags else tag).condition, RemoteConflict)
 
-    def _put_on_condition(self, key: str, content: bytes, mode: Any, refused: type[RemoteError]) -> Tag:
+    def _put_on_condition(self, key: str, content: bytes, mode: object, refused: type[RemoteError]) -> Tag:
         try:
             found = self._ask(
                 "put",

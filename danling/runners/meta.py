@@ -158,7 +158,7 @@ GUARDED = "_guarded"
 _MISSING = object()
 
 
-def begin(runner: Any) -> dict[str, object]:
+def begin(runner: object) -> dict[str, object]:
     """Give a runner its components, of which there are none yet; return what the user set before the library's `__init__`."""
     # On the runner, not on the class: a method that happens to be called so is no component, but a loss may be a method.
     for name in COMPONENTS:

@@ -278,7 +278,7 @@ def laid_out_like(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dic
 def sharded_optimizer_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
     """Return the state of an optimizer by parameter name, with moments divided as the parameters of this rank are."""
 
-    def moment(value: Any, parameter: nn.Parameter | None) -> Any:
+    def moment(value: object, parameter: nn.Parameter | None) -> Any:
         if parameter is None or not isinstance(value, Tensor) or not is_sharded(parameter):
             return value
         return with_local_part(parameter.detach(), value) if value.shape == local_part(parameter).shape else value

@@ -212,7 +212,7 @@ class Look:
         generators = Generators({"datasets": runner.datasets, "dataloaders": runner.dataloaders}).found
         return set(map(id, generators.values()))
 
-    def _encode(self, value: Any, path: str, name: str = "") -> Any:
+    def _encode(self, value: object, path: str, name: str = "") -> Any:
         if type(value) in _NUMBERS:
             return value
         key = key_of(value)
@@ -271,7 +271,7 @@ class Look:
         self._entry.left[path] = seen
         return {"kind": "left"}
 
-    def _leave_all(self, path: str, node: Any) -> dict[str, str]:
+    def _leave_all(self, path: str, node: object) -> dict[str, str]:
         """Leave out a value with its parts, which are encoded where they are met again."""
         digest, within = self._digest(node), (f"{path}.", f"{path}[")
         self._entry.left = {name: seen for name, seen in self._entry.left.items() if not name.startswith(within)}
@@ -354,7 +354,7 @@ class Look:
         self._entry.left = others
         return node
 
-    def _object(self, value: Any, path: str) -> Any:
+    def _object(self, value: object, path: str) -> Any:
         held = getattr(value, "__dict__", None)
         if not isinstance(held, dict) or self._depth >= _DEPTH or isinstance(value, io.IOBase):
             return self._leave(path, id(value))
@@ -370,7 +370,7 @@ class Look:
         self._entry.needs[path] = type(value).__name__
         return node
 
-    def _digest(self, node: Any) -> bytes:
+    def _digest(self, node: object) -> bytes:
         if not isinstance(node, (dict, Tensor)):
             return f"{type(node).__name__} {node!r}".encode()
         total = hashlib.sha1(usedforsecurity=False)
@@ -435,7 +435,7 @@ class Decoder:
         self._live = look.objects
         self._restored: dict[str, object] = {}
 
-    def decode(self, node: Any, current: Any, path: str) -> Any:
+    def decode(self, node: object, current: object, path: str) -> Any:
         """Return the value of a node, which is `current` where that could take it; `MISSING` where it is left to the program."""
         if not isinstance(node, (dict, Tensor)):
             return node
@@ -562,7 +562,7 @@ def _array_of(node: Mapping[str, Any], current: object) -> Any:
     return array.copy()
 
 
-def _changed_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _changed_tensors(node: object, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(node, dict):
         return {key: _changed_tensors(item, change) for key, item in node.items()}
     return change(node) if isinstance(node, Tensor) else list(node) if isinstance(node, list) else node

@@ -227,7 +227,7 @@ def prediction_of(pred: object) -> object:
     return pred.logits if hasattr(pred, "loss") and hasattr(pred, "logits") else pred
 
 
-def told_count(data: Any, *names: str) -> int | None:
+def told_count(data: object, *names: str) -> int | None:
     """Return the first number that a batch, as of torch_geometric, tells in an attribute of these names; `None` where it has none."""
     for name in names:
         with suppress(Exception):
@@ -237,7 +237,7 @@ def told_count(data: Any, *names: str) -> int | None:
     return None
 
 
-def nodes_of_graphs(data: Any) -> list[int] | None:
+def nodes_of_graphs(data: object) -> list[int] | None:
     """Return the number of nodes of each graph of a batch, `None` where it is no batch of graphs."""
     graphs = told_count(data, "num_graphs")
     if graphs is None:

@@ -92,7 +92,7 @@ def _check_data(given: TorchRunner) -> None:
                 )
 
 
-def _check_kind_of_optimizer(optimizer: Any, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+def _check_kind_of_optimizer(optimizer: object, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     if isinstance(optimizer, (list, tuple, Mapping)):
         raise ValueError(
             f"Expected `self.optimizer` to be one optimizer. Received: a {type(optimizer).__name__} of {len(optimizer)}. Hold them "

@@ -31,7 +31,7 @@ class PhasedModel(DistributedDataParallel):
         """Call the module."""
         return self.module(*args, **kwargs)
 
-    def __getitem__(self, name: Any) -> Any:
+    def __getitem__(self, name: object) -> Any:
         return self.module[name]
 
     def __getattr__(self, name: str) -> Any:

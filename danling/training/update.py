@@ -321,7 +321,7 @@ class UpdateStep:
         runner.state.train.micro_step += 1
         return returned
 
-    def _measure(self, metrics: TrainMetrics, returned: Any, data: object, samples: float) -> None:
+    def _measure(self, metrics: TrainMetrics, returned: object, data: object, samples: float) -> None:
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise ValueError(
                 "Expected `train_step` to return the prediction and the loss, of which train_metrics are computed. Received: "

@@ -103,7 +103,7 @@ def _finite(value: object) -> object:
     return value
 
 
-def to_plain(value: Any, key: str | None = None) -> Any:
+def to_plain(value: object, key: str | None = None) -> Any:
     """Return `value` made of dictionaries with string keys, lists, strings, numbers, booleans and `None` only.
 
     Tensors and arrays become numbers or lists, classes and functions their dotted names. What has no plain form becomes its string.
