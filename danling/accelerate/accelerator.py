@@ -258,7 +258,7 @@ def release_accelerator() -> None:
 class WrapperOptions:
     """The arguments of DistributedDataParallel, as Accelerate asks its handlers for them."""
 
-    def __init__(self, options: Mapping[str, Any], given: Any = None) -> None:
+    def __init__(self, options: Mapping[str, object], given: Any = None) -> None:
         # Accelerate names the device itself.
         self.options = {name: value for name, value in options.items() if name not in ("device_ids", "output_device")}
         self.given = given
@@ -293,7 +293,7 @@ class AcceleratePreparation(ModelPreparation):
         """Take the optimizer that is prepared together with the model; `None` where nothing is trained."""
         self._optimizer, self._is_bound = optimizer, True
 
-    def wrap(self, model: nn.Module, options: Mapping[str, Any], *, reduces_later: bool = False) -> nn.Module:
+    def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
         """Return the model as Accelerate prepares it, together with the optimizer; see `ModelPreparation.wrap`."""
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if not self._is_bound or (self.world.size > 1 and not trains):

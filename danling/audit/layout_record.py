@@ -257,7 +257,7 @@ class LayoutRecorder(Observer):
         weights = {name: self._part(parameter) for name, parameter in named}
         self._write(float(outcome.loss), float(outcome.weight), float(outcome.samples), weights)
 
-    def _write(self, loss: float, weight: float, samples: float, weights: Mapping[str, Any]) -> None:
+    def _write(self, loss: float, weight: float, samples: float, weights: Mapping[str, object]) -> None:
         runner, self._made = self._runner, self._made + 1
         eps = [torch.finfo(p.dtype).eps for _, p in runner.named_parameters() if p.is_floating_point()]
         values = {

@@ -418,7 +418,7 @@ def _whole(shares: Mapping[int, Any]) -> Tensor:
 # What `from_pretrained` of transformers and peft reads with the weights
 
 
-def _json(content: Mapping[str, Any]) -> str:
+def _json(content: Mapping[str, object]) -> str:
     """Return JSON as transformers writes it."""
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 

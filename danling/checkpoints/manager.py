@@ -438,7 +438,7 @@ class CheckpointManager(ABC):
             saved = Saved(record.sequence, record.step, tuple(names), target, tuple(own))
             self.mirror.saved(saved, put_off=put_off)
 
-    def _saved(self, payload: Mapping[str, Any], names: Iterable[str]) -> None:
+    def _saved(self, payload: Mapping[str, object], names: Iterable[str]) -> None:
         """Do what follows when a payload is on the disk under its names. Called on rank 0, maybe in the background."""
         self._prune()
         if "latest" in names:
@@ -696,7 +696,7 @@ class CollectiveCheckpointManager(CheckpointManager):
         return self.mirror is not None and self.domain.size > 1 and any(exchange(self.mirror.is_behind))
 
     def _publish(
-        self, record: Record, names: Sequence[str], payload: Mapping[str, Any], own: Iterable[str], *, put_off: bool
+        self, record: Record, names: Sequence[str], payload: Mapping[str, object], own: Iterable[str], *, put_off: bool
     ) -> None:
         """Let names lead to a complete target and prune, on rank 0; tell the mirror what this rank has written. On each rank."""
         is_main = self.domain.rank == 0

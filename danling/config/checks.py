@@ -46,7 +46,7 @@ def check_sections(config: RunnerConfig) -> None:
         )
 
 
-def _check_batches(common: Mapping[str, Any]) -> None:
+def _check_batches(common: Mapping[str, object]) -> None:
     sections = {"dataloader": common}
     sections |= {f"dataloader.{name}": own for name, own in common.items() if isinstance(own, Mapping)}
     for place, section in sections.items():

@@ -41,7 +41,7 @@ class LoaderSettings:
         settings: Arguments of a loader, by the names that they have under `dataloader`.
     """
 
-    def __init__(self, dataset: Any, settings: Mapping[str, Any]) -> None:
+    def __init__(self, dataset: Any, settings: Mapping[str, object]) -> None:
         self.dataset = dataset
         self.settings = dict(settings)
 

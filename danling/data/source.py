@@ -573,7 +573,7 @@ class WindowLoader(ABC):
         """Return the position."""
 
     @abstractmethod
-    def commit_state(self, state: Mapping[str, Any]) -> None:
+    def commit_state(self, state: Mapping[str, object]) -> None:
         """Free the data before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
 
     @abstractmethod

@@ -147,7 +147,7 @@ class JointScheduler:
         """Return the states by name."""
         return {name: schedule.state_dict() for name, schedule in self.schedules.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned."""
         if state.keys() != self.schedules.keys():
             raise ValueError(

@@ -1028,7 +1028,7 @@ class BaseRunner(metaclass=MetaRunner):
         return runner
 
     @classmethod
-    def from_pretrained(cls, config: Mapping[str, Any], checkpoint: str | Path | Mapping[str, Any]) -> Self:
+    def from_pretrained(cls, config: Mapping[str, object], checkpoint: str | Path | Mapping[str, Any]) -> Self:
         """Construct a runner and load only the model of a checkpoint into it.
 
         Args:

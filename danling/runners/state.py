@@ -106,5 +106,5 @@ class RunnerState:
         """Return what a class derived from this adds to the entry `state` of a checkpoint."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` added, out of the whole entry."""

@@ -693,7 +693,7 @@ class KeptAttributes:
         elif stored:
             self._load_attributes(stored)
 
-    def _load_attributes(self, stored: Mapping[str, Any]) -> None:
+    def _load_attributes(self, stored: Mapping[str, object]) -> None:
         runner, own, decoder = self._runner, _own(self._runner), Decoder(Look.at_all(self._runner))
         left_out = {*runner.library_names, *_declared(runner, "not_saved")}
         for name, node in stored.items():

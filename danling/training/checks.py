@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy

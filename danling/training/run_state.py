@@ -72,7 +72,7 @@ class StatePart:
     set: Callable[[Any, Collection[str]], None]
     default: Callable[[], Any] | None = None
 
-    def restore(self, states: Mapping[str, Any], excluded: Collection[str]) -> None:
+    def restore(self, states: Mapping[str, object], excluded: Collection[str]) -> None:
         """Restore the part, if the states have it or there is a default."""
         if self.name in states:
             state = states[self.name]
@@ -189,7 +189,7 @@ def component_parts(runner: TorchRunner) -> list[StatePart]:
         state = runner.ema.state_dict()
         return {**state, "weights": frozen.saved(state["weights"])}
 
-    def load_averages(state: Mapping[str, Any], excluded: Collection[str]) -> None:
+    def load_averages(state: Mapping[str, object], excluded: Collection[str]) -> None:
         averages = {"weights": {}, "num_updates": runner.ema.num_updates, **state}
         averages["weights"] = frozen.completed(averages["weights"], runner.ema.weights)
         runner.load_ema(averages, partial=any(path.startswith("ema.weights") for path in excluded))
@@ -396,7 +396,7 @@ def check_same_run(runner: BaseRunner, payload: Mapping[str, Any]) -> None:
         )
 
 
-def _differences_of_passes(runner: BaseRunner, stored: Mapping[str, Any]) -> list[str]:
+def _differences_of_passes(runner: BaseRunner, stored: Mapping[str, object]) -> list[str]:
     """Return where another division leaves out other samples at the end of a pass, though updates have one size, one line a split."""
     lines = []
     for split in runner.train_splits:

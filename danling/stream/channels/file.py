@@ -289,5 +289,5 @@ def _key(line: bytes) -> bytes:
     return line[len(_SAMPLE) :].partition(_AFTER_ID)[0]
 
 
-def _record(record: Mapping[str, Any]) -> bytes:
+def _record(record: Mapping[str, object]) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from danling.utils.files import read_text, write_atomically
 from danling.utils.locks import FileLock
@@ -47,7 +46,7 @@ def stored_watermark(name: str, value: object) -> int:
     return value
 
 
-def stored_end(record: Mapping[str, Any]) -> StreamEnd:
+def stored_end(record: Mapping[str, object]) -> StreamEnd:
     """Return how a log ended from its own record."""
     kind, published, reason = record.get("end"), record.get("published"), record.get("reason")
     if kind not in ENDS or not isinstance(published, int) or not isinstance(reason, str):
