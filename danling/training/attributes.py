@@ -5,6 +5,7 @@ Values are encoded as tensors, plain values, and mappings of these with an entry
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import logging
@@ -12,7 +13,7 @@ import re
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -123,7 +124,7 @@ def _parts_of(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping):
         yield from ((str(name), each) for name, each in value.items())
     if isinstance(value, (Optimizer, LRScheduler)) or hasattr(value, "param_groups"):
-        for name in ("optimizers", "optimizer", "_schedulers"):
+        for name in ("optimizers", "schedulers", "_schedulers", "optimizer", "scheduler", "inner", "base_optimizer"):
             within = getattr(value, name, None)
             for number, each in enumerate(within if isinstance(within, (list, tuple)) else [within]):
                 if isinstance(each, (Optimizer, LRScheduler)):
@@ -196,6 +197,10 @@ class Look:
         self._entry.node = self._encode(value, name, name)
         return self._entry
 
+    def digest(self, name: str) -> bytes:
+        """Return the digest of an attribute; empty where there is none."""
+        return self.entries.get(("attributes", name), Entry()).digest
+
     def _finished(self, entry: Entry) -> Entry:
         entry.digest = self._digest(entry.node)
         return entry
@@ -234,11 +239,14 @@ class Look:
             return self._leave(path) if self._hides or _PLACE.search(name) else value
         if own is complex:
             return {"kind": "complex", "value": [value.real, value.imag]}
+        if own in (bytes, bytearray):
+            data = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.zeros(0, dtype=torch.uint8)
+            return {"kind": kind, "value": data}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if _is_array(value):
             return self._array(value, path)
-        if own in _LISTS.values():
+        if own in _LISTS.values() or (isinstance(value, tuple) and hasattr(own, "_fields")):
             return self._list(value, path)
         if own in _DICTS.values():
             return self._dict(value, path)
@@ -310,6 +318,8 @@ class Look:
             value = sorted(value, key=lambda item: (type(item).__name__, str(item)))
         if isinstance(value, deque):
             node["maxlen"] = value.maxlen
+        if hasattr(value, "_fields"):
+            node["kind"], self._entry.needs[path] = "namedtuple", type(value).__name__
         return {**node, "items": self._items(dict(enumerate(value)), path)}
 
     def _dict(self, value: Any, path: str) -> Any:
@@ -339,7 +349,10 @@ class Look:
             return self._leave(path, f"{kind}.state_dict() raises {type(error).__name__}")
         self.objects[f"{path}/state"] = state  # kept, so that no id in it is given to another object
         others, self._entry.left = self._entry.left, {}
+        # Nothing else is tied to a state, since its object may take a copy of it; what is saved elsewhere is not saved again.
+        paths, self.paths = self.paths, {key: saved for key, saved in self.paths.items() if saved.startswith("/")}
         node = {"kind": "stateful", "class": kind, "state": self._node(state, path)}
+        self.paths = paths
         if self._entry.left:
             # A part of a state cannot be loaded.
             self._entry.left = others
@@ -459,9 +472,11 @@ class Decoder:
             return decode_tensor(node, current)
         if kind == "complex":
             return complex(*node["value"])
+        if kind in ("bytes", "bytearray"):
+            return (bytes if kind == "bytes" else bytearray)(node["value"].tolist())
         if kind in ("array", "scalar"):
             return _array_of(node, current)
-        if kind in _LISTS:
+        if kind in _LISTS or kind == "namedtuple":
             return self._list(node, current, path)
         if kind in _DICTS:
             return self._dict(node, current, path)
@@ -480,13 +495,17 @@ class Decoder:
         return current
 
     def _list(self, node: Any, current: Any, path: str) -> Any:
-        kind = _LISTS[node["kind"]]
+        if node["kind"] == "namedtuple" and not hasattr(current, "_fields"):
+            raise CannotRestore("a named tuple")
+        kind = _LISTS.get(node["kind"], type(current))
         there = list(current) if isinstance(current, (list, tuple, deque)) else []
         found = [
             self.decode(item, there[n] if n < len(there) else MISSING, f"{path}[{n}]")
             for n, item in enumerate(_items(node))
         ]
         items = [item for item in found if item is not MISSING]
+        if hasattr(kind, "_fields"):
+            return kind(*items)
         if kind is deque and (type(current) is not deque or current.maxlen != node["maxlen"]):
             return deque(items, node["maxlen"])
         if kind not in (list, deque, set) or type(current) is not kind:
@@ -513,7 +532,8 @@ class Decoder:
         return current
 
     def _load(self, node: Any, current: Any, path: str) -> None:
-        state = self._decoded(node["state"], current.state_dict(), path)
+        # A copy: an object may hand out what it has, and empty that before it takes the state.
+        state = self._decoded(node["state"], copy.deepcopy(current.state_dict()), path)
         current.load_state_dict(state)
         if "more" not in node:
             return
@@ -578,11 +598,11 @@ class KeptAttributes:
     checkpoint has stays saved. Values that differ between ranks are saved for each rank.
     """
 
-    _begun: Mapping[Key, Entry]
-
     def __init__(self, runner: BaseRunner) -> None:
         self._runner = runner
+        self._begun: Mapping[Key, Entry] = {}
         self._kept: set[Key] = set()
+        self._restored: dict[str, bytes] = {}
         self._named: set[str] = set()
 
     def begin(self) -> None:
@@ -659,8 +679,14 @@ class KeptAttributes:
         return saved
 
     def before_training(self) -> None:
-        """Warn of attributes that no checkpoint will contain. May be called on one rank."""
-        for path, reason in Look.at_all(self._runner).unseen.items():
+        """Warn of attributes that no checkpoint will contain, or that were set anew after a restore. May be called on one rank."""
+        look, restored = Look.at_all(self._runner), self._restored
+        self._restored = {}
+        self._warn(
+            [name for name, digest in restored.items() if look.digest(name) != digest],
+            "set anew after the checkpoint was restored; the run goes on with the new value",
+        )
+        for path, reason in look.unseen.items():
             self._name(
                 [path],
                 f"{reason}. Name the attribute in `saved` on the class where training changes it, such as saved = ('teacher',), else in "
@@ -672,6 +698,10 @@ class KeptAttributes:
         self._named.update(names)
         if names and self._runner.is_main_process:
             logger.warning("Not saved: %s: %s.", ", ".join(f"self.{path}" for path in names), what)
+
+    def _warn(self, names: Collection[str], what: str) -> None:
+        if names and self._runner.is_main_process:
+            logger.warning("%s: %s.", ", ".join(f"self.{name}" for name in names), what)
 
     # Loading
 
@@ -690,11 +720,19 @@ class KeptAttributes:
             for name in stored.keys() & buffers.keys():
                 part, key = buffers[name]
                 part._buffers[key] = decode_tensor(stored[name], part._buffers[key])
-        elif stored:
+        else:
             self._load_attributes(stored)
 
     def _load_attributes(self, stored: Mapping[str, object]) -> None:
-        runner, own, decoder = self._runner, _own(self._runner), Decoder(Look.at_all(self._runner))
+        runner, own, before = self._runner, _own(self._runner), Look.at_all(self._runner)
+        begun = {name: self._begun.get(("attributes", name), Entry()).digest for name in own.keys() - stored.keys()}
+        self._warn(
+            sorted(name for name, digest in begun.items() if before.digest(name) not in (b"", digest)),
+            "changed since the program set it; the checkpoint is of before that and has no value",
+        )
+        if not stored:
+            return
+        decoder = Decoder(before)
         left_out = {*runner.library_names, *_declared(runner, "not_saved")}
         for name, node in stored.items():
             if name in left_out:
@@ -709,6 +747,8 @@ class KeptAttributes:
                 ) from None
             if value is not MISSING and value is not current:
                 setattr(runner, name, value)
+        now = Look.at_all(runner)
+        self._restored = {name: now.digest(name) for name in stored}
 
     def _mine(self, section: str, name: str, entry: Mapping[str, Any]) -> Any:
         if "value" in entry:

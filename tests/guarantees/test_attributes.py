@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -52,6 +52,27 @@ class Meter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.total = state["total"]
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    first: int
+    second: float
+
+
+class History(Meter):
+    """Hands out what it has, and empties that before it takes a state."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.losses.clear()
+        self.losses.extend(state["losses"])
 
 
 class Recurrent(nn.Module):
@@ -146,6 +167,8 @@ CASES: dict[str, tuple[Make, Change]] = {
     "truth": (lambda r: False, lambda r, v, n: not v),
     "from_none": (lambda r: None, lambda r, v, n: n if v is None else v * 2),
     "to_none": (lambda r: 3, lambda r, v, n: None),
+    "bits": (lambda r: b"", lambda r, v, n: v + bytes([n])),
+    "changed_bits": (lambda r: bytearray(), _call("append", lambda n: n)),
     "complex_number": (lambda r: 1j, lambda r, v, n: v * (1 + 1j)),
     "huge": (lambda r: 1, lambda r, v, n: v * 10**19),
     "tensor": (lambda r: torch.zeros(3), lambda r, v, n: v + n),
@@ -160,6 +183,7 @@ CASES: dict[str, tuple[Make, Change]] = {
     "tensors": (lambda r: [], _call("append", lambda n: torch.ones(2) * n)),
     "nested": (lambda r: {"a": [1, (2, {3})]}, lambda r, v, n: {"a": [n, (n, {n, 3})], "b": {n: torch.ones(1) * n}}),
     "pair": (lambda r: (0, 0.5), lambda r, v, n: (v[0] + 1, v[1] * 2)),
+    "named_pair": (lambda r: Pair(0, 0.5), lambda r, v, n: Pair(v.first + 1, v.second * 2)),
     "unique": (lambda r: set(), _call("add", lambda n: n)),
     "frozen_set": (lambda r: frozenset(), lambda r, v, n: v | {n}),
     "ring": (lambda r: deque(maxlen=2), _call("append", lambda n: torch.ones(1) * n)),
@@ -176,6 +200,7 @@ CASES: dict[str, tuple[Make, Change]] = {
     "curriculum": (lambda r: Curriculum(), _curriculum),
     "window_sums": (lambda r: Window(), lambda r, v, n: v.sums.append(n / 2) or v),
     "meter": (lambda r: Meter(), _call("add", lambda n: n / 3)),
+    "history": (lambda r: History(), lambda r, v, n: v.losses.append(n / 3) or v),
     "scaler": (lambda r: torch.amp.GradScaler("cpu", init_scale=8.0), _scale),
     "torch_metric": (_metric, lambda r, v, n: v.update(torch.tensor(n * 1.0)) or v),
     "second": (_second, _train_second),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import pytest
@@ -36,7 +36,7 @@ class Counts:
 class Keeping(Small):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self.counts, self.size = Counts(), torch.Size([1])
+        self.counts, self.size, self.late = Counts(), torch.Size([1]), 0
         self.second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         self.second[1].weight = self.second[0].weight
 
@@ -51,7 +51,10 @@ class Keeping(Small):
 CONFIG: dict[str, Any] = {"dataloader": {"batch_size": 8}, "optim": {"type": "sgd", "lr": 0.1}, "log": False}
 
 
-def test_states_that_share_values_and_hold_generators_come_back(tmp_path: Path) -> None:
+def test_states_that_share_values_and_hold_generators_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also an attribute that is set anew after the restore, or that a checkpoint of before lacks, is named."""
     config = {**CONFIG, "dir": str(tmp_path)}
     with Keeping({**config, "steps": 1}) as runner:
         runner.change()
@@ -61,10 +64,16 @@ def test_states_that_share_values_and_hold_generators_come_back(tmp_path: Path) 
         assert runner.counts.draw() == drawn and runner.size == torch.Size([3, 4])
         assert runner.counts.seen["a"] == 1 and runner.counts.seen["b"] == 0
         assert runner.second[1].weight is runner.second[0].weight and runner.second[1].weight.eq(7).all()
+        runner.size, runner.late = torch.Size([5]), 1
+        runner.load_checkpoint(tmp_path / "checkpoints" / "latest.pth")
+        assert "self.late: changed since the program set it" in caplog.text
+        runner.size = torch.Size([5])
+        runner.train()
+    assert caplog.text.count("self.size: set anew after the checkpoint was restored") == 1
 
 
-class Opaque(NamedTuple):
-    count: int
+class Own(dict[str, int]):
+    """A dictionary of the user's, which may have more than its entries."""
 
 
 class Losing(Small):
@@ -74,12 +83,11 @@ class Losing(Small):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self.pair, self.blob, self.made, self.started = Opaque(0), b"", None, b""
+        self.own, self.made, self.started = Own(), None, 0
         self.batches, self.teacher = iter([1, 2]), nn.Linear(1, 1).requires_grad_(False)
 
     def train_step(self, data: Any) -> Any:
-        step = self.state.train.global_step + 1
-        self.pair, self.blob, self.started = Opaque(step), bytes([step]), bytes([step])
+        self.own["steps"] = self.started = self.state.train.global_step + 1
         self.made = Counts()
         return super().train_step(data)
 
@@ -88,4 +96,29 @@ def test_what_changes_and_cannot_be_saved_is_named_once(tmp_path: Path, caplog: 
     with Losing({**CONFIG, "dir": str(tmp_path), "steps": 4, "checkpoint": {"interval": 1}}) as runner:
         runner.train()
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Not saved: ")]
-    assert [each.split(": ")[1] for each in said] == ["self.batches", "self.teacher", "self.pair, self.blob, self.made"]
+    assert [each.split(": ")[1] for each in said] == ["self.batches", "self.teacher", "self.own, self.made"]
+
+
+class Sharp(torch.optim.SGD):
+    """An optimizer around another one, as SAM and Lookahead are."""
+
+    def __init__(self, params: Any, name: str, inner: Any) -> None:
+        super().__init__(params, lr=0.1)
+        vars(self)[name] = inner
+
+
+@pytest.mark.parametrize("name", ["inner", "base_optimizer", "optimizer", "optimizers"])
+def test_an_optimizer_inside_of_the_optimizer_is_saved_once(name: str, tmp_path: Path) -> None:
+    class Wrapped(Small):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__(config)
+            self.fast = torch.optim.Adam(self.model.parameters(), lr=0.1)
+            self.optimizer = Sharp(self.model.parameters(), name, [self.fast] if name == "optimizers" else self.fast)
+
+        def optimizer_step(self) -> None:
+            self.fast.step()
+            super().optimizer_step()
+
+    with Wrapped({**CONFIG, "dir": str(tmp_path), "steps": 1}) as runner:
+        runner.train()
+        assert "attributes" not in runner.state_dict()
