@@ -83,12 +83,12 @@ class Losing(Small):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self.own, self.made, self.started = Own(), None, 0
+        self.own, self.made, self.started = Own(), list[Any](), 0
         self.batches, self.teacher = iter([1, 2]), nn.Linear(1, 1).requires_grad_(False)
 
     def train_step(self, data: Any) -> Any:
         self.own["steps"] = self.started = self.state.train.global_step + 1
-        self.made = Counts()
+        self.made = [Counts()]
         return super().train_step(data)
 
 
