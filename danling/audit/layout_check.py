@@ -496,15 +496,7 @@ def compare(
     degrees: Mapping[str, int],
     rounding: Rounding,
 ) -> Finding | None:
-    """Compare a tensor on a layout with that of one process; `None` where they are the same but for rounding.
-
-    Args:
-        name: Its name.
-        one: The tensor of one process; `None` where there is none of this name.
-        held: Coordinate and part of each rank that has it.
-        degrees: Number of ranks along each axis.
-        rounding: How far rounding reaches.
-    """
+    """Compare a tensor on a layout with that of one process; `None` where they are the same but for rounding."""
     norm = None if one is None else float(one.double().norm())
     if one is None or norm is None or not held:
         largest = max((float(part.tensor.double().norm()) for _, part in held), default=None)

@@ -564,15 +564,7 @@ class DiskSharing:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run, in its directory and elsewhere.
-
-    Args:
-        path: The directory.
-        first: The kind of store that the run saves in.
-        run_id: Identity of the run.
-        settings: Policy.
-        compare: Returns how the configuration in the checkpoint at a path differs from that of this run, one line a key.
-    """
+    """The checkpoints of one run, in its directory and elsewhere."""
 
     def __init__(
         self,

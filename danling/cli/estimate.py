@@ -174,16 +174,6 @@ def bytes_per_rank(
 
     What a forward pass needs (activations, buffers, parameters gathered for a moment, caches of the allocator, the
     communicators) is not counted: it depends on batch and code, not on the layout alone.
-
-    Args:
-        model: The model.
-        degrees: Degrees of the axes; those that are left out have 1.
-        stage: ZeRO stage: what `shard` divides.
-        optimizer: Name of the optimizer.
-        precision: Dtype of the weights that the model computes with. Autocast leaves them in fp32.
-        gradients: Dtype of the gradients; `None` takes that of the weights, as autograd does.
-        master: Whether the optimizer keeps a copy of 16-bit weights and its own tensors in fp32, as DeepSpeed does.
-        ema: Whether an average of the weights is kept.
     """
     whole, divided = elements(model, {**degrees, "shard": 1}), elements(model, degrees)
     tensors, scalars = OPTIMIZER_STATES[optimizer]

@@ -169,16 +169,7 @@ def idle_settings(
     writes_files: bool = False,
     divides_updates: bool = True,
 ) -> list[str]:
-    """Return a sentence for every setting that another one leaves without effect.
-
-    Args:
-        config: The settings of a run.
-        evaluates: Whether there is a split to evaluate.
-        step_mode: Whether the budget is in steps.
-        positioned: Whether all loaders are restored by their position.
-        writes_files: Whether checkpoints are single files.
-        divides_updates: Whether the loaders to train on are made here, not by the user.
-    """
+    """Return a sentence for every setting that another one leaves without effect."""
     changed = list(flatten(config.changed()))
     scheduler = config.get("scheduler", None) or {}
     own_loaders = "the loaders to train on are your own, which make their batches themselves"

@@ -26,14 +26,6 @@ class KeyedDataset(WorkersView, Dataset[Any]):
     (seed, split, epoch, position): a batch is the same in any worker and after a resume. Generators are looked for at the beginning of a
     pass and after its first batch: where that has made one, it is keyed too, and the batch is read once more. A dataset that cannot draw is
     not seeded, unless there is a `collate_fn`, which is then seeded once a batch.
-
-    Args:
-        dataset: The dataset.
-        seed: Base seed.
-        split: Name of the split.
-        by: `"batch"` seeds before each batch; `"sample"` before each sample with its own position, and reads them one by one.
-        ranks: The rank, if each rank has its own order; else empty.
-        collate_fn: The user's, which makes the batch; `None` leaves that to the loader.
     """
 
     def __init__(
@@ -150,12 +142,6 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
     torch's CPU generator, NumPy, `random`, and the generators that the dataset or `collate_fn` holds are seeded with (seed, split, epoch,
     rank * workers + worker, number of the batch). What the method `__iter__` itself draws, unless it is a generator function, is
     seeded like the order of a sampler: alike on all ranks.
-
-    Args:
-        every: Items between two seeds.
-        make: Makes a batch of a list of samples, or of one sample where `size` is `None`.
-        states: The places of the workers to go on from.
-        first: The worker whose turn it is.
     """
 
     def __init__(

@@ -31,11 +31,6 @@ _OF_WORKERS = frozenset({"persistent_workers", "prefetch_factor", "timeout", "mu
 class RunData:
     """The data of a run by split. Datasets, loaders and settings are read anew at every question: a program may change them at any time.
 
-    Args:
-        run: The runner.
-        own_accum_steps: The runner says by itself how many micro-batches an update that is not divided has; else the setting does.
-        divided: Replaces the settings of the splits to train on, for a check of layouts.
-
     Attributes:
         sources: The batches of each split whose loader was opened.
         lengths: Updates of a pass over each split to train on, as all ranks agreed; `None` before they have, and for a split whose

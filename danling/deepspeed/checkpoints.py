@@ -116,9 +116,6 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
     state, so that `engine.load_checkpoint("checkpoints/targets", tag)` of a program without this library finds it too.
 
     The engine writes from its live tensors, so a save is finished when it returns, whatever `checkpoint.async_mode` says.
-
-    Args:
-        engine: The engine that saves.
     """
 
     def __init__(self, *args: Any, engine: Any, **kwargs: Any) -> None:

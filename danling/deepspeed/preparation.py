@@ -65,7 +65,6 @@ class EnginePreparation(ModelPreparation):
         return model
 
     def unwrap(self, model: object) -> Any:
-        """Return the user's module out of the engine. May be called on one rank."""
         return model.module if self.engine is not None and model is self.engine else model
 
     def trainables_changed(self, model: nn.Module) -> bool:
@@ -91,7 +90,6 @@ class EnginePreparation(ModelPreparation):
 
     @contextmanager
     def whole_weights(self, model: nn.Module, *, modify: bool) -> Iterator[None]:
-        """Return a context in which ZeRO's weights are gathered."""
         with engines.gathered(self.engine, modify=modify):
             yield
         if not modify:
@@ -104,19 +102,16 @@ class EnginePreparation(ModelPreparation):
             self.engine.optimizer.refresh_fp32_params()
 
     def broadcast_buffers(self, model: object, more: Sequence[Tensor] = ()) -> None:
-        """Broadcast the buffers of the first rank, which an engine does not do."""
         if self.data.size > 1:
             for buffer in (*self.unwrap(model).buffers(), *more):
                 self.world.broadcast(buffer)
 
     @property
     def evaluates_together(self) -> bool:
-        """Whether a forward is a collective: under ZeRO 3, on several ranks."""
         return self.divides_weights and self.world.size > 1
 
     @contextmanager
     def averaged(self, ema: EMA) -> Iterator[None]:
-        """Put the EMA weights into the model, and the trained ones back on exit."""
         applied = ema.applied()
         with engines.gathered(self.engine, modify=True):
             applied.__enter__()
@@ -127,7 +122,6 @@ class EnginePreparation(ModelPreparation):
                 applied.__exit__(None, None, None)
 
     def update_averages(self, ema: EMA, model: nn.Module) -> None:
-        """Update the EMA of the weights after an update, for which the weights are gathered."""
         with self.whole_weights(model, modify=False):
             ema.update()
 
@@ -196,7 +190,6 @@ class EngineModelStates(ModelStates):
     # Saving
 
     def model_state(self) -> dict[str, Any]:
-        """Return whole weights and persistent buffers by canonical name, weights in float32. Call on all ranks."""
         engine = self.runner.engine
         with self.runner.whole_weights():
             state = super().model_state()
@@ -215,7 +208,6 @@ class EngineModelStates(ModelStates):
         return found
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's whole state by parameter name, as the other stacks do. Call on all ranks."""
         engine = self.runner.engine
         if not engines.is_divided(engine):
             return super().optimizer_state()
@@ -268,7 +260,6 @@ class EngineModelStates(ModelStates):
         )
 
     def load_model(self, state: Any, *, partial: bool = False) -> None:
-        """Load weights by canonical name, or the model of an engine's own checkpoint. Call on all ranks."""
         engine = self.runner.engine
         if isinstance(state, EngineTag):
             # The engine reads its own tag; one of another stage or number of ranks is put together and divided anew.
@@ -286,7 +277,6 @@ class EngineModelStates(ModelStates):
             engine.optimizer.refresh_fp32_params()
 
     def load_optimizer(self, state: Any) -> None:
-        """Restore the optimizer's state by parameter name; what the engine read came with its model. Call on all ranks."""
         if isinstance(state, EngineTag) and state is self._tag_read:
             return
         if isinstance(state, EngineTag):

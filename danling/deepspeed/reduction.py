@@ -82,11 +82,9 @@ class EngineReduction(GradientReduction):
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def held(self) -> list[Tensor]:
-        """Return this rank's share of the gradient."""
         return self._shares if self.is_divided else [p.grad for p in self.parameters if p.grad is not None]
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
-        """Multiply the gradient by a factor and take the scale of float16 out of it; see `GradientReduction.unscale`."""
         if not self.is_divided:
             return super().unscale(factor, weight)
         gradients = self._shares = engines.gradient_shares(self.engine)
@@ -107,7 +105,6 @@ class EngineReduction(GradientReduction):
         scaler.unscale_(_Holders(holders))  # type: ignore[arg-type]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of the whole gradient, 0-dim."""
         if not self.is_divided:
             return super().norm(gradients)
         local = nn.utils.get_total_norm(gradients).to(self.device) if gradients else torch.zeros((), device=self.device)
@@ -129,12 +126,10 @@ class EngineReduction(GradientReduction):
             )
 
     def zero(self) -> None:
-        """Drop the gradient that the engine holds."""
         self._shares = []
         engines.discard_gradients(self.engine)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each gradient by name; under ZeRO it is gathered from all ranks."""
         if not self.is_divided:
             yield from super().named_gradients()
             return

@@ -224,12 +224,6 @@ class JointLeave:
     One entry of the store lists the ranks that have joined, until one of them replaces the list by the word that all stay. All leave if
     each rank was listed before.
 
-    Args:
-        store: What all ranks share; see `default_store`.
-        name: Name of the wait; used once.
-        rank: This rank.
-        size: Number of ranks.
-
     Attributes:
         joined: Whether this rank wants to leave.
     """

@@ -151,12 +151,6 @@ class StepSync:
     copied to the host asynchronously and read with the next update: the host never waits for the device, and every rank reads the
     same requests at the same update.
 
-    Args:
-        domain: The ranks that decide together.
-        device: Where weights and losses live.
-        reports: Whether the weight and loss of this rank count, and whether its samples do: if several ranks work on one micro-batch
-            together, one of them reports it. Non-finite losses and requests always count.
-
     Attributes:
         riders: What else travels with the collective.
     """

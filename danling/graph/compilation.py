@@ -42,11 +42,6 @@ class Compilation:
 
     Nothing is added to the module's state dict, and copies and pickles of it are not compiled. Modules of one class share their graphs;
     two `Compilation`s share none, since their options may differ.
-
-    Args:
-        settings: The section `compile` of a configuration.
-        distributed: Whether DistributedDataParallel goes around what is compiled.
-        artifacts: Where compiled code is kept; `None` leaves it where torch puts it.
     """
 
     def __init__(
@@ -216,12 +211,6 @@ class GraphCompilation(Compilation):
 
     Every size of a batch has its own graph unless `dynamic` is set: the results of a batch then depend on nothing that the process
     has seen before, and a run that is resumed in the middle of an epoch computes the same.
-
-    Args:
-        settings: The section `compile` of a configuration.
-        blocks: Modules whose activations the policy `recompute` computes again in the backward, inside the graph.
-        distributed: Whether DistributedDataParallel goes around what is compiled.
-        artifacts: Where compiled code is kept; `None` leaves it where torch puts it.
     """
 
     def __init__(
@@ -250,7 +239,6 @@ class GraphCompilation(Compilation):
         self._patches = [functorch.patch(changes), compiler.patch(cache_key_tag=policy_tag(policy))]
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function compiled, whose errors say what to do about them."""
         call = super().function(function)
         errors: Any = import_module("torch._dynamo.exc")
 
@@ -273,7 +261,6 @@ class GraphCompilation(Compilation):
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Compile under the settings of this compilation inside; those of the process are put back on exit."""
         with ExitStack() as stack:
             stack.enter_context(super().settings())
             for patch in self._patches:
@@ -283,7 +270,6 @@ class GraphCompilation(Compilation):
             yield
 
     def after_first_update(self, *, is_main: bool) -> None:
-        """Refuse a `train_step` that called nothing that was compiled. Called on all ranks."""
         if not self.calls:
             raise ValueError(
                 "Expected a `train_step` that calls super().train_step(data): with stack='graph' that is the compiled function of forward "
@@ -336,13 +322,11 @@ class GraphPreparation(ModelPreparation):
         self._function: WholeLoss | None = None
 
     def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
-        """Return the model, or the function that trains it in DistributedDataParallel when there are several ranks."""
         self._function = self._runner._whole_loss(model)
         wrapped = super().wrap(self._function, options, reduces_later=reduces_later)
         return model if wrapped is self._function else wrapped
 
     def unwrap(self, model: object) -> Any:
-        """Return the user's module out of the model that training calls. May be called on one rank."""
         bare = super().unwrap(model)
         return bare.model if isinstance(bare, WholeLoss) else bare
 

@@ -70,7 +70,6 @@ class MeshPreparation(ModelPreparation):
 
     @contextmanager
     def whole_weights(self, model: nn.Module, *, modify: bool) -> Iterator[None]:
-        """Return a context in which the parameters of this rank's part of the model are plain tensors of full shape."""
         reshard(model)
         with wholly(model) as pairs, torch.no_grad():
             yield
@@ -80,12 +79,10 @@ class MeshPreparation(ModelPreparation):
                     held.copy_(shard_like(full, held))
 
     def broadcast_buffers(self, model: Any, more: Sequence[Tensor] = ()) -> None:
-        """Give all ranks that share a part of the model the buffers of the first of them."""
         equalize(self.topology, [*model.buffers(), *more])
 
     @property
     def evaluates_together(self) -> bool:
-        """Whether a forward is a collective: where parameters or stages are divided over ranks."""
         return self.topology.axes.degree(*axes_with(divides_parameters=True, needs_transform=False)) > 1
 
     @contextmanager
@@ -175,7 +172,6 @@ class MeshForward(EvaluationForward):
         return whole_tensors(pred), loss
 
     def infer(self, data: object) -> Any:
-        """Return the prediction of a batch, whole on every rank that has one, else `None`."""
         pipeline = self.runner.pipeline
         return whole_tensors(super().infer(data) if pipeline is None else self._through_stages(pipeline, data))
 
@@ -253,23 +249,19 @@ class ShardedModelStates(ModelStates):
     runner: ParallelRunner
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
-        """Load weights by canonical name into this rank's parts. Called on all ranks."""
         super().load_model(self._share_of(state, self.model_state()), partial=partial)
 
     def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
-        """Restore the averaged weights of this rank's parts. Called on all ranks."""
         weights = self._share_of(state["weights"], self.averages().weights)
         super().load_ema({**state, "weights": weights}, partial=partial)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the state by parameter name; in a pipeline the groups name the parameters of the whole model. Called on all ranks."""
         state = super().optimizer_state()
         groups = self._whole_groups(state["param_groups"])
         named = [{**group, "params": names} for group, names in zip(state["param_groups"], groups)]
         return {"state": state["state"], "param_groups": named}
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the parameters that this rank holds, by name. Called on all ranks."""
         here = dict(self.runner.named_parameters())
         mine = super().optimizer_state()["param_groups"]
         stored = [group_of(state["param_groups"], names) for names in self._whole_groups(mine)]

@@ -192,11 +192,9 @@ class MeshReduction(GradientReduction):
         self.copies.sum_gradients()
 
     def held(self) -> list[Tensor]:
-        """Return this rank's shares of the gradients that exist."""
         return self.copies.gradients()
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
-        """Multiply the gradient by a factor and take the scale of float16 out of it; see `GradientReduction.unscale`."""
         gradients = self.held()
         if self.scaler is not None:
             scale_gradients(gradients, 1.0 / self.scaler.get_scale())
@@ -204,7 +202,6 @@ class MeshReduction(GradientReduction):
         return gradients
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of the gradient of the whole model, 0-dim float64."""
         norm = self.copies.gradient_norm()
         if self.scaler is not None:
             self._record_overflow(self.scaler, norm)
@@ -323,7 +320,6 @@ class CanonicalMeshReduction(MeshReduction):
         return self.sums.totals(totals)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of the gradient of the whole model, 0-dim float64."""
         present = [parameter for parameter in self.copies.parameters if parameter.grad is not None]
         domain, sizes = None, [parameter.numel() for parameter in present]
         if self.exchanges:

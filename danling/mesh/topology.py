@@ -28,11 +28,6 @@ class Topology:
         data: Domain of `replicate` x `shard`: its ranks read different samples, and metrics are reduced over it.
         optimizer: Domain of all axes, where an update is decided.
 
-    Args:
-        degrees: Degree by axis, at most one of them -1; an axis that is left out has degree 1.
-        device: Device of this process.
-        mesh_device_type: Device type of the mesh; `None` takes that of `device`.
-
     Raises:
         ValueError: If the degrees do not fit the world.
 

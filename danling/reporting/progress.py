@@ -34,15 +34,6 @@ class Progress:
     the last on, until ten columns are left for the bar. In a notebook the bar and the curves are the output of the cell. Elsewhere (a
     file, a pipe, CI) nothing is drawn, and `show` writes a line of the log, at most one in `seconds_between_lines`; the first and the last
     are always written.
-
-    Args:
-        total: Steps of the whole run; `None` when not known.
-        initial: Steps done before this attempt.
-        desc: Name in front of the bar and of each line.
-        stream: Where the bar is drawn; `None` is `sys.stderr`, or the output of the cell in a notebook.
-        seconds_between_lines: Seconds at least from one line to the next.
-        clock: Seconds, monotonic.
-        display: Shows HTML, and returns what replaces it; `None` is the output of the cell in a notebook, and none elsewhere.
     """
 
     def __init__(

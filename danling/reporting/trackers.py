@@ -216,10 +216,6 @@ class JsonLines:
     At the first `write`, what an earlier attempt wrote after the step that the run resumes from is cut off, and so is a line that a kill
     left unfinished: every step is there once. A line is handed to the operating system before `write` returns, so that a killed process
     loses none.
-
-    Args:
-        file: The file; its directory is created at the first line.
-        resume_step: Global step of the checkpoint that the run resumes from; 0 or `None` starts the file anew.
     """
 
     def __init__(self, file: PathLike, *, resume_step: int | None = None) -> None:

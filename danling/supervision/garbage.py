@@ -22,11 +22,6 @@ class GcPacer(Observer):
     since cycles that have grown old would otherwise never be freed while automatic collection is off.
 
     Automatic collection is off in trainings and evaluations only; outside the process has its own setting.
-
-    Args:
-        interval: Updates, or batches of an evaluation, between two collections.
-        generation: Oldest generation that a usual collection covers: 0, 1 or 2.
-        disable_automatic: Switch automatic collection off in trainings and evaluations.
     """
 
     def __init__(self, interval: int, *, generation: int = 1, disable_automatic: bool = True) -> None:

@@ -31,11 +31,6 @@ class Heartbeat(Observer):
     `epoch`, `time` (seconds since 1970), `last_step_time` (likewise; `null` before the first step),
     `seconds_without_step` (since the start, before the first step) and `interval_seconds`.
 
-    Args:
-        runner: The runner, whose counters are written.
-        directory: Directory of the files; it is created.
-        interval_seconds: Seconds between two writes.
-
     Raises:
         OSError: If the first file cannot be written. Later failures are told in the log once, and training goes on.
     """

@@ -58,14 +58,6 @@ class ReplicaGroups:
     Attributes:
         failures: Updates in a row that were not committed.
 
-    Args:
-        config: That of the run.
-        group: All ranks of this group.
-        state_dict: Returns the state that another group heals from: of this rank, without communication. Called in a thread while
-            `open` waits.
-        load_state_dict: Takes such a state of the same rank of another group. Called in `open`.
-        asked_to_stop: Whether this rank is to stop, as after a signal. Called while `open` waits.
-
     Raises:
         ImportError: If torchft is not installed.
         ValueError: If the environment does not name a lighthouse.

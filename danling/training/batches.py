@@ -375,10 +375,6 @@ def _class_weight(target: Tensor, class_weight: Tensor, ignore_index: int | None
 def criterion_setting(criterion: object, name: str) -> object:
     """Return an option of a criterion: an attribute of a module, a keyword of a `functools.partial`, or a function's default.
 
-    Args:
-        criterion: The loss module or callable, or `None`.
-        name: The option, such as `"reduction"`.
-
     Returns:
         Its value; `None` when there is none.
     """
@@ -453,9 +449,6 @@ class BatchLoss:
     Attributes:
         targetless: Whether the batches to train on have no target; `None` before one was seen. A checkpoint stores it under the key `bare`.
         own_loss: Whether `compute_loss` is overridden.
-
-    Args:
-        runner: The runner.
     """
 
     def __init__(self, runner: TorchRunner) -> None:

@@ -66,10 +66,6 @@ class Phases:
 
     Within a phase, `runner.window` and `runner.reduction` are those of the phase, so that `backward` and the hooks of an update work on
     it. The update of a phase is made at the end of its block in the last micro-batch of a window. `step` then closes the window.
-
-    Args:
-        runner: The runner, after its optimizer is made.
-        optimizer: Its optimizers by name.
     """
 
     def __init__(self, runner: TorchRunner, optimizer: JointOptimizer) -> None:

@@ -273,10 +273,6 @@ class Precision:
         autocast: Returns the context of a forward.
         scaler: `torch.amp.GradScaler` for float16, else `None`.
 
-    Args:
-        name: `"fp16"`, `"bf16"`, or `None`.
-        device: Device of the forward.
-
     Raises:
         ValueError: If the name is unknown.
     """

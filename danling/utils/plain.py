@@ -107,10 +107,6 @@ def to_plain(value: object, key: str | None = None) -> Any:
     """Return `value` made of dictionaries with string keys, lists, strings, numbers, booleans and `None` only.
 
     Tensors and arrays become numbers or lists, classes and functions their dotted names. What has no plain form becomes its string.
-
-    Args:
-        value: The value.
-        key: The dotted key of a setting: an object without a plain form is refused by it.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -52,16 +52,6 @@ class RunDirectory:
 
     A directory that is named, or resumed in, is not touched before `enter`. A start from scratch in the default place makes a directory of
     its own at once, and is its writer.
-
-    Args:
-        config: The configuration of the run.
-        id: Id of the run.
-        code_id: Identity of the code, or `None` without git.
-        part: Directory below the run directory that this replica group writes into, where several work on one run.
-        replicas: Ranks that read different samples.
-        elsewhere: Returns the numbers of the runs of this id in an object store; called only where no directory is named.
-        reruns: Whether the program may start the same run again in one process, as a cell of a notebook does. A start from scratch then
-            takes the next free name where the named directory holds a run, and takes over the directory of an earlier runner.
     """
 
     def __init__(

@@ -153,15 +153,6 @@ class Workspace:
 
     Constructing touches no file. Paths are absolute, so that a later change of the working directory moves nothing.
     Every rank may read the paths; only the main process creates and writes, and on the others these calls do nothing.
-
-    Args:
-        dir: The run directory.
-        timestamp: Name of this attempt, the same on all ranks.
-        is_main: Whether this process is the main one.
-        checkpoint_dir: Replaces the directory of checkpoints.
-        checkpoint_dir_name: Name of the directory of checkpoints below the run directory.
-        log_file: Replaces `logs/{timestamp}.log`.
-        part: Directory below the run directory for all but the checkpoints, where several groups of processes work on one run.
     """
 
     def __init__(
