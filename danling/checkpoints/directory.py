@@ -288,7 +288,7 @@ class FileStore(CheckpointStore):
         names = storage.names(self.directory)
         marked = {f"{name.removeprefix(DELETING)}{SUFFIX}" for name in names if name.startswith(DELETING)}
         left = {name for name in names if name.startswith((storage.STAGED, DELETING))}
-        left |= {f"{file}{FILE_SUMS}" for file in marked - names}
+        left |= {f"{file}{FILE_SUMS}" for file in marked - names} & names
         # Of a save that was killed before its file had the name for the first time.
         waiting = {name.removesuffix(NEXT) for name in names if name.endswith(f"{SUFFIX}{NEXT}")}
         left |= {f"{file}{NEXT}" for file in waiting - names if f"{file}{FILE_SUMS}" not in names}
@@ -474,12 +474,11 @@ class TargetStore(CheckpointStore):
     def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
         target = self.target(path)
         try:
-            manifest = read_manifest(target / SUMS, f"{target.name}/{SUMS}")
-        except CheckpointDamaged as error:
+            manifest, names = read_manifest(target / SUMS, f"{target.name}/{SUMS}"), storage.names(target)
+        except (CheckpointDamaged, OSError) as error:
             raise damaged([str(error)], path) from error
         if manifest.record.name != target.name:
             raise damaged([f"{target.name}/{SUMS} describes {manifest.record.name} instead of {target.name}"], path)
-        names = storage.names(target)
         # Of what is spread over machines, those files that are here.
         here = {name: of for name, of in manifest.files.items() if not self.is_part or name in names}
         problems = find_problems(replace(manifest, files=here), target, level) + misled(path, manifest.record)

@@ -15,6 +15,7 @@ from support.locks import child, wait_for
 from support.saves import KINDS, go_on, load, make_manager, record_saves
 
 from danling.checkpoints import CheckpointDamaged, storage
+from danling.checkpoints.directory import TargetStore
 from danling.cli.main import main
 from danling.cli.verify import verify
 
@@ -212,6 +213,13 @@ def test_an_unreadable_old_checkpoint_blocks_no_restart(
     assert found == 3 and load(manager, "latest") == 4
     assert any(os.strerror(code) in record.message for record in caplog.records)
     assert sorted(bool(verdict["problems"]) for verdict in verify(place, "full"))[-1] is True
+
+
+def test_a_target_that_cannot_be_listed_blocks_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = record_saves("dcp", tmp_path / "checkpoints")
+    newest = TargetStore(place).target(place / "latest")
+    monkeypatch.setattr(storage, "os", BrokenPaths(errno.EIO, newest))
+    assert go_on("dcp", place, 4)[0] == 2
 
 
 def test_what_another_kind_of_manager_left_blocks_none(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,9 @@ def leave_litter(run: Path, backend: str) -> list[Path]:
         run / ".metrics.jsonl.tmp",
         run / "metadata" / ".config.full.yaml.x_y1z2w3.tmp",
         run / "metadata" / ".git.diff.ab12cd34.tmp",
+        # A save that was killed before its file had the name, and a deletion that was killed before its last step.
+        checkpoints / "ckpt-e000008.pth.sha256.next",
+        checkpoints / ".deleting-ckpt-e000009",
         checkpoints / f"{storage.STAGED}0123",
     ]
     for path in left:
