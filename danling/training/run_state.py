@@ -146,32 +146,33 @@ class RunState:
             others: States of components that a stack of the user's has collected; those that it has left out are added.
         """
         states = dict(others or {})
-        for part in self._runner.component_parts():
+        for part in _by_name(self._runner.component_parts()):
             if part.name not in {*states, *self._saved_elsewhere} and (state := part.get()) is not None:
                 states[part.name] = state
         return states
 
     def load_components(self, payload: Mapping[str, object], excluded: Collection[str]) -> None:
         """Restore the components that a payload has, in order. Called on all ranks."""
-        for part in self._runner.component_parts():
+        for part in _by_name(self._runner.component_parts()):
             part.restore(payload, excluded)
 
     def names(self) -> list[str]:
         """Return the names of the components that a full checkpoint of this run cannot lack."""
-        return [part.name for part in self._runner.component_parts() if part.default is None]
-
-    def _progress_parts(self) -> Collection[StatePart]:
-        # A later part takes the place of an earlier one of the same name.
-        return {part.name: part for part in self._runner.progress_parts()}.values()
+        return [part.name for part in _by_name(self._runner.component_parts()) if part.default is None]
 
     def progress(self) -> dict[str, Any]:
         """Return the entry `state`. No communication: may be called on one rank."""
-        return {part.name: part.get() for part in self._progress_parts()}
+        return {part.name: part.get() for part in _by_name(self._runner.progress_parts())}
 
     def load_progress(self, state: Mapping[str, object]) -> None:
         """Restore what `progress` returned. Called on all ranks."""
-        for part in self._progress_parts():
+        for part in _by_name(self._runner.progress_parts()):
             part.restore(state, frozenset())
+
+
+def _by_name(parts: Iterable[StatePart]) -> Collection[StatePart]:
+    """Return one part of each name: a later one takes the place of an earlier one, as an override does."""
+    return {part.name: part for part in parts}.values()
 
 
 # The parts of a training

@@ -71,7 +71,7 @@ def test_components_are_saved_and_restored_in_the_order_of_the_table() -> None:
 
 
 def test_a_later_part_takes_the_place_of_an_earlier_one_and_what_is_lacking_has_a_default() -> None:
-    run, meters = Run(progress=["model", "optimizer"]), Meters()
+    run, meters = Run(components=["model", "optimizer"], progress=["model", "optimizer"]), Meters()
     meters.update({"loss": 2.0})
     state = run.run_state
     more = [StatePart("model", lambda: 7, lambda *_: None), stateful("meters", meters, resets=True)]
@@ -83,6 +83,12 @@ def test_a_later_part_takes_the_place_of_an_earlier_one_and_what_is_lacking_has_
     assert run.restored == [] and len(meters) == 0
     state.load_progress(saved)
     assert run.restored == [("optimizer", 2, set())] and meters.state_dict() == saved["meters"]
+    components = run.component_parts
+    run.component_parts = lambda: [*components(), StatePart("model", lambda: 8, lambda *_: None, default=dict)]
+    run.restored.clear()
+    assert (state.components(), state.names()) == ({"model": 8, "optimizer": 2}, ["optimizer"])
+    state.load_components({"model": 9}, set())
+    assert run.restored == []
 
 
 def test_what_is_refused() -> None:
