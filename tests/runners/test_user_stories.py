@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 import danling as dl
-from danling.training.model_states import criterion_state
 
 
 class Scaled(nn.Module):
@@ -61,8 +60,8 @@ class Story(dl.TorchRunner):
 
 
 def weights(runner: Any) -> dict[str, Tensor]:
-    found = {name: value.clone() for name, value in runner.model_state_dict().items()}
-    return found | {f"criterion.{name}": value.clone() for name, value in criterion_state(runner.criterion).items()}
+    states = {"": runner.model_state_dict(), "criterion.": runner.criterion.state_dict()}
+    return {f"{part}{name}": value.clone() for part, state in states.items() for name, value in state.items()}
 
 
 def train_scaled(config: Mapping[str, Any], stop_at: int | None = None) -> dict[str, Tensor]:
