@@ -287,10 +287,10 @@ def test_a_wrapper_of_ones_own_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"compile": {"memory_policy": "budget:0"}}, "gives wrong gradients"),
-        ({"compile": {"memory_policy": "budget:1"}}, "is 'default'"),
-        ({"compile": {"memory_policy": "offload"}}, "Nothing is offloaded"),
-        ({"compile": {"memory_policy": "budget:much"}}, "0 < x < 1"),
+        *(
+            ({"compile": {"memory_policy": policy}}, "0 < x < 1")
+            for policy in ("budget:0", "budget:1", "offload", "budget:x")
+        ),
         ({"compile": {"memory_policy": "budget:0.5"}}, "follows compile.memory_policy"),
         ({"fsdp": {"enabled": True}}, "stack='parallel'"),
         ({"ft": {"enabled": True}}, "ft.enabled"),
