@@ -74,6 +74,14 @@ def _examined(command: list[str], place: Path, **settings: float) -> list[tuple[
     return list(ResumeCheck(command, place, updates=4, timeout=settings.get("timeout", 90)).examine())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_processes_of_torchrun(command: list[str], tmp_path: Path) -> None:
+    launch = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1"
+    found = _examined([interpreter(), *launch.split(), *command[1:]], tmp_path / "scratch")
+    assert [state for _, state, _ in found] == ["ok"] * 3, found
+
+
 @pytest.mark.timeout(400)
 def test_a_counter_that_no_checkpoint_holds_is_found(command: list[str], tmp_path: Path) -> None:
     (begins, *_), (resumes, state, detail) = _examined([*command, "counter"], tmp_path / "scratch")

@@ -100,6 +100,16 @@ def test_what_was_lost_is_of_another_step_or_shape_is_written_again(tmp_path: Pa
     assert differences(_manager(tmp_path).load_checkpoint("ckpt-s000000000006"), payload) == []
 
 
+def test_retention_counts_no_save_ahead(tmp_path: Path) -> None:
+    manager = _manager(tmp_path, keep_latest_k=2)
+    for step in range(1, 5):
+        payload, _ = _ahead(manager, step)
+        manager.save_checkpoint(payload, epoch=0, global_step=step, history=True, best=step == 1)
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
+    assert names == ["best", "ckpt-s000000000001", "ckpt-s000000000003", "ckpt-s000000000004", "latest"]
+    assert [_step(manager, name) for name in names] == [1, 1, 3, 4, 4] and len(_targets(tmp_path)) == 3
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_save_after_one_ahead_writes_again_what_has_changed_and_links_the_rest(tmp_path: Path, mode: str) -> None:
     manager = _manager(tmp_path, async_mode=mode)

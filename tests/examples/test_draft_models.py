@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from speculative.dflash import DFlash, block_tokens
 from speculative.domino import Domino
-from speculative.eagle3 import Eagle3
+from speculative.eagle3 import Eagle3, counting_positions, eagle3_loss, step_weights
 from speculative.vocabulary import DraftVocabulary
 from torch import Tensor, nn
 
@@ -73,6 +75,27 @@ def test_eagle3_trains_what_it_drafts_from_every_prefix() -> None:
                 break
             scores, state, cache = draft.extend(state, embeddings[:, following, None], cache)
     assert compared == 5 * 7 + sum(range(1, 7))
+
+
+def test_eagle3_loss_is_that_of_a_loop_over_positions() -> None:
+    draft: Any = random_draft("eagle3")
+    tokens, features, embed = embedded()
+    supervised, target = torch.rand(BATCH, LENGTH) < 0.7, torch.randn(BATCH, LENGTH, TOKENS)
+    kept = draft.vocabulary.t2d
+    target[..., kept] += 1.0  # else hardly a choice of the target would be among the draft's tokens
+    best = target.argmax(-1)
+    weights = step_weights(counting_positions(supervised, best, draft.vocabulary, STEPS))
+    scores = draft(features, embed(tokens), STEPS).detach()
+    loss = eagle3_loss(scores, draft.vocabulary.restrict(target).log_softmax(-1), weights)
+    total, norm = torch.zeros(()), 0.0
+    for sample, end, step in itertools.product(range(BATCH), range(LENGTH - 1), range(STEPS)):
+        place = end + 1 + step  # where the target predicts the same token
+        if place + 1 < LENGTH and supervised[sample, place + 1] and kept[best[sample, place]]:
+            probabilities = target[sample, place][kept].softmax(0)
+            total -= 0.8**step * (probabilities * scores[sample, step, end].log_softmax(0)).sum()
+            norm += 0.8**step
+    assert norm > 3
+    torch.testing.assert_close(loss, total * sum(0.8**step for step in range(STEPS)) / norm, rtol=1e-6, atol=0)
 
 
 def test_dflash_makes_many_anchors_as_one_at_a_time() -> None:

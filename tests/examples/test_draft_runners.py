@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from speculative.acceptance import acceptance_length
 from speculative.language import Language
 from speculative.runners import RUNNERS, DraftConfig, DraftRunner
+from support.processes import run_processes
 from support.toys import differences
 from torch import Tensor
 
@@ -120,3 +121,15 @@ def test_a_stopped_run_goes_on_bitwise(kind: str) -> None:
                 assert (runner.state.train.global_step < 6) == stop
         ends.append(weights_of(runner))
     assert not differences(*ends)
+
+
+def _evaluate(kind: str, directory: str) -> dict[str, float]:
+    with with_samples(RUNNERS[kind], captured(4, 1), captured(9, 2))(draft_config(2, dir=directory)) as runner:
+        figures: dict[str, float] = runner.evaluate("val")["val"]
+        return figures
+
+
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("domino", marks=pytest.mark.slow)])
+def test_ranks_count_acceptance_together(kind: str) -> None:
+    ranks = run_processes(_evaluate, kind, "two", world_size=2)
+    assert ranks[0] == ranks[1] == pytest.approx(_evaluate(kind, "one"), rel=1e-6)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from support.programs import run_program
 
+from danling.reporting.trackers import read_jsonl
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--model.width", "16", "--model.depth", "1", "--model.context", "16", "--optim.lr", "3e-2")
 # Few updates would be evaluated and saved one by one: a twentieth of them is less than one.
@@ -72,6 +74,32 @@ def test_runs_unchanged_on_a_mesh(axes: tuple[str, ...], options: tuple[str, ...
     validation, entropy = bits_in(output)
     assert validation < entropy
     assert list(Path("experiments/gpt").glob("*/checkpoints/targets/*/.metadata"))
+
+
+STACKS = {
+    "ddp": (),
+    "parallel": ("--parallel.axes.shard", "2"),
+    "deepspeed": ("--deepspeed.zero_optimization.stage", "2"),
+    "accelerate": (),
+}
+
+
+@pytest.mark.slow  # one class on every stack: test_every_stack.py
+@pytest.mark.timeout(300)
+def test_one_script_on_every_stack(text: list[str]) -> None:
+    found = {}
+    for stack, options in STACKS.items():
+        if stack in ("deepspeed", "accelerate"):
+            pytest.importorskip(stack)
+        more = ("--steps", "10", "--log_interval", "1", "--workspace_root", stack, "--stack", stack, *AT_TIMES)
+        exit_code, output = run_program(EXAMPLES / "gpt.py", *text, *more, *options, nproc_per_node=2, timeout=140)
+        assert exit_code == 0, output
+        (metrics,) = Path(stack).rglob("metrics.jsonl")
+        found[stack] = [line["train/loss"] for line in read_jsonl(metrics) if "train/loss" in line]
+    assert len(found["ddp"]) == 10 and found["ddp"][-1] < found["ddp"][0]
+    assert found["accelerate"] == found["ddp"]
+    for stack in ("parallel", "deepspeed"):
+        assert found[stack] == pytest.approx(found["ddp"], rel=1e-4)
 
 
 def test_the_model_looks_back_only(monkeypatch: pytest.MonkeyPatch) -> None:

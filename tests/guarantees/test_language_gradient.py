@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.language import NextTokens, OwnTokens, TinyForCausalLM, TinyForMaskedLM, UntoldTokens, encode, sentences
 from support.processes import run_processes
+from support.toys import settings
 from torch import Tensor, nn
 
 import danling as dl
@@ -180,3 +181,38 @@ def test_labels_that_may_be_shifted_are_refused_where_the_weight_matters(
 
 def test_where_the_weight_does_not_matter_nothing_need_be_said(tmp_path: Path) -> None:
     assert first_gradient(Untold, tmp_path, None, 16, 1)[0].abs().sum() > 0
+
+
+class OwnNames(dl.TorchRunner):
+    """A mapping by names of the user's, and a criterion that leaves some targets out."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(2, 3)
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": [{"points": torch.ones(2), "kinds": index % 3} for index in range(8)]}
+
+    def train_step(self, data: Any) -> Any:
+        pred = self.model(data["points"])
+        loss = self.criterion(pred, data["kinds"])
+        self.backward(loss)
+        return pred, loss
+
+
+class OwnWeights(OwnNames):
+    """Weighs its batches itself."""
+
+    def batch_weight(self, data: Any, target: Any) -> float:
+        return float((data["kinds"] != -100).sum())
+
+
+@pytest.mark.parametrize("runner_class", [OwnNames, OwnWeights])
+def test_a_criterion_that_ignores_targets_and_finds_none_is_warned_of_once(
+    runner_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path, epochs=2, dataloader={"batch_size": 2})
+    with caplog.at_level("WARNING", logger="danling"), runner_class(config) as runner:
+        runner.train()
+    said = [message for message in caplog.messages if "Expected a target in each batch" in message]
+    assert len(said) == (runner_class is OwnNames)
+    assert all("['kinds', 'points']" in message and "batch_weight" in message for message in said)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import run_processes
 from support.toys import settings as toy_settings
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -143,6 +144,13 @@ def test_what_an_override_of_train_epoch_returns_is_kept(tmp_path: Path) -> None
         results = runner.train()
         assert [result["train"] for result in results.values()] == [{"loss": 0.25, "speed": 7.0}] * 3
         assert runner.train_state.global_step == 21 and equal(trained, runner)
+    with OwnEpoch(settings(tmp_path / "b", epochs=1)) as runner:
+        runner.figures = None
+        assert runner.train()[1]["train"] == {}
+    with OwnEpoch(settings(tmp_path / "c", epochs=1)) as runner:
+        runner.figures = 0.25
+        with pytest.raises(ValueError, match=r"Expected `train_epoch` to return metrics by name\. Received: 0\.25"):
+            runner.train()
 
 
 # Steps
@@ -170,6 +178,28 @@ def test_updates_by_hand_are_those_of_the_loop(accum_steps: int, tmp_path: Path)
         for name in ("global_step", "micro_step", "samples"):
             assert getattr(whole.train_state, name) == getattr(runner.train_state, name)
         assert torch.equal(whole.ema.weights["0.weight"], runner.ema.weights["0.weight"])
+
+
+class OwnStep(Toy):
+    """Calls `backward` itself on what `evaluate_step` makes, and feeds a meter on one rank."""
+
+    def train_step(self, data: Any) -> Any:
+        pred, loss = self.evaluate_step(data)
+        self.backward(loss)
+        if self.rank == 0:
+            self.meters.update({"of_rank_0": 2.0})
+        return pred, loss
+
+
+def update_by_hand(config: dict[str, Any]) -> bool:
+    loop = done(OwnStep, {**config, "dir": config["dir"] + "/loop"}, lambda runner: runner.train())
+    plain = done(Toy, {**config, "dir": config["dir"] + "/plain"}, lambda runner: runner.train_epoch())
+    by_verbs = done(OwnStep, {**config, "dir": config["dir"] + "/hand"}, by_hand)
+    return loop.results[1]["train"]["of_rank_0"] == 2.0 and equal(loop, plain) and equal(plain, by_verbs)
+
+
+def test_steps_of_the_users_by_hand_on_two_ranks(tmp_path: Path) -> None:
+    assert run_processes(update_by_hand, settings(tmp_path, epochs=1, dropout=0.0), world_size=2) == [True, True]
 
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
