@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ STACKS = {
 @pytest.mark.slow  # one class on every stack: test_every_stack.py
 @pytest.mark.timeout(300)
 def test_one_script_on_every_stack(text: list[str]) -> None:
-    found = {}
+    found: dict[str, list[Any]] = {}
     for stack, options in STACKS.items():
         if stack in ("deepspeed", "accelerate"):
             pytest.importorskip(stack)
