@@ -191,6 +191,19 @@ def test_old_checkpoints_load(tmp_path: Path, version: int, kind: str) -> None:
     assert read_config(source) == payload_of_version_1()["runner"]
 
 
+@pytest.mark.parametrize("kind", ["run-file/latest.pth", "run-sharded/latest", "run-engine/latest"])
+def test_whole_runs_of_old_load(tmp_path: Path, kind: str) -> None:
+    source, manager = FIXTURES / "v1" / kind, make_manager("file", tmp_path, run="x")
+    assert read_config(source)["optim"] == {"type": "adamw", "lr": 0.01}
+    if "engine" in kind:
+        with pytest.raises(CheckpointError, match="checkpoint.trust=true"):
+            manager.load_checkpoint(source)
+        return
+    found = manager.load_checkpoint(source)
+    assert found["state"]["train"]["global_step"] == 3 and found["criterion"]["scale"] == 1.0
+    assert found["model"].keys() >= found["ema"]["weights"].keys() >= {"0.weight", "4.bias"}
+
+
 # Retention and lines
 
 
