@@ -220,7 +220,7 @@ class Healing:
     def state(self) -> dict[str, Any]:
         """Return what another group heals from: the state of this rank, shards as plain tensors, without communication."""
         runner = self._runner
-        progress = runner.run_state.progress()
+        progress = {**runner.state.state_dict(), **runner.run_state.progress()}
         sources = runner._data.trained_sources()
         payload: dict[str, Any] = {
             **runner.run_state.components(),
@@ -238,6 +238,7 @@ class Healing:
         for split, position in state["dataloaders"].items():
             if not (sources[split].is_rank_local and position_owner(runner.config) is not None):
                 sources[split].load_state_dict(position)
+        runner.state.load_state_dict(state["state"])
         runner.run_state.load_progress(state["state"])
         # What the other group has counted is added by the other group.
         runner.meters.reset()

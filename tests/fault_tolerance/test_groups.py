@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import danling as dl
 from danling.config import RunnerConfig
 from danling.distributed import Domain
 from danling.mesh.fsdp import shard
+from danling.runners.state import RunnerState
 from danling.torchft import ReplicaGroups
 from danling.torchft.groups import (
     OtherSizeMet,
@@ -165,6 +166,19 @@ def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+class UsersState(RunnerState):
+    """A state of the user's class."""
+
+    level = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "level": self.level}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.level = state["level"]
+
+
 def runner_of(root: Path, group: int = 0) -> dl.TorchRunner:
     return TracingRunner(
         {
@@ -184,7 +198,8 @@ def test_a_group_that_heals_continues_as_the_other_one(
     with runner_of(tmp_path / "a") as ahead, runner_of(tmp_path / "b", 1) as behind:
         source = ahead.sources["train"]
         source.commit([batch for batch, _ in zip(source.batches(), range(3))])
-        ahead.state.train.global_step = 7
+        ahead.state, behind.state = UsersState(), UsersState()
+        ahead.state.train.global_step, ahead.state.level = 7, 3
         behind.window.agreed_reference = 2.0
         behind.meters.update({"seen": 1.0})
         attempts = behind.state.elastic.attempts
@@ -198,6 +213,7 @@ def test_a_group_that_heals_continues_as_the_other_one(
             assert torch.equal(behind.model_state_dict()[name], value)
             assert torch.equal(behind.ema.weights[name], ahead.ema.weights[name])
         assert behind.sources["train"].consumed == source.consumed == 12 and behind.state.train.global_step == 7
+        assert behind.state.level == 3
         # Its attempts and the scale of its losses are its own, and what the other group has counted is added there.
         assert behind.state.elastic.attempts == attempts and behind.window.agreed_reference == 2.0
         assert not behind.meters.averages()
