@@ -75,7 +75,7 @@ def _device(device: torch.device) -> str:
         capability = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} {capability} {torch.version.cuda}"
     # Code for a CPU uses every instruction that the machine has: on another one it may be an illegal one.
-    flags = platform.processor()
+    flags = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -152,6 +152,9 @@ def _listed(params: Any) -> list[Any]:
             "list(model.parameters())."
         )
     entries = [params] if isinstance(params, (Tensor, Mapping)) else list(params)
+    for each in entries:
+        if isinstance(each, Mapping) and "params" not in each:
+            raise ValueError(f"Expected every parameter group to have `params`. Received: keys {sorted(each)}.")
     return [{**each, "params": _listed(each["params"])} if isinstance(each, Mapping) else each for each in entries]
 
 

@@ -86,6 +86,7 @@ def test_generators_and_named_parameters_are_taken() -> None:
     [
         ("sgd", {"params": []}, "at least one parameter .* Received: none"),
         ("sgd", {"params": [{"params": []}]}, "at least one parameter .* Received: none"),
+        ("sgd", {"params": [{"lr": 0.1}]}, r"`params`. Received: keys \['lr'\]"),
         ("sgd", {"params": {nn.Parameter(torch.ones(1))}}, "Received: a set"),
         ("adamm", {}, "adadelta, .*sparseadam. Received: type='adamm'. Did you mean 'adam"),
         (None, {}, "sparseadam. Received: type=None"),
