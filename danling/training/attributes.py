@@ -51,6 +51,9 @@ _CONSTANTS = (
 """What a program makes anew: left to it, also within objects."""
 _LISTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (list, tuple, torch.Size, deque, set, frozenset)}
 _DICTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (dict, OrderedDict, defaultdict, Counter)}
+_FACTORIES: Mapping[str, type[Any]] = {
+    kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple, deque)
+}
 _PLACE = re.compile(r"(^|_)(dir|directory|folder|path|file|filename|root|url|uri)$")
 _DEPTH = 3
 """How deep objects within objects are saved."""
@@ -326,10 +329,13 @@ class Look:
         parts = [part for key in value for part in (key if type(key) is tuple else (key,))]
         if not all(type(part) in _SCALARS for part in parts):
             return self._leave(path, f"dict of {len(value)}")
-        if isinstance(value, defaultdict):
-            self._entry.needs[path] = "defaultdict"
         keys = [{"kind": "tuple", "items": list(key)} if type(key) is tuple else key for key in value]
-        return {"kind": type(value).__name__, "keys": keys, "items": self._items(value, path)}
+        node: dict[str, Any] = {"kind": type(value).__name__, "keys": keys}
+        if isinstance(value, defaultdict):
+            node["factory"] = getattr(value.default_factory, "__name__", None)
+            if _FACTORIES.get(node["factory"]) is not value.default_factory:
+                self._entry.needs[path] = "defaultdict"
+        return {**node, "items": self._items(value, path)}
 
     def _items(self, values: Mapping[Any, Any], path: str, form: str = "{}[{!r}]") -> Any:
         """Return a list where all values are plain, else a mapping by number: a sharded checkpoint takes mappings apart, but no lists."""
@@ -524,9 +530,11 @@ class Decoder:
             key: self.decode(item, there.get(key, MISSING), f"{path}[{key!r}]") for key, item in zip(keys, _items(node))
         }
         if type(current).__name__ != node["kind"]:
-            if node["kind"] == "defaultdict":
-                raise CannotRestore("a defaultdict")
             current = _DICTS[node["kind"]]()
+            if node["kind"] == "defaultdict":
+                if node.get("factory") not in _FACTORIES:
+                    raise CannotRestore("a defaultdict")
+                current.default_factory = _FACTORIES[node["factory"]]
         current.clear()
         current.update({key: item for key, item in found.items() if item is not MISSING})
         return current
@@ -664,7 +672,7 @@ class KeptAttributes:
         for key, entry in now.items():
             begun = self._begun.get(key, Entry())
             left = entry.left.items()
-            unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path, seen)]
+            unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path)]
             if (entry.digest != begun.digest or key in kept) and entry.node != {"kind": "left"}:
                 # A restore needs the objects that `__init__` made.
                 if entry.needs.items() <= begun.needs.items():

@@ -19,14 +19,15 @@ class Counts:
 
     def __init__(self) -> None:
         self.seen: defaultdict[str, int] = defaultdict(int)
+        self.later: dict[int, defaultdict[str, int]] = {}
         self.generators: list[Any] = [torch.Generator(), numpy.random.default_rng(1), random.Random(2)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "again": self.seen, "generators": self.generators}
+        return {"seen": self.seen, "again": self.seen, "later": self.later, "generators": self.generators}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["again"] is state["seen"]
-        self.seen, self.generators = state["seen"], state["generators"]
+        self.seen, self.later, self.generators = state["seen"], state["later"], state["generators"]
 
     def draw(self) -> list[float]:
         first, *others = self.generators
@@ -42,6 +43,7 @@ class Keeping(Small):
 
     def change(self) -> list[float]:
         self.counts.seen["a"] += 1
+        self.counts.later[1] = defaultdict(int, a=2)
         self.size = torch.Size([3, 4])
         with torch.no_grad():
             self.second[0].weight.fill_(7.0)
@@ -63,6 +65,7 @@ def test_states_that_share_values_and_hold_generators_come_back(
     with Keeping({**config, "steps": 2, "auto_resume": True}) as runner:
         assert runner.counts.draw() == drawn and runner.size == torch.Size([3, 4])
         assert runner.counts.seen["a"] == 1 and runner.counts.seen["b"] == 0
+        assert runner.counts.later[1]["a"] == 2 and runner.counts.later[1]["b"] == 0
         assert runner.second[1].weight is runner.second[0].weight and runner.second[1].weight.eq(7).all()
         runner.size, runner.late = torch.Size([5]), 1
         runner.load_checkpoint(tmp_path / "checkpoints" / "latest.pth")
@@ -84,11 +87,13 @@ class Losing(Small):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.own, self.made, self.started = Own(), list[Any](), 0
+        self.pairs: set[Any] = set()
         self.batches, self.teacher = iter([1, 2]), nn.Linear(1, 1).requires_grad_(False)
 
     def train_step(self, data: Any) -> Any:
         self.own["steps"] = self.started = self.state.train.global_step + 1
         self.made = [Counts()]
+        self.pairs.add((self.started, 0))
         return super().train_step(data)
 
 
@@ -96,7 +101,7 @@ def test_what_changes_and_cannot_be_saved_is_named_once(tmp_path: Path, caplog: 
     with Losing({**CONFIG, "dir": str(tmp_path), "steps": 4, "checkpoint": {"interval": 1}}) as runner:
         runner.train()
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Not saved: ")]
-    assert [each.split(": ")[1] for each in said] == ["self.batches", "self.teacher", "self.own, self.made"]
+    assert [each.split(": ")[1] for each in said] == ["self.batches", "self.teacher", "self.own, self.made, self.pairs"]
 
 
 class Sharp(torch.optim.SGD):
