@@ -284,6 +284,11 @@ class LayoutRecorder(Observer):
         """Return a tensor in the dtype of the check, if it is floating; an object with `apply`, such as a batch of graphs, with its own."""
         if isinstance(value, Tensor):
             return value.to(self._dtype) if value.is_floating_point() else value
+        # Of classes that `tree_map` does not know, such as those of Hugging Face.
+        if isinstance(value, Mapping):
+            return type(value)({key: tree_map(self._cast, item) for key, item in value.items()})  # type: ignore[call-arg]
+        if isinstance(value, (list, tuple)):
+            return type(value)(tree_map(self._cast, list(value)))
         return value.apply(self._cast) if callable(getattr(value, "apply", None)) else value
 
 

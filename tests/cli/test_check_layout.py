@@ -18,6 +18,7 @@ PROGRAM = """
 import os
 import sys
 import time
+from collections import UserDict
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -33,6 +34,10 @@ class Points(Dataset):
 
     def __getitem__(self, index):
         return POINTS[index] * torch.ones(6), LABELS[index]  # of the default dtype, and data in float32
+
+def mapping(samples):  # as those of Hugging Face are
+    points, labels = zip(*samples)
+    return UserDict(input=torch.stack(points).float(), labels=torch.stack(labels))
 
 class Endless(IterableDataset):
     def __init__(self, rank, size):
@@ -96,6 +101,8 @@ if __name__ == "__main__":
     settings = {"epochs": 1, "dir": sys.argv[1], "dataloader": {"batch_size": 8}, "optim": {"type": "adamw", "lr": 0.01}}
     if "bf16" in sys.argv:
         settings["precision"] = "bf16"
+    if "mixed" in sys.argv:
+        settings["dataloader"]["train"] = {"collate_fn": mapping}
     with Program(settings) as runner:
         if "method" in sys.argv:
             sys.executable = sys.argv[-1]  # by which it is started again
