@@ -40,7 +40,7 @@ _PROBES = {
         "print(f'{n} CUDA devices' if d.is_nccl_available() and n else 'absent')"
     ),
 }
-_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b.*: \S")
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt|NotFound|Damaged|Mismatch|Failed|Compiler)\b.*: \S")
 """The line that ends the traceback of an exception."""
 
 

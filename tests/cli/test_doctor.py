@@ -55,3 +55,16 @@ def test_training_that_cannot_start_is_a_failure(monkeypatch: pytest.MonkeyPatch
     found = {check.name: check for check in doctor.examine({"dcp", "compile", "nccl"}, 60)}
     assert found["torch"].state == "ok"
     assert found["train (file)"].state == "failed" and "nosuchcard" in found["train (file)"].detail
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "danling.checkpoints.errors.CheckpointDamaged: Expected files as their checksums say.",
+        "danling.checkpoints.errors.CheckpointNotFound: Expected a checkpoint.",
+        "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:",
+        "RuntimeError: Unable to find address for: lo",
+    ],
+)
+def test_the_line_that_names_the_cause_is_shown(line: str) -> None:
+    assert doctor.cause(f"[rank1]: {line}\nSet TORCH_LOGS for more.\nMend that first.") == line
