@@ -20,7 +20,7 @@ from .output import OK, add_json, print_json
 PACKAGES = (
     *("torch", "torchdata", "chanfig", "pyyaml", "tqdm", "numpy"),
     # What torch was built for.
-    *("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-nccl-cu12"),
+    *("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
     # Only parts of the library use these.
     "tensorboard",
     "wandb",

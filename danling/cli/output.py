@@ -61,7 +61,7 @@ def write_drawing(output: Path, content: bytes | str) -> None:
 def as_bytes(size: float) -> str:
     """Return a number of bytes in the unit that suits it: `588 B`, `50.3 kB`."""
     unit = 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
+    while size >= 999.5 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"
 

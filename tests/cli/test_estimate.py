@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from danling.cli.estimate import OPTIMIZER_STATES, Model, bytes_per_rank
 from danling.cli.main import main
+from danling.cli.output import as_bytes
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
@@ -114,3 +115,8 @@ def test_the_command_takes_counts_and_checkpoints(capsys: pytest.CaptureFixture[
     assert facts["bytes_per_rank"] == expected
     assert main(["estimate", "weights.pth"]) == 0 and "gradients" in capsys.readouterr().out
     assert main(["estimate", "weights.pth", "--params", "3"]) == 2
+
+
+def test_sizes_have_three_digits_at_most() -> None:
+    sizes = {999: "999 B", 1000: "1 kB", 50_330: "50.3 kB", 999_499: "999 kB", 999_700: "1 MB", 16.6e9: "16.6 GB"}
+    assert {size: as_bytes(size) for size in sizes} == sizes
