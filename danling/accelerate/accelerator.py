@@ -189,6 +189,10 @@ def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, mo
             "Expected the runner to make the Accelerator of this process, whose state all of them share. Received: one that was made "
             "before. Use runner.accelerator instead of it."
         )
+    for name in {"cpu", "mixed_precision"} & more.keys():
+        raise ValueError(
+            f"Expected accelerate.{name} in the configuration. Received: {name}={more[name]!r} from accelerate_kwargs. Set it there."
+        )
     handlers = [type(handler).__name__ for handler in more.get("kwargs_handlers") or ()]
     for name in (*handlers, *(name for name in more if name != "kwargs_handlers")):
         if _mend(name) is not None:

@@ -203,7 +203,9 @@ def count_tokens(data: object) -> int:
         data = data.get("input", data)
     tensors = data.values() if isinstance(data, Mapping) else (data,)
     for value in tensors:
-        if isinstance(value, Tensor) and value.ndim == 2 and value.dtype in _LABELS:
+        if not isinstance(value, Tensor) or value.ndim != 2:
+            continue
+        if not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
             return value.numel()
     return 0
 

@@ -259,6 +259,7 @@ def test_precisions_that_contradict_each_other(said: str) -> None:
     ("arguments", "mend"),
     [
         ({"gradient_accumulation_steps": 2}, "Set accum_steps"),
+        ({"mixed_precision": "bf16"}, "accelerate.mixed_precision in the configuration"),
         ({"fsdp_plugin": object()}, "parallel.axes.shard"),
         ({"deepspeed_plugin": object()}, "stack='deepspeed'"),
         ({"kwargs_handlers": [accelerate.utils.GradScalerKwargs()]}, "GradScalerKwargs .* Set precision='fp16'"),

@@ -41,6 +41,10 @@ def test_a_model_is_called_with_the_keywords_that_it_takes() -> None:
     assert list(inputs) == ["input_ids", "attention_mask", "labels"]
     assert target is batch["labels"]
     assert count_tokens(batch) == batch["input_ids"].numel()
+    assert count_tokens(torch.zeros(2, 3, dtype=torch.uint16)) == 6
+    assert [count_tokens(torch.zeros(2, 3, dtype=kind)) for kind in (torch.bool, torch.float16, torch.complex64)] == [
+        0
+    ] * 3
 
 
 def test_keywords_that_a_model_does_not_take_are_named() -> None:
