@@ -117,7 +117,7 @@ def expected_ids(committed: list[tuple[int, int, list[int]]], rank: int, world_s
     shares: list[list[int]] = []
     for epoch in range(committed[-1][1] + 1):
         sampler.epoch = epoch
-        batches = [[index for _, index in keys] for keys in sampler]
+        batches = [list(keys.indices) for keys in sampler]
         shares += [list(chain(*batches[i : i + 2])) for i in range(0, len(batches), 2)]
     return shares
 
