@@ -8,9 +8,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from html import escape
 from typing import Any, TextIO
+from unicodedata import east_asian_width
 
 from danling.utils.messages import Paced, format_count
 from danling.utils.process import in_notebook
@@ -135,9 +137,10 @@ class Progress:
         if self in open_bars:
             open_bars.remove(self)
             self.draw(at_once=True)
-            if self._replace is None:
-                self._stream.write("\n")
-                self._stream.flush()
+            if self._replace is None and self.draws_bar:
+                with suppress(OSError, ValueError):
+                    self._stream.write("\n")
+                    self._stream.flush()
         self.draws_bar = False
 
     # Drawing
@@ -158,18 +161,22 @@ class Progress:
             counts, left = f"  {self.step}/{self.total or '?'}", self._left()
             tail = f"{counts}, {left} left |" if left else f"{counts} |"
             text = self._description(columns - len(tail) - 1 - _NARROWEST_BAR)
-            width = max(columns - len(text) - len(tail) - 1, _NARROWEST_BAR)
+            width = max(columns - _columns(text) - len(tail) - 1, _NARROWEST_BAR)
             done = round(width * min(self.step / self.total, 1.0)) if self.total else 0
-            self._stream.write(f"\x1b[2K\r{text}{tail}{'#' * done}{' ' * (width - done)}|")
+            line = f"{text}{tail}{'#' * done}{' ' * (width - done)}|"
+            while _columns(line) > columns:  # a line that wraps could not be erased
+                line = line[:-1]
+            self._stream.write(f"\x1b[2K\r{line}")
             self._stream.flush()
         except (OSError, ValueError):
             self.draws_bar = False  # the terminal is gone
 
     def erase(self) -> None:
         """Erase the bar from its terminal, so that something else can be written there."""
-        if self._replace is None:
-            self._stream.write("\x1b[2K\r")
-            self._stream.flush()
+        if self._replace is None and self.draws_bar:
+            with suppress(OSError, ValueError):
+                self._stream.write("\x1b[2K\r")
+                self._stream.flush()
 
     def _seconds_a_step(self) -> float:
         done = self.step - self.initial
@@ -183,11 +190,11 @@ class Progress:
         """Return the text before the bar, shortened to leave room for it."""
         doing, figures = f"[{self._doing}]" if self._doing else "", list(self._figures.items())
         text = _joined(self.desc, self.epoch, doing, figures=figures)
-        if self._note and len(text) + 2 + len(self._note) <= room:
+        if self._note and _columns(f"{text}  {self._note}") <= room:
             return f"{text}  {self._note}"
         # The name gives way first, then one metric after the other from the last on.
         for count in range(len(figures), 0, -1):
-            if len(text) <= room:
+            if _columns(text) <= room:
                 break
             text = _joined(self.epoch, doing, figures=figures[:count])
         return text
@@ -207,6 +214,11 @@ class Progress:
 
 def _joined(*head: str, figures: Sequence[tuple[str, float]]) -> str:
     return "  ".join(part for part in (" ".join(filter(None, head)), format_scores(dict(figures))) if part)
+
+
+def _columns(text: str) -> int:
+    """Return the columns that a text takes on a terminal: East Asian characters take two."""
+    return sum(2 if east_asian_width(letter) in "FW" else 1 for letter in text)
 
 
 def _is_terminal(stream: Any) -> bool:

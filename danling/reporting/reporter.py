@@ -83,11 +83,12 @@ class Reporter(Observer):
 
     def begin(self, runner: TorchRunner) -> None:
         """Begin to measure and to show a training. Called on all ranks."""
-        self._runner = runner
+        self._runner, self._doing = runner, []
         self.telemetry.begin(runner)
         seconds = runner.config.log_seconds
         self._result_lines, self._stream_lines = Paced(seconds, burst=_RESULT_LINES), Paced(seconds)
         if runner.is_main_process:
+            self._write_streams(runner)
             self.bar = Progress(
                 runner.steps,
                 initial=runner.state.train.global_step,

@@ -144,7 +144,8 @@ class TrackerSet:
     def log(self, values: Mapping[str, float], step: int, *, beside: Mapping[str, object] | None = None) -> None:
         """Send metrics to every tracker, and plain values `beside` them that are no numbers to the file of metrics alone."""
         for tracker in self.opened:
-            if beside and type(tracker) is JsonlTracker:
+            # A class of the user's that takes the numbers in another way gets these alone.
+            if beside and isinstance(tracker, JsonlTracker) and type(tracker).log is JsonlTracker.log:
                 tracker.log(values, step, beside=beside)
             else:
                 tracker.log(values, step)

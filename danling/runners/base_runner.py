@@ -440,13 +440,25 @@ class BaseRunner(metaclass=MetaRunner):
     backward = _of_a_stack("backward", "Back-propagate the mean-reduced loss of a micro-batch, 0-dim.")
     step = _of_a_stack("step", "Close the accumulation window and decide its update.")
     optimizer_step = _of_a_stack("optimizer_step", "Apply a committed update.")
+    train_context = _of_a_stack("train_context", "Return the context of the forward and backward of a micro-batch.")
+    forward_context = _of_a_stack("forward_context", "Return the context of a forward.")
+    compute_loss = _of_a_stack("compute_loss", "Return the loss of a prediction, 0-dim.")
+    batch_weight = _of_a_stack("batch_weight", "Return what the loss of a batch is averaged over.")
     evaluate = _of_a_stack("evaluate", "Evaluate splits, and return their figures.")
     evaluate_epoch = _of_a_stack("evaluate_epoch", "Evaluate all of one split.")
     evaluate_steps = _of_a_stack("evaluate_steps", "Evaluate a bounded number of batches of one split.")
     evaluate_step = _of_a_stack("evaluate_step", "Evaluate one batch, and return prediction and loss.")
+    summarize = _of_a_stack("summarize", "Return the metrics of an evaluation.")
     infer = _of_a_stack("infer", "Predict every sample of a split.")
     infer_step = _of_a_stack("infer_step", "Return the prediction of one batch.")
+    materialize_model = _of_a_stack("materialize_model", "Move, compile and wrap the model.")
+    build_optimizer = _of_a_stack("build_optimizer", "Return the optimizer of the configuration.")
+    build_scheduler = _of_a_stack("build_scheduler", "Return the scheduler of the configuration.")
     load_pretrained = _of_a_stack("load_pretrained", "Load only the model of a checkpoint.")
+    load_model = _of_a_stack("load_model", "Load model weights by name.")
+    load_ema = _of_a_stack("load_ema", "Restore the averaged weights.")
+    load_optimizer = _of_a_stack("load_optimizer", "Restore the optimizer.")
+    load_scheduler = _of_a_stack("load_scheduler", "Restore the scheduler.")
 
     # Data
 
@@ -830,12 +842,8 @@ class BaseRunner(metaclass=MetaRunner):
             return asdict(self.state.elastic)
 
         def load_attempts(stored: Mapping[str, Any], _: Collection[str]) -> None:
-            elastic = self.state.elastic
-            elastic.attempts, elastic.micro_batch_size = (
-                int(stored.get("attempts", 0)) + 1,
-                stored.get("micro_batch_size"),
-            )
-            self._data.hold_at_most(elastic.micro_batch_size)
+            self.state.elastic.load(stored)
+            self._data.hold_at_most(self.state.elastic.micro_batch_size)
             here, before = arithmetic(self.device), stored.get("arithmetic", {})
             names = [name for name in here if before.get(name, here[name]) != here[name]]
             if names and self.is_main_process:

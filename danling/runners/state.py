@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -61,6 +61,10 @@ class ElasticState:
     micro_batch_size: int | None = None
     arithmetic: dict[str, str] = field(default_factory=dict)
 
+    def load(self, stored: Mapping[str, Any]) -> None:
+        """Count the attempts up, and take over how many samples a rank can hold."""
+        self.attempts, self.micro_batch_size = int(stored.get("attempts", 0)) + 1, stored.get("micro_batch_size")
+
 
 @dataclass
 class RngState:
@@ -103,8 +107,10 @@ class RunnerState:
         return self.rng
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a class derived from this adds to the entry `state` of a checkpoint."""
-        return {}
+        """Return `{"train": ..., "elastic": ..., "rng": ...}` of tensors and plain values."""
+        return {"train": asdict(self.train), "elastic": asdict(self.elastic), "rng": asdict(self.rng)}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what `state_dict` added, out of the whole entry."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counters; attempts are counted up. The seed is that of the configuration."""
+        self.train.load(state.get("train", {}))
+        self.elastic.load(state.get("elastic", {}))

@@ -130,3 +130,14 @@ def test_format_scores() -> None:
     assert (
         format_scores(values) == "lr 3.000e-04  n 12  big 1.500e+09  zero 0.0000  loss nan" and format_scores({}) == ""
     )
+
+
+@pytest.mark.parametrize(("columns", "desc"), [(12, "digits"), (60, "手写数字识别")])
+def test_a_drawing_is_never_wider_than_the_terminal(columns: int, desc: str) -> None:
+    with terminal(columns=columns) as (stream, drawn):
+        progress = Progress(1000, desc=desc, stream=stream)
+        progress.show(500, {"loss": 0.25})
+        progress.close()
+    for line in drawn[0].replace("\x1b[2K", "").split("\r"):
+        assert sum(2 if ord(letter) > 0x2E80 else 1 for letter in line.strip("\n")) <= columns
+    assert columns < 60 or drawn[0].rstrip().endswith("|")

@@ -58,6 +58,21 @@ def test_jsonl_refuses_its_own_names(name: str, tmp_path: Path) -> None:
         JsonlTracker(tmp_path / "metrics.jsonl").log({name: 1.0}, 1)
 
 
+def test_only_a_class_of_ones_own_that_takes_the_numbers_otherwise_gets_no_ranks(tmp_path: Path) -> None:
+    class Named(JsonlTracker):
+        pass
+
+    class Halved(JsonlTracker):
+        def log(self, values: Any, step: int) -> None:  # type: ignore[override]
+            super().log({name: value / 2 for name, value in values.items()}, step)
+
+    trackers = TrackerSet(tracked(tmp_path))
+    trackers.opened = [Named(tmp_path / "named"), Halved(tmp_path / "halved")]
+    trackers.log({"loss": 1.0}, 1, beside={"ranks": [0]})
+    trackers.close()
+    assert [line.get("ranks") for name in ("named", "halved") for line in read_jsonl(tmp_path / name)] == [[0], None]
+
+
 def test_tensorboard_is_read_by_its_own_reader(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]

@@ -154,3 +154,37 @@ def test_a_stack_of_ones_own_is_left_with_the_users_model(tmp_path: Path) -> Non
     with Wrapping(settings(tmp_path / "run")) as runner:
         assert isinstance(runner.model, dict)
     assert runner.model is runner.weights
+
+
+OF_A_STACK = """
+    train train_epochs train_epoch train_steps train_step backward step optimizer_step evaluate evaluate_epoch
+    evaluate_steps evaluate_step infer infer_step summarize compute_loss batch_weight train_context
+    forward_context materialize_model build_optimizer build_scheduler load_pretrained load_model load_ema
+    load_optimizer load_scheduler
+""".split()  # noqa: SIM905
+OF_EVERY_RUNNER = """
+    init_distributed init_checkpoint_manager init_fault_tolerance init_tensorboard init_wandb
+    init_signal_handlers init_heartbeat init_garbage_collection set_seed set_deterministic build_datasampler
+    build_dataloaders state_dict load_state_dict save_checkpoint load_checkpoint read_checkpoint read_config
+    load_dataloaders scores best_index is_best best_score latest_score latest_result best_result rank world_size
+    local_rank distributed is_main_process is_local_main_process steps epochs is_step_mode accum_steps
+    batch_size progress train_splits evaluate_splits checkpoint_interval log_interval checkpoint_manager name
+    close add_tracker
+""".split()  # noqa: SIM905
+
+
+def test_every_name_of_the_contract_is_there() -> None:
+    missing = [name for name in [*OF_A_STACK, *OF_EVERY_RUNNER] if not hasattr(dl.BaseRunner, name)]
+    assert not missing
+    with dl.BaseRunner({"dir": "run"}) as runner:
+        for name in OF_A_STACK:
+            with pytest.raises(NotImplementedError, match=f"Expected BaseRunner to implement `{name}`"):
+                getattr(runner, name)()
+        for name in ("model", "ema", "criterion", "optimizer", "scheduler", "metrics"):
+            assert getattr(runner, name) is None
+        for name in "datasets dataloaders meters results config workspace id config_id timestamp".split():  # noqa: SIM905
+            assert getattr(runner, name) is not None
+        state = runner.state.state_dict()
+        assert state.keys() == {"train", "elastic", "rng"}
+        runner.state.load_state_dict({**state, "train": {**state["train"], "global_step": 7}})
+        assert (runner.state.train.global_step, runner.state.elastic.attempts) == (7, 2)
