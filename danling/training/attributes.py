@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from danling.checkpoints.errors import CheckpointMismatch
@@ -540,8 +541,12 @@ class Decoder:
         return current
 
     def _load(self, node: Any, current: Any, path: str) -> None:
-        # A copy: an object may hand out what it has, and empty that before it takes the state.
-        state = self._decoded(node["state"], copy.deepcopy(current.state_dict()), path)
+        # A copy: an object may hand out what it has, and empty that before it takes the state. A tensor of a graph cannot be copied so.
+        now = current.state_dict()
+        inner = (leaf for leaf in tree_leaves(now) if isinstance(leaf, Tensor) and not leaf.is_leaf)
+        state = self._decoded(
+            node["state"], copy.deepcopy(now, {id(leaf): leaf.detach().clone() for leaf in inner}), path
+        )
         current.load_state_dict(state)
         if "more" not in node:
             return

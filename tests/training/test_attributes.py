@@ -20,14 +20,19 @@ class Counts:
     def __init__(self) -> None:
         self.seen: defaultdict[str, int] = defaultdict(int)
         self.later: dict[int, defaultdict[str, int]] = {}
+        self.mean = (
+            torch.ones(1, requires_grad=True) * 2.0
+        )  # part of a graph, as a mean of losses that are not detached
         self.generators: list[Any] = [torch.Generator(), numpy.random.default_rng(1), random.Random(2)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "again": self.seen, "later": self.later, "generators": self.generators}
+        own = {"seen": self.seen, "again": self.seen, "later": self.later, "generators": self.generators}
+        return {**own, "mean": self.mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["again"] is state["seen"]
         self.seen, self.later, self.generators = state["seen"], state["later"], state["generators"]
+        self.mean = state["mean"]
 
     def draw(self) -> list[float]:
         first, *others = self.generators
@@ -43,6 +48,7 @@ class Keeping(Small):
 
     def change(self) -> list[float]:
         self.counts.seen["a"] += 1
+        self.counts.mean = self.counts.mean * 2.0
         self.counts.later[1] = defaultdict(int, a=2)
         self.size = torch.Size([3, 4])
         with torch.no_grad():
@@ -64,7 +70,7 @@ def test_states_that_share_values_and_hold_generators_come_back(
         drawn = runner.counts.draw()
     with Keeping({**config, "steps": 2, "auto_resume": True}) as runner:
         assert runner.counts.draw() == drawn and runner.size == torch.Size([3, 4])
-        assert runner.counts.seen["a"] == 1 and runner.counts.seen["b"] == 0
+        assert runner.counts.mean == 4.0 and runner.counts.seen["a"] == 1 and runner.counts.seen["b"] == 0
         assert runner.counts.later[1]["a"] == 2 and runner.counts.later[1]["b"] == 0
         assert runner.second[1].weight is runner.second[0].weight and runner.second[1].weight.eq(7).all()
         runner.size, runner.late = torch.Size([5]), 1
