@@ -144,6 +144,10 @@ class KeyedLoader(LibraryLoader):
         )
         return {"dataset": dataset} if own is None else {"dataset": dataset, "collate_fn": _as_is}
 
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+        self.order.epoch, self.order.consumed = epoch, 0
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position, what tells whether it fits, and the dataset's own state, if it has one."""
         return {**self.order.state_dict(), **({"dataset": get_states(self.stateful)} if self.stateful else {})}

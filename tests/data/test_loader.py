@@ -99,6 +99,14 @@ def test_persistent_workers_follow_the_position(straight: list[Tensor]) -> None:
     loader.close()
 
 
+def test_a_users_loop_begins_a_pass_by_its_number() -> None:
+    loader, again = make(), make()
+    loader.order.epoch = 2
+    next(iter(again))
+    again.set_epoch(2)
+    assert ids(list(again)) == ids(list(loader)) != ids(list(make()))
+
+
 def test_prefetched_batches_do_not_count() -> None:
     source = source_of(make(2))
     iterator = source.batches()
