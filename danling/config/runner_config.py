@@ -33,7 +33,7 @@ class RunnerConfig(TopLevelConfig):
     names the nearest. Other top-level keys that are set in code are the user's: `config.model.width = 64` makes the section `model`.
     In files and on the command line a top-level key must be declared by a class, or set in code before. A name that means a key of
     the library to other trainers, or a key of `optim`, `scheduler`, `ema` or `dataloader` (`lr`), is refused with its place unless a
-    class declares it by an annotation.
+    class declares it.
 
     Subclasses declare keys with annotations and defaults, or set them in `__init__` after `super().__init__(...)`; a docstring
     under an annotated key is its help text. Arguments of the constructor override what `__init__` sets.
@@ -64,12 +64,22 @@ class RunnerConfig(TopLevelConfig):
         given = as_mapping(settings)
         if isinstance(settings, (Namespace, RunnerConfig)):
             self.declare(given)
-        self.__dict__["_given"] = (file, given, kwargs)
-        # The `__init__` of a subclass has yet to set the user's own keys that a file may name.
+        # The `__init__` of a subclass has yet to set the user's own keys that a file, or an argument, may name.
         known = fields_of(type(self)).keys() | OLDER_KEYS.keys()
-        early = {name: value for name, value in given.items() if name in known or isinstance(value, Mapping)}
-        self._merge_settings(given if file is None else early, file)
-        self.merge(kwargs)
+        own_init = type(self).__init__ is not RunnerConfig.__init__
+
+        def early(settings: Mapping[str, Any]) -> dict[str, Any]:
+            waits = {
+                name for name in settings if own_init and place_of(str(name), RunnerConfig, in_code=True) is not None
+            }
+            if file is not None and settings is given:
+                waits = {name for name, value in settings.items() if not isinstance(value, Mapping)}
+            return {name: value for name, value in settings.items() if name in known or name not in waits}
+
+        self._merge_settings(early(given), file)
+        self.merge(early(kwargs))
+        # From here to `__post_init__`, a subclass's `__init__` declares what it sets.
+        self.__dict__["_given"] = (file, given, kwargs)
 
     def __post_init__(self, *args: Any, **kwargs: Any) -> None:
         """Put what was passed to the constructor above what a subclass's `__init__` set after `super().__init__(...)`.
@@ -115,7 +125,7 @@ class RunnerConfig(TopLevelConfig):
                 f"Expected a key of the configuration, or your own key with a name less close to {slip!r}. Received: "
                 f"{name}{received}. Did you mean {slip!r}?"
             )
-        is_known = name in fields_of(type(self)) or dict.__contains__(self, name)
+        is_known = name in fields_of(type(self)) or dict.__contains__(self, name) or "_given" in self.__dict__
         if not is_known and place_of(str(name), RunnerConfig, in_code=True) is not None:
             raise ValueError(refusal(str(name), f"{name}{received}", RunnerConfig, (), self.secret_keys or ()))
 

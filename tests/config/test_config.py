@@ -911,3 +911,14 @@ def test_one_module_imports_chanfig_and_none_torch_when_it_is_imported() -> None
     assert chanfig_from == ["config/sections.py"]
     own = [text for name, text in sources.items() if name.startswith("config/")]
     assert not any(re.search(r"^\s*(import|from) torch\b", text, re.M) for text in own)
+
+
+def test_a_name_of_another_trainer_is_declared_where_init_sets_it() -> None:
+    class Own(RunnerConfig):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.lr = 0.1
+
+    assert (Own().lr, Own({"lr": 0.2}).lr, Own(lr=0.3).lr, Own().parse(["--lr", "0.4"]).lr) == (0.1, 0.2, 0.3, 0.4)
+    with pytest.raises(ValueError, match=r"lr=1.0. Its place is optim.lr"):
+        RunnerConfig(lr=1.0)
