@@ -275,7 +275,8 @@ def test_arguments_that_are_not_accelerates_to_take(arguments: dict[str, Any], m
 
 
 def test_handlers_of_the_wrapper_are_taken() -> None:
-    open_accelerator(NOTHING, ALONE, {"kwargs_handlers": [accelerate.DistributedDataParallelKwargs()]})
+    handler = accelerate.DistributedDataParallelKwargs()
+    assert open_accelerator(NOTHING, ALONE, {"kwargs_handlers": [handler]}).ddp_handler is handler
     release_accelerator()
 
 
