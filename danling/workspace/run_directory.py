@@ -75,7 +75,6 @@ class RunDirectory:
         self._replicas = replicas
         self._elsewhere = elsewhere
         self._reruns = reruns
-        self._only_looks = bool(config.checkpoint.load_only)
         self._family = absolute(config.workspace_root) / (f"{config.lineage}-{code_id}" if code_id else config.lineage)
         named = config.get("checkpoint_dir", None)
         self._checkpoint_dir = absolute(named) if named else None
@@ -88,6 +87,10 @@ class RunDirectory:
         self._choose()
 
     # The choice
+
+    @property
+    def _only_looks(self) -> bool:
+        return bool(self._config.checkpoint.load_only)  # which `__init__` of a runner may set after the choice
 
     def _choose(self) -> None:
         named, resume = self._config.get("dir", None), self._config.resume

@@ -106,3 +106,13 @@ def test_a_cell_that_goes_on_takes_over_from_the_runner_of_the_cell_before(tmp_p
     first.release()
     second.confirm()
     second.release()
+
+
+def test_a_run_that_its_init_has_look_only_takes_no_lock(tmp_path: Path) -> None:
+    writer = entered(tmp_path)
+    log(writer)
+    looks = chosen(tmp_path, auto_resume=True)
+    looks._config.checkpoint.load_only = True  # as `__init__` of a runner may, after the choice
+    looks.enter()
+    assert looks.dir == writer.dir
+    writer.confirm()
