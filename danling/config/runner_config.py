@@ -265,7 +265,10 @@ class RunnerConfig(TopLevelConfig):
         Args:
             obj: A mapping.
         """
-        return cls(obj)
+        config = cls()  # whose `__init__` may take other arguments
+        config.merge(obj)
+        config.validate()
+        return config
 
     @classmethod
     def from_file(cls, file: str | os.PathLike[str]) -> Any:
@@ -274,9 +277,17 @@ class RunnerConfig(TopLevelConfig):
         Args:
             file: Path of the file.
         """
-        return cls(file)
+        config = cls()
+        config.merge_from_file(file)
+        config.validate()
+        return config
 
-    load = from_file  # type: ignore[assignment]
+    @classmethod
+    def load(cls, file: object, method: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Return a configuration of this class from a file; from a stream, `method` names the format."""
+        if isinstance(file, (str, os.PathLike)) and method is None:
+            return cls.from_file(file)
+        return super().load(file, method, *args, **kwargs)  # type: ignore[arg-type]
 
     def merge_from_file(self, file: Any, *args: Any, **kwargs: Any) -> Any:
         """Merge the settings of a file into this configuration; keys that it does not name stay as they are."""

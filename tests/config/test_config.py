@@ -634,6 +634,21 @@ def test_yaml_reads_numbers_as_people_write_them(tmp_path: Path) -> None:
     assert RunnerConfig(path) == RunnerConfig.from_file(str(path)) == config
 
 
+class WidthConfig(RunnerConfig):
+    def __init__(self, width: int = 5, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.width = width
+
+
+def test_a_class_with_arguments_of_its_own_is_read_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("{epochs: 3, width: 9}")
+    read = [WidthConfig.from_file(path), WidthConfig.load(path), WidthConfig.from_dict({"epochs": 3, "width": 9})]
+    with path.open() as stream:
+        read.append(WidthConfig.load(stream, method="yaml"))
+    assert [(config.epochs, config.width) for config in read] == [(3, 9)] * 4
+
+
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "json"])
 def test_round_trip_in_standard_files(tmp_path: Path, suffix: str) -> None:
     config = MyConfig({"dataloader.train.batch_size": 3, "compile.options": {"a.b": 1}}, seed=3, rate=1e-9)
