@@ -98,7 +98,7 @@ class RunnerConfig(TopLevelConfig):
 
     def declare(self, names: Iterable[str]) -> None:
         """Accept names as keys of the user's own, also those that other trainers have."""
-        for name in names:
+        for name in (name.partition(".")[0] for name in names):
             if name not in self and name not in OLDER_KEYS and slip_of(name, fields_of(RunnerConfig)) is None:
                 self._store(name, None)
 

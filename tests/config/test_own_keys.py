@@ -119,6 +119,11 @@ def test_a_name_of_other_trainers_is_refused_in_code_too(way: Callable[[], Any])
         way()
 
 
+def test_a_dotted_option_of_a_parser_reaches_into_its_section() -> None:
+    config = dl.RunnerConfig(Namespace(**{"optim.lr": 0.5, "model.width": 3, "data.path": "x"}))
+    assert config.changed() == {"optim": {"lr": 0.5}, "model": {"width": 3}, "data": {"path": "x"}}
+
+
 def test_a_name_that_a_class_or_a_parser_declares_is_the_programs() -> None:
     assert Rate().parse(["--lr", "0.2"]).lr == 0.2
     parsed = dl.RunnerConfig(Namespace(lr=0.5))
