@@ -292,7 +292,7 @@ class Section(Config):
         """Fill in defaults; called by chanfig's constructor."""
         for name, field in fields_of(type(self)).items():
             if name not in self and (field.section or field.default is not MISSING):
-                self._assign(name, {} if field.default is MISSING else fresh(field.default))
+                self._assign(name, {} if field.section and field.default in (MISSING, None) else fresh(field.default))
         return self
 
     @staticmethod

@@ -634,6 +634,18 @@ def test_yaml_reads_numbers_as_people_write_them(tmp_path: Path) -> None:
     assert RunnerConfig(path) == RunnerConfig.from_file(str(path)) == config
 
 
+class NetConfig(Section):
+    width: int = 4
+
+
+class UnsetConfig(RunnerConfig):
+    net: NetConfig = None  # type: ignore[assignment]
+
+
+def test_a_section_that_is_declared_as_none_has_its_defaults() -> None:
+    assert (UnsetConfig().net.width, UnsetConfig(net={"width": 5}).net.width) == (4, 5)
+
+
 class WidthConfig(RunnerConfig):
     def __init__(self, width: int = 5, **kwargs: Any) -> None:
         super().__init__(**kwargs)
