@@ -120,7 +120,7 @@ def as_mapping(settings: object) -> Mapping[Any, Any]:
 
 _OPTION = re.compile(r"--?(?!(?:inf|nan)\Z)[A-Za-z_]", re.IGNORECASE)
 _GROUPED = re.compile(r"[-+]?[0-9]+(_[0-9]+)+\Z")
-_NO_NUMBER = re.compile(r"[-+]?0[0-9]|.*_")
+_NO_NUMBER = re.compile(r"[-+]?(0[0-9]+\Z|infinity\Z)|.*_", re.IGNORECASE)
 _NONE_WORDS = frozenset({"none", "null"})
 _SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _HINTS: Mapping[type, Any] = {

@@ -140,3 +140,8 @@ def test_other_names_in_code_are_the_users() -> None:
     config.note = "x"
     config.model.layers = 4
     assert (config.width, config.net.depth, config.note, config.model.layers) == (3, 2, "x", 4)
+
+
+def test_a_decimal_with_leading_zeros_is_a_number_and_a_word_is_none() -> None:
+    config = dl.RunnerConfig().parse(["--model.rate", "00.5", "--model.code", "05", "--model.name", "infinity"])
+    assert config.model == {"rate": 0.5, "code": "05", "name": "infinity"}
