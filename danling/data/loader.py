@@ -146,7 +146,7 @@ class KeyedLoader(LibraryLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
-        self.order.epoch, self.order.consumed = epoch, 0
+        self.order.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, what tells whether it fits, and the dataset's own state, if it has one."""

@@ -233,3 +233,12 @@ def test_a_sampler_that_changes_itself_in_silence_is_refused_within_a_later_epoc
         ValueError, match=r"epoch 1 again.*Define set_epoch\(epoch\) on it.*or state_dict and load_state_dict"
     ):
         drain(second)
+
+
+def test_set_epoch_of_a_loader_goes_to_the_beginning_of_a_pass() -> None:
+    loader = built(range(6), sampler=list(range(6)), batch_size=2)
+    source = open_source(loader, split="train", seed=0)
+    drain(source, 2)
+    loader.set_epoch(1)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+    assert (source.epoch, source.consumed, source.remaining_batches()) == (1, 0, 3)
