@@ -392,7 +392,7 @@ class RunData:
     def check_unchanged(self, split: str) -> None:
         """Refuse a dataset that was changed within a pass. May be called on one rank."""
         source = self.sources[split]
-        change = self._change_of(split) if source.reads and source.consumed else None
+        change = self._change_of(split) if source.consumed else None
         if change is not None:
             raise ValueError(
                 f"Expected the dataset of split {split!r} to stay as it is within a pass. Received: {change}, after {source.consumed} of "

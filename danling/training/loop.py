@@ -471,7 +471,8 @@ class TrainingLoop:
             if outcome.reason == UNCOMMITTED:
                 batches = chain(consumed, batches)
                 continue
-            runner._data.check_unchanged(split)
+            if source.reads:
+                runner._data.check_unchanged(split)
             source.commit(consumed)
             yield outcome
         if not found:

@@ -280,3 +280,14 @@ def test_replica_groups_that_come_and_go_cannot_divide_a_stream() -> None:
     ):
         run.data.open("train", loader)
     assert run.data.open("train", TorchDataLoader(points(8), batch_size=4)).remaining_batches() == 2
+
+
+def test_data_that_is_replaced_within_a_pass_is_refused_on_ranks_that_read_nothing_too() -> None:
+    for reads in (True, False):
+        run = Run("train", dataloader={"batch_size": 2})
+        run.placement = replace(run.placement, reads_data=reads)
+        source = run.opened().of("train")
+        source.commit([next(source.batches())])
+        run.datasets["train"] = points(12)
+        with pytest.raises(ValueError, match="split 'train' to stay as it is within a pass"):
+            run.data.of("train")
