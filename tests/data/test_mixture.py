@@ -263,6 +263,7 @@ def test_labels_of_each_form_of_sample() -> None:
         (({"a": range(3)}, {"a": 0}), "a weight above zero"),
         (({"a": range(3)}, {1: {"a": 1}}), "begin at epoch 0"),
         (({"a": range(3)}, lambda epoch: None), "a weight for each"),
+        (({"a": range(3)}, 0.5), r"a weight for each of the sources \['a'\] at epoch 0. Received: 0.5"),
     ],
 )
 def test_mistakes_are_named(arguments: tuple[Any, Any], message: str) -> None:
