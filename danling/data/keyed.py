@@ -100,9 +100,10 @@ class KeyedDataset(WorkersView, Dataset[Any]):
             elif not self.by_sample or generators is None:
                 items = [dataset[index] for index in indices]
             else:
-                items = [dataset[indices[0]]]
-                for position, index in enumerate(indices[1:], key.position + 1):
-                    generators.seed(mix_seed(self._base, position))
+                items = []
+                for position, index in enumerate(indices, key.position):
+                    if items:
+                        generators.seed(mix_seed(self._base, position))
                     items.append(dataset[index])
         except StopIteration as error:  # with which a pass would end in silence
             raise RuntimeError(

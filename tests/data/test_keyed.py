@@ -87,3 +87,8 @@ def test_only_datasets_that_are_known_to_draw_nothing_leave_the_streams_alone() 
         assert not draws_nothing(other)
     with pytest.raises(ValueError, match=r"Expected Perhaps\.draws_random to be True or False.*'perhaps' \(str\)"):
         build_dataloader(Perhaps(4), {}, split="train", train=True, seed=0)
+
+
+@pytest.mark.parametrize("by", ["batch", "sample"])
+def test_a_batch_sampler_may_give_an_empty_batch(by: str) -> None:
+    assert read(Augmented(10), (0, 2, []), by=by) == []
