@@ -246,8 +246,12 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
                     self.epoch,
                     why or "Give it, or the iterator that it returns, state_dict and load_state_dict.",
                 )
-            for _ in range(items):
-                self._take(1)
+            for number in range(items):
+                if not self._take(1):
+                    raise ValueError(
+                        f"Expected the dataset of split {self.split!r} to have at least {items} items, which were consumed when the run "
+                        f"was saved. Received: {number} items. Restore the dataset, or exclude 'dataloaders' from loading."
+                    )
         elif items or iterator is not None:
             self._iterator = self._begin()
             if iterator is not None:

@@ -226,3 +226,21 @@ def test_an_iterable_that_nobody_divides_draws_other_noise_on_each_rank_and_work
     assert sorted(first[:, 0].tolist()) == sorted(second[:, 0].tolist()) == sorted([*range(8)] * copies)
     assert len(torch.cat([first[:, 1], second[:, 1]]).unique()) == 2 * 8 * copies
     assert torch.equal(read_by(0), first)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_ends_before_the_position_is_refused(workers: int) -> None:
+    class Short(Share):
+        def order(self) -> list[int]:
+            return list(range(4))
+
+    saved, short = (
+        open_source(TorchDataLoader(data, batch_size=2, num_workers=workers), split="train", seed=5)
+        for data in (Share(), Short())
+    )
+    drain(saved, 3)
+    short.load_state_dict(saved.state_dict())
+    saved.close()
+    with pytest.raises(ValueError, match=r"split 'train' to have at least 6 items.*Received: 4 items\."):
+        list(short.batches())
+    short.close()
