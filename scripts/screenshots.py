@@ -2,13 +2,11 @@
 
 `python scripts/screenshots.py --text` writes what `examples/digits.py` prints into a file into docs/guides/logging.md.
 
-The terminal pictures are what the programs really print to a terminal of 150 columns, as SVG; the third is the picture inside
-the HTML report that `danling plot` writes.
+The terminal pictures are what the programs really print to a terminal of 150 columns, as SVG; the third is what `danling plot` draws.
 """
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import os
 import re
@@ -67,11 +65,8 @@ def main() -> None:
         danling = [sys.executable, "-m", "danling"]
         table = in_terminal([*danling, "runs", "--sort", "best", "--reverse"], place)
         (ASSETS / "runs.svg").write_text(svg(["danling runs --sort best --reverse"], screen(table)))
-        drawing = ["--figure", "loss", "acc", "learning_rate", "--smooth", "0.8", "-o", "report.html"]
-        in_terminal([*danling, "plot", "experiments", *drawing], place)
-        picture = re.search(r"data:image/png;base64,([^\"]+)", (place / "report.html").read_text())
-        assert picture is not None
-        (ASSETS / "report.png").write_bytes(base64.b64decode(picture.group(1)))
+        drawing = ["--figure", "loss", "acc", "learning_rate", "--smooth", "0.8", "-o"]
+        in_terminal([*danling, "plot", "experiments", *drawing, str(ASSETS / "curves.png")], place)
 
 
 def in_terminal(command: Sequence[str], directory: Path, columns: int = COLUMNS) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from danling.utils.plain import flatten
-from danling.workspace.runs import Curve, Run, config_differences
+from danling.workspace.runs import Run, config_differences
 
 from .digests import DigestLine, read_digests
 
@@ -98,17 +98,6 @@ def compare_runs(first: Run, second: Run) -> Comparison:
 def compare_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> list[Divergence]:
     """Return where the digests of two runs diverge, the first one first."""
     return _divergences(_paired_digests(first, second))
-
-
-def difference_curves(first: Run, second: Run) -> dict[str, Curve]:
-    """Return by how much the figures of two runs differ over steps, those without any difference left out."""
-    curves = {}
-    digests = _paired_digests(read_digests(first.path), read_digests(second.path))
-    for name, pairs in {**digests, **_paired_metrics(first, second)}.items():
-        apart = [(float(step), float(abs(b - a))) for step, (a, b) in pairs.items() if _is_number(a) and _is_number(b)]
-        if any(difference for _, difference in apart):
-            curves[name] = [step for step, _ in apart], [difference for _, difference in apart]
-    return curves
 
 
 def _paired_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> Pairs:

@@ -3,7 +3,7 @@
 Runs with audit.digest_interval have digests of data, gradients, optimizer and weights; of others the metrics are compared.
 Ends with 1 if figures of the runs differ, with 0 if all that both have are the same, with 3 if they have none at a common step.
 
-Example: danling diff experiments/lin/first experiments/lin/second --output differences.png
+Example: danling diff experiments/lin/first experiments/lin/second
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from danling.audit.divergence import Comparison, Divergence, Pair, compare_runs, difference_curves
+from danling.audit.divergence import Comparison, Divergence, Pair, compare_runs
 
-from .output import DAMAGED, NOTHING_THERE, OK, add_json, name_problems, print_json, print_table, write_drawing
-from .plot import draw_differences, png
+from .output import DAMAGED, NOTHING_THERE, OK, add_json, name_problems, print_json, print_table
 from .source import one_run
 
 
@@ -24,20 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument("first", help="a run directory, or the URL of one")
     parser.add_argument("second", help="the run directory to compare it with")
-    parser.add_argument("--output", "-o", type=Path, help="also draw the differences over steps, as a .png file")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print where the runs diverge."""
-    if options.output is not None and options.output.suffix.lower() != ".png":
-        raise ValueError(f"Expected --output to end in .png. Received: {str(options.output)!r}.")
     with one_run(options.first) as first, one_run(options.second) as second:
         found = compare_runs(first, second)
-        curves = difference_curves(first, second) if options.output is not None else {}
         problems = name_problems([first, second])
-    if curves:
-        write_drawing(options.output, png(draw_differences(curves)))
     if options.json:
         print_json({**asdict(found), "divergences": [{**asdict(p), "what": p.what} for p in found.divergences]})
     else:

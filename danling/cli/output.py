@@ -6,10 +6,8 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from danling.utils.files import write_atomically
 from danling.utils.messages import table_lines
 from danling.utils.plain import json_text
 
@@ -50,12 +48,6 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print columns that line up; numbers are set right."""
     for line in table_lines(head, rows):
         print(line)
-
-
-def write_drawing(output: Path, content: bytes | str) -> None:
-    """Write a drawing, into a directory that need not be there."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, content)
 
 
 def as_bytes(size: float) -> str:

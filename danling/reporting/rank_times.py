@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from danling.supervision.rank_watch import RankWatch
@@ -25,8 +25,6 @@ _JUDGED_SECONDS = 60.0
 _CERTAIN = 3.0
 """Standard deviations by which a rank must differ beyond what the largest of so many even ones does."""
 _FEWEST_SAMPLES = 20
-_STRETCH_SECONDS = 10.0
-"""Over how much time at least a table adds up what each rank cost: of times that were sampled one is always the largest."""
 
 
 def lost_times(times: Sequence[Sequence[float]]) -> list[tuple[float, str]]:
@@ -129,12 +127,12 @@ class RankRow:
     seconds: Mapping[str, float]
 
 
-def rank_table(records: Sequence[Mapping[str, object]]) -> list[RankRow]:
+def rank_table(records: Sequence[Mapping[str, Any]]) -> list[RankRow]:
     """Return what each rank of a run cost, the one that cost most first; a rank that went on on another machine has a row for each."""
     totals: dict[tuple[int, str | None], list[float]] = {}
     lost: defaultdict[tuple[int, str | None], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     training = 0.0
-    for times, hosts in _stretches(records):
+    for times, hosts in _attempts(records):
         training += max(map(sum, times))
         for rank, (row, (seconds, cause)) in enumerate(zip(times, lost_times(times))):
             key = rank, hosts[rank] if rank < len(hosts) else None
@@ -149,27 +147,20 @@ def rank_table(records: Sequence[Mapping[str, object]]) -> list[RankRow]:
     return sorted(rows, key=lambda row: (-row.lost, row.rank))
 
 
-def _stretches(records: Sequence[Mapping[str, object]]) -> Iterator[tuple[list[list[float]], list[str | None]]]:
-    """Yield times of ranks, and their machines, over so many lines that what looks have missed evens out."""
-    times: list[list[float]] = []
-    hosts: list[str | None] = []
+def _attempts(records: Sequence[Mapping[str, Any]]) -> list[tuple[list[list[float]], list[str | None]]]:
+    """Return the sums of the times of ranks in each attempt, whose first line names the machines; lines without times are left out."""
+    attempts: list[tuple[list[list[float]], list[str | None]]] = []
     for record in records:
         ranks = record.get("ranks")
-        if not isinstance(ranks, Mapping):
-            continue
-        columns = [ranks.get(name) for name in ACTIVITIES]
-        lists = [column for column in columns if isinstance(column, list) and column]
-        rows = [list(row) for row in zip(*lists)]
-        if len(lists) < len(columns) or any(len(column) != len(rows) for column in lists):
-            continue  # a line that has none that can be read
-        if not all(isinstance(value, (int, float)) for row in rows for value in row):
+        try:
+            rows = [list(map(float, row)) for row in zip(*(ranks[name] for name in ACTIVITIES), strict=True)]  # type: ignore[index]
+        except (KeyError, TypeError, ValueError):
             continue
         listed = ranks.get("hosts")
-        now = [host if isinstance(host, str) else None for host in listed] if isinstance(listed, list) else hosts
-        if times and (max(map(sum, times)) > _STRETCH_SECONDS or now != hosts or len(times) != len(rows)):
-            yield times, hosts
-            times = []
-        times = [[a + b for a, b in zip(*pair)] for pair in zip(times, rows)] if times else rows
-        hosts = now
-    if times:
-        yield times, hosts
+        if isinstance(listed, list) or not attempts or len(attempts[-1][0]) != len(rows):
+            hosts = [host if isinstance(host, str) else None for host in listed] if isinstance(listed, list) else []
+            attempts.append((rows, hosts))
+        else:
+            times, hosts = attempts[-1]
+            attempts[-1] = [[a + b for a, b in zip(*pair)] for pair in zip(times, rows)], hosts
+    return [(times, hosts) for times, hosts in attempts if times]

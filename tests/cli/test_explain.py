@@ -61,7 +61,7 @@ def test_one_process(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = torch.load(run / "checkpoints" / "latest.pth", weights_only=True)["model"]
     parameters = sum(tensor.numel() for tensor in weights.values())
     found = sections(run, capsys)
-    names = "run model data update optimizer schedule layout environment results saved disk"
+    names = "run model data update optimizer schedule layout environment saved results disk"
     assert list(found) == names.split()
     assert found["run"].startswith("trained to step 12 of 12, 1 attempt")
     assert found["model"].startswith(f"Sequential: {parameters:,} parameters, float32, {4 * parameters} B")
@@ -71,18 +71,17 @@ def test_one_process(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert found["update"] == "4 samples, 1 micro-batch of 4, fp32, clipped at norm 0.5"
     assert found["optimizer"].startswith("AdamW: lr 0.01, weight_decay 0.01")
-    head, curve, _ = found["schedule"].splitlines()
-    assert head == "cosine: warmup_steps 3" and curve.endswith("steps 1 to 12")
-    assert "█" in curve[1:4] and list(curve[3:12]) == sorted(curve[3:12], reverse=True)
+    head, pace = found["schedule"].splitlines()
+    assert head == "cosine: warmup_steps 3"
+    assert pace.startswith("learning rate 0.00333 at step 1, 0.01 at most,") and pace.endswith(" at step 12")
     assert found["layout"] == "ddp on 1 cpu process" and f"torch {torch.__version__}" in found["environment"]
     best = json.loads((run / "best.json").read_text())
     assert f"best val/acc {best['score']:.5g} at step {best['index']}" in found["results"]
-    assert found["saved"] == "the full state every 4 updates in single files; all are kept; the best by val/acc"
-    one = (run / "checkpoints" / "latest.pth").stat().st_size
     assert (
-        f"the last one {one / 1000:.3g} kB; at the end of the budget about {3 * one / 1000:.3g} kB for 3"
-        in found["disk"]
+        found["saved"] == "the full state every 4 updates, by FileCheckpointManager, all are kept, the best by val/acc"
     )
+    one = (run / "checkpoints" / "latest.pth").stat().st_size
+    assert f"the last one {one / 1000:.3g} kB" in found["disk"]
 
 
 def test_the_text_is_one_screen_and_needs_no_torch(run: Path) -> None:
@@ -99,16 +98,15 @@ def test_two_processes_with_sharded_checkpoints(tmp_path: Path, capsys: pytest.C
     found = sections(place, capsys)
     assert found["layout"] == "ddp on 2 cpu processes"
     assert found["update"].startswith("8 samples, 1 micro-batch of 4 on each of 2 ranks")
-    assert "sharded directories (DCP)" in found["saved"]
     used = sum(file.stat().st_size for file in Path(place, "checkpoints", "targets").rglob("*") if file.is_file())
-    assert f"checkpoints take {used / 1000:.3g} kB now" in found["disk"] and "for 3" in found["disk"]
+    assert f"checkpoints take {used / 1000:.3g} kB" in found["disk"]
 
 
 def test_a_killed_run_says_how_far_it_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (outcome,) = run_outcomes(killed, tmp_path / "run", world_size=1)
     assert outcome.exit_code == -signal.SIGKILL
     found = sections(tmp_path / "run", capsys)
-    assert found["run"].startswith("trained to step 9 of 12") and "at the end of the budget" in found["disk"]
+    assert found["run"].startswith("trained to step 9 of 12")
     assert "last, at 8: train/loss" in found["results"]  # of the evaluation before the kill
 
 
@@ -119,16 +117,12 @@ def test_a_run_without_a_record_says_what_is_unknown(run: Path, tmp_path: Path) 
         (tmp_path / name).write_bytes((run / name).read_bytes())
     found = explain(Run(tmp_path, "old"))
     assert "metadata/run.json" in found["missing"][0] and "model" not in found
-    assert found["run"][0].startswith("trained to step 12 of 12") and list(found) == ["run", "results", "missing"]
+    assert found["run"][0].startswith("trained to step 12 of 12") and list(found) == ["run", "results", "disk", "missing"]
 
 
-def test_the_report_has_it_and_a_url_names_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plot", str(run), "-o", str(tmp_path / "report.html")]) == 0
-    text = (tmp_path / "report.html").read_text()
-    assert f"<h2>What {run.name} trained</h2>" in text and "shuffled with seed 3" in text
+def test_a_url_names_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = f"file://{tmp_path}/store"
     upload_run(run, open_store(place), RunLayout("lin", "run"))
-    capsys.readouterr()
     found = sections(place, capsys)
     assert found["model"].startswith("Sequential: ") and found["disk"].startswith("no checkpoint here")
 

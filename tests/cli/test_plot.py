@@ -1,11 +1,9 @@
-"""`danling runs` and `danling plot` on runs that were really trained, and the pictures and reports of written ones."""
+"""`danling runs` and `danling plot` on runs that were really trained, and the pictures of written ones."""
 
 from __future__ import annotations
 
-import base64
 import io
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from PIL import Image
 from support.recorded import danling, record_run
 
 from danling.cli.main import main
-from danling.cli.plot import draw_curves, group, html_report, png, smoothed
+from danling.cli.plot import draw_curves, group, png, smoothed
 from danling.workspace.runs import Run
 
 
@@ -37,12 +35,9 @@ def test_the_table_has_scores_and_differences(root: Path, capsys: pytest.Capture
     assert facts["differences"]["optim.lr"] == dict(zip([run["run"] for run in facts["runs"]], [0.001, 0.05]))
 
 
-def test_several_runs_become_a_picture_and_a_report(root: Path) -> None:
+def test_several_runs_become_a_picture(root: Path) -> None:
     done = danling("plot", root, "--figure", "loss", "acc", "--smooth", "0.5", "-o", "out/curves.png", warm=True)
     assert done.stdout == "out/curves.png: 2 runs\n" and Image.open("out/curves.png").format == "PNG"
-    assert main(["plot", *(str(run) for run in root.glob("*/*")), "-o", "report.html"]) == 0
-    text = Path("report.html").read_text()
-    assert text.count("<h2>Results of") == 2 and "optim.lr" in text
     assert main(["plot", str(root), "--figure", "los"]) == 2 and not Path("curves.png").exists()
 
 
@@ -132,13 +127,3 @@ def test_figures_are_chosen_by_name_and_unknown_ones_are_named(runs: list[Run]) 
 def test_the_picture_is_a_png_and_the_same_each_time(runs: list[Run]) -> None:
     first, second = (png(draw_curves(runs, log_scale=True, by="time")) for _ in range(2))
     assert first == second and Image.open(io.BytesIO(first)).format == "PNG"
-
-
-def test_the_report_is_one_file_with_scores_differences_and_curves(runs: list[Run]) -> None:
-    text = html_report(runs, title="A & B")
-    cells = set(re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", text))
-    assert {"first", "&lt;b&gt;second", "val/acc", "optim.lr", "1", "3"} <= cells
-    assert "<title>A &amp; B</title>" in text and not re.search(r"<(b|script|link|iframe)[ >]", text)
-    (source,) = re.findall(r'(?:src|href)="([^"]*)"', text)
-    picture = base64.b64decode(source.removeprefix("data:image/png;base64,"))
-    assert Image.open(io.BytesIO(picture)).format == "PNG"
