@@ -4,7 +4,7 @@ With --script -- PROGRAM: the same with a program of yours.
 
 A training runs over gloo without a break; another one is stopped by SIGTERM, resumed, killed by SIGKILL and resumed, once with each kind of
 checkpoint that a stack writes by default (a file, a sharded one). Digests of all updates must be bitwise the same: samples, gradients,
-weights, optimizer. Then the compiler, torch.compile and nccl are tried. With --remote URL an object store is tried instead: put, get,
+weights, optimizer. Then the C++ compiler is tried by torch.compile. With --remote URL an object store is tried instead: put, get,
 list, delete, writes on a condition, and the clock. Exit code 1 says that something that is installed does not work.
 """
 
@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from danling.config.names import BACKENDS
@@ -29,17 +28,10 @@ from .output import DAMAGED, OK, add_json, at_least, print_json
 _UPDATES = 6
 """Updates of the doctor's own program up to the stop, the kill and the end."""
 
-_PROBES = {
-    "torch": "import torch; print(torch.__version__)",
-    "compile": (
-        "import torch; f = torch.compile(lambda x: (x.sin() + 1).relu()); x = torch.randn(8, requires_grad=True); "
-        "f(x).sum().backward(); assert torch.allclose(f(x), (x.sin() + 1).relu()); print('forward and backward')"
-    ),
-    "nccl": (
-        "import torch; from torch import distributed as d; n = torch.cuda.device_count(); "
-        "print(f'{n} CUDA devices' if d.is_nccl_available() and n else 'absent')"
-    ),
-}
+_COMPILE = (
+    "import torch; f = torch.compile(lambda x: (x.sin() + 1).relu()); x = torch.randn(8, requires_grad=True); "
+    "f(x).sum().backward(); assert torch.allclose(f(x), (x.sin() + 1).relu())"
+)
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt|NotFound|Damaged|Mismatch|Failed|Compiler)\b.*: \S")
 """The line that ends the traceback of an exception."""
 
@@ -56,9 +48,7 @@ class Check:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument(
-        "--skip", nargs="+", default=[], choices=("train", *BACKENDS, "compile", "nccl"), help="leave out"
-    )
+    parser.add_argument("--skip", nargs="+", default=[], choices=(*BACKENDS, "compile"), help="leave out")
     parser.add_argument(
         "--timeout", type=at_least(1, float), default=180.0, help="seconds that one check may take (default: 180)"
     )
@@ -104,9 +94,8 @@ def run(options: argparse.Namespace) -> int:
 
 def examine(skip: set[str], timeout: float) -> Iterator[Check]:
     """Yield the checks as they end."""
-    yield _timed("torch", partial(_probe, "torch", timeout))
     for backend in BACKENDS:
-        if not skip & {"train", backend}:
+        if backend not in skip:
             # The doctor's own program, which writes one kind of checkpoints.
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
             command += ["-m", "danling.cli.doctor_job", backend]
@@ -116,13 +105,7 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
             except ValueError as error:  # with the end of what the program printed
                 yield Check(f"train ({backend})", "failed", cause(str(error)))
     if "compile" not in skip:
-        found, command_line = cxx_version(), cxx_command()
-        missing = f"{command_line} does not run; for stack=graph and compile.enable install g++, or name one in CXX"
-        yield Check("compiler", "absent" if found is None else "ok", found or missing)
-        if found is not None:
-            yield _timed("compile", partial(_probe, "compile", timeout))
-    if "nccl" not in skip:
-        yield _timed("nccl", partial(_probe, "nccl", timeout))
+        yield _timed("compile", lambda: _try_compiler(timeout))
 
 
 def _examine_program(program: Sequence[str], updates: int, timeout: float) -> Iterator[Check]:
@@ -156,16 +139,21 @@ def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:
     return Check(name, state, detail, round(time.monotonic() - start, 2))
 
 
-def _probe(name: str, timeout: float) -> tuple[str, str]:
-    """Run a few lines of Python in a process, and return what they print."""
+def _try_compiler(timeout: float) -> tuple[str, str]:
+    """Compile a function in a process, where there is a compiler."""
+    found = cxx_version()
+    if found is None:
+        return (
+            "absent",
+            f"{cxx_command()} does not run; for stack=graph and compile.enable install g++, or name one in CXX",
+        )
     try:
-        done = subprocess.run([sys.executable, "-c", _PROBES[name]], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no end in {timeout:g} s") from None
+        raise RuntimeError(f"no end in {timeout:g} s, with {found}") from None
     if done.returncode:
         raise RuntimeError(cause(done.stderr) or f"exit code {done.returncode}")
-    said = done.stdout.strip()
-    return ("absent", "no CUDA device with nccl") if said == "absent" else ("ok", said)
+    return "ok", f"forward and backward, with {found}"
 
 
 def cause(text: str) -> str:

@@ -1,4 +1,4 @@
-"""How far the run is: a bar on a terminal, a bar and curves in a notebook, plain lines elsewhere."""
+"""How far the run is: a bar on a terminal and in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,18 +23,14 @@ logger = logging.getLogger("danling")
 
 SECONDS_BETWEEN_DRAWINGS = 0.3
 _NARROWEST_BAR = 10
-_MOST_POINTS = 400
-_MOST_PANELS = 3
-_WIDTH, _HEIGHT, _MARGIN = 300, 130, 18
-_COLOURS = ("#3f51b5", "#d9730d", "#2e7d32", "#8e24aa", "#00838f", "#c62828")
 
 
 class Progress:
     """Progress towards a number of steps.
 
     On a terminal it draws a bar, metrics first. Where there is little room, the name gives way, and then one metric after the other from
-    the last on, until ten columns are left for the bar. In a notebook the bar and the curves are the output of the cell. Elsewhere (a
-    file, a pipe, CI) nothing is drawn, and `show` writes a line of the log, at most one in `seconds_between_lines`; the first and the last
+    the last on, until ten columns are left for the bar. In a notebook the bar is the output of the cell. Elsewhere (a file, a pipe,
+    CI) nothing is drawn, and `show` writes a line of the log, at most one in `seconds_between_lines`; the first and the last
     are always written.
     """
 
@@ -61,7 +57,6 @@ class Progress:
         self._withheld: str | None = None
         self._figures: Mapping[str, float] = {}
         self._note = self._doing = ""
-        self._curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
         if display is None and stream is None and in_notebook():
             display = _display
         self._replace = None if display is None else display(self.html())
@@ -110,16 +105,6 @@ class Progress:
         self._withheld = "  ".join(part for part in (head, format_scores(values), speed, note) if part)
         if self._lines.due():
             self.write_last()
-
-    def curve(self, step: int, result: Mapping[str, Mapping[str, float]]) -> None:
-        """Add metrics by split to the curves of a notebook; there are none elsewhere."""
-        for split, metrics in result.items() if self._replace is not None else ():
-            for name, value in metrics.items():
-                if name in self._curves or len(self._curves) < _MOST_PANELS:
-                    points = self._curves.setdefault(name, {}).setdefault(split, [])
-                    points.append((step, float(value)))
-                    if len(points) > _MOST_POINTS:
-                        del points[1:-1:2]  # every second point: a long run keeps its shape
 
     def write_last(self) -> None:
         """Write the line of the last metrics, if it was withheld: only the end follows."""
@@ -200,15 +185,14 @@ class Progress:
         return text
 
     def html(self) -> str:
-        """Return the bar and the curves, for a notebook."""
+        """Return the bar, for a notebook."""
         count, left, bar = str(self.step), self._left(), ""
         if self.total:
             count = f"{self.step}/{self.total}" + (f", {left} left" if left else "")
             bar = f'<progress max="{self.total}" value="{self.step}" style="width: 20em"></progress> '
-        panels = "".join(_panel(name, lines) for name, lines in self._curves.items())
         return (
             '<div style="font-family: monospace; font-size: 90%">'
-            f"<div>{escape(self._description(math.inf))}</div><div>{bar}{count}</div><div>{panels}</div></div>"
+            f"<div>{escape(self._description(math.inf))}</div><div>{bar}{count}</div></div>"
         )
 
 
@@ -262,33 +246,6 @@ def format_number(value: float) -> str:
 def format_duration(seconds: float) -> str:
     """Return a duration as `[d day(s), ]h:mm:ss`, without fractions."""
     return str(timedelta(seconds=round(max(seconds, 0.0))))
-
-
-def _panel(name: str, lines: Mapping[str, list[tuple[int, float]]]) -> str:
-    """Return the curves of one metric, a split each, as a picture."""
-    curves = {split: [point for point in line if math.isfinite(point[1])] for split, line in lines.items()}
-    points = [point for curve in curves.values() for point in curve]
-    if len(points) < 2:
-        return ""
-    first, last = min(step for step, _ in points), max(step for step, _ in points)
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    parts = [f'<text x="{_MARGIN}" y="12" fill="currentColor">{escape(name)}</text>']
-    for index, (split, curve) in enumerate(curves.items()):
-        colour, places = _COLOURS[index % len(_COLOURS)], []
-        for step, value in curve:
-            x = _MARGIN + (_WIDTH - 2 * _MARGIN) * (step - first) / max(last - first, 1)
-            y = _HEIGHT - _MARGIN - (_HEIGHT - 2.5 * _MARGIN) * (value - low) / (high - low or 1.0)
-            places.append(f"{x:.1f},{y:.1f}")
-        if len(places) == 1:
-            x_only, _, y_only = places[0].partition(",")
-            parts.append(f'<circle cx="{x_only}" cy="{y_only}" r="2.5" fill="{colour}"/>')
-        else:
-            parts.append(f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(f'<text x="{_MARGIN + 60 + 70 * index}" y="12" fill="{colour}">{escape(split)}</text>')
-    for text, height in ((f"{high:.4g}", 1.5 * _MARGIN), (f"{low:.4g}", _HEIGHT - 4.0)):
-        parts.append(f'<text x="{_WIDTH - 4}" y="{height}" text-anchor="end" fill="currentColor">{text}</text>')
-    size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-size="11">{"".join(parts)}</svg>'
 
 
 def _display(html: str) -> Callable[[str], object]:

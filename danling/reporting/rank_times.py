@@ -151,9 +151,9 @@ def _attempts(records: Sequence[Mapping[str, Any]]) -> list[tuple[list[list[floa
     """Return the sums of the times of ranks in each attempt, whose first line names the machines; lines without times are left out."""
     attempts: list[tuple[list[list[float]], list[str | None]]] = []
     for record in records:
-        ranks = record.get("ranks")
+        ranks: Any = record.get("ranks")
         try:
-            rows = [list(map(float, row)) for row in zip(*(ranks[name] for name in ACTIVITIES), strict=True)]  # type: ignore[index]
+            rows = [list(map(float, row)) for row in zip(*(ranks[name] for name in ACTIVITIES), strict=True)]
         except (KeyError, TypeError, ValueError):
             continue
         listed = ranks.get("hosts")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from danling.utils.messages import Paced, format_count
 from danling.utils.observers import Observer
-from danling.utils.secrets import hide_secret_words, secret_values
 
 from .logging import RunLog, beside_bar
 from .progress import Progress, format_number, format_scores
@@ -34,8 +33,6 @@ _RESULT_LINES = 100
 """Results of epochs or evaluations that are printed at any pace."""
 _WIDTH = 98
 """A line of the log has a time before it, and a terminal 120 columns."""
-_CHOSEN = ("dir", "auto_resume", "resume", "pretrained")
-"""Settings that the command to resume sets itself."""
 
 
 class Reporter(Observer):
@@ -200,8 +197,6 @@ class Reporter(Observer):
         if self.bar is not None:
             known |= values
             self.bar.epoch = _epoch(runner)
-            # What the loss of single updates is called among the curves of a notebook.
-            self.bar.curve(train.global_step, {"updates": {"loss": values["loss"]}})
             shown = {text: known[name] for name, text in _SHOWN.items() if name in known}
             speed = f"{format_count(pace['samples_per_second'])} samples/s" if "samples_per_second" in pace else ""
             self.bar.show(train.global_step, shown, speed=speed, note=f"slow: {slow}" if slow else "")
@@ -220,7 +215,6 @@ class Reporter(Observer):
                 bar.forget_last()
         if bar is not None:
             bar.set_epoch(_epoch(runner))
-            bar.curve(step, result)
         # Its own key: `train/loss` is the loss of single updates.
         named = {f"{split}_mean" if split in runner.train_splits else split: values for split, values in result.items()}
         flat = {f"{split}/{name}": value for split, values in named.items() for name, value in values.items()}
@@ -279,7 +273,7 @@ def describe_end(runner: TorchRunner) -> list[str]:
         place = f": {_shown(kept['best'])}" if "best" in kept else ""
         lines.append(f"best     {score} {format_number(runner.best_score)} at {unit} {runner.best_index}{place}")
     if "latest" in kept:
-        lines.append(f"go on    {_command_to_resume(runner, kept['latest'])}")
+        lines.append(f"go on    {_how_to_resume(runner, kept['latest'])}")
     if (directory / "metrics.jsonl").is_file():
         lines.append(f"curves   danling plot {shlex.quote(_shown(directory))} -o curves.png")
     if kept:
@@ -291,40 +285,20 @@ def describe_end(runner: TorchRunner) -> list[str]:
     return lines
 
 
-def _command_to_resume(runner: TorchRunner, latest: Path) -> str:
+def _how_to_resume(runner: TorchRunner, latest: Path) -> str:
+    """Return what continues a run, with larger values of the settings that have ended it: its budget, and the patience that is used up."""
     reason, done = runner._session.stop_reason, runner.steps if runner.is_step_mode else runner.epochs
-    # Larger values of the settings that have ended the run: of its budget, and of the patience that is used up.
     more: dict[str, int] = {}
     if runner.progress >= 1 and done and reason in (None, "patience"):
         more["steps" if runner.is_step_mode else "epochs"] = 2 * done
     if reason == "patience":
         more["patience"] = runner.standing.evaluations_since_best + max(1, int(runner.config.patience))
-    script, words = program(), runner.config.__dict__.get("_command_line")
-    if script is None or words is None:
+    if not runner.config.__dict__.get("_has_command_line"):
         changed = f", {more}" if more else ""
         return f"{type(runner).__name__}.from_checkpoint({_shown(latest)!r}{changed}).train()"
-    listed = runner.config.secret_keys or ()
-    options: list[str] = []
-    skips = False
-    for word in hide_secret_words(words, secret_values(runner.config.plain(), listed), listed):
-        if word.startswith("--"):
-            skips = word[2:].partition("=")[0].replace("-", "_") in (*_CHOSEN, *more)
-        if not skips:
-            options.append(word)
-    options += ["--dir", _shown(runner.workspace.dir), "--auto_resume", "true"]
+    options = ["--dir", _shown(runner.workspace.dir), "--auto_resume", "true"]
     options += [word for key, value in more.items() for word in (f"--{key}", str(value))]
-    # The options of torchrun itself, such as the address of the first machine, are not known to the processes that it starts.
-    return f"{'python' if runner.world_size == 1 else 'torchrun ...'} {script} {shlex.join(options)}"
-
-
-def program() -> str | None:
-    """Return the script that this program was started from, or the module after `-m`; `None` where there is none, as in a notebook."""
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return f"-m {spec.name}"
-    file = getattr(main, "__file__", None)
-    return None if file is None else shlex.quote(_shown(Path(file)))
+    return f"the same command with {shlex.join(options)}"
 
 
 def _shown(path: Path) -> str:

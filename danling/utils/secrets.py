@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 _NAMES = frozenset({"token", "api_key", "password", "secret", "credential", "credentials"})
@@ -77,23 +77,6 @@ def hide_secrets(text: str, listed: Collection[str] = ()) -> str:
     in_code = re.compile(rf"""(?ix) ( {name} ['")\]]* \s* [=:]\s* ) {_QUOTED_TEXT}""")
     as_option = re.compile(rf"(?ix) ( ^ -- \S*? {name} (?: \s+ | = ) ) .+")
     return as_option.sub(r"\1'...'", in_code.sub(r"\1'...'", text))
-
-
-def hide_secret_words(words: Iterable[str], values: Collection[str], listed: Collection[str] = ()) -> list[str]:
-    """Return the words of a command line for people: what a key that names a secret is given is `...`."""
-    hidden: list[str] = []
-    is_secret = False
-    for word in words:
-        if word.startswith("--"):
-            key, equals, _ = word.partition("=")
-            is_secret = names_secret(key[2:].replace("-", "_"), listed)
-            word = f"{key}=..." if is_secret and equals else word
-        elif is_secret:
-            word = "..."
-        for value in values:
-            word = word.replace(value, "...")
-        hidden.append(word if is_secret else hide_secrets(word, listed))
-    return hidden
 
 
 # Patches

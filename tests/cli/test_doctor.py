@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support.job import Job
 from support.recorded import danling
 
@@ -18,10 +17,9 @@ from danling.cli import doctor
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_doctor_kills_and_resumes_bitwise() -> None:
-    done = danling("doctor", "--json", "--skip", "compile", "nccl", timeout=380)
+    done = danling("doctor", "--json", "--skip", "compile", timeout=380)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert done.returncode == 0, done.stdout
-    assert checks["torch"]["detail"] == torch.__version__
     for kind in ("file", "dcp"):
         for what in ("begins alike", "resumes after SIGTERM", "resumes after SIGKILL"):
             assert checks[f"{what} ({kind})"]["state"] == "ok"
@@ -32,12 +30,11 @@ def test_whether_a_compiler_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     script = tmp_path / "c++"
     script.write_text("#!/bin/sh\necho 'mine 1.2'\n")
     script.chmod(0o755)
-    for command, state, detail in ((script, "ok", "mine 1.2"), (tmp_path / "none", "absent", "install g++")):
+    for command, state, detail in ((script, "failed", "with mine 1.2"), (tmp_path / "none", "absent", "install g++")):
         monkeypatch.setenv("CXX", str(command))
         # Anything that compiles would take longer than that.
-        found = {check.name: check for check in doctor.examine({"train", "nccl"}, 0.001)}
-        assert found["compiler"].state == state and detail in found["compiler"].detail
-        assert ("compile" in found) == (state == "ok")
+        (found,) = doctor.examine({"file", "dcp"}, 0.001)
+        assert (found.name, found.state) == ("compile", state) and detail in found.detail
 
 
 @pytest.mark.slow
@@ -52,8 +49,7 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_training_that_cannot_start_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchcard")
-    found = {check.name: check for check in doctor.examine({"dcp", "compile", "nccl"}, 60)}
-    assert found["torch"].state == "ok"
+    found = {check.name: check for check in doctor.examine({"dcp", "compile"}, 60)}
     assert found["train (file)"].state == "failed" and "nosuchcard" in found["train (file)"].detail
 
 

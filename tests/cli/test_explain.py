@@ -117,7 +117,12 @@ def test_a_run_without_a_record_says_what_is_unknown(run: Path, tmp_path: Path) 
         (tmp_path / name).write_bytes((run / name).read_bytes())
     found = explain(Run(tmp_path, "old"))
     assert "metadata/run.json" in found["missing"][0] and "model" not in found
-    assert found["run"][0].startswith("trained to step 12 of 12") and list(found) == ["run", "results", "disk", "missing"]
+    assert found["run"][0].startswith("trained to step 12 of 12") and list(found) == [
+        "run",
+        "results",
+        "disk",
+        "missing",
+    ]
 
 
 def test_a_url_names_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

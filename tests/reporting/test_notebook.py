@@ -1,10 +1,9 @@
-"""Training in a notebook: a bar and curves below the cell, and a cell that is run a second time, with a real kernel."""
+"""Training in a notebook: a bar below the cell, and a cell that is run a second time, with a real kernel."""
 
 from __future__ import annotations
 
 import gc
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,12 +90,11 @@ def shown(outputs: list[Any]) -> dict[str, str]:
     return found
 
 
-def test_cells_show_a_bar_and_curves_and_may_be_run_again() -> None:
+def test_cells_show_a_bar_and_may_be_run_again() -> None:
     cells = run_cells(DEFINE, TRAIN, TRAIN, NAMED, NAMED, GO_ON.replace("EPOCHS", "3"), GO_ON.replace("EPOCHS", "4"))
     first, second, named, again, on, further = cells[1:]
     html = first["html"]
     assert html.count("<progress") == 1 and 'max="8" value="8"' in html and "epoch 2/2" in html
-    assert html.count("<svg") == 1 and {"updates", "train", "val"} <= set(re.findall(r">(\w+)</text>", html))
     assert "Finished: 8 updates" in first["stderr"] and "go on    Toy.from_checkpoint(" in first["stderr"]
     assert "|" not in first["stdout"], "no bar of a terminal"
     # From scratch, a cell that is run again makes a run of its own, and says so; none of them fails.
@@ -137,15 +135,6 @@ def test_it_is_drawn_now_and_then_and_at_the_end() -> None:
     bar.close()
     assert 'value="100"' in pages[-1] and " left" not in pages[-1]
     assert ":00 left" in pages[2] or ":01 left" in pages[2]
-
-
-def test_curves_have_a_panel_a_metric_and_a_line_a_split() -> None:
     bar, pages = drawn(None)
-    for step in range(2000):
-        bar.curve(step, {"updates": {"loss": 1 / (step + 1)}})
-    bar.curve(1000, {"val": {"loss": 0.5, "acc <b>": float("nan")}})
     bar.set_epoch("epoch <1>")
-    bar.close()
-    assert pages[-1].count("<polyline") == 1 and pages[-1].count("<circle") == 1
-    assert "epoch &lt;1&gt;" in pages[-1] and "<b>" not in pages[-1] and "<progress" not in pages[-1]
-    assert pages[-1].count(",") < 900, "a long curve keeps some hundred points"
+    assert "epoch &lt;1&gt;" in pages[-1] and "<progress" not in pages[-1]

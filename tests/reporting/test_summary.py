@@ -1,13 +1,11 @@
-"""The last lines of a training: the best score and the commands to go on, which are those of how it was started."""
+"""The last lines of a training: the best score and the commands to go on, which depend on how it was started."""
 
 from __future__ import annotations
 
 import logging
 import re
-import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.reporting import reporter
 from danling.reporting.reporter import describe_end
 
 
@@ -29,15 +26,14 @@ def run() -> Path:
     return directory.absolute()
 
 
-def lines(run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str] | None, **more: Any) -> list[str]:
+def lines(run: Path, has_command_line: bool = True, **more: Any) -> list[str]:
     """Return what is said of a run that has come to the end of its budget, unless `more` says something else."""
 
     class Mine(SimpleNamespace):
         """A runner."""
 
     config = dl.RunnerConfig({"score_name": "acc", "epochs": 10, "patience": 2})
-    config.__dict__["_command_line"] = words
-    monkeypatch.setattr(reporter, "program", lambda: more.pop("script", "train.py"))
+    config.__dict__["_has_command_line"] = has_command_line
     board = SimpleNamespace(split="val", name="acc")
     standing = SimpleNamespace(board=board, evaluations_since_best=2)
     given = {"is_step_mode": False, "steps": None, "epochs": 10, "progress": 1.0, "world_size": 1, "stack": "ddp"}
@@ -49,70 +45,44 @@ def lines(run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str] | None, *
 
 
 @pytest.mark.parametrize(
-    ("words", "more", "command"),
+    ("has_command_line", "more", "command"),
     [
         (
-            ["--epochs", "10"],
-            {"world_size": 2, "progress": 0.5, "stop_reason": "terminate"},
-            "torchrun ... train.py --epochs 10 --dir 'runs/a b' --auto_resume true",
+            True,
+            {"progress": 0.5, "stop_reason": "terminate"},
+            "the same command with --dir 'runs/a b' --auto_resume true",
         ),
         (
-            ["--patience", "2", "--epochs=9"],
+            True,
             {"progress": 0.5, "stop_reason": "patience"},
-            "python train.py --epochs=9 --dir 'runs/a b' --auto_resume true --patience 4",
+            "the same command with --dir 'runs/a b' --auto_resume true --patience 4",
         ),
-        (None, {}, "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"),
-        (
-            ["--epochs", "3"],
-            {"script": None},
-            "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()",
-        ),
+        (False, {}, "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"),
     ],
-    ids=["stopped", "out of patience", "no command line", "no script"],
+    ids=["stopped", "out of patience", "no command line"],
 )
 def test_what_ended_the_run_is_given_more(
-    run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str] | None, more: dict[str, Any], command: str
+    run: Path, has_command_line: bool, more: dict[str, Any], command: str
 ) -> None:
-    assert lines(run, monkeypatch, words, **more)[1] == f"go on    {command}"
+    assert lines(run, has_command_line, **more)[1] == f"go on    {command}"
 
 
-def test_the_commands_are_those_of_the_script(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--epochs", "10", "--optim.lr", "1e-3", "--auto-resume=true", "--dir", "x"]
-    assert lines(run, monkeypatch, words) == [
+def test_the_commands_have_the_place_of_the_run(run: Path) -> None:
+    assert lines(run) == [
         "best     val.acc 0.9833 at epoch 7: runs/a b/checkpoints/best.pth",
-        "go on    python train.py --optim.lr 1e-3 --dir 'runs/a b' --auto_resume true --epochs 20",
+        "go on    the same command with --dir 'runs/a b' --auto_resume true --epochs 20",
         "curves   danling plot 'runs/a b' -o curves.png",
         "weights  danling export 'runs/a b/checkpoints/best.pth' model.safetensors",
     ]
 
 
-def test_what_is_not_there_is_not_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_there_is_not_named(run: Path) -> None:
     (run / "checkpoints" / "best.pth").rename(run / "checkpoints" / "latest")  # a pointer
     (run / "checkpoints" / "latest.pth").unlink()
-    said = lines(run, monkeypatch, [], stack="deepspeed")
+    said = lines(run, stack="deepspeed")
     assert said[0] == "best     val.acc 0.9833 at epoch 7"
     assert said[-1] == "weights  danling export 'runs/a b/checkpoints/latest' model.safetensors --trust"
-    assert lines(Path("none"), monkeypatch, [], best_index=None) == []
-
-
-@pytest.mark.parametrize(
-    ("file", "spec", "script"),
-    [
-        ("train.py", None, "train.py"),
-        ("my runs/train.py", None, "'my runs/train.py'"),
-        ("/opt/tool/__main__.py", ModuleSpec("tool.__main__", None), "-m tool.__main__"),
-        (None, None, None),
-    ],
-)
-def test_a_program_is_known_by_how_it_was_started(
-    file: str | None, spec: ModuleSpec | None, script: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    main = ModuleType("__main__")
-    main.__spec__ = spec
-    if file is not None:
-        main.__file__ = file
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    assert reporter.program() == script
+    assert lines(Path("none"), best_index=None) == []
 
 
 class Worse(dl.Runner):

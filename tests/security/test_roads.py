@@ -195,7 +195,7 @@ def test_settings_and_figures_in_files_run_nothing(
     (run / "results.json").write_text(text)
     (tmp_path / "settings.yaml").write_text(text)
     main(["runs", str(tmp_path / "runs")])
-    main(["plot", str(tmp_path / "runs"), "--output", str(tmp_path / "curves.html")])
+    main(["plot", str(tmp_path / "runs"), "--output", str(tmp_path / "curves.png")])
     with pytest.raises(ValueError, match="Expected YAML"):
         TracingRunner.config_class.from_file(tmp_path / "settings.yaml")
     (tmp_path / "weights.safetensors").write_bytes(hostile.harm("os.system", mark))

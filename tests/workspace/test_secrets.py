@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
-from torch import nn
 
 import danling as dl
 from danling.utils.secrets import (
     LEFT_OUT,
-    hide_secret_words,
     hide_secrets,
     names_secret,
     redact_patch,
@@ -129,44 +123,3 @@ def test_a_refused_key_that_is_listed_as_a_secret_is_not_shown() -> None:
     with pytest.raises(ValueError, match="Expected keys that are read") as caught:
         dl.RunnerConfig(secret_keys=["phrase"]).parse(["--phrase", "open", "sesame"])
     assert "sesame" not in str(caught.value)
-
-
-def test_words_of_a_command_line_show_no_secret() -> None:
-    text = "--hub.token|ab|--lr=1|--api-key=ab|--hub|{'token': 'ab'}|--url|x?k=longer1|--phrase|a b"
-    words = text.split("|")
-    shown = [
-        "--hub.token",
-        "...",
-        "--lr=1",
-        "--api-key=...",
-        "--hub",
-        "{'token': '...'}",
-        "--url",
-        "x?k=...",
-        "--phrase",
-        "...",
-    ]
-    assert hide_secret_words(words, ["longer1"], ["phrase"]) == shown
-
-
-def test_the_command_to_go_on_shows_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Settings(dl.RunnerConfig):
-        api_key: str = ""
-        steps: int = 1
-        dir: str = str(tmp_path / "run")
-
-    class Mine(dl.Runner):
-        def __init__(self, config: Settings) -> None:
-            super().__init__(config)
-            self.model, self.criterion = nn.Linear(2, 1), nn.MSELoss()
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-            self.datasets["train"] = [(torch.ones(2), torch.ones(1))] * 4
-
-    program = ModuleType("__main__")
-    program.__file__ = "train.py"
-    monkeypatch.setitem(sys.modules, "__main__", program)
-    monkeypatch.setattr("sys.argv", ["train.py", "--api_key", "very-secret-text"])
-    with Mine(Settings().parse()) as runner:
-        runner.train()
-    written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*.log"))
-    assert "--api_key ..." in written and "very-secret-text" not in written
