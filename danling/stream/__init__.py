@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from .channels import FileChannel, MemoryChannel, SQLiteChannel
+from .channel import RefChannel, StreamEnd
+from .directory_store import DirectoryStore
+from .file_channel import FileChannel
 from .lengths import EqualLengthBatches
 from .loader import FeatureDataset, Sample, StreamLoader
+from .mooncake_store import MooncakeStore
 from .producer import FeatureProducer
-from .protocols import FeatureStore, RefChannel, SampleRef, StreamEnd, TensorSpec
-from .stores import DirectoryStore, MemoryStore, MooncakeStore
+from .refs import SampleRef, TensorSpec
+from .sqlite_channel import MemoryChannel, SQLiteChannel
+from .store import FeatureStore, MemoryStore
 from .together import run_together
 
 __all__ = [

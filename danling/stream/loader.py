@@ -18,7 +18,9 @@ from torch.utils.data import Dataset, default_collate
 from danling.data import PLACEHOLDER, Batch, Division, ReaderPlace, WindowLoader, derive_seed
 from danling.data.randomness import seed_host_streams
 
-from .protocols import FeatureStore, RefChannel, SampleRef
+from .channel import RefChannel
+from .refs import SampleRef
+from .store import FeatureStore
 
 logger = logging.getLogger("danling")
 

@@ -18,7 +18,9 @@ from danling.supervision import EXIT_CODES
 from danling.utils.messages import Paced
 from danling.utils.plain import flatten
 
-from .protocols import FeatureStore, RefChannel, SampleRef, TensorSpec, check_id
+from .channel import RefChannel
+from .refs import SampleRef, TensorSpec, check_id
+from .store import FeatureStore
 
 logger = logging.getLogger("danling")
 

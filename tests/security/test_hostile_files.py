@@ -19,7 +19,7 @@ from danling.cli.main import main
 from danling.config.inputs import read_settings
 from danling.reporting.trackers import JsonLines, read_jsonl
 from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
-from danling.stream.protocols import SampleRef, TensorSpec
+from danling.stream.refs import SampleRef, TensorSpec
 from danling.utils.files import read_text
 from danling.utils.plain import parse_json, parse_yaml
 
@@ -291,7 +291,7 @@ def test_a_named_pipe_in_a_channel_is_not_waited_for(tmp_path: Path) -> None:
     program = """
 import sys
 from danling.stream import FileChannel
-from danling.stream.protocols import SampleRef
+from danling.stream.refs import SampleRef
 for place in sys.argv[1:]:
     channel = FileChannel(place)
     for ask in (lambda: channel.read(0, 1), channel.committed, channel.published, lambda: channel.claim("run"),

@@ -71,26 +71,26 @@ FUNCTIONS = {
     "remote/sources": ["RemoteCheckpoints._bring_target", "bring_object"],
     "reporting/logging": ["RunLog.__init__"],
     "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "read_jsonl"],
-    "stream/channels/file": [
-        "FileChannel.__init__",
-        "FileChannel._absorb",
-        "FileChannel._lines",
-        "FileChannel._write",
-        "FileChannel._writing",
-        "FileChannel.commit",
-    ],
-    "stream/channels/rules": ["Claim.take"],
-    "stream/channels/sqlite": ["SQLiteChannel.__init__"],
-    "stream/stores/directory": [
+    "stream/channel": ["RefChannel._take"],
+    "stream/directory_store": [
         "DirectoryStore.__init__",
         "DirectoryStore._exclusive",
+        "DirectoryStore._load",
         "DirectoryStore._note",
         "DirectoryStore._publish",
         "DirectoryStore._write",
         "DirectoryStore.discard",
-        "_load",
         "_write_synced",
     ],
+    "stream/file_channel": [
+        "FileChannel.__init__",
+        "FileChannel._absorb",
+        "FileChannel._lines",
+        "FileChannel._move_watermark",
+        "FileChannel._write",
+        "FileChannel._writing",
+    ],
+    "stream/sqlite_channel": ["SQLiteChannel.__init__"],
     "supervision/failures": ["_write_error_file", "write_memory_snapshot"],
     "supervision/heartbeat": ["Heartbeat.__init__", "Heartbeat._write"],
     "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
@@ -117,7 +117,7 @@ PARSERS = {
     "checkpoints/dcp": "plain_name",
     "remote/sources": "is_plain_path",
     "graph/artifacts": "plain_path",
-    "stream/stores/directory": "quote",  # ids of objects are quoted, so that any text is a name
+    "stream/directory_store": "quote",  # ids of objects are quoted, so that any text is a name
 }
 """By module that takes names from files: what it parses them by, which comes to `plain_path` (or, of streams, quotes them)."""
 

@@ -118,7 +118,7 @@ def test_what_a_killed_producer_left_of_a_line_is_no_sample_and_spoils_none(tmp_
 def test_what_a_reader_sees_of_an_append_is_never_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, reader = FileChannel(tmp_path), FileChannel(tmp_path)
     producer.append([ref("a")])
-    monkeypatch.setattr("danling.stream.channels.file._FIRST_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("danling.stream.file_channel._FIRST_LOOK_SECONDS", 0.02)
     write, seen = os.write, []
 
     def write_half(handle: int, data: memoryview) -> int:
@@ -149,7 +149,7 @@ def _append_and_stay(path: Path, said: Path) -> None:
 def test_a_reader_and_its_watermark_go_on_while_a_producer_hangs_in_an_append(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("danling.stream.channels.file._LATER_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("danling.stream.file_channel._LATER_LOOK_SECONDS", 0.02)
     log, said = tmp_path / "log", tmp_path / "said"
     FileChannel(log).append([ref("a"), ref("b")])
     reader = FileChannel(log)
@@ -192,7 +192,7 @@ def test_a_damaged_sample_is_named_with_its_place(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_bytes(log.read_bytes().replace(b'"float32"]', b'"float33"]', 2).replace(b'"float33"]', b'"float32"]', 1))
     assert [found.id for found in channel.read(0, 1)] == ["a"]
-    with pytest.raises(ValueError, match=f"It is sample 1 of {log}, which is damaged"):
+    with pytest.raises(ValueError, match=f"It is sample 1 of {tmp_path}, which is damaged"):
         channel.read(0, 3)
 
 
@@ -341,7 +341,7 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_database_that_somebody_keeps_locked_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("danling.stream.channels.sqlite._PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("danling.stream.sqlite_channel._PATIENCE_SECONDS", 0.05)
     channel = SQLiteChannel(tmp_path / "log")
     other = sqlite3.connect(tmp_path / "log")
     other.execute("BEGIN IMMEDIATE")

@@ -310,7 +310,7 @@ def test_many_samples_leave_no_byte_no_file_and_no_descriptor(
 
 
 def test_without_safetensors_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("danling.stream.stores.directory.find_spec", lambda name: None)
+    monkeypatch.setattr("danling.stream.directory_store.find_spec", lambda name: None)
     with pytest.raises(
         ImportError, match="'safetensors' to be installed for a DirectoryStore.*`pip install safetensors`"
     ):

@@ -13,12 +13,10 @@ import pytest
 import torch
 from support.faults import Crash, FaultyOs
 
-from danling.stream import DirectoryStore, FileChannel, SampleRef, StreamEnd, TensorSpec
-from danling.stream.channels import file as file_channel
-from danling.stream.stores import directory
+from danling.stream import DirectoryStore, FileChannel, SampleRef, StreamEnd, TensorSpec, directory_store, file_channel
 from danling.utils import files, locks
 
-MODULES = (file_channel, directory, files, locks)
+MODULES = (file_channel, directory_store, files, locks)
 TENSORS = {"x": torch.arange(50.0), "y": torch.tensor(True)}
 
 

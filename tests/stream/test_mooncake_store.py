@@ -13,7 +13,7 @@ from support.mooncake import WHY_NOT, free_ports, lender, mooncake_master
 from torch import Tensor
 
 from danling.stream import MooncakeStore, SampleRef, TensorSpec
-from danling.stream.stores.mooncake import BufferPool
+from danling.stream.mooncake_store import BufferPool
 
 needs_mooncake = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
@@ -205,15 +205,29 @@ def test_without_mooncake_the_package_is_named(monkeypatch: pytest.MonkeyPatch) 
         MooncakeStore("127.0.0.1:1")
 
 
+class Registering:
+    """Notes which memory is registered, as the store of Mooncake does."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, int] = {}
+
+    def register_buffer(self, address: int, size: int) -> int:
+        self.memory[address] = size
+        return 0
+
+    def unregister_buffer(self, address: int) -> None:
+        del self.memory[address]
+
+
 def test_a_pool_uses_memory_again_and_keeps_no_more_than_it_was_told() -> None:
-    registered: dict[int, int] = {}
-    pool = BufferPool(registered.__setitem__, registered.__delitem__, keep_bytes=300_000)
+    store = Registering()
+    pool = BufferPool(store, keep_bytes=300_000)
     with pool.lease(65_536) as first, pool.lease(1) as second:
         assert first.data_ptr() != second.data_ptr() and first.data_ptr() % 64 == 0
         places = {first.data_ptr(), second.data_ptr()}
-        assert registered == dict.fromkeys(places, 65_536)
+        assert store.memory == dict.fromkeys(places, 65_536)
     with pool.lease(65_537) as third, pool.lease(1_000_000) as fourth, pool.lease(10) as again:
         assert (third.numel(), fourth.numel()) == (131_072, 1_048_576) and again.data_ptr() in places
-    assert sum(registered.values()) <= 300_000
+    assert sum(store.memory.values()) <= 300_000
     pool.close()
-    assert registered == {}
+    assert store.memory == {}

@@ -7,8 +7,7 @@ import json
 import os
 import socket
 import threading
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException
 from typing import Any
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from danling.utils.plain import parse_json
 
-from ..protocols import FeatureStore, SampleRef, TensorSpec
-from .objects import check_against, check_object, check_sum, checksum, damaged, missing, same_bytes, specs, taken
+from .refs import TensorSpec
+from .store import CheckedStore, check_sum, check_tensors, checksum, specs
 
 # What its calls return (mooncake-store/include/types.h).
 _FULL, _TOO_SMALL, _UNFINISHED, _MISSING = -200, -600, -703, -704
@@ -36,11 +35,10 @@ _SMALLEST_BLOCK = 64 << 10
 # An object is a header in JSON behind this and its length, and the tensors behind it, each aligned.
 _MAGIC = b"danling1"
 _ALIGNMENT = 64
-_NOBODY = "0" * 32
 _NO_SUM = "0" * 8
 
 
-class MooncakeStore(FeatureStore):
+class MooncakeStore(CheckedStore):
     """A store in the memory that processes lend to a Mooncake master.
 
     `put` writes an object into registered memory, from which it goes over the network; `get` receives it in registered memory and copies
@@ -98,7 +96,7 @@ class MooncakeStore(FeatureStore):
                 f"Expected to join the store of Mooncake at {master} from {host} over {protocol}. Received: its error {code}. "
                 "See to it that the master runs, and that host, protocol and devices are those of this machine."
             )
-        self._pool = BufferPool(self._register, self._unregister, keep_bytes)
+        self._pool = BufferPool(self._store, keep_bytes)
 
     def put(self, object_id: str, tensors: Mapping[str, Tensor]) -> None:
         """Write an object; see `FeatureStore.put`.
@@ -107,28 +105,17 @@ class MooncakeStore(FeatureStore):
             BufferError: If the memory that is lent is full.
         """
         self._check_process()
-        check_object(object_id, tensors)
+        check_tensors(f"object {object_id!r}", tensors)
         plain = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
-        found = specs(plain)
-        size = packed_size(object_id, found)
+        size = packed_size(object_id, specs(plain))
         with self._pool.lease(size) as memory:
-            writer = pack(memory, object_id, plain)
-            self._write(self._store.put_from, object_id, memory, size)
-            # A key that is taken keeps its bytes, and Mooncake says nothing of it.
-            start = header_size(object_id, found)
-            if self._writer(object_id, start) == writer:
+            packed = pack(memory, object_id, plain)
+            # Asked first, since a put of a name that is taken keeps its bytes and Mooncake says nothing of it. An upsert also replaces
+            # what a killed writer has begun, which no reader sees.
+            if self._read(object_id, size) is not None:
+                self._check_same(object_id, packed)
                 return
-            present = self._read(object_id, size)
-            if present is None:
-                # Taken by a writer that was killed in the middle: no reader sees it, and only this call replaces it.
-                self._write(self._store.upsert_from, object_id, memory, size)
-                if self._writer(object_id, start) != writer:
-                    raise self._failed(f"write object {object_id!r}", _UNFINISHED)
-            elif not same_bytes(unpack(present, object_id), unpack(memory, object_id)):
-                raise taken(object_id, f"the store at {self.master}")
-
-    def _write(self, call: Callable[..., int], object_id: str, memory: Tensor, size: int) -> None:
-        code = call(self._key(object_id), memory.data_ptr(), size, self._pinned)
+            code = self._store.upsert_from(self._key(object_id), memory.data_ptr(), size, self._pinned)
         if code == _FULL:
             raise BufferError(
                 f"Expected room for object {object_id!r} of {size} bytes in the memory that is lent to {self.master}. Received: "
@@ -137,35 +124,15 @@ class MooncakeStore(FeatureStore):
         if code:
             raise self._failed(f"write object {object_id!r}", code)
 
-    def _writer(self, object_id: str, size: int) -> str:
-        """Return who has written an object, as far as its header is of this size."""
-        places = ([[self._key(object_id)]], [[[0]]], [[[0]]], [[[size]]])
-        with self._pool.lease(size) as memory:
-            [[[read]]] = self._store.get_into_ranges([memory.data_ptr()], *places)
-            if read != size:
-                return ""
-            try:
-                return str(_read_header(memory[:size])[0]["writer"])
-            except ValueError:
-                return ""  # a header of another size: an object of another shape
+    def _place(self, object_id: str) -> str:
+        return f"the store at {self.master}"
 
-    def get(self, ref: SampleRef) -> dict[str, Tensor]:
-        """Return the features of a sample, in memory that is theirs alone; see `FeatureStore.get`.
-
-        Raises:
-            OSError: If they are there and cannot be read.
-        """
+    def _load(self, object_id: str, expected: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         self._check_process()
-        place = f"the store at {self.master}"
-        memory = self._read(ref.object_id, packed_size(ref.object_id, ref.tensors))
+        memory = self._read(object_id, packed_size(object_id, expected))
         if memory is None:
-            raise missing(ref, place)
-        try:
-            found = unpack(memory, ref.object_id)
-        except ValueError as error:
-            raise damaged(ref, place, error) from error
-        check_against(ref, specs(found), place)
-        return {name: found[name] for name in ref.tensors}
+            raise KeyError(object_id)
+        return unpack(memory, object_id)
 
     def _read(self, object_id: str, size: int) -> Tensor | None:
         """Return a copy of the bytes of an object, `None` when there is none, or none that is whole."""
@@ -221,14 +188,6 @@ class MooncakeStore(FeatureStore):
     def _key(self, object_id: str) -> str:
         return f"{self.namespace}/{quote(object_id, errors='surrogatepass')}"
 
-    def _register(self, address: int, size: int) -> None:
-        code = self._store.register_buffer(address, size)
-        if code:
-            raise self._failed(f"register {size} bytes of memory", code)
-
-    def _unregister(self, address: int) -> None:
-        self._store.unregister_buffer(address)
-
     def _failed(self, what: str, code: int) -> OSError:
         return OSError(
             errno.EIO,
@@ -275,11 +234,8 @@ def _check_reachable(master: str) -> None:
 class BufferPool:
     """Registered blocks of memory, which are used again."""
 
-    def __init__(
-        self, register: Callable[[int, int], None], unregister: Callable[[int], None], keep_bytes: int
-    ) -> None:
-        self._register = register
-        self._unregister = unregister
+    def __init__(self, store: Any, keep_bytes: int) -> None:
+        self._store = store
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
         self._free: list[Tensor] = []
@@ -289,58 +245,64 @@ class BufferPool:
         """Yield registered memory that no other call uses meanwhile."""
         length = max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length())
         with self._lock:
-            place = next((place for place, free in enumerate(self._free) if free.numel() == length), None)
-            block = None if place is None else self._free.pop(place)
+            fitting = [place for place, free in enumerate(self._free) if free.numel() == length]
+            block = self._free.pop(fitting[0]) if fitting else None
         if block is None:
             block = torch.empty(length, dtype=torch.uint8)
-            self._register(block.data_ptr(), length)
+            if code := self._store.register_buffer(block.data_ptr(), length):
+                raise OSError(
+                    errno.EIO,
+                    f"Expected to register {length} bytes of memory with Mooncake. Received: its error {code}.",
+                )
         try:
             yield block
         finally:
             with self._lock:
                 self._free.append(block)
                 while sum(free.numel() for free in self._free) > self._keep_bytes:
-                    self._unregister(self._free.pop(0).data_ptr())
+                    self._store.unregister_buffer(self._free.pop(0).data_ptr())
 
     def close(self) -> None:
         """Take back the registration of all blocks."""
         with self._lock:
             while self._free:
-                self._unregister(self._free.pop().data_ptr())
+                self._store.unregister_buffer(self._free.pop().data_ptr())
 
 
-def _header(object_id: str, found: Mapping[str, TensorSpec], writer: str, total: str) -> bytes:
+def _header(object_id: str, found: Mapping[str, TensorSpec], total: str) -> bytes:
     tensors = [[name, list(spec.shape), spec.dtype] for name, spec in found.items()]
-    text = json.dumps({"object": object_id, "tensors": tensors, "writer": writer, "checksum": total}).encode()
+    text = json.dumps({"object": object_id, "tensors": tensors, "checksum": total}).encode()
     start = _MAGIC + len(text).to_bytes(8, "little") + text
     return start.ljust(_aligned(len(start)), b" ")
 
 
-def header_size(object_id: str, found: Mapping[str, TensorSpec]) -> int:
-    """Return the bytes before the first tensor."""
-    return len(_header(object_id, found, _NOBODY, _NO_SUM))
-
-
 def packed_size(object_id: str, found: Mapping[str, TensorSpec]) -> int:
     """Return the bytes of a whole object."""
-    return header_size(object_id, found) + sum(_aligned(spec.nbytes) for spec in found.values())
+    return len(_header(object_id, found, _NO_SUM)) + sum(_aligned(spec.nbytes) for spec in found.values())
 
 
-def pack(memory: Tensor, object_id: str, tensors: Mapping[str, Tensor]) -> str:
-    """Write an object."""
-    found = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-    places = _places(memory, header_size(object_id, found), found)
+def pack(memory: Tensor, object_id: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Write an object, and return its tensors, which share its memory."""
+    found = specs(tensors)
+    places = _places(memory, len(_header(object_id, found, _NO_SUM)), found)
     for name, tensor in tensors.items():
         places[name].copy_(tensor)
-    writer = uuid.uuid4().hex
-    header = _header(object_id, found, writer, checksum(object_id, places))
+    header = _header(object_id, found, checksum(object_id, places))
     memory[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    return writer
+    return places
 
 
 def unpack(memory: Tensor, object_id: str) -> dict[str, Tensor]:
     """Return the tensors of an object, which share its memory."""
-    about, start = _read_header(memory)
+    begin = bytes(memory[:16].tolist())
+    length = int.from_bytes(begin[8:], "little")
+    if not begin.startswith(_MAGIC) or 16 + length > memory.numel():
+        raise ValueError("a damaged object: it has no header")
+    try:
+        about = dict(parse_json(bytes(memory[16 : 16 + length].tolist())))
+    except ValueError as error:
+        raise ValueError(f"a damaged object: {error}") from error
+    start = _aligned(16 + length)
     if about["object"] != object_id:
         raise ValueError(f"object {about['object']!r}")
     found = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in about["tensors"]}
@@ -349,18 +311,6 @@ def unpack(memory: Tensor, object_id: str) -> dict[str, Tensor]:
     tensors = _places(memory, start, found)
     check_sum(object_id, tensors, about["checksum"])
     return tensors
-
-
-def _read_header(memory: Tensor) -> tuple[dict[str, Any], int]:
-    start = bytes(memory[:16].tolist())
-    length = int.from_bytes(start[8:], "little")
-    if not start.startswith(_MAGIC) or 16 + length > memory.numel():
-        raise ValueError("a damaged object: it has no header")
-    try:
-        about = dict(parse_json(bytes(memory[16 : 16 + length].tolist())))
-    except ValueError as error:
-        raise ValueError(f"a damaged object: {error}") from error
-    return about, _aligned(16 + length)
 
 
 def _places(memory: Tensor, start: int, found: Mapping[str, TensorSpec]) -> dict[str, Tensor]:

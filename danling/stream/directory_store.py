@@ -22,8 +22,8 @@ from danling.utils.files import open_file, read_text, sync_directory, write_all,
 from danling.utils.locks import FileLock, exclusive
 from danling.utils.plain import parse_json
 
-from ..protocols import ROOM, FeatureStore, SampleRef
-from .objects import check_against, check_budget, check_sum, checksum, dense, missing, owned, same_bytes, specs, taken
+from .refs import ROOM, TensorSpec
+from .store import CheckedStore, check_budget, check_sum, checksum, dense, owned
 
 _AT_ONCE = 16
 """Files that are written and published together."""
@@ -36,7 +36,7 @@ _RESERVED = "__metadata__"
 _LONGEST_NAME = 160
 
 
-class DirectoryStore(FeatureStore):
+class DirectoryStore(CheckedStore):
     """A store of one safetensors file an object, on a file system that all processes see alike.
 
     A file is written and synced under another name in `writing`, and one rename into `objects` publishes it. `put_many` syncs its files at
@@ -134,19 +134,28 @@ class DirectoryStore(FeatureStore):
                 usage.append(len(objects[name]))
         return present
 
-    def get(self, ref: SampleRef) -> dict[str, Tensor]:
-        file = self._file(ref.object_id)
+    def _place(self, object_id: str) -> str:
+        return str(self._file(object_id))
+
+    def _load(self, object_id: str, expected: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+        """Read through a memory map into new memory, and verify; see `CheckedStore._load`."""
+        import safetensors
+
+        file = self._file(object_id)
         try:
-            found = _load(file, ref.object_id)
+            open_file(file).close()  # safetensors would wait for the writer of a named pipe
+            with safetensors.safe_open(file, framework="pt") as opened:
+                about = parse_json((opened.metadata() or {})[_KEY])
+                tensors = owned({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+            name, written = about["object"], about["checksum"]
         except FileNotFoundError:
-            raise missing(ref, str(self.path)) from None
-        except ValueError as error:
-            raise ValueError(
-                f"Expected the features of sample {ref.id!r} in {file}. Received: {error}. "
-                "Bring the file back from a copy, or make the features anew in another stream: this log counts the sample as made."
-            ) from error
-        check_against(ref, specs(found), str(file))
-        return {name: found[name] for name in ref.tensors}
+            raise KeyError(object_id) from None
+        except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"a damaged object: {type(error).__name__}: {error}") from error
+        if name != object_id:
+            raise ValueError(f"object {name!r}")
+        check_sum(object_id, tensors, written)
+        return tensors
 
     def discard(self, object_ids: Iterable[str]) -> None:
         """Remove files; see `FeatureStore.discard`.
@@ -225,19 +234,6 @@ class DirectoryStore(FeatureStore):
                     total += file.stat().st_size
         return total
 
-    def _check_same(self, object_id: str, tensors: Mapping[str, Tensor]) -> None:
-        file = self._file(object_id)
-        try:
-            found = _load(file, object_id)
-        except FileNotFoundError:
-            return  # discarded by a trainer that needed it no more
-        except ValueError as error:
-            raise ValueError(
-                f"Expected object {object_id!r} in {file}. Received: {error}. Discard the object, and put it again."
-            ) from error
-        if not same_bytes(found, tensors):
-            raise taken(object_id, str(self.path))
-
     def _check_writable(self, what: str) -> None:
         if self.read_only:
             raise PermissionError(
@@ -285,23 +281,3 @@ def _can_hold(dtype: torch.dtype) -> bool:
     except Exception:  # its own error differs between versions: KeyError, ValueError, SafetensorError
         return False
     return True
-
-
-def _load(file: Path, object_id: str) -> dict[str, Tensor]:
-    """Return the tensors of an object, read through a memory map into new memory, and verified."""
-    import safetensors
-
-    open_file(file).close()  # safetensors would wait for the writer of a named pipe
-    try:
-        with safetensors.safe_open(file, framework="pt") as opened:
-            about = parse_json((opened.metadata() or {})[_KEY])
-            tensors = owned({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
-        name, written = about["object"], about["checksum"]
-    except FileNotFoundError:
-        raise
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"a damaged object: {type(error).__name__}: {error}") from error
-    if name != object_id:
-        raise ValueError(f"object {name!r}")
-    check_sum(object_id, tensors, written)
-    return tensors

@@ -1,0 +1,302 @@
+"""The log of a stream: which samples there are, in which order, which of them are no longer needed, and who may read it."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from danling.utils.files import read_text, write_atomically
+from danling.utils.locks import FileLock
+from danling.utils.plain import parse_json
+
+from .refs import SampleRef
+
+_ENDS = ("complete", "failed", "stopped")
+
+
+@dataclass(frozen=True)
+class StreamEnd:
+    """How the log of a stream ended.
+
+    Args:
+        kind: `complete` after the last sample, `failed` by an error of the producer, `stopped` on request.
+        published: Samples in the log.
+        reason: The error, or who stopped it.
+    """
+
+    kind: str
+    published: int
+    reason: str = ""
+
+    @classmethod
+    def stored(cls, record: Any) -> StreamEnd:
+        """Return the end that a log has a record of."""
+        kind, published, reason = (record[key] for key in ("end", "published", "reason"))
+        if kind not in _ENDS or not isinstance(published, int) or not isinstance(reason, str):
+            raise ValueError(f"no end of a stream: {record!r}")
+        return cls(kind, published, reason)
+
+
+class RefChannel(ABC):
+    """A log of samples in one order, each once, with the watermark up to which they are no longer needed.
+
+    This class has the rules. A subclass stores samples, the records of ends and the watermark.
+
+    Attributes:
+        name: What messages call the channel: its path, for instance.
+    """
+
+    name: str
+    _owner_file: Path
+    """Says which run the log belongs to."""
+    _trainer: FileLock
+    """Held by the trainer that reads the log; it ends with its process."""
+
+    # Of a subclass
+
+    @abstractmethod
+    def _reading(self) -> AbstractContextManager[Any]:
+        """Prepare for reading what all processes have appended."""
+
+    @abstractmethod
+    def _writing(self) -> AbstractContextManager[Any]:
+        """Keep other producers out, and prepare for reading."""
+
+    @abstractmethod
+    def _committing(self) -> AbstractContextManager[Any]:
+        """Keep others out that move the watermark."""
+
+    @abstractmethod
+    def _count(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def _lines(self, start: int, stop: int) -> Iterable[str | bytes]:
+        """Yield the references of samples as JSON."""
+
+    @abstractmethod
+    def _has(self, sample_id: str) -> bool:
+        """Return whether a sample is in the log."""
+
+    @abstractmethod
+    def _append(self, refs: Sequence[SampleRef]) -> int:
+        """Append those that are not in the log, and return how many these were."""
+
+    @abstractmethod
+    def _state(self) -> tuple[StreamEnd | None, int, set[int]]:
+        """Return how the log ended, the number of producers, 0 where none has ended, and the parts that are complete."""
+
+    @abstractmethod
+    def _note(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Store records: that a part or the log has ended, or that it goes on."""
+
+    @abstractmethod
+    def _watermark(self) -> object:
+        """Return the watermark as it is stored."""
+
+    @abstractmethod
+    def _move_watermark(self, position: int) -> None:
+        """Store the watermark."""
+
+    # Samples
+
+    def append(self, refs: Sequence[SampleRef]) -> int:
+        """Append those that are not in the log, durably, and return how many these were.
+
+        Args:
+            refs: Samples in their order.
+
+        Raises:
+            RuntimeError: If the log has ended.
+            OSError: If they cannot be written; the log is then as it was before.
+        """
+        with self._writing():
+            if (end := self._state()[0]) is not None:
+                complete = end.kind == "complete"
+                raise RuntimeError(
+                    f"Expected the log of stream {self.name} to be open. Received: it is {end.kind} after {end.published} samples"
+                    + (f": {end.reason}. " if end.reason else ". ")
+                    + ("A complete log stays: begin another stream." if complete else "Call reopen to go on there.")
+                )
+            return self._append(refs)
+
+    def read(self, start: int, stop: int) -> list[SampleRef]:
+        """Return the samples at the places `start` to `stop`, fewer where the log holds fewer.
+
+        Args:
+            start: The first place.
+            stop: The place after the last.
+
+        Raises:
+            ValueError: If the log is damaged.
+        """
+        if not 0 <= start <= stop:
+            raise ValueError(
+                f"Expected places of samples with 0 <= start <= stop. Received: start={start}, stop={stop}."
+            )
+        with self._reading():
+            return list(self._parsed(start, stop))
+
+    def _parsed(self, start: int, stop: int) -> Iterator[SampleRef]:
+        for place, line in enumerate(self._lines(start, stop), start):
+            try:
+                yield SampleRef.from_json(line)
+            except ValueError as error:
+                raise ValueError(f"{error} It is sample {place} of {self.name}, which is damaged.") from error
+
+    def holds(self, sample_id: str) -> bool:
+        """Return whether a sample is in the log."""
+        with self._reading():
+            return self._has(sample_id)
+
+    def published(self) -> int:
+        """Return the number of samples in the log, those of other processes included."""
+        with self._reading():
+            return self._count()
+
+    # Watermark
+
+    def committed(self) -> int:
+        """Return the watermark: samples that a durable checkpoint of the trainer is behind."""
+        position = self._watermark()
+        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < 1 << 63:
+            raise ValueError(
+                f"Expected a watermark of at least 0 in the log of stream {self.name}. Received: {position!r}. Bring the log back from a "
+                "copy."
+            )
+        return position
+
+    def commit(self, position: int) -> None:
+        """Move the watermark; it never goes back.
+
+        Args:
+            position: Samples from the beginning of the log.
+
+        Raises:
+            ValueError: If the log holds fewer.
+        """
+        published = self.published()
+        if not 0 <= position <= published:
+            raise ValueError(
+                f"Expected a watermark between 0 and the {published} samples in the log of stream {self.name}. Received: {position}. "
+                "Resume a run with the log that it was trained on."
+            )
+        with self._committing():
+            if position > self.committed():
+                self._move_watermark(position)
+
+    # End
+
+    def ended(self) -> StreamEnd | None:
+        """Return how the log ended, `None` while it is open."""
+        with self._reading():
+            return self._state()[0]
+
+    def end(self, kind: str = "complete", reason: str = "", *, part: int = 0, parts: int = 1) -> None:
+        """End the log; one that has ended keeps its first end, which is the cause of the later ones.
+
+        Args:
+            kind: `complete`, `failed` or `stopped`. One that failed or was stopped goes on when a producer calls `reopen`.
+            reason: The error, or who stopped it.
+            part: Which of several producers ends, from 0. The log is complete when each of them has said so once, in whichever process; one
+                that fails or stops ends it at once.
+            parts: Number of producers that append to the log.
+
+        Raises:
+            ValueError: If the kind is none of them, or the producers do not agree about their number.
+        """
+        if kind not in _ENDS:
+            raise ValueError(f"Expected one of {', '.join(_ENDS)} as the end of a stream. Received: {kind!r}.")
+        with self._writing():
+            ended, known, done = self._state()
+            if not 0 <= part < parts:
+                raise ValueError(
+                    f"Expected a part of stream {self.name} from 0 to {parts - 1}. Received: part={part}, parts={parts}."
+                )
+            if known not in (0, parts):
+                raise ValueError(
+                    f"Expected all producers of stream {self.name} to agree about their number. Received: parts={parts}, and {known} by "
+                    "another. Start each with the same number."
+                )
+            records: list[Mapping[str, Any]] = []
+            if kind == "complete" and part not in done:
+                records.append({"end": "part", "part": part, "parts": parts})
+            if ended is None and (kind != "complete" or len(done | {part}) == parts):
+                records.append({"end": kind, "published": self._count(), "reason": reason})
+            self._note(records)
+
+    def reopen(self) -> None:
+        """Go on after a failure or a stop, repairing what a killed producer left. One that is complete stays so."""
+        with self._writing():
+            end = self._state()[0]
+            if end is not None and end.kind != "complete":
+                self._note([{"reopened": self._count()}])
+
+    # Owner
+
+    def claim(self, run: str) -> bool:
+        """Take the log for one trainer, and return whether it may move the watermark and discard features.
+
+        The claim ends with the process, the ownership with the log. A process that gets False may
+        read a complete log too, but moves and frees nothing.
+
+        Args:
+            run: The lineage of the run, which alone goes on with this log while it is not complete.
+
+        Raises:
+            RuntimeError: If the log is not complete, and another trainer reads it now or it belongs to another run.
+        """
+        end = self.ended()
+        complete = end is not None and end.kind == "complete"
+        try:
+            refusal = self._take(run)
+        except OSError:
+            if complete:  # on a file system that cannot be written, where nothing is freed either
+                return False
+            raise
+        if refusal and not complete:
+            raise RuntimeError(refusal)
+        return not refusal
+
+    def _take(self, run: str) -> str:
+        """Take the log, or return why it cannot be taken."""
+        owner = self._owner()
+        if owner in ("", run):
+            if not self._trainer.acquire():
+                return (
+                    f"Expected the live stream {self.name} to be read by one trainer at a time. Received: one more, in addition to "
+                    f"{self._trainer.holder}. Wait until that one has ended, or begin another stream."
+                )
+            if not (owner := self._owner()):
+                write_atomically(self._owner_file, json.dumps({"run": run}) + "\n")
+            if owner in ("", run):
+                return ""
+            self._trainer.release()
+        return self._belongs_to(owner, run)
+
+    def _belongs_to(self, owner: str, run: str) -> str:
+        return (
+            f"Expected the live stream {self.name} to be read by the run that began it, {owner}. Received: run {run}. "
+            "Resume that run, wait until the stream is complete, or begin another stream."
+        )
+
+    def _owner(self) -> str:
+        """Return the run that the log belongs to, empty when it belongs to none."""
+        try:
+            return str(parse_json(read_text(self._owner_file))["run"])
+        except FileNotFoundError:
+            return ""
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"Expected the run that the stream {self.name} belongs to. Received: {self._owner_file}, which names none. Bring it back "
+                "from a copy, or remove it."
+            ) from None
+
+    def close(self) -> None:
+        """Let go of files and connections, and of the claim; the log still belongs to the run."""
+        self._trainer.release()

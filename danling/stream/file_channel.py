@@ -1,0 +1,216 @@
+"""The log of a stream as a file of JSON lines, for processes that share a file system."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from danling.utils.files import open_file, read_text, sync_directory, write_all, write_atomically, write_error
+from danling.utils.locks import FileLock, exclusive, shared
+from danling.utils.plain import parse_json
+
+from .channel import RefChannel, StreamEnd
+from .refs import ROOM, SampleRef
+
+_SAMPLE, _AFTER_ID = b'{"id":', b',"object":'
+
+_FIRST_LOOK_SECONDS = 120.0
+"""How long the first look at a log waits for a process that writes, longer than a file server keeps a lock of a machine that has died."""
+
+_LATER_LOOK_SECONDS = 0.5
+"""How long later looks wait: each has the lines that the one before has seen; a trainer must hear of signals meanwhile."""
+
+
+class FileChannel(RefChannel):
+    """A log in `log.jsonl` of a directory: a line a sample, and lines that say how it ended and that it goes on.
+
+    Lines are appended and synced under a lock, which keeps other producers out, and readers too: they see an append that is whole, or
+    nothing of it. Where a producer hangs in an append, readers go on with the lines they have seen. A line that a killed producer left
+    unfinished does not count: readers skip it, and the next producer cuts it off. Readers keep 8 bytes a sample in memory, producers about
+    100. The watermark and the run that owns the log are in small files next to it.
+
+    Args:
+        path: The directory, which is made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.name = str(self.path)
+        self._log = self.path / "log.jsonl"
+        self._owner_file = self.path / "owner.json"
+        if not self._log.exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
+            sync_directory(self.path)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._trainer = FileLock(self.path / "trainer.lock")
+        self._lock = threading.RLock()
+        self._offsets = array("Q")
+        self._scanned = 0
+        self._has_looked = False
+        self._end: StreamEnd | None = None
+        self._parts = 0
+        self._done: set[int] = set()
+        self._ids: set[bytes] = set()
+        self._indexed = 0
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Keep other threads out; a forked child begins anew, since a thread of its parent may have been in the middle of a change."""
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            yield
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Take in what was appended since the last look, and keep producers out meanwhile."""
+        with self._current():
+            seconds = _LATER_LOOK_SECONDS if self._has_looked else _FIRST_LOOK_SECONDS
+            try:
+                if self._log.stat().st_size != self._scanned:
+                    with shared(self.path / "lock", seconds=seconds):
+                        self._absorb()
+            except TimeoutError:
+                if not self._has_looked:
+                    raise
+            self._has_looked = True
+            yield
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Keep other producers out, with all in memory that they have written, and behind the last whole line."""
+        with self._current(), exclusive(self.path / "lock"):
+            self._absorb()
+            self._has_looked = True
+            if self._log.stat().st_size > self._scanned:
+                os.truncate(self._log, self._scanned)  # no writer: a producer was killed in the middle of a line
+            yield
+
+    def _committing(self) -> AbstractContextManager[None]:
+        # Not the lock of those who write: a trainer goes on while one of them hangs in an append.
+        return exclusive(self.path / "committed.lock")
+
+    def _absorb(self) -> None:
+        """Take in the whole lines that were appended since the last look. No process writes meanwhile."""
+        size = self._log.stat().st_size
+        if size < self._scanned:
+            raise ValueError(
+                f"Expected {self._log} to grow only. Received: {size} bytes after {self._scanned}. "
+                "Begin another stream in an empty directory, and resume runs with the log that they were trained on."
+            )
+        if size == self._scanned:
+            return
+        # Opened anew each time: a buffer that is kept might hold what a producer has cut off since.
+        with open_file(self._log) as file:
+            file.seek(self._scanned)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                if line.startswith(_SAMPLE):
+                    self._offsets.append(self._scanned)
+                else:
+                    self._absorb_record(line)
+                self._scanned += len(line)
+
+    def _absorb_record(self, line: bytes) -> None:
+        """Take in a line that is about the log itself."""
+        try:
+            record = parse_json(line)
+            if "reopened" in record:
+                self._end = None
+            elif record["end"] == "part":
+                self._parts = int(record["parts"])
+                self._done.add(int(record["part"]))
+            else:
+                self._end = StreamEnd.stored(record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"Expected a sample or an end as one line of JSON at byte {self._scanned} of {self._log}. Received: {line[:200]!r} "
+                f"({error}). Bring the file back from a copy, or begin another stream in an empty directory."
+            ) from error
+
+    def _count(self) -> int:
+        return len(self._offsets)
+
+    def _lines(self, start: int, stop: int) -> Iterator[bytes]:
+        if start < min(stop, len(self._offsets)):
+            with open_file(self._log) as file:
+                file.seek(self._offsets[start])
+                samples = (line for line in file if line.startswith(_SAMPLE))
+                yield from islice(samples, min(stop, len(self._offsets)) - start)
+
+    def _has(self, sample_id: str) -> bool:
+        self._index()
+        return _digest(json.dumps(sample_id).encode()) in self._ids
+
+    def _index(self) -> None:
+        """Take in the ids of all samples, which readers never need."""
+        for line in self._lines(self._indexed, len(self._offsets)):
+            self._ids.add(_digest(line[len(_SAMPLE) :].partition(_AFTER_ID)[0]))
+        self._indexed = len(self._offsets)
+
+    def _append(self, refs: Sequence[SampleRef]) -> int:
+        self._index()
+        lines: dict[bytes, str] = {}
+        for ref in refs:
+            key = _digest(json.dumps(ref.id).encode())
+            if key not in self._ids:
+                lines.setdefault(key, ref.to_json() + "\n")
+        self._write("".join(lines.values()), f"{len(lines)} samples")
+        self._ids.update(lines)
+        self._indexed += len(lines)
+        return len(lines)
+
+    def _state(self) -> tuple[StreamEnd | None, int, set[int]]:
+        return self._end, self._parts, self._done
+
+    def _note(self, records: Sequence[Mapping[str, Any]]) -> None:
+        lines = (json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+        self._write("".join(lines), "how the stream ended")
+
+    def _write(self, lines: str, what: str) -> None:
+        if not lines:
+            return
+        handle = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            write_all(handle, lines.encode())
+            os.fsync(handle)
+        except OSError as error:
+            with suppress(OSError):  # whole lines that stay then are samples, and the next producer cuts off the rest
+                os.ftruncate(handle, self._scanned)
+            raise write_error(what, self._log, error, room=ROOM) from error
+        finally:
+            os.close(handle)
+        self._absorb()
+
+    def _watermark(self) -> object:
+        file = self.path / "committed.json"
+        try:
+            record = parse_json(read_text(file))
+        except FileNotFoundError:
+            return 0
+        except ValueError as error:
+            raise ValueError(
+                f"Expected the watermark of a stream. Received: {file}: {error}. Bring it back from a copy."
+            ) from None
+        return record.get("committed") if isinstance(record, dict) else record
+
+    def _move_watermark(self, position: int) -> None:
+        write_atomically(self.path / "committed.json", json.dumps({"committed": position}) + "\n")
+
+
+def _digest(sample_id: bytes) -> bytes:
+    """Return the key of a sample in the index, from its id as JSON."""
+    return blake2b(sample_id, digest_size=16).digest()

@@ -1,0 +1,128 @@
+"""What a log says of a sample: its id, where its features are, and their shapes and dtypes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danling.utils.plain import parse_json
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor.
+
+    Args:
+        shape: Its sizes.
+        dtype: The name of its dtype as torch has it, such as `bfloat16`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"Expected the name of a dtype of torch, such as 'float32'. Received: {self.dtype!r}.")
+        shape = tuple(int(size) for size in self.shape)
+        if any(size < 0 for size in shape):
+            raise ValueError(f"Expected sizes of at least 0. Received: {shape}.")
+        object.__setattr__(self, "shape", shape)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Return shape and dtype of a tensor."""
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+def check_id(sample: str) -> None:
+    """Check that the id of a sample can be written into a log."""
+    try:
+        sample.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"Expected an id of valid Unicode for a sample. Received: {sample!r} ({error.reason}). Name files otherwise, such as by "
+            "os.fsencode(name).hex()."
+        ) from None
+
+
+@dataclass(frozen=True)
+class SampleRef:
+    """One sample of a stream: what it is, and where its features are.
+
+    Args:
+        id: Names the sample in the log, which holds each at most once: a producer that is started again leaves out the ids that are there.
+        object_id: Names the features in the store. No two objects of a store ever have the same.
+        tensors: Shape and dtype of each feature by name.
+        meta: What else is known of the sample, as JSON: the version of the weights that made it, its source. It is copied, and is at once
+            what a log in a file gives back: a tuple becomes a list, and keys become strings.
+
+    Raises:
+        TypeError: If an id is no string, or `meta` has a value that JSON lacks, such as a tensor or a NaN.
+    """
+
+    id: str
+    object_id: str
+    tensors: Mapping[str, TensorSpec]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not isinstance(self.object_id, str):
+            raise TypeError(
+                f"Expected strings as the ids of a sample and of its object. Received: {self.id!r}, {self.object_id!r}."
+            )
+        try:
+            meta = json.loads(json.dumps(dict(self.meta), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"Expected plain JSON in the metadata of sample {self.id!r}: the log of a stream holds no tensors, and no NaN or infinity. "
+                f"Received: {error}. Return tensors as features, which go to the store, and None for a number that is none."
+            ) from None
+        object.__setattr__(self, "meta", meta)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the features."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    def to_json(self) -> str:
+        """Return the reference as one line of JSON."""
+        tensors = {name: [list(spec.shape), spec.dtype] for name, spec in self.tensors.items()}
+        plain = {"id": self.id, "object": self.object_id, "tensors": tensors, "meta": dict(self.meta)}
+        return json.dumps(plain, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> SampleRef:
+        """Return the reference that `to_json` wrote.
+
+        Raises:
+            ValueError: If the line is no reference.
+        """
+        try:
+            plain = parse_json(line)
+            tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in plain["tensors"].items()}
+            return cls(plain["id"], plain["object"], tensors, plain["meta"])
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"Expected the reference of a sample as one line of JSON. Received: {line[:200]!r} ({error})."
+            ) from None
+
+
+ROOM = "Free space there, or let the producer be ahead by fewer samples"
+"""Advice on a full disk."""
