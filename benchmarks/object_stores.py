@@ -32,11 +32,12 @@ import obstore
 import torch
 from torch import nn
 
+import danling as dl
 from danling.checkpoints import CheckpointSettings, FileCheckpointManager
 from danling.distributed import LocalDomain
 from danling.remote import RemoteStore, RunLayout, open_store
-from danling.remote.attach import RunMirror
-from danling.remote.mirror import MirrorSettings
+from danling.remote.mirror import RunMirror
+from danling.remote.stored_run import StoredRun
 
 ROUNDS = 5
 SECONDS_OF_TRAINING = 4.0
@@ -101,9 +102,11 @@ class Run:
         self._writing = False
         self.manager.after_save = self._written
         if store is not None:
-            layout = RunLayout("bench", secrets.token_hex(8))
-            settings = MirrorSettings(keep_latest_k=1, seconds_between_lines=1e9)
-            RunMirror(store, layout, directory=directory, manager=self.manager, settings=settings).begin()
+            run = StoredRun(store, RunLayout("bench", secrets.token_hex(8)))
+            settings = dl.RunnerConfig({"checkpoint.remote.keep_latest_k": 1}).checkpoint.remote
+            mirror = RunMirror(run, self.manager, directory, settings, seconds_between_lines=1e9)
+            mirror.open()
+            mirror.begin()
 
     def _written(self, payload: Mapping[str, Any]) -> None:
         self._writing = False

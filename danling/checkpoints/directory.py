@@ -83,6 +83,10 @@ class CheckpointStore:
         """Where these checkpoints are, for errors."""
         return str(self.directory)
 
+    def shown(self, path: Path | str) -> str:
+        """Return a path as users know it."""
+        return str(path)
+
     # Finding
 
     def path(self, name: str) -> Path:
@@ -121,7 +125,7 @@ class CheckpointStore:
                 self.skip(path, error)
                 continue
             if problems:
-                self.skip(path, damaged(problems, path))
+                self.skip(path, damaged(problems, self.shown(path)))
             if not (problems and complete):
                 found.append(replace(manifest.record, name=path.name.removesuffix(SUFFIX)))
         return sorted(found, key=lambda record: (record.sequence, record.name))
@@ -159,7 +163,7 @@ class CheckpointStore:
         """Log, once for each reason, that a checkpoint does not count."""
         if self._skipped.get(path) != str(error):
             self._skipped[path] = str(error)
-            logger.warning("%s is skipped: %s", path, error)
+            logger.warning("%s is skipped: %s", self.shown(path), error)
 
     def lost(self) -> list[str]:
         """Return a line for each checkpoint that was skipped and of which something is left."""

@@ -357,7 +357,7 @@ class CheckpointManager(ABC):
         self._closed = False
         self._said_need = False
         self.mirror: Any = None
-        """Copies saves to an object store, on all ranks or on none; see `danling.remote.mirror.CheckpointMirror`."""
+        """Copies saves to an object store, on all ranks or on none; see `danling.remote.mirror.RunMirror`."""
         self.before_save: Callable[[], None] = _nothing
         """Called on rank 0 before a save begins; what it raises refuses the save on all ranks."""
         self.planned_history: Callable[[], int] = int

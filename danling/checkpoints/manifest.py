@@ -221,7 +221,7 @@ def find_problems(manifest: Manifest, directory: Path, level: str) -> list[str]:
     return [each for each in found if each is not None]
 
 
-def damaged(problems: Iterable[str], source: Path) -> CheckpointDamaged:
+def damaged(problems: Iterable[str], source: Path | str) -> CheckpointDamaged:
     """Return the error for a checkpoint that does not verify."""
     return CheckpointDamaged(
         f"Expected {source} as it was written. Received: {'; '.join(dict.fromkeys(problems))}. Use another checkpoint; a "

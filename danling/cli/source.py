@@ -23,11 +23,10 @@ def runs_at(*roots: str) -> Iterator[list[list[Run]]]:
         for root in roots:
             if is_url(root):
                 # Only a user with a store needs this.
-                from danling.remote import open_store
-                from danling.remote.reading import runs_below
+                from danling.remote.sources import runs_below
 
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="danling-runs-"))
-                found.append(runs_below(open_store(root), Path(folder)))
+                found.append(runs_below(root, Path(folder)))
             else:
                 found.append(find_runs(root))
         yield found

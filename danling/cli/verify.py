@@ -21,6 +21,7 @@ from danling.checkpoints.directory import (
     SUFFIX,
     SUMS,
     TARGETS,
+    CheckpointStore,
     FileStore,
     TargetStore,
     has_sums,
@@ -51,10 +52,10 @@ def run(options: argparse.Namespace) -> int:
     litter: list[Path] = []
     if is_url(options.checkpoint):
         # Only a user with a store needs this.
-        from danling.remote import open_store
-        from danling.remote.reading import verify_stored
+        from danling.remote.sources import stored_checkpoints
 
-        verdicts = verify_stored(options.checkpoint, options.level, connect=open_store)
+        store, paths = stored_checkpoints(options.checkpoint)
+        verdicts = [_verdict(path, options.level, store) for path in paths]
     else:
         path = Path(options.checkpoint)
         litter = litter_of(path)
@@ -118,13 +119,14 @@ def checkpoints_of(path: Path) -> Iterator[Path]:
             yield from TargetStore(directory).listed()
 
 
-def _verdict(path: Path, level: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"path": str(path), "step": None, "epoch": None, "problems": [], "note": None}
+def _verdict(path: Path, level: str, remote: CheckpointStore | None = None) -> dict[str, Any]:
+    store = remote or (FileStore(path.parent) if path.suffix == SUFFIX else TargetStore(path.parent))
+    found: dict[str, Any] = {"path": store.shown(path), "step": None, "epoch": None, "problems": [], "note": None}
     try:
-        if path.suffix == SUFFIX and path.is_file() and not has_sums(path) and not is_of_run(path.parent):
+        is_copy = remote is None and path.suffix == SUFFIX and path.is_file()
+        if is_copy and not has_sums(path) and not is_of_run(path.parent):
             found |= _facts_of_a_copy(path, level)
         else:
-            store = FileStore(path.parent) if path.suffix == SUFFIX else TargetStore(path.parent)
             manifest, found["problems"] = store.examine(path, level)
             found |= {"step": manifest.record.step, "epoch": manifest.record.epoch}
     except (CheckpointDamaged, OSError) as error:

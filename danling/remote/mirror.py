@@ -1,26 +1,36 @@
-"""Copies the saves of a run to an object store, in a thread of each rank that has written some."""
+"""Copies a run to an object store: its saves, and the other files of its directory, in a thread of each rank that has written some."""
 
 from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from danling.checkpoints import storage
-from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS
+from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS, DiskSharing, TargetStore
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError
-from danling.checkpoints.manager import Saved
-from danling.checkpoints.manifest import Manifest, read_manifest
+from danling.checkpoints.manager import CheckpointManager, Saved
+from danling.checkpoints.manifest import is_name, newest, read_manifest
+from danling.distributed.environment import is_first_on_machine
 from danling.utils.messages import Paced
+from danling.utils.process import in_notebook
+from danling.workspace.workspace import is_unfinished
 
-from .store import RemoteError, RemoteStore, RemoteUnavailable
-from .stored_run import FILE_SUMS, RemoteRun, object_key, target_key
+from .lease import Lease
+from .store import RemoteError, RemoteUnavailable
+from .stored_run import FILE_SUMS, OBJECTS, RUN_FILES, StoredRun, owner_of, target_key, visible_key
+
+if TYPE_CHECKING:
+    from danling.config.schema import RemoteConfig
 
 logger = logging.getLogger("danling")
 
@@ -28,21 +38,13 @@ _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 _FIRST_LOOK, _LONGEST_LOOK = 0.05, 2.0
 _PATIENCE = 10
 """So many times the longest time of a request a rank may take for a file."""
-
-
-@dataclass(frozen=True)
-class MirrorSettings:
-    """Which files are copied, and the meaning of errors."""
-
-    required: bool = False
-    keep_latest_k: int = 0
-    interval: int = 1
-    seconds_between_lines: float = 0.0
+_LOOK_SECONDS = 2.0
+_DIRECTORIES = ("metadata", "logs", "tensorboard")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A file that goes up."""
+    """A file that goes up. Its digest is not known on ranks that do not see the manifest."""
 
     file: Path
     size: int
@@ -51,45 +53,47 @@ class Part:
 
 @dataclass
 class Upload:
-    """A save that goes up."""
+    """A save that goes up: files by key; and what makes it visible, in this order, by key."""
 
     saved: Saved
     parts: dict[str, Part]
-    manifests: dict[str, Manifest] = field(default_factory=dict)
-    links: list[Path] = field(default_factory=list)
+    visible: dict[str, str]
+    others: dict[str, int]
+    """The sizes of files that other ranks put, by key."""
+    link: Path | None = None
+    """A second name of a file that the next save replaces."""
 
     def discard(self) -> None:
-        """Give the second names up."""
-        for link in self.links:
-            storage.discard(link)
+        """Give the second name up."""
+        if self.link is not None:
+            storage.discard(self.link)
 
 
-class CheckpointMirror:
+class RunMirror:
     """Copies saves in the order in which they were made: one goes up, and of those that may give way one waits.
 
-    Nothing communicates. Each rank puts the files that it has written; rank 0 waits until the store lists all that the manifest names,
-    puts the manifest, and then the pointers. An upload that fails is tried again, later and later, until a newer save takes its place.
+    Nothing communicates but `open` and `begin`. Each rank puts the files that it has written; rank 0 alone has the lease, waits until
+    the store lists all that the manifest names, puts the manifest, and then the pointers. An upload that fails is tried again, later and
+    later, until a newer save takes its place.
     """
 
     def __init__(
         self,
+        run: StoredRun,
+        manager: CheckpointManager,
         directory: Path,
-        run: RemoteRun,
+        settings: RemoteConfig,
         *,
-        rank: int,
-        alone: bool,
-        settings: MirrorSettings,
-        before_commit: Callable[[], None] = lambda: None,
+        seconds_between_lines: float = 0.0,
     ) -> None:
-        self.directory = directory
         self.run = run
-        self.rank = rank
         self.settings = settings
-        self.lost: Callable[[], RemoteError | None] = lambda: None
-        self.on_close: Callable[[], None] = lambda: None
+        self.lease = Lease(run.store, run.layout.lock, again=in_notebook())
         self.committed_step: int | None = None
-        self._alone = alone
-        self._before_commit = before_commit
+        self._manager = manager
+        self._directory = directory
+        self._rank = manager.domain.rank
+        self._alone = manager.domain.size == 1 or not issubclass(manager.store_class, TargetStore)
         self._changed = threading.Condition()
         self._waiting: deque[Upload] = deque()
         self._running: Upload | None = None
@@ -103,12 +107,77 @@ class CheckpointMirror:
         self._failure: BaseException | None = None
         self._error: BaseException | None = None
         self._told: set[str] = set()
-        self._lines = Paced(settings.seconds_between_lines)
+        self._lines = Paced(seconds_between_lines)
         self._bytes, self._seconds = 0, 0.0
+        self._copied: dict[Path, tuple[int, int]] = {}
+        self._unread: set[Path] = set()
 
-    @property
-    def store(self) -> RemoteStore:
-        return self.run.store
+    # The start, on all ranks
+
+    def open(self) -> None:
+        """Become the one writer of the run, and hear of every save from now on."""
+        manager = self._manager
+        manager.on_main(self._open)
+        manager.mirror = self
+        if manager.domain.size > 1:
+            # Whether all ranks see the disk of the main process.
+            token = manager.on_main(self._written)
+            seen = _is_seen(token)
+            all_see = all(manager.domain.gather_objects(seen))
+            manager.on_main(lambda: storage.remove(token))
+            manager.checkpoints.share(DiskSharing(not all_see, follows=not seen and is_first_on_machine()))
+
+    def _open(self) -> None:
+        self.lease.acquire()
+        try:
+            self.run.named()
+        except BaseException:
+            self.lease.release()
+            raise
+
+    def _written(self) -> Path:
+        storage.make_directory(self._directory)
+        path = storage.staged_name(self._directory)
+        path.touch()
+        return path
+
+    def begin(self) -> None:
+        """Copy the checkpoints that the store lacks: the one that the run goes on from is safe before its first save."""
+        self._manager.on_main(self._begin)
+
+    def _begin(self) -> None:
+        checkpoints = self._manager.checkpoints
+        here = [store for store in checkpoints.stores if not (store.is_elsewhere or store.is_part)]
+        local = [(record, store) for store in here for record in store.records(complete=True)]
+        # Ask the store for everything before the thread begins, which tracks the objects from then on.
+        there = {found.record.name: found.record for found in self.run.named()}
+        last = newest(there.values())
+        if last is not None and not local and checkpoints.resumed is None:
+            raise RemoteError(
+                f"Expected {self.run.url} to hold no run, since this one begins from scratch. Received: one at step {last.step}. Set "
+                "auto_resume=true to go on from it, or give this run another lineage."
+            )
+        last = newest(record for record in there.values() if record.name != "model")
+        self.committed_step = last.step if last is not None else None
+        # Targets that no name leads to are recorded under their own.
+        missing = [
+            (record, store)
+            for record, store in local
+            if is_name(record.name) and (record.name not in there or record.sequence > there[record.name].sequence)
+        ]
+        missing.sort(key=lambda pair: (pair[0].sequence, pair[0].name == "latest"))
+        # A process that was killed may have left files of a save that never became visible, or that retention had given up.
+        coming = {store.target(store.path(r.name)).name for r, store in missing if isinstance(store, TargetStore)}
+        self._sweep(None, coming)
+        for _, group in groupby(missing, key=lambda pair: (pair[0].sequence, isinstance(pair[1], TargetStore))):
+            pairs = list(group)
+            record, store = pairs[0]
+            saved = Saved(record.sequence, record.step, tuple(r.name for r, _ in pairs))
+            if isinstance(store, TargetStore):
+                target = store.target(store.path(record.name))
+                own = tuple(sorted(storage.names(target) - {SUMS}))
+                saved = Saved(saved.sequence, saved.step, saved.names, target.name, own)
+            self.saved(saved)
 
     # What the manager calls
 
@@ -118,21 +187,8 @@ class CheckpointMirror:
         with self._changed:
             return bool(self._waiting)
 
-    def sweep(self, up_to: int | None, spared: Collection[str]) -> None:
-        """Remove the history that retention gives up, and what no name leads to; what cannot be removed, after the next save.
-
-        Rank 0 alone, and never while the thread runs.
-        """
-        try:
-            self.run.retire(keep=self.settings.keep_latest_k, up_to=up_to, spared=spared)
-        except RemoteError as error:
-            self.run.forget()
-            if "retire" not in self._told:
-                self._told.add("retire")
-                logger.warning("An old checkpoint in %s is still there: %s", self.run.url, error)
-
     def saved(self, saved: Saved, *, put_off: bool = False) -> None:
-        """Hear of a save, where it was written; see `danling.checkpoints.manager.Mirror`."""
+        """Hear of a save, on a rank that has written a part of it."""
         self._since_last += 1
         if saved.may_give_way and (put_off or self._since_last < self.settings.interval):
             self._put_off = saved
@@ -143,7 +199,7 @@ class CheckpointMirror:
 
     def _enqueue(self, saved: Saved) -> None:
         try:
-            upload = self._prepared(saved)
+            upload = self._file(saved) if saved.target is None else self._target(saved, saved.target)
         except (CheckpointError, OSError) as error:
             with self._changed:
                 self._failure, self._final, self._put_off = error, True, saved
@@ -163,6 +219,37 @@ class CheckpointMirror:
             self._changed.notify_all()
         for upload in dropped:
             upload.discard()
+
+    def _file(self, saved: Saved) -> Upload:
+        """Link a single file to a second name, since the next save replaces it under its own."""
+        directory = self._manager.directory
+        visible = {}
+        for name in saved.names:
+            sums = directory / f"{name}{FILE_SUMS}"
+            manifest = read_manifest(sums, sums.name)
+            visible[sums.name] = manifest.text()
+        file = f"{name}{SUFFIX}"
+        link = directory / f"{storage.UPLOADING}{uuid.uuid4().hex}"
+        storage.link(directory / file, link)
+        size, digest = manifest.files[file]
+        return Upload(saved, {f"{OBJECTS}/{digest}": Part(link, size, digest)}, visible, {}, link)
+
+    def _target(self, saved: Saved, target: str) -> Upload:
+        """Name the files of a target, which are never changed, and stay while `pending` has it."""
+        path = self._manager.directory / TARGETS / target
+        sums = path / SUMS
+        # Ranks need not see each other's disks: only rank 0 has the manifest for sure.
+        manifest = read_manifest(sums, f"{target}/{SUMS}") if self._rank == 0 or storage.size_of(sums) else None
+        known = manifest.files if manifest is not None else {}
+        parts = {}
+        for file in sorted(saved.own):
+            size, digest = known.get(file, (os.path.getsize(path / file), None))
+            parts[target_key(target, file)] = Part(path / file, size, digest)
+        visible, others = {}, {}
+        if manifest is not None and self._rank == 0:
+            visible = {visible_key(target): manifest.text(), **dict.fromkeys(saved.names, f"{target}\n")}
+            others = {target_key(target, file): size for file, (size, _) in known.items() if file not in saved.own}
+        return Upload(saved, parts, visible, others)
 
     def pending(self) -> frozenset[int]:
         """Return the sequences of saves that are not copied yet, or are to be if none comes after them."""
@@ -198,11 +285,11 @@ class CheckpointMirror:
         with self._changed:
             idle = self._changed.wait_for(lambda: self._is_idle or self._final, timeout)
             failed = not idle or self._failure is not None
-            self._given_up = failed and time.monotonic() - begun > self.store.settings.timeout_seconds
+            self._given_up = failed and time.monotonic() - begun > self.run.store.settings.timeout_seconds
             self._ending = False
-        if self.rank == 0 and idle and self._failure is None and self._is_idle and self.lost() is None:
+        if self._rank == 0 and not failed and self._is_idle and self.lease.lost is None:
             try:
-                self._before_commit()
+                self._copy_files()
             except (RemoteError, OSError) as error:
                 logger.warning("The files of the run are not in %s as they are here: %s", self.run.url, error)
 
@@ -211,18 +298,16 @@ class CheckpointMirror:
         try:
             self._close(timeout)
         finally:
-            self.on_close()
+            self.lease.release()
 
     def _close(self, timeout: float | None) -> None:
         if not self._given_up:
             self.wait(timeout)
         with self._changed:
             left, failure = not self._is_idle or self._put_off is not None, self._failure
-            given_up, self._waiting = self._waiting, deque()
+            self.let_go()
             self._closed = True
             self._changed.notify_all()
-        for upload in given_up:
-            upload.discard()
         if not left and failure is None:
             if self._thread is not None:
                 self._thread.join()
@@ -231,7 +316,7 @@ class CheckpointMirror:
         why = str(failure) if failure is not None else f"the upload was not done within {timeout} seconds."
         raise RemoteError(
             f"Expected the last save in {self.run.url}. Received: {why} The newest that is safe there: {safe}. The last one is in "
-            f"{self.directory}: start again with auto_resume, which uploads it."
+            f"{self._manager.directory}: start again with auto_resume, which uploads it."
         ) from failure
 
     @property
@@ -242,37 +327,6 @@ class CheckpointMirror:
         """Return how far the store is behind, and how fast it is written."""
         values = {"lag_steps": float(step - (self.committed_step or 0)), "bytes": float(self._bytes)}
         return values | ({"bytes_per_second": self._bytes / self._seconds} if self._seconds > 0 else {})
-
-    # Taking hold of files
-
-    def _prepared(self, saved: Saved) -> Upload:
-        return self._file(saved) if saved.target is None else self._target(saved, saved.target)
-
-    def _file(self, saved: Saved) -> Upload:
-        """Link a single file to a second name, since the next save replaces it under its own."""
-        manifests = {}
-        for name in saved.names:
-            sums = self.directory / f"{name}{FILE_SUMS}"
-            manifests[name] = read_manifest(sums, sums.name)
-        name = saved.names[-1]
-        link = self.directory / f"{storage.UPLOADING}{uuid.uuid4().hex}"
-        storage.link(self.directory / f"{name}{SUFFIX}", link)
-        size, digest = manifests[name].files[f"{name}{SUFFIX}"]
-        return Upload(saved, {digest: Part(link, size, digest)}, manifests, [link])
-
-    def _target(self, saved: Saved, target: str) -> Upload:
-        """Name the files of a target, which are never changed, and stay while `pending` has it."""
-        path = self.directory / TARGETS / target
-        sums = path / SUMS
-        # Ranks need not see each other's disks: only rank 0 has the manifest for sure.
-        manifest = read_manifest(sums, f"{target}/{SUMS}") if self.rank == 0 or storage.size_of(sums) else None
-        known = manifest.files if manifest is not None else {}
-        parts = {}
-        for file in sorted(saved.own):
-            size, digest = known.get(file, (os.path.getsize(path / file), None))
-            parts[file] = Part(path / file, size, digest)
-        manifests = {target: manifest} if self.rank == 0 and manifest is not None else {}
-        return Upload(saved, parts, manifests)
 
     # The thread
 
@@ -290,30 +344,24 @@ class CheckpointMirror:
                 self._copy(upload)
             except BaseException as raised:  # none may pass unseen
                 error = raised
-            if error is not None:
                 self._fail(error)
-            if self._is_done(upload, error, awaited):
-                upload.discard()
-            if error is None:
-                delay = _FIRST_DELAY
-                continue
             with self._changed:
-                # A call that waits for the end does not wait for the next attempt.
-                self._changed.wait_for(lambda: self._closed or (self._ending and not self._final), delay)
-            delay = min(2 * delay, _LONGEST_DELAY)
-
-    def _is_done(self, upload: Upload, error: BaseException | None, awaited: bool) -> bool:
-        """Note how an upload ended, and return whether nothing more is to be done with it: one that failed comes first again."""
-        with self._changed:
-            self._running, self._failure = None, error
-            self._given_up = self._given_up and error is not None
-            self._final = self._final or (error is not None and awaited)
-            gives_way = self._alone and upload.saved.may_give_way and bool(self._waiting)
-            done = error is None or gives_way or self._closed
-            if not done:
-                self._waiting.appendleft(upload)
-            self._changed.notify_all()
-        return done
+                self._running, self._failure = None, error
+                gives_way = self._alone and upload.saved.may_give_way and bool(self._waiting)
+                is_done = error is None or gives_way or self._closed
+                if not is_done:
+                    self._waiting.appendleft(upload)
+                if error is None:
+                    delay, self._given_up = _FIRST_DELAY, False
+                self._final = self._final or (error is not None and awaited)
+                self._changed.notify_all()
+            if is_done:
+                upload.discard()
+            if error is not None:
+                with self._changed:
+                    # A call that waits for the end does not wait for the next attempt.
+                    self._changed.wait_for(lambda: self._closed or (self._ending and not self._final), delay)
+                delay = min(2 * delay, _LONGEST_DELAY)
 
     def _fail(self, error: BaseException) -> None:
         """Say, once for each reason, that a save could not be copied; where it is required, end the training."""
@@ -327,29 +375,40 @@ class CheckpointMirror:
         logger.warning("A save is not safe in %s yet, and is tried again: %s", self.run.url, error)
 
     def _copy(self, upload: Upload) -> None:
-        lost = self.lost()
-        if lost is not None:
-            raise lost
-        begun = time.monotonic()
-        put = sum(self._put(upload.saved, name, part) for name, part in upload.parts.items())
+        self._check_lease()
+        begun, saved = time.monotonic(), upload.saved
+        put = sum(self._put(key, part) for key, part in upload.parts.items())
         if put:
             self._bytes, self._seconds = self._bytes + put, self._seconds + time.monotonic() - begun
-        if self.rank != 0:
+        if self._rank != 0:
             return
-        if upload.saved.target is not None:
-            self._await_others(upload, upload.saved.target)
-        self._before_commit()
-        lost = self.lost()
+        self._await_others(upload)
+        self._copy_files()
+        self._check_lease()
+        # The manifest of a target and then its pointers, or the manifests of a file, `latest` last.
+        for key, text in upload.visible.items():
+            self.run.put(key, text)
+        if "model" not in saved.names:
+            self.committed_step = saved.step
+        self._told.clear()
+        if self._lines.due() or self._ending or not saved.may_give_way:
+            size, names = sum(part.size for part in upload.parts.values()), ", ".join(saved.names)
+            seconds = time.monotonic() - begun
+            logger.info(
+                "Step %d is safe in %s (%s): %.1f MB in %.1f s.", saved.step, self.run.url, names, size / 1e6, seconds
+            )
+        with self._changed:
+            spared = {owner_of(key) for other in self._waiting for key in (*other.parts, *other.visible)}
+        self._sweep(saved.sequence, spared)
+
+    def _check_lease(self) -> None:
+        lost = self.lease.lost
         if lost is not None:
             raise lost
-        self._commit(upload)
-        self._note(upload, time.monotonic() - begun)
-        self._retire(upload)
 
-    def _put(self, saved: Saved, name: str, part: Part) -> int:
+    def _put(self, key: str, part: Part) -> int:
         """Put a file; return how many bytes went up."""
-        key = object_key(name) if saved.target is None else target_key(saved.target, name)
-        if key in self.run.keys:
+        if key in self.run.sizes:
             return 0
         digest = storage.hash_file(part.file)
         if part.digest is not None and digest != part.digest:
@@ -359,50 +418,79 @@ class CheckpointMirror:
         self.run.put(key, part.file)
         return part.size
 
-    def _await_others(self, upload: Upload, target: str) -> None:
+    def _await_others(self, upload: Upload) -> None:
         """Wait until the store lists every file of a target as the manifest has it: other ranks put theirs at their own pace."""
-        manifest = upload.manifests[target]
-        missing = {name: size for name, (size, _) in manifest.files.items() if name not in upload.parts}
-        delay, end = _FIRST_LOOK, time.monotonic() + _PATIENCE * self.store.settings.timeout_seconds
-        prefix = f"{self.run.layout.checkpoints}/{TARGETS}/{target}"
+        store, root, missing = self.run.store, self.run.layout.checkpoints, upload.others
+        delay, end = _FIRST_LOOK, time.monotonic() + _PATIENCE * store.settings.timeout_seconds
         while missing:
-            there = {entry.key.removeprefix(f"{prefix}/"): entry.size for entry in self.store.list(prefix)}
-            missing = {name: size for name, size in missing.items() if there.get(name) != size}
+            prefix = f"{root}/{TARGETS}/{upload.saved.target}"
+            there = {entry.key.removeprefix(f"{root}/"): entry.size for entry in store.list(prefix)}
+            missing = {key: size for key, size in missing.items() if there.get(key) != size}
             if not missing:
                 break
             with self._changed:
                 closed = self._changed.wait_for(lambda: self._closed, delay)
             if closed or time.monotonic() > end:
+                names = ", ".join(sorted(key.rpartition("/")[2] for key in missing)[:4])
                 raise RemoteUnavailable(
-                    f"Expected the other ranks to put their files of step {upload.saved.step}. Received: not yet "
-                    f"{', '.join(sorted(missing)[:4])}. See what these ranks say."
+                    f"Expected the other ranks to put their files of step {upload.saved.step}. Received: not yet {names}. See what these "
+                    "ranks say."
                 )
             delay = min(2 * delay, _LONGEST_LOOK)
-        self.run.keys.update(target_key(target, name) for name in manifest.files)
+        self.run.sizes.update(upload.others)
 
-    def _commit(self, upload: Upload) -> None:
-        """Make a save visible: the manifest of a target and then its pointers, or the manifests of a file, `latest` last."""
-        saved = upload.saved
-        if saved.target is not None:
-            self.run.commit_target(upload.manifests[saved.target], saved.target, saved.names)
-            return
-        for name in saved.names:
-            self.run.commit_file(name, upload.manifests[name])
+    def _sweep(self, up_to: int | None, spared: Collection[str | None]) -> None:
+        """Remove the history that retention gives up, and what no name leads to; what cannot be removed, after the next save.
 
-    def _note(self, upload: Upload, seconds: float) -> None:
-        saved = upload.saved
-        if "model" not in saved.names:
-            self.committed_step = saved.step
-        self._told.clear()
-        if self._lines.due() or self._ending or not saved.may_give_way:
-            size = sum(part.size for part in upload.parts.values())
-            names = ", ".join(saved.names)
-            logger.info(
-                "Step %d is safe in %s (%s): %.1f MB in %.1f s.", saved.step, self.run.url, names, size / 1e6, seconds
-            )
+        Rank 0 alone, before the thread runs or in it.
+        """
+        try:
+            self.run.retire(keep=self.settings.keep_latest_k, up_to=up_to, spared=spared)
+        except RemoteError as error:
+            self.run.forget()
+            if "retire" not in self._told:
+                self._told.add("retire")
+                logger.warning("An old checkpoint in %s is still there: %s", self.run.url, error)
 
-    def _retire(self, upload: Upload) -> None:
-        with self._changed:
-            waiting = [*self._waiting]
-        spared = {name for other in waiting for name in (other.saved.target, *other.parts) if name is not None}
-        self.sweep(upload.saved.sequence, spared)
+    def _copy_files(self) -> None:
+        """Copy the other files that have changed. One that is being written to goes up as it is now, and again the next time."""
+        for path in run_files(self._directory):
+            try:
+                found = path.stat()
+                if not stat.S_ISREG(found.st_mode):
+                    continue  # a pipe would be waited for
+                state = (found.st_size, found.st_mtime_ns)
+                if self._copied.get(path) == state:
+                    continue
+                # Read the whole file at once: a line appended meanwhile must not go up in part.
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                # A save is worth more than a log that cannot be read.
+                if path not in self._unread:
+                    self._unread.add(path)
+                    logger.warning("%s is not copied to %s: %s", path, self.run.url, error)
+                continue
+            self.run.store.put(self.run.layout.file(path.relative_to(self._directory).as_posix()), content)
+            self._copied[path] = state
+
+
+def _is_seen(path: Path) -> bool:
+    """Whether a file that has just been made on another machine is there: a network disk may show it a moment later."""
+    end = time.monotonic() + _LOOK_SECONDS
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def run_files(directory: Path) -> Iterator[Path]:
+    """Yield the files of a run directory that belong to the run, apart from its checkpoints."""
+    for name in RUN_FILES:
+        if (directory / name).is_file():
+            yield directory / name
+    for name in _DIRECTORIES:
+        for place, _, files in os.walk(directory / name):
+            yield from (Path(place, file) for file in sorted(files) if not is_unfinished(file))

@@ -1,4 +1,4 @@
-"""Where a run and the commands find checkpoints in object stores, and how they are brought here.
+"""Where a run and the commands find checkpoints and runs in object stores, and how they are brought here.
 
 A checkpoint is downloaded, compared with its SHA-256 and committed in the directory as a save would be, so that all that follows reads it
 from there. What does not verify is skipped for an older one, like a file on the disk."""
@@ -6,45 +6,45 @@ from there. What does not verify is skipped for an older one, like a file on the
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property, partial
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from yaml import YAMLError
-
 from danling.checkpoints import storage
-from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS, CheckpointStore, FileStore, TargetStore, is_target
+from danling.checkpoints.directory import (
+    SUFFIX,
+    SUMS,
+    TARGETS,
+    CheckpointStore,
+    FileStore,
+    TargetStore,
+    is_target,
+    misled,
+)
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from danling.checkpoints.manifest import Record, is_name
+from danling.checkpoints.manifest import Manifest, Record, is_name
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.files import is_plain_path, refuse_link
-from danling.utils.plain import parse_yaml
+from danling.workspace.runs import Run, find_runs
 
-from .store import RemoteMissing, RemoteObject, RemoteStore, is_url, open_store
-from .stored_run import CHECKPOINTS, Described, Place, RunLayout, StoredRun, chosen, place_of
-
-logger = logging.getLogger("danling")
+from .store import RemoteObject, RemoteStore, open_store
+from .stored_run import CHECKPOINTS, FILES, RUN_FILES, Described, StoredRun, place_of
 
 
-def bring_files(store: RemoteStore, layout: RunLayout, directory: Path, *, below: str = "") -> list[Path]:
-    """Bring the files that a run directory lacks, or has shorter than the store, so that its curves go on."""
-    found = (
-        (entry, entry.key[len(layout.files) + 1 :])
-        for entry in store.list(layout.file(below) if below else layout.files)
-    )
-    brought = (bring_object(store, entry, name, directory) for entry, name in found)
-    return [path for path in brought if path is not None]
+def bring_files(store: RemoteStore, prefix: str, directory: Path) -> int:
+    """Bring the files below a prefix that a directory lacks, or has shorter than the store; return how many."""
+    return sum(bring_object(store, found, found.key[len(prefix) + 1 :], directory) for found in store.list(prefix))
 
 
-def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: Path) -> Path | None:
-    """Bring an object to a directory, and return its path; `None` where as much of it is there already."""
+def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: Path) -> bool:
+    """Bring an object to a directory, unless as much of it is there already; return whether it was brought."""
     path = directory / name
     if not is_plain_path(name) or (storage.size_of(path) or -1) >= found.size:
-        return None
+        return False
     storage.make_directory(path.parent)
     staged = storage.staged_name(path.parent)
     storage.write_file(staged, partial(_pour, store, found.key))
@@ -55,7 +55,7 @@ def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: 
     except BaseException:
         storage.discard(staged)
         raise
-    return path
+    return True
 
 
 def _pour(store: RemoteStore, key: str, writer: storage.HashingWriter) -> None:
@@ -74,87 +74,92 @@ class RemoteCheckpoints(CheckpointStore):
         self.is_home = is_home
         self._files = FileStore(directory)
         self._targets = TargetStore(directory)
+        self._digests: dict[str, str] = {}
 
     @property
     def place(self) -> str:
         return self.run.url
 
+    def shown(self, path: Path | str) -> str:
+        name = Path(path).name
+        return f"{self.run.url}/{CHECKPOINTS}/{f'{TARGETS}/{name}' if is_target(name) else name}"
+
     # Finding
 
-    def _described(self, *, complete: bool) -> list[Described]:
-        """Return what has a whole manifest, oldest first; what has none is skipped."""
-        found = []
-        for name, file in self.run.names():
-            place = name if not file else f"{name}{SUFFIX}"
-            try:
-                described = self.run.describe(name, file=file)
-            except CheckpointDamaged as error:
-                self.skip(Path(place), error)
-                continue
-            problems = self.run.problems(described)
-            if problems:
-                self.skip(Path(place), CheckpointDamaged("; ".join(problems)))
-            if not (problems and complete):
-                found.append(described)
-        return sorted(found, key=lambda d: (d.record.sequence, d.name))
-
-    def records(self, *, complete: bool) -> list[Record]:
-        return [found.record for found in self._described(complete=complete)]
+    def path_of(self, record: Record) -> Path:
+        if is_target(record.name):
+            return self._targets.path(record.name)
+        # A file and a pointer may have one name, after a change of `checkpoint.backend`.
+        return next(self.target(self.directory / found.entry) for found in self.run.named() if found.record == record)
 
     def find(self, source: str | Path) -> Path | None:
         path = Path(source)
-        name, file = path.name.removesuffix(SUFFIX), path.name.endswith(SUFFIX) or None
-        is_own = path.parent in (Path("."), self.directory, self.directory / TARGETS) and not is_url(str(source))
-        if not is_own or not (is_name(name) or is_target(name)):
-            return None
-        try:
-            return self._brought_to(chosen(self.run, name, file))
-        except CheckpointNotFound:
-            return None
+        is_own = path.parent in (Path("."), self.directory, self.directory / TARGETS)
+        if is_own and (is_name(path.name.removesuffix(SUFFIX)) or is_target(path.name)):
+            with suppress(CheckpointNotFound):
+                return self.target(self.directory / self.run.choose(path.name).entry)
+        return None
 
-    def path_of(self, record: Record) -> Path:
-        # A file and a target may have one name, after a change of `checkpoint.backend`.
-        return next(self._brought_to(found) for found in self._described(complete=False) if found.record == record)
-
-    def _brought_to(self, found: Described) -> Path:
+    def target(self, path: Path) -> Path:
         # Not the pointer: in the directory it may lead to another target.
-        return self._files.path(found.name) if found.target is None else self._targets.path(found.target)
+        target = self.run.describe(path.name).target
+        return path if target is None else self._targets.path(target)
 
-    def _at(self, path: Path) -> Described:
-        return self.run.describe(path.name.removesuffix(SUFFIX), file=path.name.endswith(SUFFIX))
-
-    def record(self, path: Path) -> Record:
-        return self._at(path).record
+    def listed(self) -> list[Path]:
+        return [self.directory / entry for entry in self.run.entries()]
 
     def describe(self, path: Path) -> Record | None:
         return super().describe(path) if self.is_home else None
 
-    def skip(self, path: Path | str, error: Exception) -> None:
-        name = Path(path).name
-        below = f"{TARGETS}/{name}" if is_target(name) else name
-        super().skip(f"{self.run.url}/{CHECKPOINTS}/{below}", error)
-
     def lost(self) -> list[str]:
-        return [f"{place}: {why}" for place, why in self._skipped.items()]
+        return [f"{self.shown(path)}: {why}" for path, why in self._skipped.items()]
+
+    # Verifying
+
+    def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
+        found = self.run.describe(path.name)
+        problems = self.run.problems(found)
+        if level == "full" and not problems:
+            problems = [told for file in found.manifest.files for told in self._differences(found, file)]
+        if found.target is not None:
+            problems += misled(path, found.record)
+        return found.manifest, problems
+
+    def _differences(self, found: Described, file: str) -> list[str]:
+        # Several names may lead to the same contents, which are read once.
+        key = found.key(file)
+        if key not in self._digests:
+            digest = hashlib.sha256()
+            try:
+                for piece in self.run.chunks(found, file):
+                    digest.update(piece)
+            except CheckpointDamaged as error:
+                return [str(error)]
+            self._digests[key] = digest.hexdigest()
+        is_same = self._digests[key] == found.manifest.files[file][1]
+        return [] if is_same else [f"{key} has another SHA-256 than was written"]
 
     # Bringing
 
     def verify(self, path: Path, level: str) -> None:
-        found = self._at(path)
+        found = self.run.describe(path.name)
         problems = self.run.problems(found)
         if problems:
             raise CheckpointDamaged("; ".join(problems))
         storage.make_directory(self.directory)
         storage.require_space(self.directory, sum(size for size, _ in found.manifest.files.values()))
-        # `latest` becomes visible last, as in a save.
-        others = sorted(self._described(complete=True), key=lambda other: other.name == "latest")
-        same = [other for other in others if _is_same(other, found)]
+        # All names of the save. `latest` becomes visible last, as in a save.
+        same = [
+            r.record
+            for r in self.run.named()
+            if (r.content, r.record.sequence) == (found.content, found.record.sequence)
+        ]
+        same.sort(key=lambda record: record.name == "latest")
         if found.target is None:
-            (file,) = found.manifest.files
-            self._files.write(partial(self.run.download, found, file), [o.record for o in same] or [found.record])
+            self._files.write(partial(self.run.download, found, found.entry), same)
         else:
-            self._bring_target(found, path)
-            self._targets.publish(found.target, [other.name for other in same if is_name(other.name)])
+            self._bring_target(found, self._targets.path(found.target))
+            self._targets.publish(found.target, [record.name for record in same])
 
     def _bring_target(self, found: Described, path: Path) -> None:
         refuse_link(self.directory / TARGETS)
@@ -175,29 +180,18 @@ class RemoteCheckpoints(CheckpointStore):
     def bring(self, path: Path) -> None:
         if not is_first_on_machine():
             return
-        if not path.name.endswith(SUFFIX):
-            is_here = storage.size_of(path / SUMS) is not None
-        else:
-            # An older one may have the same name here.
-            try:
-                is_here = self._files.examine(path, "size")[0].files == self._at(path).manifest.files
-            except (CheckpointError, OSError):
-                is_here = False
-            is_here = is_here and storage.size_of(path) is not None
+        local = self._files if path.name.endswith(SUFFIX) else self._targets
+        try:
+            manifest, problems = local.examine(path, "size")
+            # An older file may have the same name here.
+            is_here = not problems and (is_target(path.name) or manifest == self.run.describe(path.name).manifest)
+        except (CheckpointError, OSError):
+            is_here = False
         if not is_here:
             self.verify(path, "full")
 
 
-def _is_same(other: Described, found: Described) -> bool:
-    """Whether two names have one content: of one save, a file under each name or one target."""
-    if found.target is not None or other.target is not None:
-        return other.target == found.target
-    contents = {*other.manifest.files.values()} == {*found.manifest.files.values()}
-    return contents and other.record.sequence == found.record.sequence
-
-
 _BROUGHT = f"{storage.STAGED}from-"
-_CONFIG = "metadata/config.full.yaml"
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 
@@ -205,60 +199,26 @@ class RemoteSources:
     """Where a manager finds checkpoints in object stores: those of its run, and what a URL names."""
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        connect: Callable[[str], RemoteStore],
-        home: tuple[str, RunLayout] | None,
+        self, directory: Path, *, connect: Callable[[str], RemoteStore] = open_store, home: StoredRun | None = None
     ) -> None:
         self._directory = directory
         self._connect = connect
-        self._home = home
+        self.home = home
+        """The run itself in its store, `None` without one."""
         self._others: dict[str, RemoteCheckpoints] = {}
 
     def own(self) -> RemoteCheckpoints | None:
         """Return the store of the run itself."""
         return None if self.home is None else RemoteCheckpoints(self._directory, self.home)
 
-    @cached_property
-    def home(self) -> StoredRun | None:
-        """The run itself in its store, `None` without one."""
-        return None if self._home is None else StoredRun(self._connect(self._home[0]), self._home[1])
-
-    def bring_files(self, directory: Path) -> None:
-        """Bring the other files of the run, such as its metrics, into its directory; see `danling.remote.attach`."""
-        if self.home is not None:
-            brought = bring_files(self.home.store, self.home.layout, directory)
-            if brought:
-                logger.info("Brought %d files of the run from %s.", len(brought), self.home.url)
-
-    def stored_seed(self, asked: str | None) -> int | None:
-        """Return the seed of the checkpoint that a run on an empty machine will resume from; `None` where there is none."""
-        if is_url(asked):
-            place = place_of(str(asked))
-            store, layout = self._connect(place.base), place.layout
-        elif self.home is not None:
-            store, layout = self.home.store, self.home.layout
-        else:
-            return None
-        try:
-            settings = parse_yaml(store.get(layout.file(_CONFIG)).decode())
-        except (RemoteMissing, ValueError, YAMLError):
-            return None
-        seed = settings.get("seed") if isinstance(settings, dict) else None
-        return seed if isinstance(seed, int) else None
-
     def named(self, source: str | Path) -> tuple[RemoteCheckpoints, str]:
         """Return the store to look in for a URL, and the name to look for."""
         place = place_of(str(source))
-        return self._named(place), f"{place.name}{SUFFIX}" if place.file else place.name
-
-    def _named(self, place: Place) -> RemoteCheckpoints:
         key = f"{place.base}/{place.layout.root}"
         if key not in self._others:
-            run, directory = StoredRun(self._connect(place.base), place.layout), self._place_for(key)
-            self._others[key] = RemoteCheckpoints(directory, run, is_home=False)
-        return self._others[key]
+            run = StoredRun(self._connect(place.base), place.layout)
+            self._others[key] = RemoteCheckpoints(self._place_for(key), run, is_home=False)
+        return self._others[key], place.wanted or "latest"
 
     def bring_file(self, url: str) -> Path | None:
         """Bring what another program wrote, and return where it is now; `None` for the URL of a run. May be called on all ranks."""
@@ -270,15 +230,6 @@ class RemoteSources:
             storage.make_directory(path.parent)
             storage.write_file(path, partial(_pour, self._connect(parent), name))
         return path
-
-    def brought(self, url: str) -> Path:
-        """Bring a checkpoint that a URL names, and return its file or target."""
-        store, name = self.named(url)
-        found = store.find(name)
-        if found is not None:
-            store.verify(found, "full")
-            return found
-        raise CheckpointNotFound(f"Expected a checkpoint at {url}. Received: none. Name one that is there.")
 
     def release(self) -> None:
         """Remove what was brought of other runs: it has been read."""
@@ -293,23 +244,67 @@ class RemoteSources:
         return self._directory / f"{_BROUGHT}{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
+# For the commands
+
+
 @contextmanager
-def local_copy(
-    source: str | Path,
-    *,
-    connect: Callable[[str], RemoteStore] = open_store,
-    files: Sequence[str] = (),
-) -> Iterator[Path]:
-    """Yield the path of a checkpoint: of a copy that was verified, where a URL names it. The copy is removed when the context ends."""
-    if not is_url(source):
-        yield Path(source)
-        return
+def local_copy(url: str, *, files: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield the path of a verified copy of a checkpoint, with some other files of its run. It is removed when the context ends."""
     with tempfile.TemporaryDirectory(prefix="danling-copy-") as folder:
-        sources = RemoteSources(Path(folder), connect=connect, home=None)
-        path = sources.bring_file(str(source))
+        sources = RemoteSources(Path(folder))
+        path = sources.bring_file(url)
         if path is None:
-            path = sources.brought(str(source))
-            place = place_of(str(source))
-            for name in files:
-                bring_files(connect(place.base), place.layout, Path(folder), below=name)
+            store, name = sources.named(url)
+            path = store.find(name)
+            if path is None:
+                raise CheckpointNotFound(f"Expected a checkpoint at {url}. Received: none. Name one that is there.")
+            store.verify(path, "full")
+            for below in files:
+                bring_files(store.run.store, store.run.layout.file(below), Path(folder, below))
         yield path
+
+
+def stored_checkpoints(url: str) -> tuple[RemoteCheckpoints, list[Path]]:
+    """Return the checkpoints that a URL means, to be examined where they are."""
+    place = place_of(url)
+    # Nothing is brought to the directory.
+    store = RemoteCheckpoints(Path(CHECKPOINTS), StoredRun(open_store(place.base), place.layout))
+    listed = store.listed() if place.wanted is None else [Path(store.run.choose(place.wanted).entry)]
+    if not listed:
+        raise CheckpointNotFound(f"Expected a checkpoint at {url}. Received: none. Name the URL of a run.")
+    return store, listed
+
+
+_DEPTH = 5
+
+
+def runs_below(url: str, directory: Path) -> list[Run]:
+    """Return the runs at or below a URL, sorted by name; what they have logged is brought to a directory."""
+    store = open_store(url)
+    roots = [root for root in _runs(store, "", _DEPTH) if not root or is_plain_path(root)]
+    for root in roots:
+        prefix = f"{root}/{FILES}".removeprefix("/")
+        for found in store.list(prefix):
+            name = found.key[len(prefix) + 1 :]
+            if name in RUN_FILES or name.startswith("metadata/"):
+                bring_object(store, found, name, directory / root)
+            elif name.startswith("logs/") and name.count("/") == 1 and is_plain_path(name):
+                # Logs are counted, and not read.
+                log = directory / root / name
+                log.parent.mkdir(parents=True, exist_ok=True)
+                log.touch()
+    if not roots:
+        raise FileNotFoundError(f"Expected runs below {store.url!r}. Received: none. Name another URL.")
+    runs = find_runs(directory)
+    if roots == [""]:
+        return [replace(run, place=store.url, name=store.url.rpartition("/")[2]) for run in runs]
+    return [replace(run, place=f"{store.url}/{run.name}") for run in runs]
+
+
+def _runs(store: RemoteStore, prefix: str, depth: int) -> Iterator[str]:
+    names = store.directories(prefix)
+    if FILES in names or CHECKPOINTS in names:
+        yield prefix
+    elif depth:
+        for name in names:
+            yield from _runs(store, f"{prefix}/{name}" if prefix else name, depth - 1)

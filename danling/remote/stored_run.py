@@ -19,7 +19,7 @@ without a manifest, are what a killed upload leaves; the next writer removes the
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,6 +40,8 @@ FILES = "files"
 LOCK = "lock"
 OBJECTS = "objects"
 FILE_SUMS = f"{SUFFIX}{SUMS_OF_FILE}"
+RUN_FILES = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.json", "digests.jsonl")
+"""The files of a run that are neither checkpoints nor in one of its directories."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -75,101 +77,111 @@ class RunLayout:
         return f"{self.files}/{path}"
 
 
-# Keys about checkpoints, relative to `RunLayout.checkpoints`. That of a pointer is its name.
-
-
-def object_key(digest: str) -> str:
-    """Return the key of the contents of a file checkpoint with this SHA-256."""
-    return f"{OBJECTS}/{digest}"
-
-
-def manifest_key(name: str) -> str:
-    """Return the key of the manifest of a file checkpoint, such as `latest`, or of a target."""
-    return target_key(name, SUMS) if is_target(name) else f"{name}{FILE_SUMS}"
+# Keys about checkpoints are relative to `RunLayout.checkpoints`. An entry is a checkpoint as it is called in a directory: the file
+# `latest.pth`, the pointer `latest`, or a target.
 
 
 def target_key(target: str, file: str) -> str:
     return f"{TARGETS}/{target}/{file}"
 
 
-class Described(NamedTuple):
-    """A name in a store, with the manifest that it leads to."""
+def visible_key(entry: str) -> str:
+    """Return the key of the object that makes an entry count: a manifest, or the pointer itself."""
+    if is_target(entry):
+        return target_key(entry, SUMS)
+    return f"{entry}{SUMS_OF_FILE}" if entry.endswith(SUFFIX) else entry
 
-    name: str
+
+class Described(NamedTuple):
+    """An entry, with the manifest that it leads to."""
+
+    entry: str
     target: str | None
     manifest: Manifest
 
     @property
     def record(self) -> Record:
-        """Its record, under this name."""
-        return replace(self.manifest.record, name=self.name)
+        """Its record, under its own name."""
+        return replace(self.manifest.record, name=self.entry.removesuffix(SUFFIX))
+
+    @property
+    def content(self) -> str:
+        """The target, or the digest of the file: names of equal content share it."""
+        return self.target or self.manifest.files[self.entry][1]
 
     def key(self, file: str) -> str:
-        """Return the key of one of its files, relative to `RunLayout.checkpoints`."""
-        return object_key(self.manifest.files[file][1]) if self.target is None else target_key(self.target, file)
+        """Return the key of one of its files."""
+        return f"{OBJECTS}/{self.content}" if self.target is None else target_key(self.target, file)
 
 
 class StoredRun:
-    """The checkpoints of a run in a store. What was listed and read of it is remembered until `forget`."""
+    """The checkpoints of a run in a store. What was listed and read is remembered until `forget`, and so are changes made here."""
 
     def __init__(self, store: RemoteStore, layout: RunLayout) -> None:
         self.store = store
         self.layout = layout
-
-    @property
-    def url(self) -> str:
-        return f"{self.store.url}/{self.layout.root}"
+        self.url = f"{store.url}/{layout.root}"
+        self._texts: dict[str, str | None] = {}
+        self._manifests: dict[str, Manifest] = {}
 
     def forget(self) -> None:
         """List and read anew from now on."""
-        for name in ("sizes", "manifests", "pointers", "complete", "_texts"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("sizes", None)
+        self._texts, self._manifests = {}, {}
+
+    # Reading
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes of every object about checkpoints, by key relative to `RunLayout.checkpoints`."""
+        """Bytes of every object about checkpoints, by key."""
         cut = len(self.layout.checkpoints) + 1
         return {found.key[cut:]: found.size for found in self.store.list(self.layout.checkpoints)}
 
-    @cached_property
-    def manifests(self) -> set[str]:
-        """Names of file checkpoints, such as `latest`, that have a manifest. Keys of no known form are left out here and below."""
-        names = {key.removesuffix(FILE_SUMS) for key in self.sizes if key.endswith(FILE_SUMS)}
-        return set(filter(is_name, names))
+    def entries(self) -> list[str]:
+        """Return what counts: files, pointers, and targets that no pointer leads to. Keys of no known form are left out."""
+        files = {key.removesuffix(SUMS_OF_FILE) for key in self.sizes if key.endswith(FILE_SUMS)}
+        files = {file for file in files if is_name(file.removesuffix(SUFFIX))}
+        pointers = set(filter(is_name, self.sizes))
+        owners = {owner for key in self.sizes if (owner := owner_of(key)) and key == visible_key(owner)}
+        nameless = owners - {self._pointed(name) for name in pointers}
+        return [*sorted(files), *sorted(pointers), *sorted(nameless)]
 
-    @cached_property
-    def pointers(self) -> set[str]:
-        """Names that lead to a target."""
-        return set(filter(is_name, self.sizes))
+    def has(self, entry: str) -> bool:
+        return visible_key(entry) in self.sizes
 
-    @cached_property
-    def complete(self) -> set[str]:
-        """Targets that have a manifest."""
-        parts = [key.split("/") for key in self.sizes]
-        return {part[1] for part in parts if len(part) == 3 and part[2] == SUMS and _owner("/".join(part))}
-
-    def names(self) -> list[tuple[str, bool]]:
-        """Return what counts: names, and whether each is that of a file checkpoint; targets that no name leads to come last."""
-        pointed = {self._pointed(name) for name in self.pointers}
-        return [
-            *((name, True) for name in sorted(self.manifests)),
-            *((name, False) for name in sorted(self.pointers)),
-            *((name, False) for name in sorted(self.complete - pointed)),
-        ]
-
-    def describe(self, name: str, *, file: bool) -> Described:
-        if file:
-            manifest = self._manifest(manifest_key(name))
-            if set(manifest.files) != {f"{name}{SUFFIX}"}:
+    def describe(self, entry: str) -> Described:
+        if entry.endswith(SUFFIX):
+            manifest = self._manifest(visible_key(entry))
+            if set(manifest.files) != {entry}:
                 raise CheckpointDamaged(f"its manifest describes {', '.join(sorted(manifest.files))}")
-            return Described(name, None, manifest)
-        target = name if is_target(name) else self._pointed(name)
-        if not target or target not in self.complete:
+            return Described(entry, None, manifest)
+        target = entry if is_target(entry) else self._pointed(entry)
+        if not target or not self.has(target):
             raise CheckpointDamaged(f"it leads to {target or 'nothing'}, which has no manifest")
-        manifest = self._manifest(manifest_key(target))
+        manifest = self._manifest(visible_key(target))
         if manifest.record.name != target:
             raise CheckpointDamaged(f"{target}/{SUMS} describes {manifest.record.name}")
-        return Described(name, target, manifest)
+        return Described(entry, target, manifest)
+
+    def named(self) -> list[Described]:
+        """Return the files and pointers that lead to a whole manifest."""
+        found = []
+        for entry in self.entries():
+            if not is_target(entry):
+                with suppress(CheckpointDamaged):
+                    found.append(self.describe(entry))
+        return found
+
+    def choose(self, wanted: str) -> Described:
+        """Return the newest checkpoint that a name means: a file with its suffix or without, a pointer or a target."""
+        kinds = [wanted] if wanted.endswith(SUFFIX) else [wanted, f"{wanted}{SUFFIX}"]
+        found = [self.describe(entry) for entry in kinds if self.has(entry)]
+        if not found:
+            there = ", ".join(sorted({entry.removesuffix(SUFFIX) for entry in self.entries()})) or "none"
+            raise CheckpointNotFound(
+                f"Expected a checkpoint named {wanted} in {self.url}. Received: none (there are: {there}). Give one that is there."
+            )
+        return max(found, key=lambda described: described.record.sequence)
 
     def problems(self, found: Described) -> list[str]:
         """Return which objects of a checkpoint are missing or have another size than was written; nothing of them is read."""
@@ -183,16 +195,17 @@ class StoredRun:
 
     def chunks(self, found: Described, file: str) -> Iterator[memoryview]:
         """Yield the contents of a file of a checkpoint."""
-        return self.store.chunks(f"{self.layout.checkpoints}/{found.key(file)}")
+        key = found.key(file)
+        try:
+            yield from self.store.chunks(f"{self.layout.checkpoints}/{key}")
+        except RemoteMissing as error:
+            raise CheckpointDamaged(f"{key} is missing") from error
 
     def download(self, found: Described, file: str, writer: storage.HashingWriter) -> None:
         """Write a file of a checkpoint."""
         (size, digest), key = found.manifest.files[file], found.key(file)
-        try:
-            for piece in self.chunks(found, file):
-                writer.write(piece)
-        except RemoteMissing as error:
-            raise CheckpointDamaged(f"{key} is missing") from error
+        for piece in self.chunks(found, file):
+            writer.write(piece)
         if writer.size != size:
             raise CheckpointDamaged(f"{key} has {writer.size} bytes instead of {size}")
         if writer.sha256 != digest:
@@ -203,13 +216,16 @@ class StoredRun:
         return target if is_target(target) else ""
 
     def _manifest(self, key: str) -> Manifest:
-        text = self._text(key)
-        if text is None:
-            raise CheckpointDamaged(f"{key} is missing")
-        try:
-            return Manifest.parse(text)
-        except CheckpointDamaged as error:
-            raise CheckpointDamaged(f"{key}: {error}") from error
+        if key not in self._manifests:
+            text = self._text(key)
+            if text is None:
+                raise CheckpointDamaged(f"{key} is missing")
+            try:
+                self._manifests[key] = Manifest.parse(text)
+                del self._texts[key]  # long, for a checkpoint of many ranks
+            except CheckpointDamaged as error:
+                raise CheckpointDamaged(f"{key}: {error}") from error
+        return self._manifests[key]
 
     def _text(self, key: str) -> str | None:
         if key not in self._texts:
@@ -219,162 +235,48 @@ class StoredRun:
                 self._texts[key] = None
         return self._texts[key]
 
-    @cached_property
-    def _texts(self) -> dict[str, str | None]:
-        return {}
+    # Writing, by one process. After an error it lists anew, since a request whose answer was lost may have been carried out.
 
-
-@dataclass(frozen=True)
-class Place:
-    """What a URL means."""
-
-    base: str
-    layout: RunLayout
-    name: str = "latest"
-    file: bool | None = None
-
-
-def place_of(url: str) -> Place:
-    """Return what a URL of a run, of its checkpoints, or of one of them means; nothing is asked of the store."""
-    check_url(url)
-    scheme, _, rest = url.partition("://")
-    rest = urlsplit(url).path if scheme == "file" else rest
-    parts = [part for part in rest.split("/") if part]
-    name, file = "latest", None
-    if CHECKPOINTS in parts[2:]:
-        cut = len(parts) - 1 - parts[::-1].index(CHECKPOINTS)
-        below, parts = parts[cut + 1 :], parts[:cut]
-        if below:
-            name = below[-1].removesuffix(SUFFIX)
-            file = below[-1].endswith(SUFFIX) or None
-        if not (is_name(name) or is_target(name)) or len(below) > (2 if is_target(name) else 1):
-            raise CheckpointNotFound(_NO_RUN.format(url))
-    if len(parts) < 2 or (scheme != "file" and len(parts) < 3):
-        raise CheckpointNotFound(_NO_RUN.format(url))
-    *base, family, run = parts
-    root = "/" if scheme == "file" else ""
-    return Place(f"{scheme}://{root}{'/'.join(base)}", RunLayout(family, run), name, file)
-
-
-_NO_RUN = (
-    "Expected the URL of a run or of a checkpoint of it, such as s3://bucket/prefix/lineage/id or .../checkpoints/best. Received: {!r}. "
-    "Give one of these."
-)
-
-
-def chosen(run: StoredRun, name: str, file: bool | None) -> Described:
-    """Return the checkpoint that a name means."""
-    kinds: Iterable[bool] = (True, False) if file is None else (file,)
-    there = {True: run.manifests, False: run.pointers | run.complete}
-    found = [run.describe(name, file=kind) for kind in kinds if name in there[kind]]
-    if not found:
-        names = ", ".join(sorted({name for name, _ in run.names()})) or "none"
-        raise CheckpointNotFound(
-            f"Expected a checkpoint named {name} in {run.url}. Received: none (there are: {names}). Give one that is there."
-        )
-    return max(found, key=lambda described: described.record.sequence)
-
-
-class RemoteRun:
-    """The checkpoints of one run in a store.
-
-    It lists the objects once and tracks its own changes from then on: no other process writes. After an error it lists them anew,
-    since a request whose answer was lost may have been carried out.
-    """
-
-    def __init__(self, store: RemoteStore, layout: RunLayout) -> None:
-        self.store = store
-        self.layout = layout
-        self._keys: set[str] | None = None
-        self._names: dict[str, tuple[Record, str]] = {}
-
-    @property
-    def url(self) -> str:
-        return f"{self.store.url}/{self.layout.root}"
-
-    def open(self) -> None:
-        """List the objects and read the manifests."""
-        stored = StoredRun(self.store, self.layout)
-        names: dict[str, tuple[Record, str]] = {}
-        for name, file in stored.names():
-            with suppress(CheckpointDamaged):
-                found = stored.describe(name, file=file)
-                if found.target is None:
-                    names[manifest_key(name)] = (found.record, found.manifest.files[f"{name}{SUFFIX}"][1])
-                elif is_name(name):
-                    names[name] = (found.record, found.target)
-        self._keys, self._names = set(stored.sizes), names
-
-    def forget(self) -> None:
-        """List the objects again before the next request."""
-        self._keys = None
-
-    @property
-    def keys(self) -> set[str]:
-        """The objects, relative to the checkpoints' prefix."""
-        if self._keys is None:
-            self.open()
-        assert self._keys is not None
-        return self._keys
-
-    @property
-    def records(self) -> list[Record]:
-        """What the names that count are, as their manifests record them."""
-        assert self.keys is not None
-        return [record for record, _ in self._names.values()]
-
-    def put(self, key: str, content: bytes | Path) -> None:
-        """Put an object of the checkpoints."""
-        known = self.keys
+    def put(self, key: str, content: str | Path) -> None:
+        """Put an object of the checkpoints: a small text, or a file."""
+        raw = content.encode() if isinstance(content, str) else content
+        sizes = self.sizes
         try:
-            self.store.put(f"{self.layout.checkpoints}/{key}", content)
+            self.store.put(f"{self.layout.checkpoints}/{key}", raw)
         except BaseException:
             self.forget()
             raise
-        known.add(key)
+        sizes[key] = len(raw) if isinstance(raw, bytes) else raw.stat().st_size
+        if isinstance(content, str):
+            self._texts[key] = content
+            self._manifests.pop(key, None)
 
-    def commit_file(self, name: str, manifest: Manifest) -> None:
-        """Make a file visible under a name."""
-        self.put(manifest_key(name), manifest.text().encode())
-        self._names[manifest_key(name)] = (manifest.record, manifest.files[f"{name}{SUFFIX}"][1])
-
-    def commit_target(self, manifest: Manifest, target: str, names: Iterable[str]) -> None:
-        """Make a target complete, and let names lead to it."""
-        self.put(manifest_key(target), manifest.text().encode())
-        for name in names:
-            self.put(name, f"{target}\n".encode())
-            self._names[name] = (replace(manifest.record, name=name), target)
-
-    def retire(self, *, keep: int, up_to: int | None, spared: Collection[str]) -> None:
+    def retire(self, *, keep: int, up_to: int | None, spared: Collection[str | None]) -> None:
         """Remove the history that is given up, and then what no name leads to."""
-        last = newest(self.records)
+        named = self.named()
+        records = [found.record for found in named]
+        last = newest(records)
         if last is None:
             return
-        of_line = [record for record in self.records if on_line(record, last.branch, last.line)]
+        of_line = [record for record in records if on_line(record, last.branch, last.line)]
         protected = {record.sequence for record in of_line if record.name in ("latest", "best")}
-        for name in to_delete(of_line, keep=keep, protected=protected):
-            self._remove_name(name)
-        # Digests of file checkpoints and targets.
-        kept = {*spared, *(content for _, content in self._names.values())}
+        given_up = to_delete(of_line, keep=keep, protected=protected)
+        self._remove([visible_key(found.entry) for found in named if found.record.name in given_up])
+        kept = {*spared, *(found.content for found in named if found.record.name not in given_up)}
         gone = [
-            key for key in self.keys if (owner := _owner(key)) and owner not in kept and not _is_later(owner, up_to)
+            key for key in self.sizes if (owner := owner_of(key)) and owner not in kept and not _is_later(owner, up_to)
         ]
         # A target without its manifest does not count, whatever else is left when this is interrupted.
         self._remove(sorted(gone, key=lambda key: (not key.endswith(f"/{SUMS}"), key)))
 
-    def _remove_name(self, name: str) -> None:
-        for key in (manifest_key(name), name):
-            if key in self._names:
-                self._remove([key])
-                del self._names[key]
-
     def _remove(self, keys: Collection[str]) -> None:
         for key in keys:
             self.store.delete(f"{self.layout.checkpoints}/{key}")
-            self.keys.discard(key)
+            del self.sizes[key]
+            self._manifests.pop(key, None)
 
 
-def _owner(key: str) -> str | None:
+def owner_of(key: str) -> str | None:
     """Return the digest or the target that an object is a part of; `None` for names and for keys of no known form."""
     head, _, rest = key.partition("/")
     owner, _, file = rest.partition("/")
@@ -385,6 +287,38 @@ def _owner(key: str) -> str | None:
 def _is_later(owner: str, up_to: int | None) -> bool:
     """Whether a target was made after a save: other ranks may be ahead with theirs."""
     return up_to is not None and is_target(owner) and int(owner.partition("-")[0]) > up_to
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a URL means: a run, and the checkpoint of it that is named; `None` for the run itself."""
+
+    base: str
+    layout: RunLayout
+    wanted: str | None
+
+
+def place_of(url: str) -> Place:
+    """Return what a URL of a run, of its checkpoints, or of one of them means; nothing is asked of the store."""
+    check_url(url)
+    scheme, _, rest = url.partition("://")
+    rest = urlsplit(url).path if scheme == "file" else rest
+    parts = [part for part in rest.split("/") if part]
+    below: list[str] = []
+    if CHECKPOINTS in parts[2:]:
+        cut = len(parts) - 1 - parts[::-1].index(CHECKPOINTS)
+        below, parts = parts[cut + 1 :], parts[:cut]
+    wanted = below[-1] if below else None
+    is_known = wanted is None or is_name(wanted.removesuffix(SUFFIX)) or is_target(wanted)
+    is_deep = len(below) > (2 if wanted is not None and is_target(wanted) else 1)
+    if not is_known or is_deep or len(parts) < (2 if scheme == "file" else 3):
+        raise CheckpointNotFound(
+            "Expected the URL of a run or of a checkpoint of it, such as s3://bucket/prefix/lineage/id or .../checkpoints/best. Received: "
+            f"{url!r}. Give one of these."
+        )
+    *base, family, run = parts
+    root = "/" if scheme == "file" else ""
+    return Place(f"{scheme}://{root}{'/'.join(base)}", RunLayout(family, run), wanted)
 
 
 def runs_of_id(store: RemoteStore, family: str, id: str) -> list[str]:

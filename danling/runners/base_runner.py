@@ -383,7 +383,7 @@ class BaseRunner(metaclass=MetaRunner):
             goes_on = self.is_main_process and (config.resume or config.auto_resume)
             stored = stored_seed(self.workspace.checkpoints, config.resume or None) if goes_on else None
             if goes_on and stored is None and (self._has_remote() or "://" in (config.resume or "")):
-                stored = self._remote.sources.stored_seed(config.resume or None)
+                stored = self._remote.stored_seed(config.resume or None)
             config.seed = self.world.broadcast_object(stored or secrets.randbits(31))
         self.seed = int(config.seed or 0)
         seed_streams(derive_seed(self.seed, "initialization"))

@@ -15,12 +15,13 @@ import torch
 from support.fault_proxy import FaultProxy, Request
 from support.object_servers import ObjectServer
 
+from danling import RunnerConfig
 from danling.checkpoints import CheckpointError, CheckpointSettings, FileCheckpointManager, storage
 from danling.checkpoints.manifest import Manifest
 from danling.distributed import LocalDomain
 from danling.remote import RemoteError, RemoteSettings, RunLayout, open_store
-from danling.remote.attach import RunMirror
-from danling.remote.mirror import CheckpointMirror, MirrorSettings
+from danling.remote.mirror import RunMirror
+from danling.remote.stored_run import StoredRun
 
 LAYOUT = RunLayout("line", "run")
 QUICK = RemoteSettings(part_size=5 << 20, timeout_seconds=20.0, retries=0)
@@ -34,7 +35,7 @@ class Place:
         self.bucket = server.make_bucket()
         self.opened: list[FileCheckpointManager] = []
 
-    def manager(self, *, begin: bool = True, **changes: Any) -> FileCheckpointManager:
+    def manager(self, **changes: Any) -> FileCheckpointManager:
         """Return a manager that is mirrored; `keep` is the local retention."""
         keep = changes.pop("keep", 0)
         policy = CheckpointSettings(async_mode="disabled", keep_latest_k=keep)
@@ -42,11 +43,11 @@ class Place:
             self.directory / "checkpoints", domain=LocalDomain(), run_id="run", settings=policy, step_mode=True
         )
         store = open_store(f"s3://{self.bucket}/pre", settings=changes.pop("requests", QUICK))
-        settings = MirrorSettings(**changes)
-        copy = RunMirror(store, LAYOUT, directory=self.directory, manager=manager, settings=settings)
+        settings = RunnerConfig({f"checkpoint.remote.{key}": value for key, value in changes.items()})
+        copy = RunMirror(StoredRun(store, LAYOUT), manager, self.directory, settings.checkpoint.remote)
+        copy.open()
         self.opened.append(manager)
-        if begin:
-            copy.begin()
+        copy.begin()
         return manager
 
     def keys(self, below: str = "checkpoints") -> list[str]:
@@ -85,8 +86,8 @@ def save(manager: FileCheckpointManager, step: int, **names: bool) -> None:
     manager.save_checkpoint(payload, epoch=0, global_step=step, **names)
 
 
-def mirror_of(manager: FileCheckpointManager) -> CheckpointMirror:
-    assert isinstance(manager.mirror, CheckpointMirror)
+def mirror_of(manager: FileCheckpointManager) -> RunMirror:
+    assert isinstance(manager.mirror, RunMirror)
     return manager.mirror
 
 
@@ -306,7 +307,7 @@ def test_who_was_taken_over_writes_nothing_any_more(place: Place) -> None:
     manager = place.manager()
     save(manager, 1)
     manager.wait_for_mirror()
-    mirror_of(manager).lost = lambda: RemoteError("Another process writes there.")
+    mirror_of(manager).lease._error = RemoteError("Another process writes there.")
     place.proxy.forget()
     save(manager, 2)
     with pytest.raises(RemoteError, match="Another process writes there"):

@@ -44,14 +44,14 @@ class Remote:
         self.machines += 1
         directory = directory or self.root / f"machine-{self.machines}" / "checkpoints"
         manager = make_manager(self.kind, directory, keep=0, run=run)
-        known = (self.url, LAYOUT) if home else None
-        manager.checkpoints.look_in(lambda: RemoteSources(directory, connect=open_store, home=known), own=True)
+        known = StoredRun(open_store(self.url), LAYOUT) if home else None
+        manager.checkpoints.look_in(lambda: RemoteSources(directory, home=known), own=True)
         return manager
 
     def object_of(self, step: int) -> Path:
         """Return the file in the store that has the weights of a step."""
         name = history_name(step_mode=True, epoch=0, global_step=step)
-        found = StoredRun(open_store(self.url), LAYOUT).describe(name, file=self.kind == "file")
+        found = StoredRun(open_store(self.url), LAYOUT).choose(name)
         file = max(found.manifest.files, key=lambda file: found.manifest.files[file][0])
         return self.root / "bucket" / LAYOUT.checkpoints / found.key(file)
 

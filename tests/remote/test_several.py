@@ -6,6 +6,7 @@ import hashlib
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from support.object_servers import ObjectServer
 from support.processes import run_processes
 from support.toys import TracingRunner, differences
 
+from danling import RunnerConfig
+from danling.checkpoints.directory import TargetStore
 from danling.checkpoints.manager import Saved
 from danling.checkpoints.manifest import Manifest, Record
 from danling.remote import RemoteError, RemoteSettings, RunLayout, open_store
 from danling.remote.attach import RemoteStores
-from danling.remote.mirror import CheckpointMirror, MirrorSettings
-from danling.remote.stored_run import RemoteRun
+from danling.remote.mirror import RunMirror
+from danling.remote.stored_run import StoredRun
 
 LAYOUT = RunLayout("line", "run")
 FILES = {0: ["__0_0.distcp", ".metadata", "index.json"], 1: ["__1_0.distcp"]}
@@ -48,12 +51,14 @@ def write_target(directory: Path, sequence: int, names: tuple[str, ...]) -> list
     return [Saved(sequence, sequence, names, name, tuple(FILES[rank])) for rank in (0, 1)]
 
 
-def two_mirrors(url: str, directory: Path) -> list[CheckpointMirror]:
+def two_mirrors(url: str, directory: Path) -> list[RunMirror]:
     store = open_store(url, settings=RemoteSettings(retries=0, timeout_seconds=20.0))
-    return [
-        CheckpointMirror(directory, RemoteRun(store, LAYOUT), rank=rank, alone=False, settings=MirrorSettings())
+    managers: list[Any] = [
+        SimpleNamespace(domain=SimpleNamespace(rank=rank, size=2), directory=directory, store_class=TargetStore)
         for rank in (0, 1)
     ]
+    settings = RunnerConfig().checkpoint.remote
+    return [RunMirror(StoredRun(store, LAYOUT), manager, directory / "run", settings) for manager in managers]
 
 
 def test_a_target_counts_when_the_files_of_all_ranks_are_there(moto: ObjectServer, url: str, tmp_path: Path) -> None:
@@ -86,7 +91,7 @@ def test_files_of_a_rank_that_is_ahead_are_not_removed(moto: ObjectServer, url: 
     second.saved(of_second)
     second.wait()
     first.run.forget()
-    first.sweep(2, ())
+    first._sweep(2, ())
     targets = {key.removeprefix(prefix).split("/")[0] for key in moto.objects(bucket, prefix.rstrip("/"))}
     assert targets == {"00000002-00000002", str(of_second.target)}
     first.saved(of_first)
