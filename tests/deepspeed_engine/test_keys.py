@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.engines import needs_deepspeed
 from support.processes import run_processes
+from support.stacks import needs_deepspeed
 
 from danling.deepspeed.engine_config import check_keys
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from support.engines import needs_deepspeed
 from support.processes import run_outcomes, run_processes
+from support.stacks import needs_deepspeed
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset

@@ -1,23 +1,187 @@
 """What every stack keeps, on two processes with ragged windows: one row a stack in `support/stacks.py`, one test a promise.
 
-A stack runs its whole program in one pair of processes, and dies in another one; the tests look at what came of it.
+A stack runs its whole program (`exercise`) in one pair of processes, and dies in another one; the tests look at what came of it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from support.processes import run_outcomes, run_processes
-from support.stacks import KILLED_IN, STACKS, STOPS, UPDATES, Points, build, continue_elsewhere, die, exercise, loss_of
-from support.toys import differences
+from support.stacks import STACKS, AnyStackRunner, Points, build, copied
+from support.toys import differences, whole_settings, whole_state
+from torch import Tensor, nn
+
+from danling.training import NonFiniteError
+from danling.utils.tensors import canonical_name
 
 pytestmark = pytest.mark.timeout(400)
+
+UPDATES = 6
+STOPS = (1, 4)
+"""Updates after which a run is stopped: within the first pass, and within the second."""
+KILLED_IN = 4
+"""Update in which a rank dies."""
+UNSAVED: dict[str, Any] = {"checkpoint": {"load_only": True}}
+"""For runs that nobody goes on with."""
+
+
+class Exercised(AnyStackRunner):
+    """One script for every stack, which notes its samples and what became of each update."""
+
+    not_saved: ClassVar[tuple[str, ...]] = ("ids", "moved", "seen")
+
+    def __init__(
+        self, config: Mapping[str, Any], *, signalled: int | None = None, dies: bool = False, **options: Any
+    ) -> None:
+        super().__init__(config, norm=False, **options)
+        self.signalled, self.dies = signalled, dies
+        self.ids: list[list[int]] = [[]]
+        self.seen: list[tuple[bool, str | None]] = []
+        self.moved: list[str] = []
+
+    def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
+        last = self.rank == self.world_size - 1
+        if last and self.dies and self.train_state.global_step == KILLED_IN - 1 and self.ids[-1]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if last and self.signalled is not None and self.train_state.global_step == 2 and not self.ids[-1]:
+            os.kill(os.getpid(), self.signalled)
+        self.ids[-1] += data["index"].tolist()
+        return super().train_step(data)
+
+    def step(self) -> Any:
+        before = self.still() if self.train_state.attempted in self.spoiled else None
+        outcome = super().step()
+        if before is not None and not outcome.committed:
+            self.moved += differences(self.still(), before)
+        self.seen.append((outcome.committed, outcome.reason))
+        self.ids.append([])
+        return outcome
+
+    def still(self) -> dict[str, Any]:
+        state = copied(whole_state(self))
+        for name in ("rng", "train"):
+            del state["state"][name]
+        del state["dataloaders"]
+        return {"step": self.train_state.global_step, **state}
+
+
+class Watched(Exercised):
+    """Keeps the weights around every update, of which plain gradient descent by 1 shows the gradient."""
+
+    not_saved: ClassVar[tuple[str, ...]] = ("path",)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.path: list[dict[str, Tensor]] = []
+
+    def step(self) -> Any:
+        if not self.path:
+            self.path.append(self.weights())
+        outcome = super().step()
+        self.path.append(self.weights())
+        return outcome
+
+    def weights(self) -> dict[str, Tensor]:
+        with self.whole_weights():
+            named = self.unwrapped_model.named_parameters()
+            return {canonical_name(name): value.detach().clone() for name, value in named}
+
+
+def settings(name: str, root: str, **changes: Any) -> dict[str, Any]:
+    """Return the configuration of a run with two updates a pass, the second of which is a shorter window with ragged batches."""
+    base: dict[str, Any] = {**STACKS[name].settings, "steps": UPDATES, "accum_steps": 4, "dropout": 0.3, "points": 22}
+    base |= {"max_grad_norm": 0.3, "evaluate_interval": 2, "scheduler": {"type": "cosine", "warmup_steps": 2}}
+    return whole_settings("unused", **{**base, "checkpoint": {"interval": 1}, "dir": root, "log": False, **changes})
+
+
+def train(name: str, root: str, config: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Train and return what it was made of and how it ended."""
+    code = None
+    with Exercised(settings(name, root, **(config or {})), **options) as runner:
+        try:
+            runner.train()
+        except SystemExit as end:
+            code = end.code
+        return {
+            "stack": runner.stack,
+            "code": code,
+            "step": runner.train_state.global_step,
+            "ids": runner.ids[:-1],
+            "seen": runner.seen,
+            "trace": runner.trace,
+            "moved": runner.moved,
+            "results": dict(runner.results),
+            "state": copied(whole_state(runner)),
+        }
+
+
+def train_again(name: str, root: str) -> dict[str, Any]:
+    return train(name, root, {"auto_resume": True})
+
+
+def die(name: str, root: str) -> None:
+    train(name, root, dies=True)
+
+
+def watch(name: str, root: str) -> dict[str, Any]:
+    """Train by plain gradient descent, evaluate and predict, and return what one process is to find too."""
+    plain: dict[str, Any] = {**UNSAVED, "optim": {}, "scheduler": {}, "ema": {}, "max_grad_norm": None}
+    plain |= {"dropout": 0.0, "arithmetic": STACKS[name].dtype}
+    with Watched(settings(name, root, **plain)) as runner:
+        runner.train()
+        before = copied(whole_state(runner)["state"]["rng"])
+        found = {"path": runner.path, "ids": runner.ids[:-1], "losses": runner.trace}
+        found["evaluated"] = runner.evaluate("val")["val"]
+        found["predicted"] = torch.stack(runner.infer("val"))
+        return {**found, "rng": (before, copied(whole_state(runner)["state"]["rng"]))}
+
+
+def fail(name: str, root: str) -> str:
+    """Return what all ranks raise where the loss of one is not a number, and nothing may be skipped."""
+    with pytest.raises(NonFiniteError) as caught:
+        train(name, root, UNSAVED, spoiled=(2,))
+    return str(caught.value)
+
+
+def exercise(name: str, root: str) -> dict[str, Any]:
+    """Do everything that all stacks can, one run after the other in this process; the killed run is there already."""
+    return {
+        "watched": watch(name, f"{root}/watched"),
+        "whole": train(name, f"{root}/whole", UNSAVED),
+        "stopped": [train(name, f"{root}/stopped-{stop}", stop_at=stop) for stop in STOPS],
+        "resumed": [train_again(name, f"{root}/stopped-{stop}") for stop in STOPS],
+        "signalled": train(name, f"{root}/signalled", signalled=signal.SIGTERM),
+        "after the signal": train_again(name, f"{root}/signalled"),
+        "after the kill": train_again(name, f"{root}/killed"),
+        "skipped": train(name, f"{root}/skipped", {**UNSAVED, "skip_nonfinite_grad": True}, spoiled=(2, 3)),
+        "raised": fail(name, f"{root}/raised"),
+    }
+
+
+def continue_elsewhere(pairs: list[tuple[str, str]], root: str) -> list[dict[str, Any]]:
+    """Go on with a run of each first stack on the second one, from the last checkpoint of one that was stopped within a pass."""
+    unsaved = {"checkpoint": {**UNSAVED["checkpoint"], "trust": True}}
+    ended = []
+    for source, target in pairs:
+        # The checkpoint of the last stopped run, which was gone on with since.
+        found = Path(root, source, f"stopped-{STOPS[-1]}", "checkpoints").glob(f"ckpt-s{STOPS[-1]:012d}*")
+        resume = str(next(path for path in sorted(found) if path.suffix != ".sha256"))
+        ended.append(train(target, f"{root}/{source}-{target}", {**unsaved, "resume": resume}))
+    return ended
+
+
+def loss_of(pred: Tensor, target: Tensor) -> Tensor:
+    """Return the mean over the positions that count."""
+    return nn.functional.cross_entropy(pred.reshape(len(pred), 4, 3), target)
 
 
 class Ran:
@@ -108,7 +272,7 @@ def test_the_gradient_of_each_update_is_that_of_one_process(name: str, ran: Ran)
         loss.backward()
         for rank in (first, second):
             assert differences(rank["path"][update], first["path"][update]) == []
-            mean, weight, _ = rank["losses"][update]
+            mean, weight, *_ = rank["losses"][update]
             assert weight == (data.targets[ids] >= 0).sum()
             assert mean / weight == pytest.approx(loss.item(), rel=1e-6)
             for key, parameter in model.named_parameters():

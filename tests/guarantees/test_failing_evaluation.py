@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import needs_deepspeed
 from support.processes import run_outcomes, run_processes
+from support.stacks import needs_deepspeed
 from support.toys import NoisyPoints, TracingRunner, differences, whole_state
 from support.toys import settings as toy_settings
 from torch import nn

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import engines
 from support.chaos import SEED, report, share
 from support.patience import patience
 from support.processes import ProcessFailure, free_port, run_outcomes, run_processes
 from support.saves import litter
+from support.stacks import AnyStackRunner, needs_deepspeed, zero
+from support.stacks import settings as stack_settings
 from support.toys import TracingRunner, differences, whole_settings, whole_state
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -39,7 +40,7 @@ class SlowParallelRunner(SlowRunner, ParallelRunner):
     """The same on a mesh."""
 
 
-class SlowEngineRunner(engines.AnyStackRunner):
+class SlowEngineRunner(AnyStackRunner):
     """The same on an engine of DeepSpeed."""
 
     def train_step(self, data: Any) -> Any:
@@ -57,7 +58,7 @@ def settings(root: Path, backend: str, mode: str, axes: dict[str, int] | None = 
 def engine_settings(root: Path, stage: int) -> dict[str, Any]:
     """The same for DeepSpeed."""
     changes: dict[str, Any] = {"epochs": 12, "checkpoint.keep_latest_k": 2, "auto_resume": True}
-    return engines.settings(root, deepspeed=engines.zero(stage), ema={"enabled": True, "decay": 0.9}, **changes)
+    return stack_settings(root, deepspeed=zero(stage), ema={"enabled": True, "decay": 0.9}, **changes)
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class KilledRuns:
         return done
 
 
-slow, needs_engine = pytest.mark.slow, [pytest.mark.slow, engines.needs_deepspeed]
+slow, needs_engine = pytest.mark.slow, [pytest.mark.slow, needs_deepspeed]
 
 
 @pytest.mark.timeout(7200)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.engines import AnyStackRunner, needs_deepspeed, zero
-from support.engines import settings as engine_settings
 from support.processes import run_processes
+from support.stacks import AnyStackRunner, needs_deepspeed, zero
+from support.stacks import settings as engine_settings
 from support.toys import Small
 from support.toys import settings as toy_settings
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import AnyStackRunner, needs_deepspeed
 from support.object_servers import ObjectServer
 from support.processes import run_processes
+from support.stacks import AnyStackRunner, needs_deepspeed
 from support.toys import differences
 
 _NEW_MOUNTS, _NEW_USERS = 0x00020000, 0x10000000

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.engines import AnyStackRunner, needs_deepspeed
 from support.fault_proxy import FaultProxy
 from support.object_servers import ObjectServer
 from support.processes import run_processes
+from support.stacks import AnyStackRunner, needs_deepspeed
 from support.toys import TracingRunner, differences
 
 from danling import RunnerConfig

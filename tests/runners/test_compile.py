@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from models.gpt import GPT
-from support.engines import needs_deepspeed, zero
 from support.processes import run_processes
+from support.stacks import needs_deepspeed, zero
 from support.toys import settings
 from torch import nn
 from torch.utils.data import TensorDataset

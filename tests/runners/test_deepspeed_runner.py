@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support import hostile
-from support.engines import UNSAVED, AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
 from support.processes import run_outcomes, run_processes
+from support.stacks import UNSAVED, AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
 from support.toys import differences
 
 from danling.checkpoints import CheckpointDamaged, CheckpointError, read_config
@@ -59,7 +59,7 @@ def test_an_overflow_of_float16_is_left_out_and_forgotten(tmp_path: Path) -> Non
     changes: dict[str, Any] = {**UNSAVED, "precision": "fp16", "skip_nonfinite_grad": True}
     offloaded = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
     sections = [zero(1), zero(3), zero(1, **offloaded), zero(2, **offloaded)]
-    how = {"poisoned": 2, "norm": False}
+    how = {"spoiled": (2,), "norm": False}
     cases = [(settings(tmp_path / "ddp", "ddp", **changes), how)]
     cases += [(settings(tmp_path / str(i), deepspeed=section, **changes), how) for i, section in enumerate(sections)]
     for ranks in run_processes(train_each, cases, world_size=2, timeout=150):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import needs_deepspeed, zero
 from support.processes import run_processes
+from support.stacks import needs_deepspeed, zero
 from support.toys import Line, line_of
 from support.toys import settings as toy_settings
 from torch import nn

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import needs_deepspeed
 from support.processes import run_processes
+from support.stacks import needs_deepspeed
 from support.toys import settings
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset

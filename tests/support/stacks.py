@@ -1,41 +1,36 @@
-"""Every stack as a row, and one small program that each of them runs on two processes.
+"""Every stack as a row, a small runner that takes any of them, and what tests of DeepSpeed have in common.
 
-A row says how a stack is asked for, and how near its gradient comes to that of one process.
+Importing DeepSpeed takes seconds a process, so that a test runs several cases in the same processes.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import danling as dl
-from danling.training import NonFiniteError
-from danling.utils.tensors import canonical_name, whole
+from danling.utils.tensors import whole
 
-from .toys import differences, whole_settings, whole_state
+from .toys import whole_settings, whole_state
 
-WORLD = 2
-UPDATES = 6
-STOPS = (1, 4)
-"""Updates after which a run is stopped: within the first pass, and within the second."""
-KILLED_IN = 4
-"""Update in which a rank dies."""
-UNSAVED: dict[str, Any] = {"checkpoint": {"load_only": True}}
-"""For runs that nobody goes on with."""
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install deepspeed"
+)
+UNSAVED: dict[str, Any] = {"checkpoint.load_only": True}
+"""For runs that nobody goes on with: an engine takes longer to save than to train so little."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """How a stack is asked for on two processes."""
+    """How a stack is asked for on two processes, and how near its gradient comes to that of one."""
 
     settings: Mapping[str, Any]
     dtype: str = "float64"
@@ -68,7 +63,7 @@ class Points(Dataset[dict[str, Any]]):
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(size)
-        self.inputs = torch.randn(size, 5, generator=generator, dtype=torch.float64).to(dtype)
+        self.inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64).to(dtype)
         self.targets = torch.randint(4, (size, 3), generator=generator)
         # Unequal weights, and never nothing.
         self.targets[:, 1:][torch.rand(size, 2, generator=generator) < 0.5] = -100
@@ -80,21 +75,17 @@ class Points(Dataset[dict[str, Any]]):
         return {"input": self.inputs[index], "target": self.targets[index], "index": index}
 
 
-def build(dtype: torch.dtype, dropout: float = 0.0) -> nn.Module:
+def build(dtype: torch.dtype, dropout: float = 0.0, *, norm: bool = False) -> nn.Module:
     """Return the model; seven do not divide over two ranks."""
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 12))
-    return model.to(dtype)
+    # No bias before the normalization: its gradient is nothing but rounding, which Adam would make steps of.
+    first, between = nn.Linear(6, 7, bias=not norm), nn.BatchNorm1d(7) if norm else nn.Identity()
+    return nn.Sequential(first, between, nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 12)).to(dtype)
 
 
-def loss_of(pred: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over the positions that count."""
-    return nn.functional.cross_entropy(pred.reshape(len(pred), 4, 3), target)
+class AnyStackRunner(dl.Runner):
+    """Classifies three positions of a point on any stack, and writes down what its updates were made of."""
 
-
-class AnyStack(dl.Runner):
-    """One script for every stack, which writes down what its updates were made of."""
-
-    not_saved: ClassVar[tuple[str, ...]] = ("ids", "moved", "seen", "trace")
+    not_saved: ClassVar[tuple[str, ...]] = ("trace",)
 
     def __init__(
         self,
@@ -102,28 +93,27 @@ class AnyStack(dl.Runner):
         *,
         stop_at: int | None = None,
         spoiled: tuple[int, ...] = (),
-        signalled: int | None = None,
-        dies: bool = False,
+        own: bool = False,
+        norm: bool = True,
+        frozen: bool = False,
+        scaled: bool = False,
     ) -> None:
         super().__init__(config)
+        self.stop_at, self.spoiled = stop_at, spoiled
+        self.trace: list[tuple[float, float, float, float]] = []
         dtype = getattr(torch, self.config.get("arithmetic", "float32"))
-        self.stop_at, self.spoiled, self.signalled, self.dies = stop_at, spoiled, signalled, dies
-        self.model = build(dtype, self.config.get("dropout", 0.0))
+        self.model = build(dtype, self.config.get("dropout", 0.1), norm=norm)
+        self.model[0].requires_grad_(not frozen)
+        if own:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
         self.criterion = nn.CrossEntropyLoss()
-        self.datasets = {"train": Points(22, dtype), "val": Points(7, dtype)}
-        self.ids: list[list[int]] = [[]]
-        self.seen: list[tuple[bool, str | None]] = []
-        self.trace: list[tuple[float, float, float]] = []
-        self.moved: list[str] = []
+        if scaled:
+            self.criterion.scale = nn.Parameter(torch.ones(()))
+        self.datasets = {"train": Points(self.config.get("points", 38), dtype), "val": Points(7, dtype)}
 
     def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
-        last = self.rank == self.world_size - 1
-        if last and self.dies and self.train_state.global_step == KILLED_IN - 1 and self.ids[-1]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if last and self.signalled is not None and self.train_state.global_step == 2 and not self.ids[-1]:
-            os.kill(os.getpid(), self.signalled)
-        self.ids[-1] += data["index"].tolist()
-        spoiled = last and len(self.seen) in self.spoiled
+        spoiled = self.rank == self.world_size - 1 and self.train_state.attempted in self.spoiled
         return super().train_step((data["input"] * torch.nan if spoiled else data["input"], data["target"]))
 
     def evaluate_step(self, data: dict[str, Any]) -> tuple[Any, Tensor | None]:
@@ -138,44 +128,10 @@ class AnyStack(dl.Runner):
     def step(self) -> Any:
         if self.stop_at is not None and self.train_state.global_step == self.stop_at - 1:
             self.stop()
-        before = self.still() if len(self.seen) in self.spoiled else None
         rate = self.optimizer.param_groups[0]["lr"]
         outcome = super().step()
-        if before is not None and not outcome.committed:
-            self.moved += differences(self.still(), before)
-        self.seen.append((outcome.committed, outcome.reason))
-        self.trace.append((float(outcome.loss_sum), float(outcome.weight), rate))
-        self.ids.append([])
-        return outcome
-
-    def still(self) -> dict[str, Any]:
-        state = copied(whole_state(self))
-        for name in ("rng", "train"):
-            del state["state"][name]
-        del state["dataloaders"]
-        return {"step": self.train_state.global_step, **state}
-
-    def weights(self) -> dict[str, Tensor]:
-        with self.whole_weights():
-            named = self.unwrapped_model.named_parameters()
-            return {canonical_name(name): value.detach().clone() for name, value in named}
-
-
-class Watched(AnyStack):
-    """Keeps the weights around every update, of which plain gradient descent by 1 shows the gradient."""
-
-    not_saved: ClassVar[tuple[str, ...]] = ("path",)
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.path: list[dict[str, Tensor]] = []
-
-    def step(self) -> Any:
-        if not self.path:
-            self.path.append(self.weights())
-        outcome = super().step()
-        self.path.append(self.weights())
+        assert outcome.grad_norm is not None
+        self.trace.append((float(outcome.loss_sum), float(outcome.weight), rate, float(outcome.grad_norm)))
         return outcome
 
 
@@ -188,91 +144,25 @@ def copied(value: Any) -> Any:
     return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def settings(name: str, root: str, **changes: Any) -> dict[str, Any]:
-    """Return the configuration of a run with two updates a pass, the second of which is a shorter window with ragged batches."""
-    base: dict[str, Any] = {**STACKS[name].settings, "steps": UPDATES, "accum_steps": 4, "dropout": 0.3}
-    base |= {"max_grad_norm": 0.3, "evaluate_interval": 2, "scheduler": {"type": "cosine", "warmup_steps": 2}}
-    return whole_settings("unused", **{**base, "checkpoint": {"interval": 1}, "dir": root, "log": False, **changes})
+def settings(root: Path | str, stack: str = "deepspeed", **changes: Any) -> dict[str, Any]:
+    """Return a configuration of ten updates on one process and six on two, where the last window of an epoch is a shorter one."""
+    loader, schedule = {"batch_size": 4, "drop_last": False}, {"type": "cosine", "warmup_steps": 2}
+    base = {"stack": stack, "epochs": 2, "max_grad_norm": 0.3, "dataloader": loader, "scheduler": schedule}
+    return whole_settings(root, **{**base, "ema": {}, "log": False, **changes})
 
 
-def train(name: str, root: str, config: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Train and return what it was made of and how it ended. Call on all ranks."""
-    code = None
-    with AnyStack(settings(name, root, **(config or {})), **options) as runner:
-        try:
-            runner.train()
-        except SystemExit as end:
-            code = end.code
-        return {
-            "stack": runner.stack,
-            "code": code,
-            "step": runner.train_state.global_step,
-            "ids": runner.ids[:-1],
-            "seen": runner.seen,
-            "trace": runner.trace,
-            "moved": runner.moved,
-            "results": dict(runner.results),
-            "state": copied(whole_state(runner)),
-        }
+def zero(stage: int, **changes: Any) -> dict[str, Any]:
+    """Return the DeepSpeed section of a stage."""
+    return {"zero_optimization": {"stage": stage, **changes}}
 
 
-def train_again(name: str, root: str) -> dict[str, Any]:
-    """Go on with a run in its directory."""
-    return train(name, root, {"auto_resume": True})
-
-
-def die(name: str, root: str) -> None:
-    """Train until the last rank is killed."""
-    train(name, root, dies=True)
-
-
-def watch(name: str, root: str) -> dict[str, Any]:
-    """Train by plain gradient descent, evaluate and predict, and return what one process is to find too."""
-    plain: dict[str, Any] = {**UNSAVED, "optim": {}, "scheduler": {}, "ema": {}, "max_grad_norm": None}
-    plain |= {"dropout": 0.0, "arithmetic": STACKS[name].dtype}
-    with Watched(settings(name, root, **plain)) as runner:
+def train(config: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """Train and return the trace, the figures and the whole state, less what says on which attempt it was reached."""
+    with AnyStackRunner(config, **options) as runner:
         runner.train()
-        before = copied(whole_state(runner)["state"]["rng"])
-        found = {"path": runner.path, "ids": runner.ids[:-1], "losses": runner.trace}
-        found["evaluated"] = runner.evaluate("val")["val"]
-        found["predicted"] = torch.stack(runner.infer("val"))
-        return {**found, "rng": (before, copied(whole_state(runner)["state"]["rng"]))}
+        return {"trace": runner.trace, "results": dict(runner.results), "state": copied(whole_state(runner))}
 
 
-def fail(name: str, root: str) -> str:
-    """Return what all ranks raise where the loss of one is not a number, and nothing may be skipped."""
-    try:
-        train(name, root, UNSAVED, spoiled=(2,))
-    except NonFiniteError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def exercise(name: str, root: str) -> dict[str, Any]:
-    """Do everything that all stacks can, one run after the other in this process; the killed run is there already."""
-    return {
-        "watched": watch(name, f"{root}/watched"),
-        "whole": train(name, f"{root}/whole", UNSAVED),
-        "stopped": [train(name, f"{root}/stopped-{stop}", stop_at=stop) for stop in STOPS],
-        "resumed": [train_again(name, f"{root}/stopped-{stop}") for stop in STOPS],
-        "signalled": train(name, f"{root}/signalled", signalled=signal.SIGTERM),
-        "after the signal": train_again(name, f"{root}/signalled"),
-        "after the kill": train_again(name, f"{root}/killed"),
-        "skipped": train(name, f"{root}/skipped", {**UNSAVED, "skip_nonfinite_grad": True}, spoiled=(2, 3)),
-        "raised": fail(name, f"{root}/raised"),
-    }
-
-
-def continue_elsewhere(pairs: list[tuple[str, str]], root: str) -> list[dict[str, Any]]:
-    """Go on with a run of each first stack on the second one, from the last checkpoint of one that was stopped within a pass."""
-    unsaved = {"checkpoint": {**UNSAVED["checkpoint"], "trust": True}}
-    return [
-        train(target, f"{root}/{source}-{target}", {**unsaved, "resume": saved(f"{root}/{source}")})
-        for source, target in pairs
-    ]
-
-
-def saved(root: str) -> str:
-    """Return the path of the checkpoint that the last stopped run has left; it was gone on with since."""
-    found = Path(root, f"stopped-{STOPS[-1]}", "checkpoints").glob(f"ckpt-s{STOPS[-1]:012d}*")
-    return str(next(path for path in sorted(found) if path.suffix != ".sha256"))
+def train_each(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Train one configuration after the other in this process."""
+    return [train(config, **options) for config, options in cases]
