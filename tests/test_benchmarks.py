@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.kill import run_python
-from support.programs import run_program
+from support.programs import run_program, run_python
 from torch.distributed.checkpoint.planner import SavePlan
 
 from benchmarks import scale

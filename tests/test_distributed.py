@@ -17,8 +17,6 @@ from torch.distributed import TCPStore
 from danling.distributed import JointLeave, LocalDomain, Placement, all_arrive, domain, world_of
 from danling.utils.process import held_port
 
-# Places
-
 
 class Ranks(LocalDomain):
     """A domain of several ranks that reduces nothing."""
@@ -49,9 +47,6 @@ def test_several_processes_must_be_joined_by_somebody() -> None:
         world_of(2, torch.device("cpu"))
 
 
-# A port for a server which starts later
-
-
 def test_nobody_else_gets_the_port_and_a_store_of_torch_may_listen_there() -> None:
     with held_port() as port:
         with socket.socket() as other, pytest.raises(OSError):
@@ -62,9 +57,6 @@ def test_nobody_else_gets_the_port_and_a_store_of_torch_may_listen_there() -> No
     # The store goes on when the port is held no more.
     TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("key", "later")
     assert store.get("key") == b"later"
-
-
-# All ranks come to a place in time, or each is told that they do not
 
 
 class Hesitant:
@@ -115,9 +107,6 @@ def test_one_that_comes_later_is_told_that_it_was_given_up(stores: threading.loc
     stores.store = HashStore()
     assert [all_arrive("here", seconds=-1), all_arrive("here", seconds=60)] == [False, False]
     assert [all_arrive("there", seconds=-1) for _ in range(2)] == [False, False]
-
-
-# All ranks leave a wait, or none does
 
 
 def rounds(size: int) -> list[JointLeave]:

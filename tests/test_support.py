@@ -7,33 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from support.process_tree import descendants
 from support.processes import ProcessFailure, RankTraceback, run_outcomes, run_processes
 from support.warm import interpreter
 from torch import distributed as dist
 
 
-@dataclass
-class Report:
-    """A class of the test file, so that pickling both ways is seen to work."""
-
-    rank: int
-    total: torch.Tensor
-
-
 class OwnError(Exception):
     pass
-
-
-def _reduce(report: Report) -> Report:
-    total = report.total + dist.get_rank()
-    dist.all_reduce(total)
-    return Report(dist.get_rank(), total)
 
 
 def _raise_on_rank_one() -> None:
@@ -50,12 +34,6 @@ def _die_on_rank_one() -> None:
 def _sleep_beside_a_child(seconds: float) -> None:
     subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
     time.sleep(seconds)
-
-
-def test_ranks_form_a_group_and_return_values_by_rank() -> None:
-    reports = run_processes(_reduce, Report(-1, torch.ones(2)), world_size=3, init_process_group=True)
-    assert [report.rank for report in reports] == [0, 1, 2]
-    assert all(torch.equal(report.total, torch.full((2,), 6.0)) for report in reports)
 
 
 def test_an_error_of_a_rank_is_raised_with_its_traceback() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.locks import child, wait_for
+from support.forked import child, wait_for
 from support.saves import KINDS, go_on, load, make_manager, record_saves
 
 from danling.checkpoints import CheckpointDamaged, storage

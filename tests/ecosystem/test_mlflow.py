@@ -107,8 +107,6 @@ def status_in(uri: str, lineage: str) -> str:
 
 
 class Ending(Small):
-    """Trains until the third update, in which something happens."""
-
     def __init__(self, config: dict[str, Any], happens: Callable[[Any], None]) -> None:
         super().__init__(config)
         self.happens = happens

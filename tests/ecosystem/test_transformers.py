@@ -28,8 +28,6 @@ KINDS = ["causal", "masked", "classes", "seq2seq"]
 
 
 class HFRunner(dl.Runner):
-    """Nothing is overridden but what looks at the gradient."""
-
     not_saved = ("gradients",)
 
     def __init__(self, config: dict[str, Any], kind: str, model: Any = None) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.programs import run_program
-
-from danling.reporting.trackers import read_jsonl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--model.width", "16", "--model.depth", "1", "--model.context", "16", "--optim.lr", "3e-2")
@@ -44,19 +41,6 @@ def test_learns_more_than_frequencies_and_leaves_its_files(text: list[str]) -> N
     assert any(name.endswith(".log") for name in left)
 
 
-def test_goes_on_by_itself_and_by_path(text: list[str]) -> None:
-    run_program(EXAMPLES / "gpt.py", "--steps", "8", *text)
-    exit_code, output = run_program(EXAMPLES / "gpt.py", "--steps", "12", "--auto_resume", "true", *text)
-    assert exit_code == 0, output
-    assert "step 12:" in output
-    assert "step 8:" not in output
-    (latest,) = Path("experiments/gpt").glob("*/checkpoints/latest.pth")
-    exit_code, output = run_program(EXAMPLES / "gpt.py", "--steps", "16", "--resume", str(latest), *text)
-    assert exit_code == 0, output
-    assert "step 16:" in output
-    assert "step 12:" not in output
-
-
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -75,32 +59,6 @@ def test_runs_unchanged_on_a_mesh(axes: tuple[str, ...], options: tuple[str, ...
     validation, entropy = bits_in(output)
     assert validation < entropy
     assert list(Path("experiments/gpt").glob("*/checkpoints/targets/*/.metadata"))
-
-
-STACKS = {
-    "ddp": (),
-    "parallel": ("--parallel.axes.shard", "2"),
-    "deepspeed": ("--deepspeed.zero_optimization.stage", "2"),
-    "accelerate": (),
-}
-
-
-@pytest.mark.slow  # one class on every stack: test_every_stack.py
-@pytest.mark.timeout(300)
-def test_one_script_on_every_stack(text: list[str]) -> None:
-    found: dict[str, list[Any]] = {}
-    for stack, options in STACKS.items():
-        if stack in ("deepspeed", "accelerate"):
-            pytest.importorskip(stack)
-        more = ("--steps", "10", "--log_interval", "1", "--workspace_root", stack, "--stack", stack, *AT_TIMES)
-        exit_code, output = run_program(EXAMPLES / "gpt.py", *text, *more, *options, nproc_per_node=2, timeout=140)
-        assert exit_code == 0, output
-        (metrics,) = Path(stack).rglob("metrics.jsonl")
-        found[stack] = [line["train/loss"] for line in read_jsonl(metrics) if "train/loss" in line]
-    assert len(found["ddp"]) == 10 and found["ddp"][-1] < found["ddp"][0]
-    assert found["accelerate"] == found["ddp"]
-    for stack in ("parallel", "deepspeed"):
-        assert found[stack] == pytest.approx(found["ddp"], rel=1e-4)
 
 
 def test_the_model_looks_back_only(monkeypatch: pytest.MonkeyPatch) -> None:

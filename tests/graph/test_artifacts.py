@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pwd
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.forked import child, wait_for
 from support.toys import Small
 from torch import nn
 
@@ -71,6 +73,32 @@ def test_damage_is_said_once_and_everything_goes(damage: str, tmp_path: Path, ca
     (message,) = said(caplog)
     assert "not as it was written" in message and not artifacts.is_warm and not files(path)
     artifacts.close()
+
+
+@pytest.mark.parametrize("closed_first", [True, False])
+def test_two_runs_share_a_folder_and_one_is_killed(
+    closed_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other one lists what both have compiled if it closes last, and nothing while the killed one has the folder."""
+    path = filled(tmp_path)
+
+    def compile_until_killed() -> None:
+        artifacts = folder(tmp_path)
+        (artifacts.path / "of_the_killed.so").write_bytes(b"code")
+        (tmp_path / "compiled").touch()
+        time.sleep(60)
+
+    with child(compile_until_killed):
+        wait_for((tmp_path / "compiled").exists)
+        other = folder(tmp_path)
+        (path / "of_the_other.so").write_bytes(b"code")
+        if closed_first:
+            other.close()
+    other.close()
+    again = folder(tmp_path)
+    assert again.is_warm and said(caplog) == []
+    assert files(path) == (FILLED if closed_first else FILLED | {"of_the_killed.so", "of_the_other.so"})
+    again.close()
 
 
 def test_nothing_is_removed_beneath_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

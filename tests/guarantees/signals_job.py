@@ -1,7 +1,7 @@
 """A training script that the tests of signals run under torchrun: it says where it is, and every rank leaves its exit code.
 
 Ranks evaluate different numbers of batches. `SLOW` names what takes long (`train`, `evaluate`, or nothing), `RAISE` a rank that
-raises in its third update. `SLOW=stuck` and `SLOW=native` wait for ever in the third one, in Python and in native code.
+raises in its third update. `SLOW=native` waits for ever in the third one, in native code.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ def points(length: int, seed: int) -> TensorDataset:
 
 
 class Job(dl.Runner):
-    """A small model whose steps can be made slow."""
-
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -60,10 +58,8 @@ class Job(dl.Runner):
             partial.replace(file)
         if what == SLOW and self.state.train.global_step >= 5:
             time.sleep(0.2)
-        if SLOW in ("stuck", "native") and self.state.train.global_step == 2:
+        if SLOW == "native" and self.state.train.global_step == 2:
             Path("stuck").touch()
-            if SLOW == "stuck":
-                time.sleep(600)
             # A wait in native code, as that for a collective: Python runs no handler until it is over.
             TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).wait(["never"], timedelta(seconds=600))
 

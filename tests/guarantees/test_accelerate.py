@@ -24,8 +24,6 @@ def settings(root: str, stack: str, **changes: Any) -> dict[str, Any]:
 
 
 class Toy(TracingRunner, dl.Runner):
-    """The shared toy, on any stack."""
-
     def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
         super().__init__(config, **options)
         if self.config.get("scaled", False):
@@ -72,8 +70,6 @@ def test_a_run_is_that_of_ddp_to_the_bit(tmp_path: Path) -> None:
 
 
 class Plain(dl.Runner):
-    """A runner that is not trained."""
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.model = nn.Linear(2, 2)
@@ -98,13 +94,6 @@ def test_a_plugin_that_would_train_each_rank_alone_is_refused(tmp_path: Path) ->
     for outcome in run_outcomes(construct, config, world_size=2, environment=environment):
         assert "parallel.axes.shard" in str(outcome.error)
     assert not (tmp_path / "run").exists()
-
-
-def test_platform_accelerate_is_this_stack(tmp_path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match="use 'stack'"):
-        config = dl.RunnerConfig({"platform": "accelerate", "dir": str(tmp_path / "run")})
-    with Plain(config) as runner:
-        assert isinstance(runner, dl.AccelerateRunner)
 
 
 def test_the_class_may_be_subclassed_directly(tmp_path: Path) -> None:

@@ -237,8 +237,6 @@ def test_the_size_of_micro_batches_belongs_to_the_run() -> None:
 
 
 class Unfit(AnySize):
-    """Has one part that has no order over ranks."""
-
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         part = self.config.unfit
@@ -281,8 +279,6 @@ def test_a_loop_by_hand_is_refused(tmp_path: Path) -> None:
 
 
 class Partly(nn.Module):
-    """Uses one of its layers for some batches only."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(10, 5), nn.Linear(10, 5)

@@ -26,8 +26,6 @@ from danling.utils.tensors import local_part
 
 @dataclass
 class Window:
-    """A plain object by `dataclass`."""
-
     sums: list[float] = field(default_factory=list)
 
 
@@ -55,8 +53,6 @@ class Meter:
 
 
 class Pair(NamedTuple):
-    """A named tuple."""
-
     first: int
     second: float
 

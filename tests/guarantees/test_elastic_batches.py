@@ -29,8 +29,6 @@ SAMPLES = 50
 
 
 class Numbered(Dataset[dict[str, Any]]):
-    """Points in float64 that know their index, with some noise of their own."""
-
     def __init__(self, length: int) -> None:
         self.points = torch.randn(length, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 

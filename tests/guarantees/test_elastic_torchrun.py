@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.job import Job
-from support.kill import run_python
 from support.processes import free_port
-from support.programs import run_program
-from support.torchrun import LOOPBACK, run_torchrun
+from support.programs import LOOPBACK, run_program, run_python
 
 SCRIPT = """
 import os, signal, sys, time
@@ -73,7 +71,9 @@ def test_a_killed_rank_restarts_the_group_from_its_last_checkpoint(tmp_path: Pat
     exit_code, output = run_program(script, str(tmp_path / "whole"), nproc_per_node=2)
     assert exit_code == 0, output
     environment = {**ENVIRONMENT, "KILL_AT": "7"}
-    exit_code, output = run_torchrun(script, str(tmp_path / "parts"), flags=FLAGS, environment=environment)
+    exit_code, output = run_program(
+        script, str(tmp_path / "parts"), flags=FLAGS, environment=environment, nproc_per_node=2
+    )
     assert exit_code == 0, output
     assert "rank 0 of 2 begins at 7" in output and all(f"rank {rank} of 2 ends at 16" in output for rank in range(2))
     (latest,) = (tmp_path / "parts").rglob("latest.pth")
@@ -83,8 +83,6 @@ def test_a_killed_rank_restarts_the_group_from_its_last_checkpoint(tmp_path: Pat
 
 
 class Gate:
-    """A number of updates that no worker goes beyond."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.open_to(0)

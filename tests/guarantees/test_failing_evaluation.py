@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -31,26 +30,17 @@ def settings(root: Path | str, mode: str, **more: Any) -> dict[str, Any]:
     return toy_settings(root, **{**base, **MODES[mode], **more})
 
 
-# Tried before the first update
-
-
 class GivesNothing(TracingRunner):
-    """Forgets to return."""
-
     def evaluate_step(self, data: Any) -> Any:
         super().evaluate_step(data)
 
 
 class BreaksInTheStep(TracingRunner):
-    """Raises in the step."""
-
     def evaluate_step(self, data: Any) -> Any:
         raise RuntimeError("in the step")
 
 
 class BreaksInTheMetric(TracingRunner):
-    """Has a metric that raises."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.metrics = {"acc": lambda pred, target: pred[99]}
@@ -109,35 +99,6 @@ def test_the_trial_leaves_no_trace(mode: str, runner_class: Any, tmp_path: Path)
             runner.train()
             ends.append((whole_state(runner), runner.trace, runner.results, runner.id))
     assert not differences(ends[0], ends[1])
-
-
-def test_a_figure_that_one_batch_does_not_define_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Perplexing(TracingRunner):
-        def summarize(self, split: str, totals: Any) -> dict[str, float]:
-            if totals.totals()["loss"][1] < 7:
-                raise ValueError("only one class")
-            return super().summarize(split, totals)
-
-    with caplog.at_level(logging.WARNING, logger="danling"), Perplexing(settings(tmp_path / "run", "epochs")) as runner:
-        assert len(runner.train()) == 3
-    (said,) = [record.message for record in caplog.records if "Of one batch" in record.message]
-    assert "only one class" in said
-
-
-def test_a_source_whose_batches_are_given_once_is_not_tried(tmp_path: Path) -> None:
-    batches = [{"input": torch.randn(4, 6), "target": torch.zeros(4).long(), "index": torch.arange(4)}]
-
-    class Once(TracingRunner):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.datasets.pop("val")
-            self.dataloaders["val"] = iter(batches)
-
-    with Once(settings(tmp_path / "run", "epochs", epochs=1)) as runner:
-        assert set(runner.train()[1]["val"]) == {"loss", "acc"}
-
-
-# Saved when it fails later
 
 
 class Killed(BaseException):

@@ -40,8 +40,6 @@ _LINE = re.compile(r"^(\d+) +(?:<\.\.\. )?(\w+)(?: resumed>|\()(.*)$")
 
 @dataclass(frozen=True)
 class Ended:
-    """How the function ended."""
-
     signal: int
     error: str
     calls: list[tuple[int, str, str]]

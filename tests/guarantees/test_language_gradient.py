@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.language import NextTokens, OwnTokens, TinyForCausalLM, TinyForMaskedLM, UntoldTokens, encode, sentences
 from support.processes import run_processes
-from support.toys import settings
-from torch import Tensor, nn
+from torch import Tensor
 
 import danling as dl
 
@@ -97,15 +96,11 @@ class Untold(dl.TorchRunner):
 
 
 class UntoldAndWeighed(Untold):
-    """Says what its loss is averaged over."""
-
     def batch_weight(self, data: Any, target: Any) -> float:
         return float((target[:, 1:] != -100).sum())
 
 
 class NestedBatch(Untold):
-    """Keeps the batch of the tokenizer as it is, under one key."""
-
     def __init__(self, config: dict[str, Any], told: bool | None = None) -> None:
         super().__init__(config, told)
         self.config.dataloader.collate_fn = lambda rows: {"input": encode(rows)}
@@ -122,41 +117,8 @@ def first_gradient(
         return [old - new.detach() for old, new in zip(before, runner.unwrapped_model.parameters())]
 
 
-def masked(pred: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over the labels other than -100, as cross entropy does by itself."""
-    return nn.functional.cross_entropy(pred.flatten(0, 1), target.flatten())
-
-
-class MaskedModule(nn.Module):
-    """The same as a module."""
-
-    def forward(self, pred: Tensor, target: Tensor) -> Tensor:
-        return masked(pred, target)
-
-
-class FunctionAsCriterion(Untold):
-    """Its criterion is a plain function, or a module of the user's."""
-
-    def __init__(self, config: dict[str, Any], told: bool | None = None) -> None:
-        super().__init__(config)
-        self.model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double()
-        self.criterion = MaskedModule() if told else masked
-        self.datasets = {"train": [{"input": row["input_ids"], "labels": row["labels"]} for row in sentences(16)]}
-        self.config.dataloader.collate_fn = None
-
-
-@pytest.mark.parametrize(
-    ("runner_class", "told"),
-    [
-        (Untold, True),
-        (UntoldAndWeighed, None),
-        (NestedBatch, True),
-        *((FunctionAsCriterion, told) for told in (True, False)),
-    ],
-)
-def test_what_is_declared_and_a_criterion_of_the_users_weigh_micro_batches(
-    runner_class: Any, told: bool | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("runner_class", "told"), [(Untold, True), (UntoldAndWeighed, None), (NestedBatch, True)])
+def test_what_is_declared_weighs_micro_batches(runner_class: Any, told: bool | None, tmp_path: Path) -> None:
     whole = first_gradient(runner_class, tmp_path / "whole", told, 16, 1)
     for micro_batch, accum_steps in ((4, 4), (2, 8)):
         parts = first_gradient(runner_class, tmp_path / str(accum_steps), told, micro_batch, accum_steps)
@@ -181,38 +143,3 @@ def test_labels_that_may_be_shifted_are_refused_where_the_weight_matters(
 
 def test_where_the_weight_does_not_matter_nothing_need_be_said(tmp_path: Path) -> None:
     assert first_gradient(Untold, tmp_path, None, 16, 1)[0].abs().sum() > 0
-
-
-class OwnNames(dl.TorchRunner):
-    """A mapping by names of the user's, and a criterion that leaves some targets out."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        self.model = nn.Linear(2, 3)
-        self.criterion = nn.CrossEntropyLoss()
-        self.datasets = {"train": [{"points": torch.ones(2), "kinds": index % 3} for index in range(8)]}
-
-    def train_step(self, data: Any) -> Any:
-        pred = self.model(data["points"])
-        loss = self.criterion(pred, data["kinds"])
-        self.backward(loss)
-        return pred, loss
-
-
-class OwnWeights(OwnNames):
-    """Weighs its batches itself."""
-
-    def batch_weight(self, data: Any, target: Any) -> float:
-        return float((data["kinds"] != -100).sum())
-
-
-@pytest.mark.parametrize("runner_class", [OwnNames, OwnWeights])
-def test_a_criterion_that_ignores_targets_and_finds_none_is_warned_of_once(
-    runner_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = settings(tmp_path, epochs=2, dataloader={"batch_size": 2})
-    with caplog.at_level("WARNING", logger="danling"), runner_class(config) as runner:
-        runner.train()
-    said = [message for message in caplog.messages if "Expected a target in each batch" in message]
-    assert len(said) == (runner_class is OwnNames)
-    assert all("['kinds', 'points']" in message and "batch_weight" in message for message in said)

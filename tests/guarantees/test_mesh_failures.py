@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.processes import ProcessFailure, run_outcomes
-from support.torchrun import torchrun
+from support.programs import torchrun
 
 TESTS = Path(__file__).parents[1]
 

@@ -20,8 +20,6 @@ import danling as dl
 
 
 class Numbered(Dataset[dict[str, Any]]):
-    """Points that know their number."""
-
     def __init__(self, size: int) -> None:
         self.points = torch.randn(size, 4, generator=torch.Generator().manual_seed(size))
 
@@ -175,8 +173,6 @@ def test_draws_in_overrides_are_those_of_an_uninterrupted_run(tmp_path: Path) ->
 
 
 class Langevin(torch.optim.Optimizer):
-    """Adds noise to each step."""
-
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
 
@@ -274,8 +270,6 @@ def test_a_closure_that_computes_a_micro_batch_again_draws_the_same(tmp_path: Pa
 
 
 class Staged(nn.Module):
-    """A stage that writes down what it draws."""
-
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name, self.linear = name, nn.Linear(6, 6)
@@ -285,8 +279,6 @@ class Staged(nn.Module):
 
 
 class Layered(dl.Runner):
-    """Layers over a pipeline, or whole."""
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.model = nn.Sequential(

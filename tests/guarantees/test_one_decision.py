@@ -22,8 +22,6 @@ def settings(root: Path, **changes: Any) -> dict[str, Any]:
 
 
 class Poisoned(TracingRunner):
-    """Sees losses that are not finite on the last rank, from the second update on."""
-
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
         is_last = self.rank == self.world_size - 1
         poisoned = self.mode == "train" and is_last and self.state.train.global_step > 0
@@ -45,8 +43,6 @@ def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 class AskingRunner(TracingRunner):
-    """Asks for something on the last rank only, during the third update."""
-
     def __init__(self, config: dict[str, Any], what: str) -> None:
         super().__init__(config)
         self.what = what
@@ -82,8 +78,6 @@ def test_what_one_rank_asks_all_do(what: str, steps: int, code: int | None, tmp_
 
 
 class UnevenRunner(TracingRunner):
-    """Has loaders of its own, of another length on each rank."""
-
     def __init__(self, config: dict[str, Any], lengths: list[int]) -> None:
         super().__init__(config)
         batches = [{"input": torch.randn(2, 6), "target": torch.tensor([0, 1]), "index": torch.tensor([0, 1])}]

@@ -46,8 +46,6 @@ def criterion_of(kind: str) -> nn.Module:
 
 
 class GradientRunner(dl.TorchRunner):
-    """Keeps the gradients of its update."""
-
     def __init__(self, config: dict[str, Any], kind: str, batches: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__(config)
         self.model = build()

@@ -34,8 +34,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int] | None]] = {
 
 
 class StoppedRunner(LayoutRunner):
-    """Stops where it is told."""
-
     stop_at: int | None = None
 
     def step(self) -> Any:

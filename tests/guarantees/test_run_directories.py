@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kill import python, run_python
-from support.locks import child, hold, wait_for
+from support.forked import child, hold, wait_for
 from support.process_tree import descendants, kill_all
 from support.processes import run_processes
+from support.programs import python, run_python
 from support.toys import Small
 from support.toys import settings as toy_settings
 
@@ -32,9 +32,6 @@ def trained(**more: Any) -> Path:
 
 def contents(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
-
-
-# The default place
 
 
 def test_a_second_start_from_scratch_leaves_the_first_run_as_it_is_and_says_so(
@@ -106,9 +103,6 @@ def test_all_ranks_of_a_job_share_the_one_that_rank_0_takes() -> None:
     assert set(run_processes(place_of_rank, settings(), world_size=2)) == {str(first.resolve()) + "-2"}
 
 
-# A directory that was named
-
-
 def test_a_named_directory_that_holds_a_run_is_refused_and_nothing_is_written() -> None:
     run = trained(dir="mine")
     before = contents(run)
@@ -142,9 +136,6 @@ def test_looking_needs_no_right_and_training_there_is_refused() -> None:
     with looker, pytest.raises(ValueError, match="holds one, and checkpoint.load_only"):
         looker.train()
     assert contents(run) == before
-
-
-# One writer
 
 
 def test_a_second_runner_of_one_process_is_refused_and_a_reader_is_not() -> None:

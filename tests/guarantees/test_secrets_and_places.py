@@ -36,8 +36,6 @@ KEPT = {"pad_token_id": 7, "num_tokens": "many", "tokenizer": "bert-base"}
 
 
 class Reading(Small):
-    """Reads keys of its own."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.own = [self.config.get(name, None) for name in ("hub", "api_key", "service", "dataset", "model")]
@@ -103,9 +101,6 @@ def test_a_new_token_makes_no_other_run_and_comes_from_the_new_configuration() -
         assert runner.config.hub.token == "second-token"
 
 
-# Permissions
-
-
 @contextmanager
 def umask(mask: int) -> Iterator[None]:
     before = os.umask(mask)
@@ -128,9 +123,6 @@ def test_the_umask_holds_for_every_file(mask: int) -> None:
     for path in [*run.rglob("*"), *run_dcp.rglob("*")]:
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o777 if path.is_dir() else 0o666) & ~mask, (path, oct(mode))
-
-
-# The diff of the code
 
 
 def git(*words: str) -> None:
@@ -158,9 +150,6 @@ def test_the_diff_leaves_secrets_out_and_can_be_turned_off() -> None:
     run = trained(settings(dir="other", git_diff=False))
     assert not (run / "metadata" / "git.diff").exists()
     assert (run / "metadata" / "git.yaml").is_file()
-
-
-# Places
 
 
 def test_a_checkpoint_in_the_directory_of_its_run_goes_on_there() -> None:

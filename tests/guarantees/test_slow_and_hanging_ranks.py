@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -30,8 +27,6 @@ RANK = 2
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Samples; reading one may take as long as a test wants."""
-
     def __init__(self) -> None:
         self.wait: Callable[[], object] = lambda: None
 
@@ -60,15 +55,11 @@ def log_of(run: Path) -> list[str]:
     return log.read_text().splitlines()
 
 
-# Slow ranks
-
 USUAL, MORE, UPDATES = 0.02, 0.06, 64
 """Seconds of a micro-batch, and what the slow rank takes more in each update."""
 
 
 class Slow(Timed):
-    """One rank takes longer."""
-
     def __init__(self, config: Any, where: str) -> None:
         super().__init__(config, where)
         self.data.wait = lambda: time.sleep(MORE / 2 if self.where == "data" else 0.0)
@@ -148,8 +139,6 @@ def test_even_ranks_and_a_run_of_one_process_name_nobody(tmp_path: Path, capsys:
     assert not any("ranks" in line for line in read_jsonl(tmp_path / "off" / "metrics.jsonl"))
 
 
-# Ranks that hang
-
 AT = 60
 """The update that does not come to its end."""
 
@@ -160,8 +149,8 @@ class Stuck(Timed):
     def warnings(self) -> int:
         return sum(file.read_text().count("has not come to its end") for file in (self.dir / "logs").glob("*.log"))
 
-    def until_said(self, seconds: float = 40.0) -> None:
-        end = time.monotonic() + seconds
+    def until_said(self) -> None:
+        end = time.monotonic() + 40.0
         while not self.warnings() and time.monotonic() < end:
             time.sleep(0.1)
         self.data.wait = lambda: None
@@ -173,8 +162,6 @@ class Stuck(Timed):
                 self.data.wait = self.until_said
             elif self.where == "computing":
                 self.until_said()
-            elif self.where == "silent":
-                os.kill(os.getpid(), signal.SIGSTOP)
             elif self.where == "another collective":
                 dist.recv(torch.zeros(1), src=0)
         return super().train_step(data)
@@ -188,17 +175,7 @@ def hanging(directory: Path, steps: int, seconds: float, **more: Any) -> dict[st
 
 def train_hanging(where: str, directory: Path, more: dict[str, Any], rank: int = RANK) -> None:
     with Stuck(hanging(directory, AT + 20, 2.0, **more), where, rank) as runner:
-        if where == "silent" and runner.rank == 0:
-            # What wakes it up: this rank, which waits in native code, does so by a thread.
-            threading.Thread(target=wake, args=(runner, directory / f"pid-{RANK}"), daemon=True).start()
-        (directory / f"pid-{runner.rank}").write_text(str(os.getpid()))
         runner.train()
-
-
-def wake(runner: Stuck, pid: Path) -> None:
-    runner.until_said(60.0)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int(pid.read_text()), signal.SIGCONT)
 
 
 def reports_of(run: Path) -> list[list[str]]:
@@ -228,13 +205,6 @@ def test_one_warning_names_the_rank_that_the_others_wait_for(where: str, rank: i
     inside = files[rank].read_text()
     assert "until_said" in inside and ("in waiting" in inside) == (where == "data")
     assert "loss.backward()" in files[1].read_text()
-
-
-@pytest.mark.slow
-def test_a_process_that_is_stopped_as_a_whole_is_named(tmp_path: Path) -> None:
-    run_processes(train_hanging, "silent", tmp_path, {}, world_size=4, timeout=120)
-    ((*_, last),) = reports_of(tmp_path)
-    assert last.startswith(f"Rank {RANK} gives no sign: process ") and last.endswith("which is stopped (SIGSTOP).")
 
 
 def test_before_the_time_limit_it_is_said_who_is_in_another_collective(tmp_path: Path) -> None:

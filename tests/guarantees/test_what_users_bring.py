@@ -60,8 +60,6 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 class Draws:
-    """A transform with a generator of its own."""
-
     def __init__(self, rng: Any) -> None:
         self.rng = rng
 
@@ -82,8 +80,6 @@ class DrawsLazily(Draws):
 
 
 class Counts(Rows):
-    """Has a state that changes as it is read."""
-
     not_saved = ("reads",)
 
     reads = 0
@@ -117,8 +113,6 @@ class Shuffles:
 
 
 class Permutes:
-    """A sampler with a length, by NumPy's global stream or a generator."""
-
     def __init__(self, rng: Any = numpy.random) -> None:
         self.rng = None if rng is numpy.random else rng
 
@@ -130,8 +124,6 @@ class Permutes:
 
 
 class Lists:
-    """A batch sampler by NumPy's global stream."""
-
     def __iter__(self) -> Iterator[list[int]]:
         order = numpy.random.permutation(LENGTH).tolist()
         return iter([order[begin : begin + BATCH] for begin in range(0, LENGTH, BATCH)])
@@ -145,8 +137,6 @@ def share_of_worker() -> list[int]:
 
 
 class Stream(IterableDataset[dict[str, Any]]):
-    """Permutes in `__iter__`, divides over workers, and draws for each sample."""
-
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for index in share_of_worker():
             yield a_sample(index, of_global_streams())
@@ -165,8 +155,6 @@ class Buffer(IterableDataset[dict[str, Any]]):
 
 
 class Remembers(IterableDataset[dict[str, Any]]):
-    """Keeps its order and place."""
-
     def __init__(self) -> None:
         self.order: list[int] = []
 
@@ -215,8 +203,6 @@ DATASETS: dict[str, Callable[[], Any]] = {
 
 
 class Brought(dl.TorchRunner):
-    """Trains on what a user brings."""
-
     not_saved = ("micro", "seen")
 
     def __init__(self, config: dict[str, Any], stop_at: int | None = None, fails: bool = False) -> None:
@@ -342,7 +328,6 @@ def matrix() -> list[Any]:
     ways, workers = ("built", "torch", "stateful"), ((0, False), (2, False), (2, True))
     every = [(*a, *b, False) for *a, b in product([*SAMPLERS, *DATASETS], ways, workers)]
     every += [(case, way, 0, False, True) for case, way in product([*SAMPLERS, *DATASETS], ways)]
-    every = [case for case in every if case[0] != "own state" or not case[2]]  # with workers it is refused
     every = [case for case in every if case[0] != "own state" or not case[2]]  # with workers it is refused
     slow = [
         pytest.param(*case, STOPS[1::2] if case[2] else STOPS, marks=pytest.mark.slow, id=f"{case} at every update")

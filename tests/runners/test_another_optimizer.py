@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from support.toys import Chain, settings
 from torch import nn
 from torch.optim import SGD, Adam, Adamax, AdamW
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.checkpoints import CheckpointMismatch
@@ -20,12 +19,9 @@ from danling.checkpoints import CheckpointMismatch
 Build = Callable[[nn.Sequential], Any]
 
 
-class Small(dl.Runner):
+class Built(Chain):
     def __init__(self, config: dict[str, Any], build: Build, *, scheduled: bool = False) -> None:
         super().__init__(config)
-        self.model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-        self.criterion = nn.CrossEntropyLoss()
-        self.datasets = {"train": TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))}
         self.optimizer = build(self.model)
         if scheduled:
             self.scheduler = StepLR(self.optimizer, 10)
@@ -39,9 +35,9 @@ def joint(first: type, second: type) -> Build:
     return lambda model: dl.optim.JointOptimizer(first(model[0].parameters()), second(model[2].parameters()))
 
 
-def train(place: Path, build: Build, *, steps: int, scheduled: bool = False, **more: Any) -> Small:
-    config = {"dir": str(place), "seed": 1, "steps": steps, "auto_resume": True, **more}
-    with Small(config, build, scheduled=scheduled) as runner:
+def train(place: Path, build: Build, *, steps: int, scheduled: bool = False, **more: Any) -> Built:
+    config = settings(place, steps=steps, auto_resume=True, optim={}, **more)
+    with Built(config, build, scheduled=scheduled) as runner:
         runner.train()
     return runner
 

@@ -18,11 +18,9 @@ from danling.reporting import read_jsonl
 
 
 class LeastSquares(dl.BaseRunner):
-    """Noisy least squares; ends by a signal, by an error or not at all."""
-
-    def __init__(self, config: Any, *, signal_at: int | None = None, fails_at: int | None = None) -> None:
+    def __init__(self, config: Any, *, signal_at: int | None = None) -> None:
         super().__init__(config)
-        self.signal_at, self.fails_at = signal_at, fails_at
+        self.signal_at = signal_at
         inputs = torch.randn(22, 3)
         self.datasets = {"train": TensorDataset(inputs, inputs.sum(1))}
         self.weights = torch.zeros(3)
@@ -48,8 +46,6 @@ class LeastSquares(dl.BaseRunner):
                     self.log_figures({"train/loss": error.square().mean().item()})
                     if state.global_step == self.signal_at and self.rank == self.world_size - 1:
                         signal.raise_signal(signal.SIGTERM)
-                    if state.global_step == self.fails_at:
-                        raise RuntimeError("no further")
                     if self.boundary():
                         return
                 source.finish_pass()
@@ -96,21 +92,6 @@ def test_a_run_that_a_signal_ended_goes_on_bitwise(signal_at: int, tmp_path: Pat
     assert steps == list(range(1, 19))
 
 
-def test_a_failure_saves_nothing_and_the_last_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
-    with LeastSquares(settings(tmp_path / "whole")) as runner:
-        runner.train()
-        whole = runner.weights.clone()
-    with (
-        pytest.raises(RuntimeError, match="no further"),
-        LeastSquares(settings(tmp_path / "parts"), fails_at=8) as runner,
-    ):
-        runner.train()
-    with LeastSquares(settings(tmp_path / "parts", auto_resume=True)) as runner:
-        assert runner.train_state.global_step == 6
-        runner.train()
-        assert torch.equal(runner.weights, whole)
-
-
 def trained(config: dict[str, Any], signal_at: int | None = None) -> tuple[torch.Tensor, int]:
     with LeastSquares(config, signal_at=signal_at) as runner:
         try:
@@ -137,23 +118,6 @@ def test_a_payload_is_loaded_as_a_file_is(tmp_path: Path) -> None:
         assert runner.train_state.epoch == 1 and torch.equal(runner.weights, payload["model"]["weights"])
         with pytest.raises(CheckpointMismatch, match=r"with the entries 'runner' and 'state'"):
             runner.load_checkpoint({"weights": runner.weights})
-
-
-class Wrapping(LeastSquares):
-    """Wraps its weights, as a stack of one's own does with a model."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.model = {"module": self.weights}
-
-    def unwrap(self, model: Any) -> Any:
-        return model["module"] if isinstance(model, dict) else model
-
-
-def test_a_stack_of_ones_own_is_left_with_the_users_model(tmp_path: Path) -> None:
-    with Wrapping(settings(tmp_path / "run")) as runner:
-        assert isinstance(runner.model, dict)
-    assert runner.model is runner.weights
 
 
 OF_A_STACK = """

@@ -17,8 +17,6 @@ from danling.utils.tensors import whole
 
 
 class Tuned(dl.Runner):
-    """A network of a backbone and a head, with as many classes as its configuration says."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.model = nn.Sequential()

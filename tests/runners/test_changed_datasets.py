@@ -16,8 +16,6 @@ import danling as dl
 
 
 class Points(Dataset[Tensor]):
-    """Numbers, to which more can be added."""
-
     def __init__(self, first: int, length: int) -> None:
         self.numbers = list(range(first, first + length))
 
@@ -29,8 +27,6 @@ class Points(Dataset[Tensor]):
 
 
 class Growing(dl.TorchRunner):
-    """Changes its dataset as the case says."""
-
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.datasets = {"train": Points(0, 8), "val": Points(100, 2)}

@@ -22,11 +22,6 @@ def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
-def digits() -> nn.Module:
-    """The model of the README."""
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-
-
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -39,7 +34,6 @@ def gpt() -> nn.Module:
 
 INPUTS: dict[Callable[[], nn.Module], torch.Size] = {
     sequential: torch.Size([8]),
-    digits: torch.Size([64]),
     encoder: torch.Size([5, 8]),
     gpt: torch.Size([8]),
 }

@@ -171,8 +171,6 @@ def test_a_split_to_train_on_is_evaluated_in_a_pass_of_its_own(tmp_path: Path) -
 
 
 class Sampler:
-    """A sampler that counts its passes."""
-
     passes = 0
 
     def __iter__(self) -> Any:

@@ -18,8 +18,6 @@ import danling as dl
 
 
 class Own(nn.Module):
-    """A root of the user's own, with layers, dropout and a norm that has buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2))
@@ -41,8 +39,6 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {"sequential": sequential, "own": O
 
 
 class Toy(dl.Runner):
-    """Classifies random points; the last batch of a pass is ragged."""
-
     not_saved = ("losses_seen",)
 
     def __init__(self, config: Any, build: str = "sequential") -> None:
@@ -123,12 +119,7 @@ def test_autocast_is_that_of_the_forward(tmp_path: Path) -> None:
     assert outcome(config(tmp_path / "fp32"))["losses"][0] != found["losses"][0]
 
 
-# Resume
-
-
 class Killed(Toy):
-    """Is killed after an update, without a chance to do anything."""
-
     kill_after: int | None = None
 
     def step(self) -> Any:
@@ -190,12 +181,7 @@ def test_another_compilation_is_warned_about(tmp_path: Path, caplog: pytest.LogC
     assert train(6, "ddp", enable=False) == []
 
 
-# Losses
-
-
 class OwnLoss(nn.Module):
-    """A model that computes its loss, as those of transformers do."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
@@ -209,8 +195,6 @@ class OwnLoss(nn.Module):
 
 
 class Tokens(dl.Runner):
-    """Trains a model that computes its own loss over labels of which some are ignored."""
-
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         generator = torch.Generator().manual_seed(3)
@@ -233,12 +217,7 @@ def test_a_model_that_computes_its_loss_trains_as_on_ddp(tmp_path: Path) -> None
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
 
 
-# What is refused
-
-
 class Apart(Toy):
-    """Goes its own way."""
-
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         pred = self.model(data[0])
         loss = self.compute_loss(pred, data[1])
@@ -247,8 +226,6 @@ class Apart(Toy):
 
 
 class Wrapping(Toy):
-    """Wraps the model itself."""
-
     def wrap_model(self, model: nn.Module) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model)
 
@@ -262,8 +239,6 @@ def test_a_step_of_ones_own_is_refused(tmp_path: Path) -> None:
 
 
 class Bare(Toy):
-    """Leaves out what the library does with the model."""
-
     def materialize_model(self) -> None:
         pass
 

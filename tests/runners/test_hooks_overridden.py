@@ -10,9 +10,8 @@ import pytest
 import torch
 from support.processes import run_processes
 from support.stacks import needs_deepspeed, zero
-from support.toys import Line, line_of
+from support.toys import Chain
 from support.toys import settings as toy_settings
-from torch import nn
 
 from danling.utils.tensors import whole
 
@@ -40,15 +39,6 @@ PARALLEL = [
 # fmt: on
 HOOKS = [*EXECUTION, *CONSTRUCTION, *CHECKPOINTS]
 FACTS = ("scores", "best_index", "is_best")
-
-
-class Chain(Line):
-    """A model that every stack can take."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.datasets = {"train": line_of(12), "val": line_of(12)}
 
 
 def settings(root: Path, **more: Any) -> dict[str, Any]:
@@ -122,13 +112,6 @@ def test_an_override_that_does_nothing_acts_as_nothing_or_is_named(hook: str, tm
     error = outcome(hook, of_epochs(config) if "epoch" in hook else config)
     assert is_plain(hook, error), error
 
-
-def test_a_backward_that_does_nothing_trains_nothing_in_silence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Expected `backward` to leave a gradient"):
-        use(overriding(["backward"], calls_super=False), settings(tmp_path), resumes=False)
-
-
-# Several ranks
 
 AXES: dict[str, dict[str, int]] = {hook: {"pipeline": 2} for hook in PARALLEL if "pipeline" in hook}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.torchrun import run_torchrun
+from support.programs import run_program
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -35,8 +35,6 @@ def _close() -> Iterator[None]:
 
 
 class Toy(dl.Runner):
-    """A linear classifier; `parts` replace what it is made of."""
-
     def __init__(self, config: Any, **parts: Any) -> None:
         super().__init__(config)
         OPENED.append(self)
@@ -154,19 +152,13 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"precision": "bf17"}, "Expected precision to be one of 'fp16', 'bf16'."),
     ({"stack": "horovod"}, "Expected stack to be one of"),
     ({"fp8": {"enabled": True}}, "Its place is precision."),
-    (
-        {"stack": "parallel", "parallel": {"axes": {"shard": 2}}},
-        "Expected the product of the parallel axes to be the world size 1.",
-    ),
+    ({"stack": "parallel", "parallel": {"axes": {"shard": 2}}}, "product of the parallel axes to be the world size 1."),
     ({"score_name": "acc"}, "Expected the score val.acc among the metrics"),
     ({"score_split": "test"}, "Expected a split out of ['train', 'val']. Received: split='test'."),
     ({"train_splits": ["trian"]}, "Received: split='trian'. Did you mean 'train'?"),
     ({"dir": "/proc/no/where"}, "Expected a run directory that can be"),
     ({"dir": __file__}, "Expected a directory, or nothing yet"),
-    (
-        {"dataloader": {"batch_size": 4, "trian": {"batch_size": 2}}},
-        "Received: 'trian' for split 'train'. Did you mean 'train'?",
-    ),
+    ({"dataloader": {"batch_size": 4, "trian": {"batch_size": 2}}}, "'trian' for split 'train'. Did you mean 'train'?"),
     ({"dataloader": {"batch_size": 64}}, "Expected split 'train' to hold at least one global batch of 64 samples"),
     ({"dataloader": {"batch_size": 0}}, "to be a number >= 1. Received: dataloader.batch_size=0"),
     ({"dataloader": {"batch_size": 4, "num_workers": -1}}, "num_workers option should be non-negative"),
@@ -178,19 +170,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"optim": {"type": "sgd", "lr": 0.1, "beta": 1}}, "Received: 'beta'."),
     ({"optim": {"type": "sgd", "learning_rate": 0.1}}, "Received: 'learning_rate'. Did you mean 'lr'?"),
     ({"optim": {"type": "sgd", "lr": "fast"}}, "Expected optim.lr to be a number. Received: optim.lr='fast' (str)."),
-    (
-        {"optim": {"type": "sgd", "lr": 0.1, "param_groups": [{"pattern": "backbone"}]}},
-        "Expected the pattern of an optim.param_groups entry to match a parameter",
-    ),
-    (
-        {"scheduler": {"warmup": 10}},
-        "Expected scheduler.type next to other keys of the section. Received: scheduler.warmup=10.",
-    ),
+    ({"optim": {"type": "sgd", "lr": 0.1, "param_groups": [{"pattern": "backbone"}]}}, "entry to match a parameter"),
+    ({"scheduler": {"warmup": 10}}, "scheduler.type next to other keys of the section. Received: scheduler.warmup=10."),
     ({"scheduler": {"type": "cosin"}}, "Did you mean 'cosine'?"),
-    (
-        {"scheduler": {"type": "reducelronplateau", "interval": "step"}},
-        "Expected scheduler.interval to be 'epoch' or 'validation'",
-    ),
+    ({"scheduler": {"type": "reducelronplateau", "interval": "step"}}, "to be 'epoch' or 'validation'"),
     ({"resume": "nowhere.pth"}, "Received: 'nowhere.pth'."),
     ({"pretrained": "nowhere.pth"}, "Received: 'nowhere.pth'."),
     ({"pretrained": __file__}, "Expected a file of torch.save. Received:"),
@@ -215,10 +198,7 @@ PARTS: list[tuple[dict[str, Any], str]] = [
         "Received: shape (4,). Give the criterion reduction='mean' instead of 'none'",
     ),
     ({"criterion": lambda pred, target: 1.0}, "Expected a loss of one value. Received: loss=1.0."),
-    (
-        {"criterion": lambda pred, target: None, "datasets": {"train": DATA}},
-        "Expected a loss of one value. Received: loss=None.",
-    ),
+    ({"criterion": lambda pred, target: None, "datasets": {"train": DATA}}, "loss of one value. Received: loss=None."),
     ({"criterion": None}, "it needs `self.criterion`, or a model that returns its loss."),
     ({"criterion": lambda pred, target: pred.sum().detach()}, "Expected a loss that depends on parameters"),
     ({"criterion": lambda pred, target: pred.sum() * float("nan")}, "Expected a finite loss and gradient at step 1"),
@@ -226,65 +206,35 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"datasets": {}}, "Expected at least one split to train on."),
     ({"datasets": DATA}, "Expected `self.datasets` to be a mapping by split."),
     ({"datasets": {"train": None}}, "Expected `self.datasets['train']` to hold samples. Received: None."),
-    (
-        {"datasets": {"train": "data/train"}},
-        "Expected `self.datasets['train']` to hold samples. Received: 'data/train'.",
-    ),
+    ({"datasets": {"train": "data/train"}}, "`self.datasets['train']` to hold samples. Received: 'data/train'."),
     ({"datasets": {"train": object()}}, "Expected the dataset of split 'train' to have a length."),
-    (
-        {"datasets": {"train": TensorDataset(INPUTS[:0], TARGETS[:0])}},
-        "Expected split 'train' to have samples. Received: an empty dataset",
-    ),
+    ({"datasets": {"train": TensorDataset(INPUTS[:0], TARGETS[:0])}}, "to have samples. Received: an empty dataset"),
     ({"datasets": {"trian": DATA, "val": DATA}}, "Did you mean 'train' instead of 'trian'?"),
     ({"datasets": {"val": DATA}}, "Expected at least one split to train on. Received: datasets=['val']"),
-    (
-        {"datasets": {"train": TensorDataset(INPUTS, INPUTS, TARGETS)}},
-        "Expected a batch of the form (input, target). Received: a sequence of length 3.",
-    ),
+    ({"datasets": {"train": TensorDataset(INPUTS, INPUTS, TARGETS)}}, "target). Received: a sequence of length 3."),
     ({"datasets": {"train": list(INPUTS)}}, "Expected a batch with a target for the criterion"),
-    (
-        {"datasets": {}, "dataloaders": {"train": ((INPUTS, TARGETS) for _ in range(3))}},
-        "can be iterated again in each of 2 epochs. Received: a generator",
-    ),
-    (
-        {"datasets": {"train": (row for row in DATA)}},
-        "can be iterated again in each of 2 epochs. Received: a generator",
-    ),
-    (
-        {"metrics": "acc"},
-        "to be a callable (pred, target) or an object with update, compute and reset. Received: 'acc'",
-    ),
+    ({"datasets": {}, "dataloaders": {"train": ((INPUTS, TARGETS) for _ in range(3))}}, "Received: a generator"),
+    ({"datasets": {"train": (row for row in DATA)}}, "be iterated again in each of 2 epochs. Received: a generator"),
+    ({"metrics": "acc"}, "be a callable (pred, target) or an object with update, compute and reset. Received: 'acc'"),
     ({"metrics": {"loss": dl.metrics.accuracy}}, "Expected metrics with names that are not taken."),
     ({"metrics": {"a": lambda pred, target: "x"}}, "Expected metric 'a' to return a mean"),
     ({"metrics": {"a": lambda pred: 1.0}}, "takes 1 positional argument but 2 were given"),
     ({"optimizer": "adam"}, "Expected `self.optimizer` to be a torch.optim.Optimizer. Received: optimizer='adam'."),
     ({"optimizer": [torch.optim.SGD(nn.Linear(1, 1).parameters())]}, "Expected `self.optimizer` to be one optimizer."),
-    (
-        {"optimizer": torch.optim.SGD(nn.Linear(4, 2).parameters())},
-        "Expected an optimizer over parameters of the model.",
-    ),
-    (
-        {"scheduler": torch.optim.lr_scheduler.StepLR},
-        "Expected `self.scheduler` to be a scheduler with a method step().",
-    ),
+    ({"optimizer": torch.optim.SGD(nn.Linear(4, 2).parameters())}, "an optimizer over parameters of the model."),
+    ({"scheduler": torch.optim.lr_scheduler.StepLR}, "`self.scheduler` to be a scheduler with a method step()."),
 ]
 
 # What a toy overrides.
 METHODS: list[tuple[dict[str, Any], str]] = [
     ({"__init__": lambda self, config: None}, "to call super().__init__(config) first."),
-    (
-        {"__init__": lambda self, config: dl.Runner.__init__(self)},
-        "Toy.__init__ received a configuration and called super().__init__() without it.",
-    ),
+    ({"__init__": lambda self, config: dl.Runner.__init__(self)}, "and called super().__init__() without it."),
     ({"_closers": lambda self: None}, "where '_closers' is a name of the library's"),
     (
         {"train_step": lambda self, data: self.criterion(self.model(data[0]), data[1])},
-        "Call self.backward(loss) before you return; a loss that is only returned",
+        "Call self.backward(loss) before",
     ),
-    (
-        {"evaluate_step": lambda self, data: self.model(data[0])},
-        "Expected `evaluate_step` to return the prediction and the loss, each of which may be None. Received: Tensor.",
-    ),
+    ({"evaluate_step": lambda self, data: self.model(data[0])}, "loss, each of which may be None. Received: Tensor."),
     ({"evaluate_step": lambda self, data: None}, "each of which may be None. Received: NoneType."),
     ({"build_optimizer": _lbfgs}, "Expected an optimizer whose step takes the gradient as it is."),
     ({"train_step": _steps}, "Remove optimizer.step()"),
@@ -293,31 +243,19 @@ METHODS: list[tuple[dict[str, Any], str]] = [
 # What a program calls.
 CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: train("nowhere.yaml"), "Received: 'nowhere.yaml', which does not exist."),
-    (
-        lambda: train(_file("epochs: ten\n")),
-        "Expected epochs to be an integer or none. Received: epochs='ten' (str). It is in 'config.yaml'.",
-    ),
+    (lambda: train(_file("epochs: ten\n")), "integer or none. Received: epochs='ten' (str). It is in 'config.yaml'."),
     (
         lambda: dl.RunnerConfig().parse(["--config", _file("checkpoint.interval: 0\n")]),
-        "Expected checkpoint.interval to be a number >= 1. Received: checkpoint.interval=0 (int). It is in 'config.yaml'.",
+        "to be a number >= 1. Received: checkpoint.interval=0 (int). It is in 'config.yaml'.",
     ),
     (lambda: train(3), "Expected a mapping or the path of a file. Received: 3 (int)."),
     (lambda: setattr(dl.RunnerConfig().freeze(), "epochs", 3), "Call defrost()."),
     (lambda: Toy(settings()).evaluate("vall"), "Expected a split out of ['train', 'val']. Received: split='vall'."),
     (lambda: Toy(settings()).evaluate_steps("val", -1), "steps=-1"),
-    (
-        lambda: train(settings(pretrained=_lightning())),
-        "The checkpoint has these names behind the prefix 'net.'. Save its weights without it: torch.save({name[4:]: weight",
-    ),
+    (lambda: train(settings(pretrained=_lightning())), "Save its weights without it: torch.save({name[4:]: weight"),
     (lambda: Toy(settings()).load_checkpoint("latst"), "Received: 'latst'."),
-    (
-        lambda: (Toy(settings(dir="run")), Toy(settings(dir="run"))),
-        "to be free. Received: a directory that is in use by process",
-    ),
-    (
-        lambda: train(settings(resume=_bare())),
-        "bare.pth, which has no format_version. Load bare weights with `pretrained`",
-    ),
+    (lambda: (Toy(settings(dir="run")), Toy(settings(dir="run"))), "Received: a directory that is in use by process"),
+    (lambda: train(settings(resume=_bare())), "which has no format_version. Load bare weights with `pretrained`"),
     (lambda: Toy.from_checkpoint("nowhere.pth"), "nowhere.pth"),
 ]
 
@@ -472,7 +410,7 @@ LAUNCHES = {
 def test_under_torchrun_the_first_rank_says_it_once(mistake: str) -> None:
     Path("train.py").write_text(PROGRAM)
     said, frames, most = LAUNCHES[mistake]
-    code, output = run_torchrun("train.py", mistake, environment={"DANLING_FULL_TRACEBACK": ""})
+    code, output = run_program("train.py", mistake, environment={"DANLING_FULL_TRACEBACK": ""}, nproc_per_node=2)
     assert code != 0
     assert output.count(said) == 1, output
     assert output.count('train.py", line') == frames, output

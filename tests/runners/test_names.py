@@ -15,8 +15,6 @@ import danling as dl
 
 
 class Named(Small):
-    """A linear model; `taken` is set on it in `__init__`."""
-
     def __init__(self, config: Any, taken: dict[str, Any] | None = None) -> None:
         super().__init__(config)
         for name, value in (taken or {}).items():
@@ -64,8 +62,6 @@ def test_methods_and_values_of_a_class_are_looked_at_too(name: str, tmp_path: Pa
 
 
 class Silent:
-    """A tracker that keeps nothing."""
-
     def log(self, values: Any, step: int) -> None:
         pass
 

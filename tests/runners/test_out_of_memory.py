@@ -19,8 +19,6 @@ import danling as dl
 
 
 class OutOfMemoryInBackward(torch.autograd.Function):
-    """The identity, whose backward runs out of memory."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         return value.view_as(value)
@@ -154,8 +152,6 @@ def test_a_rank_on_which_one_sample_does_not_fit_ends_all(tmp_path: Path) -> Non
 
 
 class Synced(Runner):
-    """A model whose forward communicates."""
-
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from support.processes import run_processes
-from support.toys import Line, in_parts, line_of, settings
+from support.toys import Chain, Line, differences, in_parts, line_of, settings, whole_state
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -21,12 +21,8 @@ from torch.utils.data import DataLoader
 import danling as dl
 from danling.runners import RunnerState
 
-# A loss of one's own
-
 
 class OwnLoss(Line):
-    """Has no criterion, and says in `compute_loss` what the loss is."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.criterion = None
@@ -110,19 +106,33 @@ def test_lbfgs_with_a_closure_trains_and_resumes(tmp_path: Path) -> None:
     assert group["n_iter"] > 6
 
 
-# Where the configuration is found
+class TwoOptimizers(Chain):
+    """Steps a second optimizer, an attribute of the user's, which needs the state of both."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.optimizer = torch.optim.SGD(self.model[0].parameters(), lr=0.1, momentum=0.9)
+        self.second = torch.optim.Adam(self.model[2].parameters(), lr=0.01)
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        self.second.step()
+        self.second.zero_grad()
+
+
+def test_an_optimizer_step_that_steps_two_optimizers_resumes_bitwise(tmp_path: Path) -> None:
+    whole, parts = in_parts(TwoOptimizers, tmp_path, (2, 3, 7))
+    assert not differences(whole_state(parts)["model"], whole_state(whole)["model"])
+    assert not differences(parts.second.state_dict(), whole.second.state_dict())
+    assert parts.second.state[parts.unwrapped_model[2].weight]["step"] == 7
 
 
 class Made(Line):
-    """Makes its configuration itself."""
-
     def __init__(self, root: Path) -> None:
         super().__init__(dl.RunnerConfig(settings(root, epochs=2, stack="parallel")))
 
 
 class WithModel(Line):
-    """Is told of its model before its configuration."""
-
     def __init__(self, model: Mapping[str, Any], config: Any) -> None:
         super().__init__(config)
         self.model = nn.Linear(**model)
@@ -155,8 +165,6 @@ def test_the_stack_is_found_wherever_the_configuration_comes_from(build: Any, tm
 
 
 class Owned(dl.RunnerConfig):
-    """A configuration with a method and a default of its own."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.net.width = 5
@@ -190,9 +198,6 @@ def test_a_configuration_is_of_its_class_from_a_mapping_and_from_a_checkpoint(tm
     given = Owned(settings(tmp_path / "third", net={"width": 3}, epochs=4))
     with Line.from_checkpoint(checkpoint, given) as runner:
         assert isinstance(runner.config, Owned) and runner.epochs == 4
-
-
-# Scores
 
 
 class ThirdIsBest(Line):
@@ -242,9 +247,6 @@ def test_a_split_that_is_only_trained_on_is_no_score(tmp_path: Path) -> None:
         assert runner.latest_score == pytest.approx(evaluated, rel=1e-5)
 
 
-# Settings that change while training
-
-
 @pytest.mark.parametrize(("before", "after"), [(50, 5), (3, 5), (8, 5)])
 def test_a_budget_of_steps_that_changes_while_training(before: int, after: int, tmp_path: Path) -> None:
     class Changing(Line):
@@ -276,13 +278,8 @@ def test_accumulation_that_changes_in_a_pass(tmp_path: Path) -> None:
     assert windows == [4, 4, 8]
 
 
-# State of one's own
-
-
 @dataclass
 class Noting(RunnerState):
-    """State with an entry of its own."""
-
     noted: int = 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,8 +30,6 @@ def network() -> nn.Module:
 
 
 class Classifier(dl.TorchRunner):
-    """The smallest runner that a user would write."""
-
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         x, y = points()
@@ -49,9 +47,6 @@ def settings(**changes: Any) -> dict[str, Any]:
         "log": False,
     }
     return {**base, **({} if "steps" in changes else {"epochs": 2}), **changes}
-
-
-# Against a hand-written loop
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2, 3])
@@ -88,9 +83,6 @@ def test_equals_a_hand_written_loop_bitwise(accum_steps: int) -> None:
         optimizer.zero_grad()
     for ours, theirs in zip(runner.model.parameters(), model.parameters()):
         assert torch.equal(ours, theirs)
-
-
-# Modes, results and files
 
 
 def test_epoch_mode_leaves_what_it_did_on_disk() -> None:
@@ -164,9 +156,6 @@ def test_infer_takes_several_outputs_apart_by_sample(kind: str) -> None:
     assert [top for _, top in items] == [int(scores.argmax()) for scores, _ in items] == best
 
 
-# Sources
-
-
 def test_from_checkpoint_and_from_pretrained() -> None:
     with Classifier(settings()) as first:
         first.train()
@@ -186,24 +175,6 @@ def test_from_checkpoint_and_from_pretrained() -> None:
     torch.save(first.model.state_dict(), "plain.pth")
     with Classifier(settings(pretrained="plain.pth", lineage="plain")) as plain:
         assert torch.equal(plain.model[0].weight, first.model[0].weight)
-
-
-def test_missing_parts_are_errors_unless_excluded() -> None:
-    with Classifier(settings()) as first:
-        first.train()
-        path = first.workspace.checkpoints / "latest.pth"
-    changed = settings(resume=str(path), ema={"enabled": True})
-    with pytest.raises(CheckpointMismatch):
-        Classifier(changed)
-    with pytest.raises(ValueError, match="matches nothing"):
-        Classifier(settings(resume=str(path), **{"checkpoint.exclude_from_loading": ["optimiser"]}))
-    with Classifier(
-        settings(resume=str(path), **{"checkpoint.exclude_from_loading": ["optimizer", "data_loader"]})
-    ) as runner:
-        assert runner.state.train.epoch == 2 and not runner.optimizer.state
-
-
-# What moves with an update
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -236,9 +207,6 @@ def test_export_at_the_end() -> None:
     payload = torch.load(runner.workspace.checkpoints / "model.pth", weights_only=True)
     assert payload["model"]["0.weight"].dtype is torch.bfloat16 and "optimizer" not in payload
     assert "optimizer" in torch.load(runner.workspace.checkpoints / "latest.pth", weights_only=True)
-
-
-# Selection and construction
 
 
 def test_the_callers_configuration_is_left_alone() -> None:
@@ -285,20 +253,6 @@ def test_closing_twice_is_fine() -> None:
     assert left
     runner.close()
     assert {path: path.stat().st_mtime_ns for path in Path("experiments").rglob("*")} == left
-
-
-def test_base_runner_verbs_are_not_implemented() -> None:
-    with dl.BaseRunner() as runner:
-        for verb, data in (
-            ("train", ()),
-            ("step", ()),
-            ("evaluate", ()),
-            ("infer", ()),
-            ("train_step", (1,)),
-            ("backward", (1,)),
-        ):
-            with pytest.raises(NotImplementedError, match=verb):
-                getattr(runner, verb)(*data)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,6 @@ import danling as dl
 
 
 class Scaled(nn.Module):
-    """A criterion with a parameter and a buffer of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
@@ -44,8 +42,6 @@ def settings(root: Path, **more: Any) -> dict[str, Any]:
 
 
 class Story(dl.TorchRunner):
-    """A linear model in float64 on points; options change one thing each."""
-
     def __init__(self, config: Mapping[str, Any], *, stop_at: int | None = None, **options: Any) -> None:
         super().__init__(config)
         self.stop_at = stop_at
@@ -76,9 +72,6 @@ def equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor], tolerance: 
     )
 
 
-# A criterion with parameters
-
-
 @pytest.mark.parametrize("backend", ["file", "dcp"])
 def test_the_state_of_a_criterion_comes_back(backend: str, tmp_path: Path) -> None:
     checkpoint = {"backend": backend, "interval": 100}
@@ -97,12 +90,7 @@ def test_the_parameters_of_a_criterion_are_reduced_like_the_models(tmp_path: Pat
         assert torch.allclose(rank["0.weight"], one["0.weight"], rtol=0, atol=1e-12)
 
 
-# A seed that was drawn
-
-
 class Split(Story):
-    """Draws its split in `__init__`."""
-
     def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
         super().__init__(config, **options)
         train, val = random_split(points(), [12, 4])
@@ -121,12 +109,7 @@ def test_what_init_draws_is_drawn_again_when_the_run_goes_on(tmp_path: Path) -> 
         assert runner.seed != first[0]
 
 
-# Windows, schedules, parameters
-
-
 class Ignoring(dl.TorchRunner):
-    """The second batch has no target that counts."""
-
     not_saved = ("reasons",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -159,8 +142,6 @@ def test_a_schedule_by_epoch_advances_in_step_mode(tmp_path: Path) -> None:
 
 
 class Unfreezing(Story):
-    """Trains its head alone in the first pass, and everything from the second on."""
-
     def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
         super().__init__(config, **options)
         self.model[0].requires_grad_(False)
@@ -184,15 +165,6 @@ def test_what_is_unfrozen_later_is_reduced_over_the_ranks(tmp_path: Path) -> Non
     two = settings(tmp_path / "two", **{**more, "dataloader": {"batch_size": 2}})
     for rank in run_processes(train_unfreezing, two, world_size=2):
         assert equal(rank, one, 1e-12)
-
-
-# Figures
-
-
-# Criteria that are functions
-
-
-# Criteria that are functions
 
 
 def accumulated(root: Path, criterion: Any, batch_size: int, accum_steps: int) -> Tensor:
@@ -222,12 +194,7 @@ def test_a_function_weighs_as_its_module_does(options: dict[str, Any], tmp_path:
     torch.testing.assert_close(whole, parts, rtol=0, atol=1e-12)
 
 
-# Loaders, hooks, several runners
-
-
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Draws from the streams of the process."""
-
     def __len__(self) -> int:
         return 8
 
@@ -359,9 +326,6 @@ def test_settings_that_others_leave_without_effect_are_named(
     assert said.count("has no effect") == len(named)
 
 
-# Going on with other settings
-
-
 @pytest.mark.parametrize("schedule", [{}, {"type": "cosine"}, {"type": "steplr", "step_size": 2, "gamma": 0.5}])
 def test_a_rate_changed_on_purpose_is_the_one_the_run_goes_on_with(schedule: dict[str, Any], tmp_path: Path) -> None:
     first = settings(tmp_path / "first", scheduler=schedule)
@@ -384,9 +348,6 @@ def test_a_rate_changed_on_purpose_is_the_one_the_run_goes_on_with(schedule: dic
     with Story(first | {"dir": str(tmp_path / "third"), "optim": changed["optim"]}) as runner:
         runner.train()
         assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(whole), "the schedule goes on from the new rate"
-
-
-# Slips of newcomers
 
 
 def test_names_of_other_trainers_are_pointed_out(tmp_path: Path, caplog: Any) -> None:

@@ -25,8 +25,6 @@ def points(count: int = 20) -> TensorDataset:
 
 
 class Toy(dl.Runner):
-    """Dropout, ragged batches, averaged weights and a schedule."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.model = nn.Sequential(
@@ -64,9 +62,6 @@ def trained(tmp_path: Path) -> Any:
     return done(Toy, settings(tmp_path / "trained"), lambda runner: runner.train())
 
 
-# Epochs
-
-
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_epochs_by_hand_are_those_of_train(interval: str, tmp_path: Path) -> None:
     scheduler = {"type": "cosine", "interval": interval}
@@ -95,8 +90,6 @@ def test_an_epoch_by_hand_goes_on_from_its_checkpoint(trained: Any, tmp_path: Pa
 
 
 class Stopping(Toy):
-    """Asks for a stop in the fourth update."""
-
     def optimizer_step(self) -> None:
         super().optimizer_step()
         if self.train_state.global_step == 3 and not self.config.auto_resume:
@@ -153,9 +146,6 @@ def test_what_an_override_of_train_epoch_returns_is_kept(tmp_path: Path) -> None
             runner.train()
 
 
-# Steps
-
-
 def by_hand(runner: Any, accum_steps: int = 1) -> list[UpdateOutcome]:
     outcomes = []
     batches = list(runner.dataloaders["train"])
@@ -181,8 +171,6 @@ def test_updates_by_hand_are_those_of_the_loop(accum_steps: int, tmp_path: Path)
 
 
 class OwnStep(Toy):
-    """Calls `backward` itself on what `evaluate_step` makes, and feeds a meter on one rank."""
-
     def train_step(self, data: Any) -> Any:
         pred, loss = self.evaluate_step(data)
         self.backward(loss)
@@ -206,6 +194,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "backward": (lambda runner: runner.backward(torch.zeros((), requires_grad=True)), "`train_step(batch)` first"),
     "step": (lambda runner: runner.step(), "`train_step(batch)` first"),
     "train_steps": (lambda runner: runner.train_steps(), "Call `train()` or `train_epochs()`"),
+    "train_epochs": (lambda runner: runner.train_epochs(), "`train()` or `train_steps"),
     "infer": (lambda runner: runner.infer("predict"), "Expected a split out of"),
     "train_epoch": (lambda runner: runner.train_epoch("training"), "Expected a split out of"),
 }
@@ -214,7 +203,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("verb", list(CALLS))
 def test_what_cannot_be_called_yet_says_what_comes_first(verb: str, tmp_path: Path) -> None:
     call, message = CALLS[verb]
-    with Toy(settings(tmp_path)) as runner:
+    with Toy(settings(tmp_path, **({"steps": 3} if verb == "train_epochs" else {}))) as runner:
         before = copy.deepcopy(runner.train_state)
         with pytest.raises(ValueError) as caught:
             call(runner)
@@ -232,11 +221,6 @@ def test_without_an_optimizer_every_verb_says_so(verb: str, tmp_path: Path) -> N
             getattr(runner, verb)(*arguments)
 
 
-def test_epochs_need_a_budget_of_epochs(tmp_path: Path) -> None:
-    with Toy(settings(tmp_path, steps=3)) as runner, pytest.raises(ValueError, match=r"`train\(\)` or `train_steps"):
-        runner.train_epochs()
-
-
 def test_the_optimizer_steps_alone(tmp_path: Path) -> None:
     with Toy(settings(tmp_path, optim={"type": "sgd", "lr": 1.0}, scheduler={})) as runner:
         before = weights(runner)
@@ -244,9 +228,6 @@ def test_the_optimizer_steps_alone(tmp_path: Path) -> None:
             parameter.grad = torch.ones_like(parameter)
         runner.optimizer_step()
         assert all(torch.equal(new, old - 1) for new, old in zip(weights(runner), before))
-
-
-# Single batches of evaluation and inference
 
 
 def test_a_batch_is_evaluated_and_predicted_as_in_a_whole_evaluation(tmp_path: Path) -> None:
@@ -262,25 +243,6 @@ def test_a_batch_is_evaluated_and_predicted_as_in_a_whole_evaluation(tmp_path: P
         assert runner.model.training and runner.mode == "train" and torch.equal(torch.get_rng_state(), state)
 
 
-class OwnEvaluation(Toy):
-    """Looks at the mode it is called in."""
-
-    def evaluate_step(self, data: Any) -> Any:
-        return (self.mode, self.model.training, torch.is_grad_enabled()), None
-
-    def infer_step(self, data: Any) -> Any:
-        return self.mode, self.model.training, torch.is_grad_enabled()
-
-
-def test_overrides_are_called_in_the_same_surroundings(tmp_path: Path) -> None:
-    with OwnEvaluation(settings(tmp_path)) as runner:
-        assert runner.evaluate_step([])[0] == ("evaluate", False, False)
-        assert runner.infer_step([]) == ("infer", False, False)
-
-
-# Data that comes later
-
-
 def test_data_that_is_added_after_construction_is_trained_on_and_evaluated(tmp_path: Path) -> None:
     with Toy(settings(tmp_path)) as runner:
         runner.dataloaders["train_more"] = DataLoader(points(9), batch_size=3)
@@ -292,8 +254,6 @@ def test_data_that_is_added_after_construction_is_trained_on_and_evaluated(tmp_p
         assert runner.train_state.epoch == 1
         assert runner.train()[3].keys() == {"train", "train_more", "val", "test"}
 
-
-# What is left out of a checkpoint
 
 STATE = ["state.train", "state.rng", "scheduler.last_epoch", "ema.weights", "ema.num_updates"]
 

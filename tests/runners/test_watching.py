@@ -24,8 +24,6 @@ CONFIG = settings("run", epochs=2, log=True)
 
 
 class SignalledInLastSave(TracingRunner):
-    """Is sent a signal while it saves for the last time."""
-
     number = signal.SIGTERM
 
     def save_checkpoint(self, **options: Any) -> None:
@@ -46,12 +44,7 @@ def test_a_signal_in_the_last_save_ends_the_run_all_the_same(
         assert again.state.train.epoch == 2 and again.results.keys() == {1, 2}
 
 
-# Figures
-
-
 class Adding(TracingRunner):
-    """Adds a figure to those of an evaluation."""
-
     figure: Any = None
 
     def summarize(self, split: str, totals: Any) -> dict[str, float]:
@@ -118,12 +111,7 @@ def test_each_of_two_open_runners_has_a_log_of_its_own() -> None:
     assert [text.count("Training from") for text in texts] == [text.count("Finished") for text in texts] == [1, 1]
 
 
-# Trackers
-
-
 class Notes:
-    """A tracker that remembers what it was asked for."""
-
     made = 0
 
     def __init__(self) -> None:
@@ -157,8 +145,6 @@ def test_a_tracker_of_ones_own_gets_every_figure_in_every_training() -> None:
 
 
 class Failing(Line):
-    """Fails in the third update."""
-
     def optimizer_step(self) -> None:
         if self.train_state.global_step == 2:
             raise RuntimeError("no further")
@@ -218,9 +204,6 @@ def test_trackers_are_closed_while_the_run_has_its_log_and_its_directory() -> No
     assert "figures were sent." in runner.workspace.log_file.read_text()
 
 
-# The heartbeat
-
-
 def beat_of(run: str) -> dict[str, Any]:
     beat: dict[str, Any] = json.loads(Path(run, "heartbeats", "rank-0.json").read_text())
     return beat
@@ -251,8 +234,6 @@ def test_the_heartbeat_follows_the_directory() -> None:
 
 
 class Diverged(Line):
-    """Has no update that could be committed."""
-
     def compute_loss(self, pred: Any, target: Any) -> Any:
         return super().compute_loss(pred, target) * torch.nan
 

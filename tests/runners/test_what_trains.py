@@ -18,8 +18,6 @@ import danling as dl
 
 
 class Net(nn.Module):
-    """A body and a head, and a head that nothing uses where asked for."""
-
     def __init__(self, *, spare: bool = False) -> None:
         super().__init__()
         self.body = nn.Linear(4, 4)
@@ -33,8 +31,6 @@ class Net(nn.Module):
 
 
 class Trained(dl.Runner):
-    """Trains a `Net`."""
-
     spare = False
 
     def __init__(self, config: Any) -> None:
@@ -76,8 +72,6 @@ def test_averages_belong_to_the_model_of_construction(tmp_path: Path) -> None:
 
 
 class Replaced(Trained):
-    """Replaces the head after the optimizer was made."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -95,8 +89,6 @@ def test_parameters_without_an_optimizer_and_others_are_named_once(tmp_path: Pat
 
 
 class Spare(Trained):
-    """Has a head that nothing uses."""
-
     spare = True
 
 

@@ -9,28 +9,13 @@ import pytest
 import torch
 from support.processes import run_processes
 from support.stacks import needs_deepspeed
-from support.toys import settings
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-
-import danling as dl
-
-
-class Small(dl.Runner):
-    """Two layers, and a learning rate of nothing."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-        self.datasets = {"train": TensorDataset(x, (x.sum(1) > 0).long())}
-        torch.manual_seed(2)
-        self.model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-        self.criterion = nn.CrossEntropyLoss()
+from support.toys import Chain, settings
+from torch import Tensor
 
 
 def looked_at(root: str, stack: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     still = {"optim": {"type": "sgd", "lr": 0.0}, "checkpoint": {"load_only": True}}
-    with Small(settings(root, steps=1, **still, **stack)) as runner:
+    with Chain(settings(root, steps=1, **still, **stack)) as runner:
 
         def copies() -> dict[str, Tensor]:
             with runner.whole_weights():
@@ -55,10 +40,10 @@ STACKS = [
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_whole_weights_are_seen_and_written(stack: dict[str, Any], tmp_path: Path) -> None:
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    for rank in run_processes(looked_at, str(tmp_path), stack, world_size=2):
-        for name, parameter in model.named_parameters():
-            assert torch.equal(rank["before"][name], parameter.detach())
-            assert torch.equal(rank["written"][name], 2 * parameter.detach())
-            assert torch.equal(rank["trained"][name], 2 * parameter.detach())
+    with Chain(settings(tmp_path / "alone", steps=1)) as alone:
+        weights = dict(alone.model_state_dict())
+    for rank in run_processes(looked_at, str(tmp_path / "two"), stack, world_size=2):
+        for name, weight in weights.items():
+            assert torch.equal(rank["before"][name], weight)
+            assert torch.equal(rank["written"][name], 2 * weight)
+            assert torch.equal(rank["trained"][name], 2 * weight)

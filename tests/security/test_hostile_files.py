@@ -140,9 +140,6 @@ def test_a_text_is_read_up_to_its_limit(tmp_path: Path) -> None:
         read_text(tmp_path)
 
 
-# Writing
-
-
 def _in_a_child(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program, *words], timeout=SECONDS, capture_output=True, text=True)
 
@@ -194,9 +191,6 @@ def test_a_full_disk_is_named_with_its_path_and_advice(tmp_path: Path) -> None:
     lines.close()
 
 
-# Terminals
-
-
 def test_control_characters_in_names_are_shown_escaped(tmp_path: Path) -> None:
     evil = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e"
     run = run_at(tmp_path / f"a{evil}b")
@@ -218,9 +212,6 @@ def test_control_characters_in_names_are_shown_escaped(tmp_path: Path) -> None:
         assert shown and not any(sign in shown for sign in "\x1b\x07\x9b\u202e"), (words, shown)
     assert "\\x1b[2J" in bounded("runs", tmp_path).stdout
     assert "\nrow" not in bounded("runs", tmp_path, "--all-settings").stdout
-
-
-# Streams
 
 
 def sample(place: int) -> SampleRef:
@@ -324,9 +315,6 @@ def test_hostile_objects_of_a_directory_store_are_refused_and_nothing_outside_is
         (tmp_path / "store" / "usage.json").write_text('{"bytes": 1e999, "pending": {"../../outside/kept": 5}}')
         store.discard([object_id])
     assert [path.name for path in outside.iterdir()] == ["kept"] and (outside / "kept").read_text() == "kept"
-
-
-# Headers
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.kill import run_python
+from support.programs import run_python
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "streams.py"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.kill import python
 from support.mooncake import WHY_NOT, free_ports, lender, mooncake_master
+from support.programs import python
 from torch import Tensor
 
 from danling.stream import MooncakeStore, SampleRef, TensorSpec

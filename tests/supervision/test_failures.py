@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kill import run_python
+from support.programs import run_python
 from torch import Tensor, nn
 
 import danling as dl

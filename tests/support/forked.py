@@ -1,19 +1,18 @@
-"""A function in a fork of the test's own process: it starts in a millisecond, and SIGKILL meets exactly it.
-
-child = fork(write_for_ever, path)
-time.sleep(0.01)
-assert kill(child) == -9
-assert wait(fork(write_once, path)) == 0
-"""
+"""A function in a fork of the test's own process: it starts in a millisecond, and SIGKILL meets exactly it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from danling.utils.locks import FileLock
 
 from .process_tree import die_with_parent
 
@@ -45,3 +44,28 @@ def kill(pid: int) -> int:
     """Send SIGKILL to a fork and return its exit code, which is another one where it had ended by itself."""
     os.kill(pid, signal.SIGKILL)
     return wait(pid)
+
+
+@contextmanager
+def child(body: Callable[[], None]) -> Iterator[int]:
+    """Run `body` in a fork, which ends by a kill."""
+    pid = fork(body)
+    try:
+        yield pid
+    finally:
+        kill(pid)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def hold(file: Path, marker: Path) -> None:
+    """Take a lock, and keep it until the process is killed."""
+    lock = FileLock(file)
+    assert lock.acquire()
+    marker.touch()
+    time.sleep(60)

@@ -1,27 +1,57 @@
-"""Run a script as a program in forked processes that have torch loaded: where starting Python is not what a test is about.
-
-from support.programs import run_program
+"""Run a script as a program, in forks that have torch loaded (`support.warm`) where starting Python is not what a test is about.
 
 exit_code, output = run_program("examples/digits.py", "--epochs", "1")                      # as `python examples/digits.py`
-exit_code, output = run_program("examples/digits.py", "--epochs", "1", nproc_per_node=2)    # as torchrun starts its workers
+exit_code, output = run_program("examples/digits.py", "--epochs", "1", nproc_per_node=2)    # under torchrun
+with torchrun("train.py") as job:
+    job.wait_for_output("epoch 1")
+    job.signal(signal.SIGTERM)          # torchrun forwards it to every rank and exits with 1
+    job.wait()
 """
 
 from __future__ import annotations
 
-import atexit
-import os
 import re
-import runpy
 import sys
-import tempfile
-import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .job import Finished
-from .processes import run_processes
+from .job import Finished, Job
+from .warm import interpreter, variables
 
-_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+"""Environment in which processes talk over the loopback."""
+
+
+def python(script: str | Path, *args: str, environment: Mapping[str, str] | None = None, warm: bool = False) -> Job:
+    """Start a Python script, single-threaded, in the working directory of the test."""
+    command = interpreter() if warm else sys.executable
+    return Job([command, str(script), *args], environment={"OMP_NUM_THREADS": "1", **(environment or {})})
+
+
+def run_python(
+    script: str | Path,
+    *args: str,
+    timeout: float = 100.0,
+    environment: Mapping[str, str] | None = None,
+    warm: bool = False,
+) -> Finished:
+    """Run a Python script to its end and return exit code and output."""
+    with python(script, *args, environment=environment, warm=warm) as job:
+        return job.wait(timeout)
+
+
+def torchrun(
+    script: str | Path,
+    *args: str,
+    nproc_per_node: int = 2,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Job:
+    """Start a script under torchrun, for signals, restarts and launch flags; else `support.processes` is quicker."""
+    command = [interpreter(), "-m", "torch.distributed.run", "--nnodes", "1"]
+    command += ["--nproc-per-node", str(nproc_per_node), "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", *flags, str(script), *args]
+    return Job(command, environment={**LOOPBACK, **variables(), **(environment or {})})
 
 
 def run_program(
@@ -29,20 +59,14 @@ def run_program(
     *args: str,
     nproc_per_node: int = 1,
     timeout: float = 100.0,
+    flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Finished:
-    """Run a script to its end, in the working directory of the test."""
-    with tempfile.NamedTemporaryFile() as output:
-        codes = run_processes(
-            _run,
-            str(script),
-            list(args),
-            output.name,
-            world_size=nproc_per_node,
-            timeout=timeout,
-            environment=environment,
-        )
-        return Finished(max(codes), Path(output.name).read_text(errors="replace"))
+    """Run a script to its end, under torchrun if there is more than one process."""
+    if nproc_per_node == 1:
+        return run_python(script, *args, timeout=timeout, environment=environment, warm=True)
+    with torchrun(script, *args, nproc_per_node=nproc_per_node, flags=flags, environment=environment) as job:
+        return job.wait(timeout)
 
 
 def numbers_in(output: str, pattern: str) -> list[float]:
@@ -56,34 +80,3 @@ def number_in(output: str, pattern: str) -> float:
     """Return what the one group of a pattern matches in an output, as a number."""
     (number,) = numbers_in(output, pattern)
     return number
-
-
-def _run(script: str, args: list[str], output: str) -> int:
-    """In the process: do what `python script args` does, with the output kept in a file."""
-    file = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    if os.environ["WORLD_SIZE"] == "1":
-        for name in _OF_A_LAUNCHER:
-            del os.environ[name]
-    sys.argv = [script, *args]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    code = _code_of(script)
-    # A forked process leaves out what a program does last.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
-
-
-def _code_of(script: str) -> int:
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as error:
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0

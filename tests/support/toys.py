@@ -80,6 +80,15 @@ class Line(dl.Runner):
         self.datasets = {"train": line_of(16), "val": line_of(6)}
 
 
+class Chain(Line):
+    """A model of sums that every stack can take: three batches of four a pass."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.datasets = {"train": line_of(12), "val": line_of(12)}
+
+
 class TracingRunner(dl.TorchRunner):
     """A runner with dropout that writes down sample ids, losses and rates, and stops where it is told."""
 

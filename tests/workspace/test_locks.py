@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.locks import child, hold, wait_for
+from support.forked import child, hold, wait_for
 
 from danling.utils import locks
 from danling.utils.locks import FileLock
