@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.processes import run_processes
+from support.seen import Seeing, seen
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -75,20 +77,18 @@ class Numbers(lightning.LightningDataModule):
         return DataLoader(self.test, batch_size=3)
 
 
-class Training(dl.Runner):
-    not_saved = ("evaluated", "seen")
+class Training(Seeing):
+    not_saved = ("evaluated",)
 
     def __init__(self, config: dict[str, Any], root: Path | str, kind: type[Numbers] = Numbers, **options: Any) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
         self.datamodule = kind(root, **options)
         self.datasets = dl.data.from_datamodule(self.datamodule)
-        self.seen: list[float] = []
         self.evaluated: list[float] = []
 
-    def train_step(self, data: Any) -> Any:
-        self.seen += data[0].flatten().tolist()
-        return super().train_step(data)
+    def values(self, data: Any) -> list[float]:
+        return data[0].flatten().tolist()
 
     def evaluate_step(self, data: Any) -> Any:
         self.evaluated += data[0].flatten().tolist()
@@ -115,20 +115,11 @@ def test_the_loaders_of_a_data_module_are_taken_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sampler", [False, True])
 def test_samples_are_those_of_the_uninterrupted_run(sampler: bool, tmp_path: Path) -> None:
-    def seen(name: str, stop: int | None) -> list[float]:
-        class Stopped(Training):
-            def optimizer_step(self) -> None:
-                super().optimizer_step()
-                if self.train_state.global_step + 1 == stop:
-                    self.stop()
+    def read(name: str, stop: int | None = None) -> list[float]:
+        return seen(partial(Training, root=tmp_path, sampler=sampler), tmp_path / name, stop=stop, epochs=2)
 
-        (tmp_path / name).mkdir(exist_ok=True)
-        with Stopped(settings(tmp_path / name), tmp_path / name, sampler=sampler) as runner:
-            runner.train()
-            return runner.seen
-
-    whole = seen("whole", None)
-    assert [*seen("parts", 8), *seen("parts", None)] == whole and len(whole) == 2 * NUMBER
+    whole = read("whole")
+    assert [*read("parts", 8), *read("parts")] == whole and len(whole) == 2 * NUMBER
 
 
 @pytest.mark.parametrize(("sampler", "drop_last"), [(RandomSampler, False), (SequentialSampler, True)])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.toys import KeepsGradients
 from torch import Tensor, nn
 
 import danling as dl
@@ -65,8 +66,8 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.argmax(-1) == labels).double().mean()
 
 
-class Classifying(dl.Runner):
-    not_saved = ("gradients", "seen")
+class Classifying(KeepsGradients):
+    not_saved = ("seen",)
 
     def __init__(self, config: dict[str, Any], level: str, model: type[Graphs] = Graphs, own: bool = False) -> None:
         super().__init__(config)
@@ -78,17 +79,11 @@ class Classifying(dl.Runner):
             self.dataloaders = {"train": DataLoader(graphs(level), batch_size=3, shuffle=True)}
         else:
             self.datasets["train"] = graphs(level)
-        self.gradients: dict[str, Tensor] = {}
         self.seen: list[Tensor] = []
 
     def train_step(self, data: Any) -> Any:
         self.seen.append(data.x.clone())
         return super().train_step(data)
-
-    def optimizer_step(self) -> None:
-        named = self.unwrapped_model.named_parameters()
-        self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-        super().optimizer_step()
 
 
 def settings(root: Path, micro_batch: int, accum_steps: int, **more: Any) -> dict[str, Any]:

@@ -8,15 +8,17 @@ Exact: the gradient of an update within 1e-6 in float64; masks that collators dr
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.processes import run_processes
+from support.seen import Seeing, assert_goes_on_alike
+from support.toys import KeepsGradients
 from torch import Tensor, nn
 
-import danling as dl
 from danling.cli.main import main
 
 pytest.importorskip("transformers")
@@ -27,20 +29,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DataCollat
 KINDS = ["causal", "masked", "classes", "seq2seq"]
 
 
-class HFRunner(dl.Runner):
-    not_saved = ("gradients",)
-
+class HFRunner(KeepsGradients):
     def __init__(self, config: dict[str, Any], kind: str, model: Any = None) -> None:
         super().__init__(config)
         self.model = model_of(kind).double() if model is None else model
         self.datasets = {"train": rows_of(kind, 20), "val": rows_of(kind, 7, seed=3)}
         self.config.dataloader.collate_fn = collator_of(kind, self.model)
-        self.gradients: dict[str, Tensor] = {}
-
-    def optimizer_step(self) -> None:
-        named = self.unwrapped_model.named_parameters()
-        self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-        super().optimizer_step()
 
 
 def settings(root: Path | str, micro_batch: int = 4, accum_steps: int = 1, **more: Any) -> dict[str, Any]:
@@ -138,10 +132,8 @@ def test_labels_that_are_shifted_already_weigh_as_they_are(tmp_path: Path) -> No
             torch.testing.assert_close(runner.gradients[name], parameter.grad, rtol=1e-6, atol=1e-7)
 
 
-class Masking(dl.Runner):
+class Masking(Seeing):
     """Masks are drawn where batches are made, from the stream of the process or from a generator of the collator's own."""
-
-    not_saved = ("seen",)
 
     def __init__(self, config: dict[str, Any], own_seed: int | None) -> None:
         super().__init__(config)
@@ -149,28 +141,15 @@ class Masking(dl.Runner):
         self.datasets = {"train": [{"input_ids": row["input_ids"]} for row in rows_of("causal", 24)]}
         collate = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4, seed=own_seed)
         self.config.dataloader.collate_fn = collate
-        self.seen: list[Tensor] = []
 
-    def train_step(self, data: Any) -> Any:
-        self.seen.append(data["labels"].flatten())
-        return super().train_step(data)
+    def values(self, data: Any) -> list[Tensor]:
+        return [data["labels"].flatten()]
 
 
 @pytest.mark.parametrize("own_seed", [None, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_masks_are_those_of_the_uninterrupted_run(own_seed: int | None, workers: int, tmp_path: Path) -> None:
-    loader = {"batch_size": 3, "num_workers": workers}
-    common: dict[str, Any] = {"seed": 1, "log": False, "optim": {"type": "adamw", "lr": 1e-2}, "dataloader": loader}
-    with Masking({**common, "steps": 12, "dir": str(tmp_path / "whole")}, own_seed) as whole:
-        whole.train()
-    with Masking({**common, "steps": 5, "dir": str(tmp_path / "parts")}, own_seed) as first:
-        first.train()
-    with Masking({**common, "steps": 12, "dir": str(tmp_path / "parts"), "auto_resume": True}, own_seed) as second:
-        second.train()
-        assert all(map(torch.equal, [*first.seen, *second.seen], whole.seen)) and len(whole.seen) == 12
-        assert len({tuple(seen.tolist()) for seen in whole.seen}) == 12
-        for name, weight in whole.unwrapped_model.state_dict().items():
-            assert torch.equal(second.unwrapped_model.state_dict()[name], weight), name
+    assert_goes_on_alike(partial(Masking, own_seed=own_seed), tmp_path, workers=workers)
 
 
 def trained(tmp_path: Path, kind: str, model: Any = None, **more: Any) -> HFRunner:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from models.gpt import GPT
 from support.processes import run_outcomes, run_processes
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -47,28 +48,6 @@ class Noisy(Dataset[dict[str, Any]]):
         return {"input": row + 0.1 * torch.randn(10), "target": row[:5].argmax()}
 
 
-class GPT(nn.Module):
-    """A decoder of two blocks, whose head has the weights of the embedding."""
-
-    def __init__(self, width: int = 24, heads: int = 3) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(29, width), nn.Embedding(12, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.1, batch_first=True, norm_first=True)
-            for _ in range(2)
-        )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 29, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        states = self.embed(tokens) + self.place(torch.arange(length))
-        for block in self.blocks:
-            states = block(states, src_mask=mask, is_causal=True)
-        return self.head(self.norm(states)).transpose(1, 2)
-
-
 class AnySize(dl.Runner):
     """Trains one of the two models, and kills its last process where it is told."""
 
@@ -80,10 +59,14 @@ class AnySize(dl.Runner):
         torch.manual_seed(3)
         tokens = self.config.model_kind == "gpt"
         mlp = (nn.Linear(10, 23), nn.LayerNorm(23), nn.GELU(), nn.Dropout(0.1), nn.Linear(23, 5))
-        self.model = GPT() if tokens else nn.Sequential(*mlp)
+        gpt = GPT(29, context=12, width=24, depth=2, heads=3, dropout=0.1)
+        self.model = gpt if tokens else nn.Sequential(*mlp)
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": Noisy(SAMPLES, tokens=tokens), "val": Noisy(19, tokens=tokens)}
         self.losses: list[float] = []
+
+    def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return super().compute_loss(pred.flatten(0, -2), target.flatten())
 
     def step(self) -> Any:
         last = self.rank == self.world_size - 1

@@ -11,24 +11,18 @@ from support.processes import run_processes
 from support.stacks import UNSAVED, needs_deepspeed, settings, train_each, zero
 from support.toys import differences
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 pytestmark = needs_deepspeed
 
 
 def close(first: Any, second: Any, *, atol: float = 1e-6) -> None:
-    """Compare nested states: tensors and floats within a tolerance, the rest exactly."""
-    if isinstance(first, Tensor):
-        torch.testing.assert_close(second, first, rtol=1e-5, atol=atol)
-    elif isinstance(first, dict):
-        assert first.keys() == second.keys()
-        for key in first:
-            close(first[key], second[key], atol=atol)
-    elif isinstance(first, (list, tuple)):
-        assert len(first) == len(second)
-        for a, b in zip(first, second):
-            close(a, b, atol=atol)
-    elif isinstance(first, float):
-        assert second == pytest.approx(first, rel=1e-5, abs=atol)
+    """Compare nested states: tensors and floats within a tolerance."""
+    ones, others = tree_flatten(first), tree_flatten(second)
+    assert ones[1] == others[1]
+    for one, other in zip(ones[0], others[0]):
+        if isinstance(one, (Tensor, float)):
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.timeout(300)

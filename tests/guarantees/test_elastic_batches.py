@@ -41,7 +41,7 @@ class Numbered(Dataset[dict[str, Any]]):
         return {"input": self.points[index] + noise, "target": target, "index": index}
 
 
-class Elastic(dl.TorchRunner):
+class Elastic(dl.Runner):
     """Writes down which samples made which update, and kills a process by SIGKILL where it is told."""
 
     def __init__(self, config: dict[str, Any], *, kill_at: int | None = None) -> None:
@@ -193,14 +193,10 @@ def test_bad_input_is_one_clear_error_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-class ElasticParallel(Elastic, dl.ParallelRunner):
-    """The same on a mesh."""
-
-
-def train_sharded(config: dict[str, Any]) -> dict[str, Any]:
-    with ElasticParallel(config) as runner:
+def train_named(config: dict[str, Any]) -> dict[str, Tensor]:
+    with Elastic(config) as runner:
         runner.train()
-        return {"weights": {name: whole(value) for name, value in runner.model_state_dict().items()}}
+        return {name: whole(value) for name, value in runner.model_state_dict().items()}
 
 
 def test_unequal_shares_under_fsdp(tmp_path: Path) -> None:
@@ -208,13 +204,7 @@ def test_unequal_shares_under_fsdp(tmp_path: Path) -> None:
     loader = {"global_batch_size": 7, "micro_batch_size": 2}
     (alone,) = run_processes(train_named, settings(tmp_path / "alone", loader, steps=9), world_size=1)
     mesh = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}
-    for rank in run_processes(train_sharded, settings(tmp_path / "mesh", loader, steps=9, **mesh), world_size=2):
-        for name, value in rank["weights"].items():
+    for rank in run_processes(train_named, settings(tmp_path / "mesh", loader, steps=9, **mesh), world_size=2):
+        for name, value in rank.items():
             torch.testing.assert_close(value, alone[name], rtol=0, atol=TOLERANCE)
     assert updates_at(tmp_path / "mesh", 2) == updates_at(tmp_path / "alone", 1)
-
-
-def train_named(config: dict[str, Any]) -> dict[str, Tensor]:
-    with Elastic(config) as runner:
-        runner.train()
-        return dict(runner.model_state_dict())

@@ -281,13 +281,14 @@ def test_the_gradient_of_each_update_is_that_of_one_process(name: str, ran: Ran)
     assert sizes == {16, 6}, "no ragged window"
 
 
-def test_every_sample_is_seen_once_a_pass(name: str, ran: Ran) -> None:
+def test_every_sample_is_seen_once_a_pass_by_the_stack_that_was_asked_for(name: str, ran: Ran) -> None:
+    assert [rank["whole"]["stack"] for rank in ran.of(name)] == [name, name]
     updates = list(zip(*(rank["whole"]["ids"] for rank in ran.of(name))))
     for begin in range(0, UPDATES, 2):
         assert sorted(i for update in updates[begin : begin + 2] for ids in update for i in ids) == list(range(22))
 
 
-def test_an_evaluation_is_that_of_the_whole_split(name: str, ran: Ran) -> None:
+def test_an_evaluation_is_that_of_the_whole_split_and_inference_predicts_it_in_order(name: str, ran: Ran) -> None:
     """Seven samples do not divide over two ranks; training's random numbers stay as they were."""
     data = Points(7, getattr(torch, STACKS[name].dtype))
     for rank in ran.of(name):
@@ -295,32 +296,23 @@ def test_an_evaluation_is_that_of_the_whole_split(name: str, ran: Ran) -> None:
         model = build(getattr(torch, STACKS[name].dtype))
         model.load_state_dict(watched["path"][-1])
         with torch.no_grad():
-            loss = loss_of(model(data.inputs), data.targets)
-        assert watched["evaluated"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+            predicted = model(data.inputs)
+        assert watched["evaluated"]["loss"] == pytest.approx(loss_of(predicted, data.targets).item(), rel=1e-6)
         assert differences(*watched["rng"]) == []
+        torch.testing.assert_close(watched["predicted"], predicted, rtol=1e-6, atol=1e-7)
 
 
-def test_inference_predicts_every_sample_in_order(name: str, ran: Ran) -> None:
-    data = Points(7, getattr(torch, STACKS[name].dtype))
+def test_what_is_not_finite_on_one_rank_is_raised_on_all_or_skipped_by_all_and_moves_nothing(
+    name: str, ran: Ran
+) -> None:
     for rank in ran.of(name):
-        model = build(getattr(torch, STACKS[name].dtype))
-        model.load_state_dict(rank["watched"]["path"][-1])
-        with torch.no_grad():
-            torch.testing.assert_close(rank["watched"]["predicted"], model(data.inputs), rtol=1e-6, atol=1e-7)
-
-
-def test_what_is_not_finite_on_one_rank_is_skipped_by_all_and_moves_nothing(name: str, ran: Ran) -> None:
+        assert "step 3" in rank["raised"] and "ranks [1]" in rank["raised"]
     ranks = [rank["skipped"] for rank in ran.of(name)]
     for rank in ranks:
         assert rank["seen"] == [(True, None)] * 2 + [(False, "nonfinite")] * 2 + [(True, None)] * 4
         assert rank["moved"] == []
         assert rank["step"] == UPDATES
         assert differences(rank["state"]["model"], ranks[0]["state"]["model"]) == []
-
-
-def test_what_is_not_finite_on_one_rank_is_raised_on_all(name: str, ran: Ran) -> None:
-    for rank in ran.of(name):
-        assert "step 3" in rank["raised"] and "ranks [1]" in rank["raised"]
 
 
 def same_run(parts: list[dict[str, Any]], whole: dict[str, Any]) -> list[str]:
@@ -355,10 +347,6 @@ def test_killed_in_an_update_and_resumed(name: str, ran: Ran) -> None:
     first, second = ran.death(name)[0], ran.death(name)[1]
     assert second[0] == -9 and "ProcessFailure" in second[1]
     assert first[1] != "None", "the other rank went on alone"
-
-
-def test_it_is_the_stack_that_was_asked_for(name: str, ran: Ran) -> None:
-    assert [rank["whole"]["stack"] for rank in ran.of(name)] == [name, name]
 
 
 @pytest.mark.parametrize("name", [name for name, stack in STACKS.items() if stack.equals_ddp and name != "ddp"])

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_outcomes, run_processes
-from support.stacks import needs_deepspeed
+from support.stacks import needs_deepspeed, zero
 from support.toys import NoisyPoints, TracingRunner, differences, whole_state
 from support.toys import settings as toy_settings
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, RandomSampler
 
 import danling as dl
@@ -110,7 +110,7 @@ def kill(*args: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Failing(TracingRunner):
+class Failing(TracingRunner, dl.Runner):
     """Fails in the evaluation after so many updates, on one rank or, without one, on all."""
 
     failure: type[BaseException] | None = None
@@ -155,47 +155,27 @@ class Failing(TracingRunner):
         super().save_checkpoint(**options)
 
 
-class ShardedFailing(Failing, dl.ParallelRunner):
-    """The same with its parameters divided."""
-
-
-class EngineFailing(Failing, dl.DeepSpeedRunner):
-    """The same in an engine."""
-
-
-STACKS: dict[str, type[Failing]] = {"ddp": Failing, "parallel": ShardedFailing, "deepspeed": EngineFailing}
-
-
-def build(root: str, mode: str, **more: Any) -> Failing:
-    config = settings(root, mode, **more)
-    return STACKS[config.get("stack", "ddp")](config)
-
-
 def uninterrupted(root: str, mode: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
-    with build(root, mode, **(more or {})) as runner:
+    with Failing(settings(root, mode, **(more or {}))) as runner:
         runner.train()
         return {"state": own_state(runner), "trace": runner.trace, "results": runner.results}
 
 
 def own_state(runner: Failing) -> Any:
     """Return the state of a run, of divided tensors what this rank holds."""
-    return tree_map(local_part_of, whole_state(runner))
-
-
-def local_part_of(leaf: Any) -> Any:
-    return local_part(leaf).clone() if isinstance(leaf, torch.Tensor) else leaf
+    return tree_map_only(torch.Tensor, lambda value: local_part(value).clone(), whole_state(runner))
 
 
 def failing(root: str, mode: str, kind: Any, rank: int | None, where: str, more: dict[str, Any]) -> int:
     Failing.failure, Failing.on_rank, Failing.where = kind, rank, where
-    with build(root, mode, **more) as runner:
+    with Failing(settings(root, mode, **more)) as runner:
         runner.train()
     return 0
 
 
 def resumed(root: str, mode: str, more: dict[str, Any]) -> dict[str, Any]:
     Failing.failure = None
-    with build(root, mode, auto_resume=True, **more) as runner:
+    with Failing(settings(root, mode, auto_resume=True, **more)) as runner:
         step = runner.state.train.global_step
         runner.train()
         return {"from": step, "state": own_state(runner), "trace": runner.trace, "results": runner.results}
@@ -247,10 +227,6 @@ SYNCHRONOUS = {"checkpoint.async_enabled": False}
 DCP = {"checkpoint.backend": "dcp"}
 
 
-def zero(stage: int) -> dict[str, Any]:
-    return {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage}}}
-
-
 def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=[pytest.mark.slow, *([needs_deepspeed] if "deepspeed" in values[-1] else [])])
 
@@ -262,15 +238,15 @@ def slow(*values: Any) -> Any:
         # An error on one rank, of which the others hear in an evaluation or in a save that takes all of them.
         (RuntimeError, 0, "summary", {}),
         (RuntimeError, 1, "step", {**SHARDED, **NOT_DUE}),
-        slow(RuntimeError, 1, "step", {**zero(1), **NOT_DUE}),
+        slow(RuntimeError, 1, "step", {"stack": "deepspeed", "deepspeed": zero(1), **NOT_DUE}),
         slow(RuntimeError, 1, "step", NOT_DUE),
         slow(RuntimeError, None, "metric", {**SHARDED, **SYNCHRONOUS}),
         slow(ValueError, None, "score", {**SHARDED, **NOT_DUE}),
         slow(RuntimeError, 0, "step", {**DCP, "ema": {"enabled": True}}),
         slow(RuntimeError, 1, "summary", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}),
         slow(RuntimeError, 1, "metric", STAGES),
-        slow(RuntimeError, 0, "metric", zero(1)),
-        slow(RuntimeError, 1, "summary", {**zero(3), **NOT_DUE}),
+        slow(RuntimeError, 0, "metric", {"stack": "deepspeed", "deepspeed": zero(1)}),
+        slow(RuntimeError, 1, "summary", {"stack": "deepspeed", "deepspeed": zero(3), **NOT_DUE}),
         # A kill, also between the save before an evaluation and the one with its figures.
         (Killed, 0, "link", {**DCP, **SYNCHRONOUS}),
         slow(Killed, 1, "step", {}),

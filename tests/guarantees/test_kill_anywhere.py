@@ -17,34 +17,19 @@ from support.chaos import SEED, report, share
 from support.patience import patience
 from support.processes import ProcessFailure, free_port, run_outcomes, run_processes
 from support.saves import litter
-from support.stacks import AnyStackRunner, needs_deepspeed, zero
-from support.stacks import settings as stack_settings
+from support.stacks import copied, needs_deepspeed, zero
 from support.toys import TracingRunner, differences, whole_settings, whole_state
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+import danling as dl
 from danling.cli.verify import verify
-from danling.runners.parallel_runner import ParallelRunner
-from danling.utils.tensors import whole
 
 
-class SlowRunner(TracingRunner):
-    """Takes its time over a step, so that a kill meets it at work."""
+class SlowRunner(TracingRunner, dl.Runner):
+    """Takes its time over a step on any stack, so that a kill meets it at work."""
 
     def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
         time.sleep(0.03)
-        return super().train_step(data)
-
-
-class SlowParallelRunner(SlowRunner, ParallelRunner):
-    """The same on a mesh."""
-
-
-class SlowEngineRunner(AnyStackRunner):
-    """The same on an engine of DeepSpeed."""
-
-    def train_step(self, data: Any) -> Any:
-        time.sleep(0.05)
         return super().train_step(data)
 
 
@@ -57,16 +42,16 @@ def settings(root: Path, backend: str, mode: str, axes: dict[str, int] | None = 
 
 def engine_settings(root: Path, stage: int) -> dict[str, Any]:
     """The same for DeepSpeed."""
-    changes: dict[str, Any] = {"epochs": 12, "checkpoint.keep_latest_k": 2, "auto_resume": True}
-    return stack_settings(root, deepspeed=zero(stage), ema={"enabled": True, "decay": 0.9}, **changes)
+    policy = {"interval": 1, "keep_latest_k": 2}
+    layout = {"stack": "deepspeed", "deepspeed": zero(stage)}
+    return whole_settings(root, **layout, steps=12, evaluate_interval=5, auto_resume=True, checkpoint=policy)
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
     """Train to the end and return the whole state."""
-    kinds: dict[str, Callable[..., Any]] = {"deepspeed": SlowEngineRunner, "parallel": SlowParallelRunner}
-    with kinds.get(config.get("stack", "ddp"), SlowRunner)(config) as runner:
+    with SlowRunner(config) as runner:
         runner.train()
-        return tree_map(lambda value: whole(value) if isinstance(value, Tensor) else value, whole_state(runner))
+        return copied(whole_state(runner))
 
 
 class KilledRuns:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.language import NextTokens, OwnTokens, TinyForCausalLM, TinyForMaskedLM, UntoldTokens, encode, sentences
 from support.processes import run_processes
+from support.toys import KeepsGradients
 from torch import Tensor
 
 import danling as dl
@@ -16,26 +17,14 @@ import danling as dl
 MODELS: dict[str, Any] = {"causal": TinyForCausalLM, "masked": TinyForMaskedLM, "next": NextTokens, "own": OwnTokens}
 
 
-class LanguageRunner(dl.Runner):
+class LanguageRunner(KeepsGradients):
     """Without an override: the batch is what the model takes, the model returns its loss."""
-
-    not_saved = ("gradients",)
 
     def __init__(self, config: dict[str, Any], kind: str) -> None:
         super().__init__(config)
         self.model = MODELS[kind]()
         self.datasets = {"train": sentences(32), "val": sentences(9)}
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.gradients: dict[str, Tensor] = {}
-
-    def optimizer_step(self) -> None:
-        self.gradients = {name: _whole(p.grad).clone() for name, p in self.unwrapped_model.named_parameters()}
-        super().optimizer_step()
-
-
-def _whole(gradient: Any) -> Tensor:
-    whole: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    return whole
 
 
 def one_update(

@@ -21,14 +21,13 @@ from support.object_servers import ObjectServer
 from support.patience import patience
 from support.processes import ProcessFailure, free_port, run_outcomes, run_processes
 from support.saves import litter
+from support.stacks import copied
 from support.toys import TracingRunner, differences, whole_settings, whole_state
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+import danling as dl
 from danling.checkpoints.manifest import Manifest, is_name
 from danling.cli.verify import verify
-from danling.runners.parallel_runner import ParallelRunner
-from danling.utils.tensors import whole
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
@@ -36,7 +35,7 @@ pytest.importorskip("moto")
 STEPS, INTERVAL = 12, 2
 
 
-class SlowRunner(TracingRunner):
+class SlowRunner(TracingRunner, dl.Runner):
     """Takes its time over a step, so that a kill meets it at work, and writes down where the disk does not go with the machine."""
 
     place: str = ""
@@ -54,10 +53,6 @@ class SlowRunner(TracingRunner):
         return outcome
 
 
-class SlowParallelRunner(SlowRunner, ParallelRunner):
-    """The same on a mesh."""
-
-
 def settings(root: Path, url: str | None, backend: str, axes: dict[str, int] | None, **changes: Any) -> dict[str, Any]:
     """Return a configuration of a few steps that saves in every other one."""
     layout = {"stack": "parallel", "parallel": {"axes": axes}} if axes else {}
@@ -68,8 +63,7 @@ def settings(root: Path, url: str | None, backend: str, axes: dict[str, int] | N
 
 def train(config: dict[str, Any], notes: str, wait: bool = False) -> dict[str, Any]:
     """Train to the end and return the whole state."""
-    kind = SlowParallelRunner if config.get("stack") == "parallel" else SlowRunner
-    with kind(config) as runner:
+    with SlowRunner(config) as runner:
         runner.place = notes
         if runner.is_main_process:
             with Path(notes).open("a") as file:
@@ -84,7 +78,7 @@ def train(config: dict[str, Any], notes: str, wait: bool = False) -> dict[str, A
 
             runner.step = step
         runner.train()
-        return tree_map(lambda value: whole(value) if isinstance(value, Tensor) else value, whole_state(runner))
+        return copied(whole_state(runner))
 
 
 @cache
@@ -184,11 +178,6 @@ class LostMachines:
         return left + [key for key in keys if key.startswith(f"{prefix}/lock")]
 
 
-@pytest.fixture
-def server(moto: ObjectServer) -> ObjectServer:
-    return moto
-
-
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("part", "few", "backend", "world_size", "axes"),
@@ -202,14 +191,14 @@ def test_killed_at_random_instants_and_the_disk_emptied_each_time(
     world_size: int,
     axes: dict[str, int] | None,
     tmp_path: Path,
-    server: ObjectServer,
+    moto: ObjectServer,
 ) -> None:
     kills = share(part, otherwise=few)
     instants = random.Random(f"{backend} {SEED}")
     done = ends = 0
     gone_on = False
     while done < kills:
-        lost = LostMachines(tmp_path / str(ends), server, backend=backend, world_size=world_size, axes=axes)
+        lost = LostMachines(tmp_path / str(ends), moto, backend=backend, world_size=world_size, axes=axes)
         states, before = None, done
         while done < kills and states is None:
             safe = lost.saved()
@@ -221,7 +210,7 @@ def test_killed_at_random_instants_and_the_disk_emptied_each_time(
         assert lost.ends_bitwise(states) and lost.remote_litter() == []
         gone_on |= any(lost.begun())
         # None of these files is large enough to go up in parts.
-        assert server.unfinished_uploads(lost.bucket) == 0
+        assert moto.unfinished_uploads(lost.bucket) == 0
         shutil.rmtree(lost.place)
         ends += 1
         report(f"at random instants, the disk emptied: {backend}, {world_size} processes", done - before, 1)
@@ -272,10 +261,10 @@ def is_manifest(request: Any) -> bool:
     ids=["file: contents, manifest", "dcp: contents, manifest", "dcp: manifest, pointer"],
 )
 def test_killed_between_the_parts_of_a_save(
-    backend: str, when: When, loses: bool, tmp_path: Path, server: ObjectServer
+    backend: str, when: When, loses: bool, tmp_path: Path, moto: ObjectServer
 ) -> None:
-    with fault_proxy(server.endpoint) as proxy:
-        lost = LostMachines(tmp_path, server, proxy.endpoint, backend=backend)
+    with fault_proxy(moto.endpoint) as proxy:
+        lost = LostMachines(tmp_path, moto, proxy.endpoint, backend=backend)
         killed_where_it_waits(lost, proxy, when, after=2)
         safe, made = lost.saved(), lost.made()
         states = lost.attempt()
@@ -285,13 +274,13 @@ def test_killed_between_the_parts_of_a_save(
         assert lost.ends_bitwise(states) and lost.remote_litter() == []
 
 
-def test_an_empty_machine_that_finds_the_end_in_the_store_ends_alike(tmp_path: Path, server: ObjectServer) -> None:
-    lost = LostMachines(tmp_path, server, backend="dcp", world_size=2, axes={"shard": 2})
+def test_an_empty_machine_that_finds_the_end_in_the_store_ends_alike(tmp_path: Path, moto: ObjectServer) -> None:
+    lost = LostMachines(tmp_path, moto, backend="dcp", world_size=2, axes={"shard": 2})
     assert lost.ends_bitwise(lost.attempt()) and lost.saved() == STEPS
     # What two machines have left that were killed in a save: one before the last that is complete, one after it.
-    prefix = next(key.partition("/targets/")[0] for key in server.objects(lost.bucket) if "/targets/" in key)
+    prefix = next(key.partition("/targets/")[0] for key in moto.objects(lost.bucket) if "/targets/" in key)
     for target in ("00000001-0123abcd", "00000099-0123abcd"):
-        server.write(lost.bucket, f"{prefix}/targets/{target}/__0_0.distcp", b"left")
+        moto.write(lost.bucket, f"{prefix}/targets/{target}/__0_0.distcp", b"left")
     assert lost.remote_litter() != []
     assert lost.ends_bitwise(lost.attempt())
     # It had nothing to save.

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_processes
+from support.toys import KeepsGradients
 from torch import Tensor, nn
-
-import danling as dl
 
 SPLITS = {1: [[12], [5, 4, 3], [1, 11]], 2: [[7, 5], [3, 2, 4, 3]], 3: [[6, 4, 2], [3, 1, 1, 2, 4, 1]]}
 """Sizes of the micro-batches by world size; they go round the ranks, and none divides evenly."""
@@ -45,21 +44,16 @@ def criterion_of(kind: str) -> nn.Module:
     }[kind]
 
 
-class GradientRunner(dl.TorchRunner):
+class GradientRunner(KeepsGradients):
     def __init__(self, config: dict[str, Any], kind: str, batches: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__(config)
         self.model = build()
         self.criterion = criterion_of(kind)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.dataloaders = {"train": batches}
-        self.gradients: dict[str, Tensor] = {}
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
         return tokens_loss(self.criterion, pred, target)
-
-    def optimizer_step(self) -> None:
-        self.gradients = {name: p.grad.clone() for name, p in self.unwrapped_model.named_parameters()}
-        super().optimizer_step()
 
 
 def one_update(root: str, kind: str, sizes: list[int], accum_steps: int) -> dict[str, Any]:

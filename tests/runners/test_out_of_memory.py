@@ -52,7 +52,7 @@ class Hungry(nn.Module):
         return self.last(hidden)
 
 
-class Runner(dl.TorchRunner):
+class Runner(dl.Runner):
     """Trains a model that is hungry on the ranks that are named, on all of them by default."""
 
     def __init__(self, config: dict[str, Any], fits: int = 100, where: str = "forward", ranks: Any = None) -> None:
@@ -158,12 +158,7 @@ class Synced(Runner):
 
 
 def construct(config: dict[str, Any]) -> None:
-    kind = Parallel if config.get("stack") == "parallel" else Synced
-    kind(config).close()
-
-
-class Parallel(Runner, dl.ParallelRunner):
-    """The same on a mesh."""
+    (Runner if config.get("stack") == "parallel" else Synced)(config).close()
 
 
 @pytest.mark.parametrize(

@@ -240,38 +240,48 @@ def _try(original: Original, directory: Path, road: str, name: str) -> str:
     return "right" if loaded else "said" if loaded is not None else "from scratch"
 
 
-@pytest.mark.timeout(0)
-def test_random_damage(originals: list[Original], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def _fuzz(
+    kind: str,
+    originals: list[Original],
+    place: Path,
+    roads: Mapping[str, tuple[int, Any]],
+    change: Callable[[Path, Random], list[str]],
+    attempt: Callable[[Original, Path, str, str], str],
+    capsys: pytest.CaptureFixture[str],
+) -> Counter[str]:
+    """Change a copy of a checkpoint for each case, take a road to it, and return how often it ended how; fail if any case has failed."""
     logging.getLogger("danling").setLevel(logging.CRITICAL)
     ends: Counter[str] = Counter()
     failures: list[str] = []
-    weights = [weight for weight, _ in ROADS.values()]
+    weights = [weight for weight, _ in roads.values()]
     try:
         for case in range(SEED, SEED + CASES):
-            random = Random(case)
+            random = Random(f"{kind} {case}")
             original = random.choice(originals)
-            place = tmp_path / "case"
-            directory = Path(shutil.copytree(original.directory, place / original.directory.name))
-            damage = spoil(directory, random)
-            road, name = random.choices(list(ROADS), weights)[0], random.choice(original.names)
-            if original.kind == "alone" and road == "auto_resume":
-                road = "pretrained"
+            directory = Path(shutil.copytree(original.directory, place / "case" / original.directory.name))
+            changed = change(directory, random)
+            road, name = random.choices(list(roads), weights)[0], random.choice(original.names)
+            if original.kind == "alone":
+                road = {"auto_resume": "pretrained"}.get(road, "inspect" if road in URL_ROADS else road)
             try:
                 with no_hang(case):
-                    ends[_try(original, directory, road, name)] += 1
+                    ends[attempt(original, directory, road, name)] += 1
             except Exception as error:
-                failures.append(f"case {case}: {original.kind}, {damage}, {road} of {name}: {error!r}")
-            shutil.rmtree(place)
+                failures.append(f"case {case}: {original.kind}, {changed}, {road} of {name}: {error!r}")
+            shutil.rmtree(place / "case")
             capsys.readouterr()
     finally:
         logging.getLogger("danling").setLevel(logging.NOTSET)
     with capsys.disabled():
-        print(f"\n{CASES} damaged checkpoints: {dict(ends.most_common())}")
+        print(f"\n{CASES} {kind} checkpoints: {dict(ends.most_common())}")
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:10]])
+    return ends
+
+
+@pytest.mark.timeout(0)
+def test_random_damage(originals: list[Original], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = _fuzz("damaged", originals, tmp_path, ROADS, spoil, _try, capsys)
     assert ends["refused"] > CASES // 10 and ends["right"] > 0
-
-
-# Forged checkpoints
 
 
 def _snapshot(root: Path) -> dict[str, tuple[int, int, int] | bytes]:
@@ -304,45 +314,33 @@ def bounded_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
+ROADS_OF_FORGERIES = {**ROADS, **URL_ROADS, "inspect": (3, _inspect_all), "a run": (4, _run)}
+
+
+def _try_forged(original: Original, directory: Path, road: str, name: str) -> str:
+    root = directory.parents[1]
+    before = _snapshot(root)
+    try:
+        with bounded_memory():
+            ROADS_OF_FORGERIES[road][1](original, directory, name)
+        end = "read"
+    except (CheckpointError, ValueError, FileNotFoundError) as error:
+        assert str(error).startswith("Expected "), f"an error without a name: {error!r}"
+        end = "refused"
+    finally:
+        assert _snapshot(root) == before, "touched what is outside"
+    return end
+
+
 @pytest.mark.timeout(0)
 def test_forged_checkpoints(originals: list[Original], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logging.getLogger("danling").setLevel(logging.CRITICAL)
     (tmp_path / "around" / "below").mkdir(parents=True)
     victim = tmp_path / "victim.txt"
     for file in (victim, tmp_path / "around" / "below" / victim.name):
         file.write_text("somebody's work")
-    ends: Counter[str] = Counter()
-    failures: list[str] = []
-    roads = {**ROADS, **URL_ROADS, "inspect": (3, _inspect_all), "a run": (4, _run)}
-    weights = [weight for weight, _ in roads.values()]
-    try:
-        for case in range(SEED, SEED + CASES):
-            random = Random(f"forged {case}")
-            original = random.choice(originals)
-            place = tmp_path / "case"
-            directory = Path(shutil.copytree(original.directory, place / original.directory.name))
-            forged = forge(directory, random, victim)
-            road, name = random.choices(list(roads), weights)[0], random.choice(original.names)
-            if original.kind == "alone":
-                road = {"auto_resume": "pretrained"}.get(road, "inspect" if road in URL_ROADS else road)
-            before = _snapshot(tmp_path)
-            try:
-                with no_hang(case), bounded_memory():
-                    roads[road][1](original, directory, name)
-                ends["read"] += 1
-            except (CheckpointError, ValueError, FileNotFoundError) as error:
-                ends["refused"] += 1
-                if not str(error).startswith("Expected "):
-                    failures.append(f"case {case}: {original.kind}, {forged}, {road} of {name}: no name: {error!r}")
-            except Exception as error:
-                failures.append(f"case {case}: {original.kind}, {forged}, {road} of {name}: {error!r}")
-            if _snapshot(tmp_path) != before:
-                failures.append(f"case {case}: {original.kind}, {forged}, {road} of {name}: touched what lies outside")
-            shutil.rmtree(place)
-            capsys.readouterr()
-    finally:
-        logging.getLogger("danling").setLevel(logging.NOTSET)
-    with capsys.disabled():
-        print(f"\n{CASES} forged checkpoints: {dict(ends.most_common())}")
-    assert not failures, "\n".join([f"{len(failures)} failures", *failures[:10]])
+
+    def change(directory: Path, random: Random) -> list[str]:
+        return forge(directory, random, victim)
+
+    ends = _fuzz("forged", originals, tmp_path, ROADS_OF_FORGERIES, change, _try_forged, capsys)
     assert ends["refused"] > CASES // 10 and ends["read"] > 0

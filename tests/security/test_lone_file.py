@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.recorded import record_run
+from support.recorded import command, record_run
 from support.toys import TracingRunner
 
 from danling.checkpoints import CheckpointDamaged, CheckpointError, import_weights, read_config
-from danling.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -67,27 +66,18 @@ def _from_checkpoint(path: Path, root: Path) -> None:
         return
 
 
-def _command(*words: str) -> Callable[[Path, Path], None]:
-    def run(path: Path, root: Path) -> None:
-        arguments = [word.format(path=path, out=root / "out.pth") for word in words]
-        if main(arguments) != 0:
-            raise CheckpointDamaged("as the command has said")
-
-    return run
-
-
 ROADS: dict[str, Callable[[Path, Path], Any]] = {
     "pretrained": _pretrained,
     "from_checkpoint": _from_checkpoint,
     "import_weights": lambda path, root: import_weights(path),
-    "verify": _command("verify", "{path}"),
-    "export": _command("export", "{path}", "{out}"),
+    "verify": command("verify", "{path}"),
+    "export": command("export", "{path}", "{out}"),
 }
 """What reads the tensors."""
 SETTINGS: dict[str, Callable[[Path, Path], Any]] = {
     "read_config": lambda path, root: read_config(path),
-    "inspect": _command("inspect", "{path}"),
-    "estimate": _command("estimate", "{path}"),
+    "inspect": command("inspect", "{path}"),
+    "estimate": command("estimate", "{path}"),
 }
 """What leaves them unread."""
 

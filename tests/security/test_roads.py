@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import hostile
-from support.recorded import record_run
+from support.recorded import command, record_run
 from support.toys import TracingRunner
 
 from danling.checkpoints import CheckpointError, read_config
@@ -28,15 +28,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 SETTINGS = {"steps": 12, "seed": 3, "log": False, "dataloader": {"batch_size": 4}}
-
-
-def _command(*words: str) -> Callable[[Path, Path], Any]:
-    def run(path: Path, root: Path) -> None:
-        arguments = [word.format(path=path, out=root / "out.pth") for word in words]
-        if main(arguments) != 0:
-            raise CheckpointError("as the command has said")
-
-    return run
 
 
 def _auto_resume(path: Path, root: Path) -> None:
@@ -64,10 +55,10 @@ def _from_pretrained(path: Path, root: Path) -> None:
 
 
 ROADS: dict[str, Callable[[Path, Path], Any]] = {
-    "inspect": _command("inspect", "{path}", "--config", "--tensors"),
-    "export": _command("export", "{path}", "{out}"),
-    "estimate": _command("estimate", "{path}"),
-    "verify": _command("verify", "{path}"),
+    "inspect": command("inspect", "{path}", "--config", "--tensors"),
+    "export": command("export", "{path}", "{out}"),
+    "estimate": command("estimate", "{path}"),
+    "verify": command("verify", "{path}"),
     "auto_resume": _auto_resume,
     "resume": lambda path, root: _new(root, resume=str(path)),
     "pretrained": lambda path, root: _new(root, pretrained=str(path)),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.toys import TracingRunner
-from support.warm import interpreter
+from danling.checkpoints import CheckpointDamaged
+from danling.cli.main import main
+
+from .toys import TracingRunner
+from .warm import interpreter
 
 
 def record_run(root: Path, *, lineage: str = "toy", lr: float = 0.01, steps: int = 12, **settings: Any) -> Path:
@@ -29,6 +33,16 @@ def record_run(root: Path, *, lineage: str = "toy", lr: float = 0.01, steps: int
     with TracingRunner({**config, **settings}) as runner:
         runner.train()
         return Path(runner.workspace.dir)
+
+
+def command(*words: str) -> Callable[[Path, Path], None]:
+    """Return what runs the command `danling` in this process with a path and an output below a root, and raises where it refuses."""
+
+    def run(path: Path, root: Path) -> None:
+        if main([word.format(path=path, out=root / "out.pth") for word in words]) != 0:
+            raise CheckpointDamaged("as the command has said")
+
+    return run
 
 
 def bounded(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

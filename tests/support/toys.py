@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import danling as dl
+from danling.utils.tensors import whole
 
 
 class NoisyPoints(Dataset[dict[str, Any]]):
@@ -87,6 +88,18 @@ class Chain(Line):
         super().__init__(config)
         self.model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
         self.datasets = {"train": line_of(12), "val": line_of(12)}
+
+
+class KeepsGradients(dl.Runner):
+    """Keeps the gradients of its last update, whole."""
+
+    not_saved = ("gradients",)
+    gradients: dict[str, Tensor]
+
+    def optimizer_step(self) -> None:
+        named = self.unwrapped_model.named_parameters()
+        self.gradients = {name: whole(p.grad).clone() for name, p in named if p.grad is not None}
+        super().optimizer_step()
 
 
 class TracingRunner(dl.TorchRunner):
