@@ -26,12 +26,6 @@ class Ranks(LocalDomain):
         self.rank, self.size = rank, size
 
 
-def test_a_rank_reads_its_share_of_the_data() -> None:
-    place = Placement.alike(Ranks(1, 2))
-    assert place.share(trained=True) == place.share(trained=False) == (1, 2)
-    assert place.data_replicas == 2
-
-
 def test_training_data_is_divided_over_replica_groups_and_evaluation_is_not() -> None:
     places = [Placement.alike(Ranks(rank, 2), replica_group=(group, 3)) for group in range(3) for rank in range(2)]
     assert [place.share(trained=True) for place in places] == [(index, 6) for index in range(6)]

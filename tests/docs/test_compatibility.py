@@ -50,12 +50,6 @@ def test_version_and_formats_are_those_of_the_sources() -> None:
     assert fixtures == {f"v{version}" for version in range(1, FORMAT_VERSION + 1)}
 
 
-def test_files_that_the_page_names_are_there() -> None:
-    named = re.findall(r"`((?:danling|tests)/[\w./]+)`", PAGE)
-    assert len(named) >= 7
-    assert [name for name in named if not (ROOT / name).exists()] == []
-
-
 def test_a_runner_cannot_be_had_without_record_locks() -> None:
     """As on Windows, which has no `fcntl`."""
     program = (

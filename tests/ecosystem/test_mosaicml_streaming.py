@@ -22,8 +22,6 @@ from support.seen import Seeing, seen
 from support.vision import import_or_skip
 from torch import nn
 
-import danling as dl
-
 import_or_skip("torchvision")
 try:
     place_of_package = str(metadata.distribution("mosaicml-streaming").locate_file(""))
@@ -81,17 +79,3 @@ def test_samples_are_those_of_the_uninterrupted_run(workers: int, shards: Path, 
     for stop in (2, 6, 9):
         root = tmp_path / str(stop)
         assert [*read_by_run(root, shards, workers, stop), *read_by_run(root, shards, workers)] == whole
-
-
-def test_a_dataset_alone_is_refused(shards: Path, tmp_path: Path) -> None:
-    class Alone(dl.Runner):
-        def __init__(self) -> None:
-            super().__init__({"epochs": 1, "dir": str(tmp_path / "run"), "log": False})
-            self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
-            self.datasets = {"train": read(shards)}
-
-    with pytest.raises(
-        ValueError,
-        match=r"Expected StreamingDataset.state_dict\(\) of split 'train'.*put that loader into `self.dataloaders`",
-    ):
-        Alone()

@@ -75,19 +75,6 @@ def test_what_is_trained_is_saved_alone_and_resumed_bitwise(kind: str, tmp_path:
         assert all(torch.equal(second.ema.weights[name], value) for name, value in whole.ema.weights.items())
 
 
-def test_another_base_is_refused(tmp_path: Path) -> None:
-    with Adapting(settings(tmp_path, 2)) as runner:
-        runner.train()
-    with pytest.raises(
-        CheckpointMismatch, match=r"Expected the frozen weights that the checkpoint was made on.*SHA-256"
-    ):
-        Adapting(settings(tmp_path, 4), base=1e-3)
-    with pytest.raises(CheckpointMismatch, match="SHA-256"):
-        Adapting(settings(tmp_path, 4, checkpoint={"trainable_only": False}), base=1e-3)
-    with Adapting(settings(tmp_path, 4)) as runner:
-        assert runner.train_state.global_step == 2
-
-
 def test_a_base_that_was_loaded_is_loaded_again_when_the_run_is_resumed(tmp_path: Path) -> None:
     torch.save(adapted("causal", base=0.5).state_dict(), tmp_path / "base.pt")
     pretrained = {"pretrained": str(tmp_path / "base.pt")}

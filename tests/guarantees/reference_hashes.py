@@ -40,6 +40,7 @@ for _folder in (_ROOT / "examples", _ROOT / "tests", _ROOT):
 
 import torch
 from models.gpt import GPT
+from support.layouts import LENGTH, VOCABULARY, Sentences
 from support.processes import run_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -51,8 +52,6 @@ import danling as dl
 Hashes = dict[str, Any]
 
 CLASSES = 4
-LENGTH = 8
-VOCABULARY = 12
 
 # Figures of `metrics.jsonl` that say how fast a run was, not what it computed.
 _MEASURED = ("time", "seconds", "per_second", "data_share", "memory", "mfu", "flops", "ranks")
@@ -79,31 +78,6 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return self.images[index] + 0.1 * torch.randn(1, 6, 6), self.labels[index]
 
 
-class Sentences(Dataset[tuple[Tensor, Tensor]]):
-    """Random tokens; the targets of each sentence are ignored from a position of its own on, of some altogether."""
-
-    def __init__(self, size: int) -> None:
-        generator = torch.Generator().manual_seed(size)
-        self.tokens = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=generator)
-        self.lengths = torch.randint(0, LENGTH + 1, (size,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        target = self.tokens[index, 1:].clone()
-        target[self.lengths[index] :] = -100
-        return self.tokens[index, :-1], target
-
-
-class TokenLoss(nn.CrossEntropyLoss):
-    """The mean over the tokens that count."""
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of logits `(batch, length, vocabulary)` and targets `(batch, length)`."""
-        return super().forward(input.flatten(0, -2), target.flatten())
-
-
 class ReferenceRunner(dl.Runner):
     """Trains the model of a case, and stops where it is told."""
 
@@ -114,7 +88,7 @@ class ReferenceRunner(dl.Runner):
         self.criterion: nn.Module
         if case.model == "gpt":
             self.model = GPT(VOCABULARY, **{"context": LENGTH, "width": 16, "depth": 2, "heads": 4, **case.options})
-            self.criterion = TokenLoss()
+            self.criterion = nn.CrossEntropyLoss()
             self.datasets = {split: Sentences(size) for split, size in sizes.items()}
         else:
             norm = nn.BatchNorm2d(3) if case.options.get("norm", True) else nn.GroupNorm(1, 3)
@@ -124,6 +98,10 @@ class ReferenceRunner(dl.Runner):
             self.criterion = nn.CrossEntropyLoss(weight=weight)
             self.datasets = {split: Images(size) for split, size in sizes.items()}
             self.metrics = {"acc": dl.metrics.accuracy}
+
+    def compute_loss(self, pred: Any, target: Any) -> Tensor:
+        """Return the mean over the tokens that count."""
+        return super().compute_loss(pred.flatten(0, -2), target.flatten())
 
     def step(self) -> Any:
         """Ask for a stop one update ahead, so that all ranks hear of it with the update that is the last one."""

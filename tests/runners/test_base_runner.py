@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import run_processes
 from torch.utils.data import TensorDataset
 
 import danling as dl
@@ -92,23 +91,6 @@ def test_a_run_that_a_signal_ended_goes_on_bitwise(signal_at: int, tmp_path: Pat
     assert steps == list(range(1, 19))
 
 
-def trained(config: dict[str, Any], signal_at: int | None = None) -> tuple[torch.Tensor, int]:
-    with LeastSquares(config, signal_at=signal_at) as runner:
-        try:
-            runner.train()
-        except SystemExit as ended:
-            assert ended.code == 143
-        return runner.weights.clone(), runner.train_state.global_step
-
-
-def test_a_signal_on_one_rank_stops_all_of_them(tmp_path: Path) -> None:
-    whole = run_processes(trained, settings(tmp_path / "whole"), world_size=2)
-    parts = run_processes(trained, settings(tmp_path / "parts"), 4, world_size=2)
-    assert [step for _, step in parts] == [4, 4]
-    resumed = run_processes(trained, settings(tmp_path / "parts", auto_resume=True), world_size=2)
-    assert all(torch.equal(mine[0], other[0]) for mine, other in zip(whole, resumed))
-
-
 def test_a_payload_is_loaded_as_a_file_is(tmp_path: Path) -> None:
     with LeastSquares(settings(tmp_path / "a", epochs=1)) as runner:
         runner.train()
@@ -118,37 +100,3 @@ def test_a_payload_is_loaded_as_a_file_is(tmp_path: Path) -> None:
         assert runner.train_state.epoch == 1 and torch.equal(runner.weights, payload["model"]["weights"])
         with pytest.raises(CheckpointMismatch, match=r"with the entries 'runner' and 'state'"):
             runner.load_checkpoint({"weights": runner.weights})
-
-
-OF_A_STACK = """
-    train train_epochs train_epoch train_steps train_step backward step optimizer_step evaluate evaluate_epoch
-    evaluate_steps evaluate_step infer infer_step summarize compute_loss batch_weight train_context
-    forward_context materialize_model build_optimizer build_scheduler load_pretrained load_model load_ema
-    load_optimizer load_scheduler
-""".split()  # noqa: SIM905
-OF_EVERY_RUNNER = """
-    init_distributed init_checkpoint_manager init_fault_tolerance init_tensorboard init_wandb
-    init_signal_handlers init_heartbeat init_garbage_collection set_seed set_deterministic build_datasampler
-    build_dataloaders state_dict load_state_dict save_checkpoint load_checkpoint read_checkpoint read_config
-    load_dataloaders scores best_index is_best best_score latest_score latest_result best_result rank world_size
-    local_rank distributed is_main_process is_local_main_process steps epochs is_step_mode accum_steps
-    batch_size progress train_splits evaluate_splits checkpoint_interval log_interval checkpoint_manager name
-    close add_tracker
-""".split()  # noqa: SIM905
-
-
-def test_every_name_of_the_contract_is_there() -> None:
-    missing = [name for name in [*OF_A_STACK, *OF_EVERY_RUNNER] if not hasattr(dl.BaseRunner, name)]
-    assert not missing
-    with dl.BaseRunner({"dir": "run"}) as runner:
-        for name in OF_A_STACK:
-            with pytest.raises(NotImplementedError, match=f"Expected BaseRunner to implement `{name}`"):
-                getattr(runner, name)()
-        for name in ("model", "ema", "criterion", "optimizer", "scheduler", "metrics"):
-            assert getattr(runner, name) is None
-        for name in "datasets dataloaders meters results config workspace id config_id timestamp".split():  # noqa: SIM905
-            assert getattr(runner, name) is not None
-        state = runner.state.state_dict()
-        assert state.keys() == {"train", "elastic", "rng"}
-        runner.state.load_state_dict({**state, "train": {**state["train"], "global_step": 7}})
-        assert (runner.state.train.global_step, runner.state.elastic.attempts) == (7, 2)

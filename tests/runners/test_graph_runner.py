@@ -262,11 +262,6 @@ def test_a_wrapper_of_ones_own_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        *(
-            ({"compile": {"memory_policy": policy}}, "0 < x < 1")
-            for policy in ("budget:0", "budget:1", "offload", "budget:x")
-        ),
-        ({"compile": {"memory_policy": "budget:0.5"}}, "follows compile.memory_policy"),
         ({"fsdp": {"enabled": True}}, "stack='parallel'"),
         ({"ft": {"enabled": True}}, "ft.enabled"),
     ],

@@ -13,6 +13,7 @@ from support.stacks import needs_deepspeed, zero
 from support.toys import Chain
 from support.toys import settings as toy_settings
 
+import danling as dl
 from danling.utils.tensors import whole
 
 # fmt: off
@@ -39,6 +40,15 @@ PARALLEL = [
 # fmt: on
 HOOKS = [*EXECUTION, *CONSTRUCTION, *CHECKPOINTS]
 FACTS = ("scores", "best_index", "is_best")
+OF_A_STACK = """
+    summarize compute_loss batch_weight train_context forward_context materialize_model build_optimizer build_scheduler
+    load_pretrained load_model load_ema load_optimizer load_scheduler
+""".split()  # noqa: SIM905
+OF_EVERY_RUNNER = """
+    read_config best_score latest_score latest_result best_result rank world_size local_rank distributed is_main_process
+    is_local_main_process steps epochs is_step_mode accum_steps batch_size progress train_splits evaluate_splits
+    checkpoint_interval log_interval checkpoint_manager name close add_tracker
+""".split()  # noqa: SIM905
 
 
 def settings(root: Path, **more: Any) -> dict[str, Any]:
@@ -164,3 +174,20 @@ def test_overrides_on_an_engine(tmp_path: Path) -> None:
     (found_outcomes,) = run_processes(outcomes, cases, world_size=1, timeout=150)
     for hook, error in found_outcomes:
         assert is_plain(hook, error), f"{hook}: {error}"
+
+
+def test_every_name_of_the_contract_is_there() -> None:
+    missing = [name for name in [*HOOKS, *OF_A_STACK, *OF_EVERY_RUNNER] if not hasattr(dl.BaseRunner, name)]
+    assert not missing
+    with dl.BaseRunner({"dir": "run"}) as runner:
+        for name in (*EXECUTION, *OF_A_STACK):
+            with pytest.raises(NotImplementedError, match=f"Expected BaseRunner to implement `{name}`"):
+                getattr(runner, name)()
+        for name in ("model", "ema", "criterion", "optimizer", "scheduler", "metrics"):
+            assert getattr(runner, name) is None
+        for name in "datasets dataloaders meters results config workspace id config_id timestamp".split():  # noqa: SIM905
+            assert getattr(runner, name) is not None
+        state = runner.state.state_dict()
+        assert state.keys() == {"train", "elastic", "rng"}
+        runner.state.load_state_dict({**state, "train": {**state["train"], "global_step": 7}})
+        assert (runner.state.train.global_step, runner.state.elastic.attempts) == (7, 2)

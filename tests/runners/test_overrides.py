@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import danling as dl
-from danling.runners import RunnerState
 
 
 class OwnLoss(Line):
@@ -278,31 +276,6 @@ def test_accumulation_that_changes_in_a_pass(tmp_path: Path) -> None:
     assert windows == [4, 4, 8]
 
 
-@dataclass
-class Noting(RunnerState):
-    noted: int = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "noted": self.noted}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.noted = state.get("noted", 0)
-
-
-def test_state_of_a_class_of_ones_own_comes_back(tmp_path: Path) -> None:
-    class Kept(Line):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.state = Noting(self.state.train, self.state.elastic, self.state.rng)
-
-    with Kept(settings(tmp_path, steps=1)) as runner:
-        runner.state.noted = 7
-        runner.train()
-    with Kept(settings(tmp_path, steps=2, auto_resume=True)) as runner:
-        assert (runner.state.noted, runner.state.train.global_step) == (7, 1)
-
-
 @pytest.mark.parametrize("stack", ["ddp", "parallel"])
 def test_weights_that_an_override_adds_come_back(stack: str, tmp_path: Path) -> None:
     class Adding(Line):
@@ -323,34 +296,6 @@ def test_weights_that_an_override_adds_come_back(stack: str, tmp_path: Path) -> 
         runner.train()
     with Adding(settings(tmp_path, steps=2, stack=stack, auto_resume=True)) as runner:
         assert runner.table.tolist() == [7.0, 7.0, 7.0]
-
-
-def test_components_that_an_override_leaves_out_are_saved(tmp_path: Path) -> None:
-    class Partly(Line):
-        def component_states(self) -> dict[str, Any]:
-            return {"model": self.model_state_dict(), "optimizer": self.optimizer_state_dict()}
-
-    config = settings(tmp_path, ema={"enabled": True}, scheduler={"type": "cosine"})
-    with Partly({**config, "steps": 1}) as runner:
-        runner.train()
-        assert {"model", "optimizer", "ema", "scheduler"} <= runner.read_checkpoint("latest").keys()
-    with Partly({**config, "steps": 2, "auto_resume": True}) as runner:
-        assert runner.state.train.global_step == 1
-
-
-def test_a_checkpoint_that_was_asked_for_survives_a_boundary_by_hand(tmp_path: Path) -> None:
-    saved: list[int] = []
-
-    class Saving(Line):
-        def save_checkpoint(self, **how: Any) -> None:
-            saved.append(self.state.train.global_step)
-            super().save_checkpoint(**how)
-
-    with Saving(settings(tmp_path, epochs=3)) as runner:
-        runner.request_checkpoint()
-        assert not runner.boundary()
-        runner.train_epoch()
-        assert saved and saved[0] == 1
 
 
 def own_loader(root: str) -> None:
