@@ -8,26 +8,7 @@ from pathlib import Path
 
 from danling.runners.extensions import EXTENSIONS, STACKS
 
-PROGRAM = """
-import json, sys
-import torch
-before = set(sys.modules)
-from danling import Runner, RunnerConfig, TorchRunner
-print(json.dumps(sorted(set(sys.modules) - before)))
-"""
-
 OURS = {"danling", "chanfig", "lazy_imports", "yaml", "_yaml", "tomli"}
-
-
-def test_a_runner_imports_nothing_of_torch_that_torch_does_not():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    names = json.loads(done.stdout)
-    assert "danling.runners.torch_runner" in names
-    others = [name for name in names if name.partition(".")[0] not in OURS | sys.stdlib_module_names]
-    assert not [name for name in others if "cython" not in name]
-
-
 EXTENSIONS_OF_THE_LIBRARY = {"audit", "remote", "stream", "torchft", "mesh", "deepspeed", "accelerate", "graph", "cli"}
 STACK_RUNNERS = {"parallel_runner", "deepspeed_runner", "accelerate_runner", "graph_runner"}
 ROOT = Path(__file__).parents[1] / "danling"
@@ -77,10 +58,12 @@ def test_the_table_names_what_is_there():
     assert all((ROOT.parent / f"{module.replace('.', '/')}.py").exists() for module in modules)
 
 
-TRAINING = """
+PROGRAM = """
 import json, sys
 import torch
-from danling import TorchRunner
+before = set(sys.modules)
+from danling import Runner, RunnerConfig, TorchRunner
+imported = sorted(set(sys.modules) - before)
 
 class Program(TorchRunner):
     def __init__(self, config):
@@ -99,16 +82,19 @@ with Program({**common, **again}) as runner:
     runner.evaluate()
     runner.load_checkpoint("best")
 loaded = {name.split(".")[1] for name in sys.modules if name.startswith("danling.")}
-print(json.dumps(sorted(loaded)))
+print(json.dumps([imported, sorted(loaded)]))
 """
 
 
-def test_a_run_on_one_process_loads_no_extension(tmp_path):
-    command = [sys.executable, "-c", TRAINING, str(tmp_path / "run")]
+def test_a_runner_imports_nothing_of_torch_that_torch_does_not_and_a_run_loads_no_extension(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    loaded = set(json.loads(done.stdout.splitlines()[-1]))
-    assert {"runners", "training", "checkpoints"} <= loaded and not loaded & EXTENSIONS_OF_THE_LIBRARY
+    imported, loaded = json.loads(done.stdout.splitlines()[-1])
+    assert "danling.runners.torch_runner" in imported
+    others = [name for name in imported if name.partition(".")[0] not in OURS | sys.stdlib_module_names]
+    assert not [name for name in others if "cython" not in name]
+    assert {"runners", "training", "checkpoints"} <= set(loaded) and not EXTENSIONS_OF_THE_LIBRARY & set(loaded)
 
 
 def test_the_managers_have_the_place_that_the_contract_gives_them() -> None:

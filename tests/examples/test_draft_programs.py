@@ -58,7 +58,6 @@ def arguments(**more: object) -> list[str]:
 
 
 def end_of(directory: str) -> tuple[dict[str, torch.Tensor], object]:
-    """Return the draft of a run, and its figures."""
     return import_weights(f"{directory}/draft.safetensors"), json.loads(Path(directory, "results.json").read_text())
 
 

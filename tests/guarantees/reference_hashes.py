@@ -100,7 +100,6 @@ class ReferenceRunner(dl.Runner):
             self.metrics = {"acc": dl.metrics.accuracy}
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
-        """Return the mean over the tokens that count."""
         return super().compute_loss(pred.flatten(0, -2), target.flatten())
 
     def step(self) -> Any:
@@ -201,7 +200,6 @@ CASES: dict[str, Case] = {
 
 
 def available() -> dict[str, Case]:
-    """Return the cases that run here."""
     has_engine = find_spec("deepspeed") is not None
     return {name: case for name, case in CASES.items() if has_engine or case.settings.get("stack") != "deepspeed"}
 

@@ -104,7 +104,6 @@ def settings(name: str, root: str, **changes: Any) -> dict[str, Any]:
 
 
 def train(name: str, root: str, config: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Train and return what it was made of and how it ended."""
     code = None
     with Exercised(settings(name, root, **(config or {})), **options) as runner:
         try:
@@ -250,7 +249,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(params=STACKS)
 def name(request: pytest.FixtureRequest) -> str:
-    """Each stack in turn."""
     stack: str = request.param
     if not STACKS[stack].is_here:
         pytest.skip(f"{STACKS[stack].package} is not installed: pip install {STACKS[stack].package}")

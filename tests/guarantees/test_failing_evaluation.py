@@ -99,7 +99,6 @@ class Killed(BaseException):
 
 
 def kill(*args: Any) -> None:
-    """End this process at once."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -48,7 +48,6 @@ def engine_settings(root: Path, stage: int) -> dict[str, Any]:
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
-    """Train to the end and return the whole state."""
     with SlowRunner(config) as runner:
         runner.train()
         return copied(whole_state(runner))

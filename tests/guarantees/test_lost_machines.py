@@ -62,7 +62,6 @@ def settings(root: Path, url: str | None, backend: str, axes: dict[str, int] | N
 
 
 def train(config: dict[str, Any], notes: str, wait: bool = False) -> dict[str, Any]:
-    """Train to the end and return the whole state."""
     with SlowRunner(config) as runner:
         runner.place = notes
         if runner.is_main_process:

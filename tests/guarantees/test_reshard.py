@@ -33,17 +33,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int] | None]] = {
 }
 
 
-class StoppedRunner(LayoutRunner):
-    stop_at: int | None = None
-
-    def step(self) -> Any:
-        if self.stop_at is not None and self.state.train.global_step == self.stop_at - 1:
-            self.stop()
-        return super().step()
-
-
 def train(config: dict[str, Any], model: dict[str, Any], stop_at: int | None) -> dict[str, Tensor]:
-    with StoppedRunner(config, model=model) as runner:
+    with LayoutRunner(config, model=model) as runner:
         runner.stop_at = stop_at
         runner.train()
         found = {f"model.{canonical_name(name)}": value for name, value in runner.model_state_dict().items()}

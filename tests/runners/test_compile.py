@@ -53,7 +53,6 @@ class Counted(dl.Runner):
 
 
 def config(root: Path, **changes: Any) -> dict[str, Any]:
-    """Return the settings of two updates of one shape."""
     compiled = {"enable": True, "backend": "eager"}
     return settings(root / "run", **{"steps": 2, "dataloader": {"batch_size": 2}, "compile": compiled, **changes})
 

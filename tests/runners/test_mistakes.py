@@ -56,7 +56,6 @@ def train(config: Any = None, runner_class: Any = Toy, **parts: Any) -> None:
 
 
 def overriding(**methods: Any) -> None:
-    """Train a toy with other methods."""
     train(runner_class=type("Toy", (Toy,), methods))
 
 

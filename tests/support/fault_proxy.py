@@ -112,7 +112,6 @@ class FaultProxy:
             fault.release()
 
     def forget(self) -> None:
-        """Forget the requests that came."""
         with self._lock:
             self.requests = []
 

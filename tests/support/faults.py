@@ -56,12 +56,10 @@ class FaultyOs:
 
     @property
     def struck(self) -> bool:
-        """Whether the fault has happened."""
         return self._fail_at is not None and len(self.calls) > self._fail_at
 
     @property
     def dead(self) -> bool:
-        """Whether the process has died."""
         return self._dead
 
     def mend(self) -> None:

@@ -121,7 +121,6 @@ def _bytes(value: bytes) -> bytes:
 
 
 def kinds() -> list[str]:
-    """Return the names of all kinds."""
     return sorted(_kinds("mark"))
 
 

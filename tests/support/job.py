@@ -44,17 +44,14 @@ class Job:
 
     @property
     def pid(self) -> int:
-        """Process id of the program."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether the program has not ended yet."""
         return self._process.poll() is None
 
     @property
     def output(self) -> str:
-        """What was printed so far, stdout and stderr together."""
         size = os.fstat(self._output.fileno()).st_size
         return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
 
@@ -69,7 +66,6 @@ class Job:
         self._process.wait()
 
     def wait(self, timeout: float = 120.0) -> Finished:
-        """Wait for the end."""
         try:
             return Finished(self._process.wait(patience(timeout)), self.output)
         except subprocess.TimeoutExpired:

@@ -112,5 +112,4 @@ def sentences(number: int, *, length: int = 7) -> list[dict[str, Tensor]]:
 
 
 def encode(rows: list[dict[str, Tensor]]) -> Encoding:
-    """Return a batch of samples."""
     return Encoding({name: torch.stack([row[name] for row in rows]) for name in rows[0]})

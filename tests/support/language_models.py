@@ -31,7 +31,6 @@ SIZE = len(WORDS)
 
 
 def tokenizer() -> Any:
-    """Return a tokenizer of one word a letter."""
     model = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     model.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(

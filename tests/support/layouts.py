@@ -38,6 +38,7 @@ class LayoutRunner(dl.Runner):
     """A GPT in float64 that keeps the gradients and the norm of every update."""
 
     not_saved = ("gradients", "norms")
+    stop_at: int | None = None
 
     def __init__(self, config: Mapping[str, Any], *, model: Mapping[str, Any], samples: int = 40) -> None:
         super().__init__(config)
@@ -54,6 +55,11 @@ class LayoutRunner(dl.Runner):
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
         return super().compute_loss(pred.flatten(0, 1), target.flatten())
+
+    def step(self) -> Any:
+        if self.stop_at is not None and self.state.train.global_step == self.stop_at - 1:
+            self.stop()
+        return super().step()
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
         self.norms.append(float(grad_norm))

@@ -31,7 +31,6 @@ class ObjectServer:
     endpoint: str
 
     def environment(self, endpoint: str | None = None) -> dict[str, str]:
-        """Return the variables by which a process finds the server."""
         return {
             "AWS_ENDPOINT_URL": endpoint or self.endpoint,
             "AWS_ACCESS_KEY_ID": "testing",
@@ -41,7 +40,6 @@ class ObjectServer:
         }
 
     def make_bucket(self) -> str:
-        """Make a bucket that nobody else uses and return its name."""
         name = f"bucket-{uuid.uuid4().hex[:12]}"
         self._done("PUT", f"/{name}")
         return name
@@ -59,15 +57,12 @@ class ObjectServer:
             query["continuation-token"] = token
 
     def read(self, bucket: str, key: str) -> bytes:
-        """Return an object."""
         return self._done("GET", f"/{bucket}/{quote(key)}")
 
     def write(self, bucket: str, key: str, content: bytes) -> None:
-        """Put an object, in place of what was there."""
         self._done("PUT", f"/{bucket}/{quote(key)}", body=content)
 
     def delete(self, bucket: str, key: str) -> None:
-        """Remove an object."""
         self._done("DELETE", f"/{bucket}/{quote(key)}")
 
     def flip(self, bucket: str, key: str, place: int = -1) -> None:

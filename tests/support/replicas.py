@@ -83,7 +83,6 @@ class ReplicaGroup:
         self.outcomes: list[Outcome] = []
 
     def start(self) -> None:
-        """Start its ranks."""
         self.outcomes = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(self._stop,), daemon=True)
@@ -105,7 +104,6 @@ class ReplicaGroup:
         self.join()
 
     def join(self) -> None:
-        """Wait until it has ended."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -29,7 +29,6 @@ KINDS = ("file", "dcp")
 def make_manager(
     kind: str, directory: Path, *, mode: str = "disabled", keep: int = 2, run: str = "run", **settings: Any
 ) -> CheckpointManager:
-    """Return a manager of one process."""
     policy = CheckpointSettings(async_mode=mode, keep_latest_k=keep, **settings)
     made = FileCheckpointManager if kind == "file" else TorchDistributedCheckpointManager
     return made(directory, domain=LocalDomain(), run_id=run, settings=policy, step_mode=True)
@@ -49,7 +48,6 @@ def update(previous: Tensor, step: int) -> Tensor:
 
 
 def payload(step: int, previous: Tensor | None = None) -> dict[str, Any]:
-    """Return the state of a step."""
     state = weights(step) if previous is None else update(previous, step)
     return {"format_version": 1, "model": {"weight": state}, "state": {"step": step}}
 

@@ -152,7 +152,6 @@ def settings(root: Path | str, stack: str = "deepspeed", **changes: Any) -> dict
 
 
 def zero(stage: int, **changes: Any) -> dict[str, Any]:
-    """Return the DeepSpeed section of a stage."""
     return {"zero_optimization": {"stage": stage, **changes}}
 
 

@@ -1,0 +1,82 @@
+"""What scripts make of the sources is up to date: the picture of the rooms, the page of errors, the table of libraries."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pages import ROOT
+
+sys.path.append(str(ROOT / "scripts"))
+
+import draw_rooms
+import list_libraries
+
+LIST: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "list_errors.py"))
+
+
+def test_imports_run_down_and_no_room_imports_a_runner() -> None:
+    rooms = draw_rooms.rooms_of(ROOT / "danling")
+    draw_rooms.floors_of(rooms)
+    assert {room for room, below in rooms.items() if "runners" in below} <= {"cli", "stream"}
+    assert not [room for room, below in rooms.items() if "cli" in below]
+    assert rooms["utils"] == set()
+
+
+def test_the_picture_is_that_of_the_source() -> None:
+    assert draw_rooms.main(["--check"]) == 0
+
+
+def page_of(source: str) -> str:
+    file = Path("library") / "config" / "module.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(source)
+    return str(LIST["page"](Path("library")))
+
+
+def test_the_page_is_that_of_the_sources() -> None:
+    assert LIST["main"](["--check"]) == 0, "run: python scripts/list_errors.py"
+
+
+def test_the_first_sentence_of_what_is_raised_is_found_with_its_values_and_its_file() -> None:
+    page = page_of(
+        "def check(value):\n"
+        '    raise ValueError(f"Expected a number in {value!r} of {type(value).__name__}. Received: none. " "Set it to one.")\n'
+    )
+    assert "| `config/module.py` | Expected a number in <i>value</i> of <i>...</i>. |" in page
+
+
+def test_warnings_and_texts_that_are_raised_elsewhere_are_found() -> None:
+    page = page_of(
+        "def check(logger, name, many):\n"
+        '    logger.warning("Update %d of %s was skipped.", name, len(many))\n'
+        '    logger.info("Nothing of this is on the page.")\n'
+        '    return "Expected a file_name with | in it. Received: none."\n'
+    )
+    assert r"| Expected a file\_name with \| in it.<br>Update <i>name</i> of <i>...</i> was skipped. |" in page
+    assert "Nothing of this" not in page
+
+
+def test_the_table_is_that_of_the_tests() -> None:
+    assert list_libraries.PAGE.read_text() == list_libraries.page(), "run python scripts/list_libraries.py"
+
+
+@pytest.mark.parametrize("library", sorted({row["Library"] for row in list_libraries.declared().values()}))
+def test_the_version_is_that_of_the_tests(library: str) -> None:
+    try:
+        found = metadata.version(library)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{library} is not installed")
+    pinned = list_libraries.pinned(ROOT / "constraints.txt")
+    assert found.partition("+")[0] == pinned[list_libraries.normal(library)]
+
+
+def test_every_library_is_shown_by_a_test_that_is_not_slow() -> None:
+    for path in list_libraries.declared():
+        parts = (ROOT / path).read_text().split("\ndef test_")
+        heads = [before.rsplit("\n\n\n", 1)[-1] for before in parts[:-1]]
+        assert any(not head.strip().startswith("@pytest.mark.slow") for head in heads), path
