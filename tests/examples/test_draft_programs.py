@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import draft
@@ -16,7 +15,6 @@ from speculative.domino import Domino
 from speculative.eagle3 import Eagle3
 from speculative.target import TargetEnds, build_target, capture, load_target, spread_layers
 from speculative.vocabulary import DraftVocabulary
-from support.job import Job
 from support.toys import differences
 from torch import nn
 
@@ -73,18 +71,6 @@ def test_offline_and_together_are_the_same_run(
     assert held == 24 and not list(Path("files/train").rglob("*.safetensors"))
     printed = capsys.readouterr().out
     assert len(re.findall(r"^acceptance_length \S+ -> \S+ of at most 4$", printed, re.MULTILINE)) == 2, printed
-
-
-@pytest.mark.slow
-def test_two_processes_are_the_same_run(target: nn.Module) -> None:
-    draft.COMMANDS["together"](arguments(dir="together"))
-    place = {"features__path": "live"}
-    words = [sys.executable, str(draft.__file__), "capture", *arguments(**place, features__max_in_flight=16)]
-    with Job(words) as producer:
-        draft.COMMANDS["train"](arguments(**place, dir="apart"))
-        exit_code, output = producer.wait(100.0)
-    assert exit_code == 0, output
-    assert not differences(end_of("together"), end_of("apart"))
 
 
 def test_what_is_captured_makes_the_targets_scores(target: nn.Module) -> None:

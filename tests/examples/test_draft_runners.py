@@ -1,20 +1,15 @@
-"""Runners of the draft models on a target that can be learned: acceptance, weights, anchors, resuming, ranks, export."""
+"""Runners of the draft models on a target that can be learned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from speculative.acceptance import acceptance_length
 from speculative.language import Language
-from speculative.runners import RUNNERS, DraftConfig, DraftRunner
-from support.processes import run_processes
-from support.toys import differences
+from speculative.runners import RUNNERS, DraftConfig
 from torch import Tensor
 
 TOKENS, WIDTH, LENGTH = 12, 16, 24
@@ -57,38 +52,15 @@ def captured(count: int, seed: int, *, prompt: int = 4) -> list[dict[str, Tensor
     return samples
 
 
-def draft_config(steps: int | None, batch_size: int = 2, **settings: object) -> DraftConfig:
-    """Return settings of a small run on the target in `target`."""
-    config = DraftConfig(steps=steps, log=False)
+@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "domino", "eagle3"])
+def test_acceptance_rises_on_a_target_that_can_be_learned(kind: str) -> None:
+    write_target("target")
+    config = DraftConfig(steps=60, log=False)
     config.target.path = "target"
     config.draft = {"heads": 2, "depth": 1, "steps": 4, "vocabulary": 10, "block": 5, "anchors": 8}
     config.optim.lr = 1e-2
-    config.dataloader.batch_size = batch_size
-    for name, value in settings.items():
-        config[name] = value
-    return config
-
-
-def with_samples(kind: type[DraftRunner], train: Any, val: Any = None) -> Callable[[DraftConfig], DraftRunner]:
-    """Return what makes a runner of a draft on datasets."""
-    return partial(kind, train=train, val=val)
-
-
-KINDS = sorted(RUNNERS)
-
-
-@pytest.fixture(autouse=True)
-def _target() -> None:
-    write_target("target")
-
-
-def weights_of(runner: Any) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in runner.unwrapped_model.state_dict().items()}
-
-
-@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "domino", "eagle3"])
-def test_acceptance_rises_on_a_target_that_can_be_learned(kind: str) -> None:
-    with with_samples(RUNNERS[kind], captured(240, 1), captured(16, 2))(draft_config(60, 8)) as runner:
+    config.dataloader.batch_size = 8
+    with RUNNERS[kind](config, train=captured(240, 1), val=captured(16, 2)) as runner:
         before = runner.evaluate("val")["val"]
         runner.train()
         after = runner.evaluate("val")["val"]
@@ -98,38 +70,3 @@ def test_acceptance_rises_on_a_target_that_can_be_learned(kind: str) -> None:
     assert after["expected_length"] > 1.5, after
     rates = [after[f"accepted_{position}"] for position in range(1, runner.positions + 1)]
     assert after["acceptance_length"] == pytest.approx(acceptance_length(rates))
-
-
-def _noting(step: Any, note: Any) -> Any:
-    def noted() -> Any:
-        outcome = step()
-        note()
-        return outcome
-
-    return noted
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_run_goes_on_bitwise(kind: str) -> None:
-    ends = []
-    for name, stops in (("whole", [False]), ("parts", [True, False])):
-        for number, stop in enumerate(stops):
-            config = draft_config(6, dir=name, auto_resume=number > 0)
-            with with_samples(RUNNERS[kind], captured(8, 1))(config) as runner:
-                runner.step = _noting(runner.step, runner.stop if stop else lambda: None)
-                runner.train()
-                assert (runner.state.train.global_step < 6) == stop
-        ends.append(weights_of(runner))
-    assert not differences(*ends)
-
-
-def _evaluate(kind: str, directory: str) -> dict[str, float]:
-    with with_samples(RUNNERS[kind], captured(4, 1), captured(9, 2))(draft_config(2, dir=directory)) as runner:
-        figures: dict[str, float] = runner.evaluate("val")["val"]
-        return figures
-
-
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("domino", marks=pytest.mark.slow)])
-def test_ranks_count_acceptance_together(kind: str) -> None:
-    ranks = run_processes(_evaluate, kind, "two", world_size=2)
-    assert ranks[0] == ranks[1] == pytest.approx(_evaluate(kind, "one"), rel=1e-6)

@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,25 +100,19 @@ def test_a_new_token_makes_no_other_run_and_comes_from_the_new_configuration() -
         assert runner.config.hub.token == "second-token"
 
 
-@contextmanager
-def umask(mask: int) -> Iterator[None]:
-    before = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
-@pytest.mark.parametrize("mask", [0o027])
-def test_the_umask_holds_for_every_file(mask: int) -> None:
+def test_the_umask_holds_for_every_file() -> None:
+    mask = 0o027
     more = {
         "tensorboard": True,
         "heartbeat": {"enabled": True},
         "profiling": {"enabled": True, "wait": 0, "warmup": 0, "active": 1},
     }
-    with umask(mask):
-        run = trained(settings(dir=f"files-{mask:o}", checkpoint={"async_enabled": False}, **more))
-        run_dcp = trained(settings(dir=f"dcp-{mask:o}", checkpoint={"backend": "dcp"}))
+    before = os.umask(mask)
+    try:
+        run = trained(settings(dir="files", checkpoint={"async_enabled": False}, **more))
+        run_dcp = trained(settings(dir="dcp", checkpoint={"backend": "dcp"}))
+    finally:
+        os.umask(before)
     for path in [*run.rglob("*"), *run_dcp.rglob("*")]:
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o777 if path.is_dir() else 0o666) & ~mask, (path, oct(mode))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.processes import ProcessFailure, run_processes
+from support.processes import run_processes
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -117,49 +115,6 @@ def test_autocast_is_that_of_the_forward(tmp_path: Path) -> None:
     # Compiled, the backward of dropout rounds otherwise.
     assert_same(found, expected, tolerance=0.02)
     assert outcome(config(tmp_path / "fp32"))["losses"][0] != found["losses"][0]
-
-
-class Killed(Toy):
-    kill_after: int | None = None
-
-    def step(self) -> Any:
-        made = super().step()
-        if self.state.train.global_step == self.kill_after:
-            self.checkpoint_manager.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return made
-
-
-def train_killed(settings: dict[str, Any], kill_after: int | None) -> dict[str, Any]:
-    Killed.kill_after = kill_after
-    return outcome(settings, "own", Killed)
-
-
-def steps_of(root: Path, **changes: Any) -> dict[str, Any]:
-    checkpoint = {"interval": 1}
-    return config(root, epochs=None, steps=9, accum_steps=1, auto_resume=True, checkpoint=checkpoint, **changes)
-
-
-def assert_goes_on_bitwise(root: Path, **changes: Any) -> None:
-    """Train whole, and killed and resumed in a fresh process, over ragged sizes; both end bitwise alike."""
-    (whole,) = run_processes(train_killed, steps_of(root / "whole", **changes), None, world_size=1, timeout=280)
-    settings = steps_of(root / "parts", **changes)
-    with pytest.raises(ProcessFailure):
-        # The next update would be of the ragged batch of a pass.
-        run_processes(train_killed, settings, 5, world_size=1, timeout=280)
-    (resumed,) = run_processes(train_killed, settings, None, world_size=1, timeout=280)
-    assert len(resumed["losses"]) < len(whole["losses"]) == 9
-    assert_same({**resumed, "losses": []}, {**whole, "losses": []})
-    assert resumed["losses"] == whole["losses"][-len(resumed["losses"]) :]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kept", [False, True])
-def test_killed_and_resumed_with_inductor(kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    folder = {"precompile_artifact_dir": str(tmp_path / "code")} if kept else {}
-    assert_goes_on_bitwise(tmp_path, compile={"backend": "inductor", **folder})
 
 
 def test_another_compilation_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
