@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from support.processes import run_outcomes, run_processes
+from support.processes import run_processes
 from support.stacks import needs_deepspeed
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -217,9 +217,8 @@ class Keeping(dl.Runner):
     queue: Tensor
 
     saved = ("frozen_teacher",)
-    not_saved = ("dies_at",)
 
-    def __init__(self, config: Mapping[str, Any], *, constant: int = 1, dies_at: int | None = None) -> None:
+    def __init__(self, config: Mapping[str, Any], *, constant: int = 1) -> None:
         super().__init__(config)
         torch.manual_seed(1)
         self.model: Any = nn.Sequential(Recurrent(), nn.Linear(4, 2))
@@ -230,7 +229,6 @@ class Keeping(dl.Runner):
         generator = torch.Generator().manual_seed(7)
         points = torch.randn(16, 6, generator=generator)
         self.datasets = {"train": TensorDataset(points, (points.sum(1) > 0).long())}
-        self.dies_at = dies_at
         self.source_of_averages = nn.Linear(2, 2)
         for name, (make, _) in CASES.items():
             setattr(self, name, make(self))
@@ -245,11 +243,6 @@ class Keeping(dl.Runner):
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         step = self.state.train.global_step + 1
-        if step == self.dies_at:
-            import os
-            import signal
-
-            os.kill(os.getpid(), signal.SIGKILL)
         for name, (_, change) in CASES.items():
             setattr(self, name, change(self, getattr(self, name), step))
         self.api_token += "t"
@@ -367,16 +360,6 @@ def test_a_resumed_run_has_what_the_uninterrupted_one_has(layout: str, tmp_path:
         tokens = [found["left out"][0].count("t") for found in (whole, parts)]
         assert tokens[0] - 1 == 3 * (tokens[1] - 1) and whole["left out"][1] == "here" + "/x" * (tokens[0] - 1)
         assert (whole["left out"][2], parts["left out"][2]) == (1, 2)
-
-
-@pytest.mark.parametrize("stack", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_with_the_attributes_of_its_last_save(stack: str, tmp_path: Path) -> None:
-    whole = run_processes(keep, stack, str(tmp_path / "whole"), timeout=120)
-    killed = run_outcomes(keep, stack, str(tmp_path / "parts"), dies_at=5, timeout=120)
-    assert any(outcome.exit_code == -9 for outcome in killed)
-    parts = run_processes(_rest, stack, str(tmp_path), timeout=120)
-    for what in WHAT:
-        assert [each[what] for each in parts] == [each[what] for each in whole], what
 
 
 def _refused(stack: str, root: str) -> str:

@@ -260,22 +260,6 @@ def test_a_budget_of_steps_that_changes_while_training(before: int, after: int, 
         assert runner.read_checkpoint("latest")["state"]["train"]["global_step"] == after
 
 
-def test_accumulation_that_changes_in_a_pass(tmp_path: Path) -> None:
-    windows: list[float] = []
-
-    class Changing(Line):
-        def step(self) -> Any:
-            if self.state.train.global_step == 1:
-                self.config.accum_steps = 2
-            outcome = super().step()
-            windows.append(outcome.weight)
-            return outcome
-
-    with Changing(settings(tmp_path, epochs=1)) as runner:
-        runner.train()
-    assert windows == [4, 4, 8]
-
-
 @pytest.mark.parametrize("stack", ["ddp", "parallel"])
 def test_weights_that_an_override_adds_come_back(stack: str, tmp_path: Path) -> None:
     class Adding(Line):
