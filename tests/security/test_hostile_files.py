@@ -7,13 +7,13 @@ import os
 import sqlite3
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.recorded import bounded
+from support.warm import interpreter
 
 from danling.cli.main import main
 from danling.config.inputs import read_settings
@@ -141,7 +141,7 @@ def test_a_text_is_read_up_to_its_limit(tmp_path: Path) -> None:
 
 
 def _in_a_child(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program, *words], timeout=SECONDS, capture_output=True, text=True)
+    return subprocess.run([interpreter(), "-c", program, *words], timeout=SECONDS, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("kind", ["metrics", "digests"])

@@ -14,6 +14,14 @@ from danling.cli.main import main
 from .toys import TracingRunner
 from .warm import interpreter
 
+_BOUNDED = """
+import resource, sys
+from danling.cli.main import main
+taken = next(line for line in open("/proc/self/status") if line.startswith("VmData:"))
+resource.setrlimit(resource.RLIMIT_DATA, ((int(taken.split()[1]) << 10) + (2 << 30),) * 2)
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 def record_run(root: Path, *, lineage: str = "toy", lr: float = 0.01, steps: int = 12, **settings: Any) -> Path:
     """Train the small runner with averaged weights and return its run directory below `root`."""
@@ -46,10 +54,8 @@ def command(*words: str) -> Callable[[Path, Path], None]:
 
 
 def bounded(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command `danling` in a process with 2 GiB of memory and half a minute."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))"
-    program = f"{limit}; import sys; from danling.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+    """Run the command `danling` in a process with half a minute and 2 GiB of memory on top of what torch takes."""
+    command = [interpreter(), "-c", _BOUNDED, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
 
 
