@@ -67,10 +67,7 @@ def test_a_folder_called_danling_does_not_hide_it(kind: str, clone: Path, tmp_pa
     (packages / "requirements.pth").write_text(sysconfig.get_path("purelib"))
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", *(["--no-build-isolation"] if find_spec("hatchling") else [])]
-    source = {"editable": ["-e", str(clone)], "url": [f"git+file://{clone}"]}.get(kind, [])
-    if kind == "wheel":
-        run(*pip, "wheel", *options, "--wheel-dir", tmp_path, clone, cwd=tmp_path)
-        source = [str(path) for path in tmp_path.glob("danling-*.whl")]
+    source = {"editable": ["-e", str(clone)], "url": [f"git+file://{clone}"], "wheel": [str(clone)]}[kind]
     run(*pip, "--python", python, "install", "--ignore-installed", *options, *source, cwd=tmp_path)
 
     place = clone.parent if kind == "editable" else tmp_path

@@ -56,10 +56,3 @@ def test_hooks_are_called_as_often_and_by_the_ranks_that_the_guide_says() -> Non
     first, second = run_processes(_counts, [name for name, _, _ in rows])
     said = {name: (int(calls), int(calls) if ranks == "all" else 0) for name, calls, ranks in rows}
     assert {name: (first[name], second[name]) for name in said} == said
-
-
-def test_every_hook_that_the_program_of_the_guide_traces_exists() -> None:
-    text = GUIDE.read_text(encoding="utf-8")
-    traced = re.search(r'HOOKS = """(.*?)"""', text, re.DOTALL)
-    assert traced is not None
-    assert [name for name in traced[1].split() if not callable(getattr(dl.TorchRunner, name, None))] == []
