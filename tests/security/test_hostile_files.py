@@ -7,19 +7,19 @@ import os
 import sqlite3
 import struct
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.recorded import bounded
-from support.warm import interpreter
 
 from danling.cli.main import main
 from danling.config.inputs import read_settings
 from danling.reporting.trackers import JsonLines, read_jsonl
 from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
-from danling.stream.refs import SampleRef, TensorSpec
+from danling.stream.protocols import SampleRef, TensorSpec
 from danling.utils.files import read_text
 from danling.utils.plain import parse_json, parse_yaml
 
@@ -84,7 +84,11 @@ def test_a_hostile_file_costs_its_run_a_line_and_others_nothing(tmp_path: Path, 
     file, spoil = HOSTILE[name]
     whole, broken = run_at(tmp_path / "whole"), run_at(tmp_path / "broken")
     spoil(broken / file)
-    for words in (["runs", tmp_path], ["plot", tmp_path, "-o", tmp_path / "curves.png"]):
+    for words in (
+        ["runs", tmp_path],
+        ["plot", tmp_path, "-o", tmp_path / "curves.png"],
+        ["explain", tmp_path / "broken"],
+    ):
         done = bounded(*words)
         assert "Traceback" not in done.stderr and done.returncode in (0, 1), done.stderr
         if words[0] == "runs":
@@ -140,8 +144,11 @@ def test_a_text_is_read_up_to_its_limit(tmp_path: Path) -> None:
         read_text(tmp_path)
 
 
+# Writing
+
+
 def _in_a_child(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([interpreter(), "-c", program, *words], timeout=SECONDS, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", program, *words], timeout=SECONDS, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("kind", ["metrics", "digests"])
@@ -191,6 +198,9 @@ def test_a_full_disk_is_named_with_its_path_and_advice(tmp_path: Path) -> None:
     lines.close()
 
 
+# Terminals
+
+
 def test_control_characters_in_names_are_shown_escaped(tmp_path: Path) -> None:
     evil = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e"
     run = run_at(tmp_path / f"a{evil}b")
@@ -212,6 +222,9 @@ def test_control_characters_in_names_are_shown_escaped(tmp_path: Path) -> None:
         assert shown and not any(sign in shown for sign in "\x1b\x07\x9b\u202e"), (words, shown)
     assert "\\x1b[2J" in bounded("runs", tmp_path).stdout
     assert "\nrow" not in bounded("runs", tmp_path, "--all-settings").stdout
+
+
+# Streams
 
 
 def sample(place: int) -> SampleRef:
@@ -282,7 +295,7 @@ def test_a_named_pipe_in_a_channel_is_not_waited_for(tmp_path: Path) -> None:
     program = """
 import sys
 from danling.stream import FileChannel
-from danling.stream.refs import SampleRef
+from danling.stream.protocols import SampleRef
 for place in sys.argv[1:]:
     channel = FileChannel(place)
     for ask in (lambda: channel.read(0, 1), channel.committed, channel.published, lambda: channel.claim("run"),
@@ -315,6 +328,9 @@ def test_hostile_objects_of_a_directory_store_are_refused_and_nothing_outside_is
         (tmp_path / "store" / "usage.json").write_text('{"bytes": 1e999, "pending": {"../../outside/kept": 5}}')
         store.discard([object_id])
     assert [path.name for path in outside.iterdir()] == ["kept"] and (outside / "kept").read_text() == "kept"
+
+
+# Headers
 
 
 @pytest.mark.parametrize(
