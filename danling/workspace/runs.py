@@ -77,6 +77,11 @@ class Run:
         return flatten(self._read("metadata/config.canonical.yaml", _parse_yaml), keeps_empty=True)
 
     @cached_property
+    def chosen(self) -> dict[str, Any]:
+        """What of the configuration is not the default, by dotted key."""
+        return flatten(self._read("metadata/config.diff.yaml", _parse_yaml), keeps_empty=True)
+
+    @cached_property
     def git(self) -> dict[str, Any]:
         """State of the code, empty without git."""
         return self._read("metadata/git.yaml", _parse_yaml)

@@ -61,25 +61,21 @@ def test_one_process(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = torch.load(run / "checkpoints" / "latest.pth", weights_only=True)["model"]
     parameters = sum(tensor.numel() for tensor in weights.values())
     found = sections(run, capsys)
-    names = "run model data update optimizer schedule layout environment saved results disk"
-    assert list(found) == names.split()
-    assert found["run"].startswith("trained to step 12 of 12, 1 attempt")
-    assert found["model"].startswith(f"Sequential: {parameters:,} parameters, float32, {4 * parameters} B")
-    assert found["data"].splitlines() == [
-        "train (trained on): NoisyPoints, 26 samples, shuffled with seed 3",
-        "val (evaluated): NoisyPoints, 7 samples, in the order of the dataset",
-    ]
-    assert found["update"] == "4 samples, 1 micro-batch of 4, fp32, clipped at norm 0.5"
-    assert found["optimizer"].startswith("AdamW: lr 0.01, weight_decay 0.01")
-    head, pace = found["schedule"].splitlines()
-    assert head == "cosine: warmup_steps 3"
-    assert pace.startswith("learning rate 0.00333 at step 1, 0.01 at most,") and pace.endswith(" at step 12")
-    assert found["layout"] == "ddp on 1 cpu process" and f"torch {torch.__version__}" in found["environment"]
-    best = json.loads((run / "best.json").read_text())
-    assert f"best val/acc {best['score']:.5g} at step {best['index']}" in found["results"]
+    names = "run settings model criterion optimizer scheduler data update layout environment checkpoints score seed"
+    assert list(found) == [*names.split(), "rate", "results", "disk"]
+    assert found["run"].startswith("trained to step 12 of 12, attempts 1")
+    assert "scheduler.type cosine, scheduler.warmup_steps 3" in found["settings"] and "seed 3" in found["settings"]
+    assert f"kind Sequential, parameters {parameters}, trained {parameters}, bytes {4 * parameters}" in found["model"]
+    assert "train: kind NoisyPoints, samples 26, trained True, evaluated False" in found["data"].splitlines()[0]
+    assert found["update"] == "batch_size 4, micro_batches 1"
+    assert found["optimizer"].splitlines()[0] == "kind AdamW" and "initial_lr 0.01" in found["optimizer"]
+    assert found["rate"].startswith("learning rate 0.00333 at step 1, 0.01 at most,")
     assert (
-        found["saved"] == "the full state every 4 updates, by FileCheckpointManager, all are kept, the best by val/acc"
+        found["layout"].startswith("stack ddp, processes 1,") and f"torch {torch.__version__}" in found["environment"]
     )
+    best = json.loads((run / "best.json").read_text())
+    assert f"best val/acc {best['score']:.5g} at {best['index']}" in found["results"]
+    assert found["checkpoints"] == "manager FileCheckpointManager, interval 4"
     one = (run / "checkpoints" / "latest.pth").stat().st_size
     assert f"the last one {one / 1000:.3g} kB" in found["disk"]
 
@@ -89,15 +85,14 @@ def test_the_text_is_one_screen_and_needs_no_torch(run: Path) -> None:
     done = subprocess.run([sys.executable, "-c", block, "explain", run], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == str(run) and len(lines) <= 30 and max(map(len, lines[1:])) <= 110
-    assert re.search(r"^model        Sequential", done.stdout, re.MULTILINE)
+    assert lines[0] == str(run) and len(lines) <= 40 and max(map(len, lines[1:])) <= 110
+    assert re.search(r"^model        kind Sequential", done.stdout, re.MULTILINE)
 
 
 def test_two_processes_with_sharded_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = run_processes(recorded, tmp_path, world_size=2)[0]
     found = sections(place, capsys)
-    assert found["layout"] == "ddp on 2 cpu processes"
-    assert found["update"].startswith("8 samples, 1 micro-batch of 4 on each of 2 ranks")
+    assert found["layout"] == "stack ddp, processes 2, data_replicas 2, device cpu"
     used = sum(file.stat().st_size for file in Path(place, "checkpoints", "targets").rglob("*") if file.is_file())
     assert f"checkpoints take {used / 1000:.3g} kB" in found["disk"]
 
@@ -119,6 +114,7 @@ def test_a_run_without_a_record_says_what_is_unknown(run: Path, tmp_path: Path) 
     assert "metadata/run.json" in found["missing"][0] and "model" not in found
     assert found["run"][0].startswith("trained to step 12 of 12") and list(found) == [
         "run",
+        "rate",
         "results",
         "disk",
         "missing",
@@ -129,7 +125,7 @@ def test_a_url_names_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     place = f"file://{tmp_path}/store"
     upload_run(run, open_store(place), RunLayout("lin", "run"))
     found = sections(place, capsys)
-    assert found["model"].startswith("Sequential: ") and found["disk"].startswith("no checkpoint here")
+    assert found["model"].startswith("kind Sequential") and found["disk"].startswith("no checkpoint here")
 
 
 @pytest.mark.parametrize("record", ["{", "[]", '{"model": 3}', '{"model": {}, "data": {"a": 1}, "update": {}}'])
