@@ -7,19 +7,19 @@ import os
 import sqlite3
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.recorded import bounded
+from support.warm import interpreter
 
 from danling.cli.main import main
 from danling.config.inputs import read_settings
 from danling.reporting.trackers import JsonLines, read_jsonl
 from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
-from danling.stream.protocols import SampleRef, TensorSpec
+from danling.stream.refs import SampleRef, TensorSpec
 from danling.utils.files import read_text
 from danling.utils.plain import parse_json, parse_yaml
 
@@ -144,11 +144,8 @@ def test_a_text_is_read_up_to_its_limit(tmp_path: Path) -> None:
         read_text(tmp_path)
 
 
-# Writing
-
-
 def _in_a_child(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program, *words], timeout=SECONDS, capture_output=True, text=True)
+    return subprocess.run([interpreter(), "-c", program, *words], timeout=SECONDS, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("kind", ["metrics", "digests"])
@@ -198,9 +195,6 @@ def test_a_full_disk_is_named_with_its_path_and_advice(tmp_path: Path) -> None:
     lines.close()
 
 
-# Terminals
-
-
 def test_control_characters_in_names_are_shown_escaped(tmp_path: Path) -> None:
     evil = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e"
     run = run_at(tmp_path / f"a{evil}b")
@@ -222,9 +216,6 @@ def test_control_characters_in_names_are_shown_escaped(tmp_path: Path) -> None:
         assert shown and not any(sign in shown for sign in "\x1b\x07\x9b\u202e"), (words, shown)
     assert "\\x1b[2J" in bounded("runs", tmp_path).stdout
     assert "\nrow" not in bounded("runs", tmp_path, "--all-settings").stdout
-
-
-# Streams
 
 
 def sample(place: int) -> SampleRef:
@@ -295,7 +286,7 @@ def test_a_named_pipe_in_a_channel_is_not_waited_for(tmp_path: Path) -> None:
     program = """
 import sys
 from danling.stream import FileChannel
-from danling.stream.protocols import SampleRef
+from danling.stream.refs import SampleRef
 for place in sys.argv[1:]:
     channel = FileChannel(place)
     for ask in (lambda: channel.read(0, 1), channel.committed, channel.published, lambda: channel.claim("run"),
@@ -328,9 +319,6 @@ def test_hostile_objects_of_a_directory_store_are_refused_and_nothing_outside_is
         (tmp_path / "store" / "usage.json").write_text('{"bytes": 1e999, "pending": {"../../outside/kept": 5}}')
         store.discard([object_id])
     assert [path.name for path in outside.iterdir()] == ["kept"] and (outside / "kept").read_text() == "kept"
-
-
-# Headers
 
 
 @pytest.mark.parametrize(
