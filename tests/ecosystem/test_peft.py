@@ -97,22 +97,6 @@ def test_a_base_that_was_loaded_is_loaded_again_when_the_run_is_resumed(tmp_path
         Adapting(settings(tmp_path, 6, **pretrained))
 
 
-def test_what_is_frozen_half_way_is_still_saved(tmp_path: Path) -> None:
-    def freeze(runner: Any) -> None:
-        for name, parameter in runner.unwrapped_model.named_parameters():
-            if "h.1." in name and "lora_A" in name:
-                parameter.requires_grad_(False)
-
-    with Adapting(settings(tmp_path, 2)) as first:
-        first.train()
-    with Adapting(settings(tmp_path, 4)) as second:
-        freeze(second)
-        second.train()
-        expected = weights_of(second)
-    with Adapting(settings(tmp_path, 4)) as third:
-        assert all(torch.equal(value, expected[name]) for name, value in weights_of(third).items())
-
-
 @pytest.mark.parametrize("kind", ["causal", pytest.param("classes", marks=pytest.mark.slow)])
 def test_adapters_are_written_as_peft_reads_them(kind: str, tmp_path: Path) -> None:
     more = {} if kind == "classes" else {"modules_to_save": ["wte"]}

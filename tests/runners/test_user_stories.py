@@ -60,8 +60,8 @@ def weights(runner: Any) -> dict[str, Tensor]:
     return {f"{part}{name}": value.clone() for part, state in states.items() for name, value in state.items()}
 
 
-def train_scaled(config: Mapping[str, Any], stop_at: int | None = None) -> dict[str, Tensor]:
-    with Story(config, stop_at=stop_at, criterion=Scaled()) as runner:
+def train(kind: type[Story], config: Mapping[str, Any], **options: Any) -> dict[str, Tensor]:
+    with kind(config, **options) as runner:
         runner.train()
         return weights(runner)
 
@@ -75,17 +75,17 @@ def equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor], tolerance: 
 @pytest.mark.parametrize("backend", ["file", "dcp"])
 def test_the_state_of_a_criterion_comes_back(backend: str, tmp_path: Path) -> None:
     checkpoint = {"backend": backend, "interval": 100}
-    whole = train_scaled(settings(tmp_path / "whole", checkpoint=checkpoint))
+    whole = train(Story, settings(tmp_path / "whole", checkpoint=checkpoint), criterion=Scaled())
     config = settings(tmp_path / "parts", checkpoint=checkpoint, auto_resume=True)
-    train_scaled(config, stop_at=2)
-    assert equal(train_scaled(config), whole)
+    train(Story, config, criterion=Scaled(), stop_at=2)
+    assert equal(train(Story, config, criterion=Scaled()), whole)
     assert whole["criterion.scale"] != 1.0
 
 
 def test_the_parameters_of_a_criterion_are_reduced_like_the_models(tmp_path: Path) -> None:
-    (one,) = run_processes(train_scaled, settings(tmp_path / "one"), world_size=1)
+    one = train(Story, settings(tmp_path / "one"), criterion=Scaled())
     two = settings(tmp_path / "two", dataloader={"batch_size": 2})
-    for rank in run_processes(train_scaled, two, world_size=2):
+    for rank in run_processes(train, Story, two, criterion=Scaled(), world_size=2):
         assert torch.allclose(rank["criterion.scale"], one["criterion.scale"], rtol=0, atol=1e-12)
         assert torch.allclose(rank["0.weight"], one["0.weight"], rtol=0, atol=1e-12)
 
@@ -128,17 +128,11 @@ class Unfreezing(Story):
         return super().train_epoch(split)
 
 
-def train_unfreezing(config: Mapping[str, Any]) -> dict[str, Tensor]:
-    with Unfreezing(config) as runner:
-        runner.train()
-        return weights(runner)
-
-
 def test_what_is_unfrozen_later_is_reduced_over_the_ranks(tmp_path: Path) -> None:
     more = {"steps": None, "epochs": 3, "evaluate_interval": None}
-    (one,) = run_processes(train_unfreezing, settings(tmp_path / "one", **more), world_size=1)
+    one = train(Unfreezing, settings(tmp_path / "one", **more))
     two = settings(tmp_path / "two", **{**more, "dataloader": {"batch_size": 2}})
-    for rank in run_processes(train_unfreezing, two, world_size=2):
+    for rank in run_processes(train, Unfreezing, two, world_size=2):
         assert equal(rank, one, 1e-12)
 
 
@@ -263,22 +257,12 @@ IDLE: list[tuple[dict[str, Any], list[str]]] = [
         ["patience", "ema.decay", "profiling.wait, profiling.active", "max_skipped_updates"],
     ),
     (
-        {
-            "checkpoint": {"enable_ft_dataloader_checkpoints": True, "async_mode": "async_with_pinned_mem"},
-            "dataloader": {"batch_size": 4, "snapshot_every_n_steps": 7},
-        },
-        [
-            "checkpoint.enable_ft_dataloader_checkpoints",
-            "dataloader.snapshot_every_n_steps",
-            "async_with_pinned_mem of checkpoint.async_mode",
-        ],
+        {"checkpoint.enable_ft_dataloader_checkpoints": True, "checkpoint.async_mode": "async_with_pinned_mem"},
+        ["checkpoint.enable_ft_dataloader_checkpoints", "async_with_pinned_mem of checkpoint.async_mode"],
     ),
+    ({"dataloader": {"batch_size": 4, "snapshot_every_n_steps": 7}}, ["dataloader.snapshot_every_n_steps"]),
     (
-        {
-            "stack": "parallel",
-            "parallel": {"pipeline_n_microbatches": 4},
-            "fsdp": {"mp_policy": {"param_dtype": "bfloat16"}},
-        },
+        {"stack": "parallel", "parallel.pipeline_n_microbatches": 4, "fsdp.mp_policy.param_dtype": "bfloat16"},
         ["parallel.pipeline_n_microbatches", "fsdp.mp_policy.param_dtype"],
     ),
 ]
@@ -307,10 +291,8 @@ def test_a_rate_changed_on_purpose_is_the_one_the_run_goes_on_with(schedule: dic
     with Story(first, stop_at=3) as runner:
         runner.train()
         before = runner.optimizer.param_groups[0]["lr"]
-    changed = {
-        "optim": {"type": "sgd", "lr": 0.2, "weight_decay": 0.5},
-        "resume": f"{first['dir']}/checkpoints/latest.pth",
-    }
+    optim = {"type": "sgd", "lr": 0.2, "weight_decay": 0.5}
+    changed = {"optim": optim, "resume": f"{first['dir']}/checkpoints/latest.pth"}
     with pytest.raises(ValueError, match=r"optim.lr: stored 0.1, now 0.2\n  optim.weight_decay"):
         Story(first | changed | {"dir": str(tmp_path / "refused")})
     named = {"checkpoint": {"interval": 100, "exclude_from_loading": ["runner.optim.lr", "runner.optim.weight_decay"]}}
@@ -320,7 +302,7 @@ def test_a_rate_changed_on_purpose_is_the_one_the_run_goes_on_with(schedule: dic
         assert group["weight_decay"] == 0.5
         runner.train()
         whole = runner.optimizer.param_groups[0]["lr"]
-    with Story(first | {"dir": str(tmp_path / "third"), "optim": changed["optim"]}) as runner:
+    with Story(first | {"dir": str(tmp_path / "third"), "optim": optim}) as runner:
         runner.train()
         assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(whole), "the schedule goes on from the new rate"
 

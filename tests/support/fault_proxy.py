@@ -80,9 +80,9 @@ class FaultProxy:
         self.requests: list[Request] = []
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
-        self._server = _Server(("127.0.0.1", 0), _Handler)
-        self._server.proxy = self
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.server = _Server(("127.0.0.1", 0), _Handler)
+        self.server.proxy = self
+        self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def answer(self, status: int, code: str = "", *, when: When = always, times: int = _NEVER) -> Fault:
         """Answer an error instead of forwarding."""
@@ -139,25 +139,20 @@ class FaultProxy:
                 fault.came.set()
         return found
 
-    @contextmanager
-    def serving(self) -> Iterator[FaultProxy]:
-        """Serve from a thread until the context ends."""
-        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.heal()
-            self._server.shutdown()
-            self._server.server_close()
-            thread.join()
-
 
 @contextmanager
 def fault_proxy(target: str) -> Iterator[FaultProxy]:
-    """Run a proxy in front of a server."""
-    with FaultProxy(target).serving() as proxy:
+    """Run a proxy in front of a server, in a thread."""
+    proxy = FaultProxy(target)
+    thread = threading.Thread(target=proxy.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
         yield proxy
+    finally:
+        proxy.heal()
+        proxy.server.shutdown()
+        proxy.server.server_close()
+        thread.join()
 
 
 class _Server(ThreadingHTTPServer):
