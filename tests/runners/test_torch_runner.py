@@ -81,8 +81,7 @@ def test_equals_a_hand_written_loop_bitwise(accum_steps: int) -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    for ours, theirs in zip(runner.model.parameters(), model.parameters()):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, runner.model.parameters(), model.parameters()))
 
 
 def test_epoch_mode_leaves_what_it_did_on_disk() -> None:
@@ -124,8 +123,7 @@ def test_train_twice_goes_on() -> None:
     with Classifier(settings(steps=9)) as whole:
         whole.train()
     assert runner.state.train.global_step == 9
-    for ours, theirs in zip(runner.model.parameters(), whole.model.parameters()):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, runner.model.parameters(), whole.model.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["mapping", "tuple"])
@@ -164,8 +162,7 @@ def test_from_checkpoint_and_from_pretrained() -> None:
         assert resumed.state.train.epoch == 2 and resumed.results == first.results
     with Classifier.from_pretrained(settings(lineage="tuned"), path) as tuned:
         assert tuned.state.train.epoch == 0
-        for ours, theirs in zip(tuned.model.parameters(), first.model.parameters()):
-            assert torch.equal(ours, theirs)
+        assert all(map(torch.equal, tuned.model.parameters(), first.model.parameters()))
     for given in (first.model.state_dict(), {"model": first.model.state_dict()}, torch.load(path, weights_only=True)):
         with Classifier.from_pretrained(settings(lineage="given"), given) as tuned:
             assert tuned.state.train.epoch == 0
