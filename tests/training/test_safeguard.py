@@ -22,8 +22,8 @@ class Kept:
         if "alone" in abilities:
             manager.save_alone = lambda payload, **at: self.calls.append(("alone", payload, at)) is None
         if "ahead" in abilities:
-            manager.save_ahead = lambda payload, **at: self.calls.append(("ahead", payload, at))
-            manager.is_saved_ahead = lambda: True
+            manager.save_checkpoint = lambda payload, **at: self.calls.append(("ahead", payload, at))
+            manager.is_written = lambda: True
         runner: Any = SimpleNamespace(
             checkpoint_manager=manager,
             state=SimpleNamespace(train=self.position),
