@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,7 @@ from . import storage
 from .directory import TARGETS, FileStore, has_sums, is_of_run, missing_sums
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .manifest import is_name
-from .reading import is_of_ranks, moment
+from .reading import moment
 from .torch_files import check_foreign, holds_format, is_own, read_file
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ DESCRIPTION = "model"
 
 _CONFIG = "config.json"
 _SETS = ("ema", "model")
-_OF_RANK = re.compile(r"model_(\d{1,9})\.pt")
 _WRITTEN = re.compile(r"(model|ema)(-\d{5,}-of-\d{5,})?\.safetensors|(model|ema)\.safetensors\.index\.json")
 
 
@@ -103,13 +100,11 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
 
     Args:
         path: A file of `torch.save` (a `state_dict`, alone or as `model` or `state_dict`), a `.safetensors` file, an index
-            `*.safetensors.index.json`, a directory with one of these, or one that torch_checkpointing wrote.
+            `*.safetensors.index.json`, or a directory with one of these.
         which: `"model"`, or `"ema"` for averaged weights that `export_weights` wrote.
     """
     if which not in _SETS:
         raise ValueError(f"Expected which to be one of {[*_SETS]}. Received: which={which!r}.")
-    if which == "model" and is_of_ranks(Path(path)):
-        return _read_ranks(Path(path))
     source = _located(Path(path), which)
     if source.name.endswith(".index.json"):
         weights = _read_index(source)
@@ -170,8 +165,7 @@ def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, Any
 
 def _is_foreign(path: Path) -> bool:
     if path.is_dir():
-        names = ("model.safetensors", "model.safetensors.index.json")
-        return is_of_ranks(path) or any((path / name).is_file() for name in names)
+        return any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
     pointer = is_name(path.name) and (path.parent / TARGETS).is_dir()
     if not path.is_file() or pointer or has_sums(path):
         return False
@@ -346,73 +340,6 @@ def _safetensors() -> Any:
             "Expected safetensors for .safetensors files. Install it: pip install safetensors."
         ) from error
     return safetensors.torch
-
-
-# Weights that `torch_checkpointing` wrote: `model_0.pt` and so on, of one rank each. Its `metadata.pkl` is a pickle and is not read, since
-# a divided tensor itself says how it is divided.
-
-
-def _read_ranks(directory: Path) -> dict[str, Tensor]:
-    """Return the whole weights out of those of the ranks."""
-    import_module("torch.distributed.tensor")  # torch's safe reader knows divided tensors after this import only
-    files = {int(match[1]): path for path in directory.iterdir() if (match := _OF_RANK.fullmatch(path.name))}
-    if not files:
-        raise CheckpointMismatch(
-            f"Expected weights in model_0.pt and so on. Received: {directory}, a directory of torch_checkpointing without such files; its "
-            "metadata.pkl is a pickle, and is not read. Load it with torch_checkpointing, and save `model.state_dict()` with torch.save."
-        )
-    weights = {rank: weights_in(_read_torch_file(file), file) for rank, file in sorted(files.items())}
-    joined = {}
-    for name in dict.fromkeys(name for of_rank in weights.values() for name in of_rank):
-        shares = {rank: of_rank[name] for rank, of_rank in weights.items() if name in of_rank}
-        first, *others = shares.values()
-        if any(map(is_sharded, shares.values())):
-            try:
-                joined[name] = _whole(shares)
-            except Exception as error:  # of what a file claims
-                raise CheckpointDamaged(
-                    f"Expected every share of {name}. Received: the files of {len(weights)} ranks in {directory}, which do not come to one "
-                    f"tensor ({error}). Copy all files of the directory."
-                ) from error
-        elif all(torch.equal(_bits(first), _bits(other)) for other in others):
-            joined[name] = first
-        else:
-            raise CheckpointMismatch(
-                f"Expected DTensors, or the same tensor on all ranks. Received: {name} in {directory}, which differs between ranks. If "
-                f"rank 0 has the whole model, load {directory / 'model_0.pt'}."
-            )
-    return joined
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().flatten().view(torch.uint8)
-
-
-def _whole(shares: Mapping[int, Any]) -> Tensor:
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
-    first = next(iter(shares.values()))
-    shape, stored = first.shape, sum(share._local_tensor.numel() for share in shares.values())
-    if stored < math.prod(shape):
-        raise ValueError(f"{stored} of {math.prod(shape)} elements are there")
-    result: Tensor = first._local_tensor.new_empty(shape)
-    is_filled = torch.zeros(shape, dtype=torch.bool)
-    for rank, share in shares.items():
-        mesh = share.device_mesh
-        ranks = mesh.mesh.flatten().tolist() if math.prod(mesh.shape) <= len(shares) else []
-        if share.shape != shape or ranks.count(rank) != 1:
-            raise ValueError(f"rank {rank} has another shape or is not in its mesh {tuple(mesh.shape)}")
-        if any(placement.is_partial() for placement in share.placements):
-            raise ValueError("they are partial sums")
-        coordinate = [int(place) for place in torch.unravel_index(torch.tensor(ranks.index(rank)), mesh.shape)]
-        size, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, share.placements)
-        region = tuple(slice(start, start + length) for start, length in zip(offset, size))
-        if share._local_tensor.shape != size:
-            raise ValueError(f"rank {rank} has {tuple(share._local_tensor.shape)} instead of {tuple(size)}")
-        result[region], is_filled[region] = share._local_tensor, True
-    if not is_filled.all():
-        raise ValueError(f"{int((~is_filled).sum())} elements are missing")
-    return result
 
 
 # What `from_pretrained` of transformers and peft reads with the weights

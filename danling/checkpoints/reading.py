@@ -48,20 +48,9 @@ def locate(source: str | Path) -> tuple[CheckpointStore, Path]:
         found = store.locate(Path(source))
         if found is not None:
             return store, found
-    if is_of_ranks(Path(source)):
-        raise CheckpointMismatch(
-            f"Expected a checkpoint of this library. Received: {str(source)!r}, a directory of torch_checkpointing, of which the weights "
-            "alone are read. Name it in `pretrained`, or write them to a file: danling export."
-        )
     raise CheckpointNotFound(
         f"Expected a checkpoint file or directory. Received: {str(source)!r}, where there is none."
     )
-
-
-def is_of_ranks(path: Path) -> bool:
-    """Whether a path is a directory that `torch_checkpointing` wrote, with weights in files of ranks."""
-    ours = any((path / name).is_file() for name in ("model_0.pt", "metadata.pkl"))
-    return ours and not any(path.glob("model.safetensors*"))
 
 
 def read_payload(

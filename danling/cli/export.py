@@ -59,23 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Verify, read and write."""
-    from danling.checkpoints.reading import is_of_ranks
-
     _check_output(options)
     with checkpoint_at(options.checkpoint, files=["metadata"] if options.format == "hf" else []) as path:
-        step, ema = None, None
-        if is_of_ranks(path):
-            from danling.checkpoints.exchange import import_weights
-
-            if options.ema or options.format:
-                raise ValueError(
-                    f"Expected a checkpoint of this library for --ema and --format. Received: {str(path)!r}, a directory of "
-                    "torch_checkpointing, which has weights alone. Leave the option out."
-                )
-            model = import_weights(str(path))
-        else:
-            _check_place(options.output, path)
-            model, ema, step = read_weights(path, options.ema, trust=options.trust, complete=options.format == "hf")
+        _check_place(options.output, path)
+        model, ema, step = read_weights(path, options.ema, trust=options.trust, complete=options.format == "hf")
         written = _write(options, path, model, ema, step)
     sizes = {str(file): file.stat().st_size for file in written}
     if options.json:

@@ -31,7 +31,6 @@ from danling.checkpoints.directory import (
 )
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from danling.checkpoints.manifest import is_name
-from danling.checkpoints.reading import is_of_ranks, locate
 from danling.utils.messages import as_text
 from danling.workspace.run_directory import is_in_use
 from danling.workspace.workspace import litter_in_run
@@ -99,8 +98,6 @@ def verify(path: Path, level: str) -> list[dict[str, Any]]:
         )
     verdicts = [_verdict(found, level) for found in checkpoints_of(path)]
     if not verdicts:
-        if is_of_ranks(path):
-            locate(path)  # refuses it by name
         raise CheckpointNotFound(
             f"Expected a checkpoint, or a directory with some. Received: {str(path)!r}, where there is none."
         )
