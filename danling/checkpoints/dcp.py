@@ -11,11 +11,13 @@ import logging
 import math
 import os
 import re
+import socket
 import warnings
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,7 @@ from .manager import CollectiveCheckpointManager, SnapshotBuffers, count_bytes, 
 from .manifest import Manifest, Record, archive_complaints
 from .reading import READ_WHOLE, Entry, Outline, without_tensors
 from .torch_files import check_format, check_values
-from .writer_process import WriterProcess, meet
+from .writer_process import Address, WriterProcess
 
 logger = logging.getLogger("danling")
 
@@ -104,6 +106,14 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             # Now, and not at the first save: it takes seconds until it is ready, and where it cannot be started that is told at once.
             self._process = self.on_all(WriterProcess)
             self._buffers = SnapshotBuffers(shared=True)
+            self._meeting = self.on_main(self._open_store) if distributed else None
+            self._meetings = 0
+
+    def _open_store(self) -> Address:
+        """Open the store over which the processes of all ranks meet, and return where it is."""
+        host = os.environ.get("MASTER_ADDR") or socket.getfqdn()
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        return host, int(self._store.port)
 
     def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Refuse weights that are made of several tensors, such as quantised ones: torch writes them, and cannot read them again.
@@ -151,9 +161,12 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             if self._process is None:
                 save_target(payload, writer, group=self._group, alone=self.domain.size == 1)
             else:
-                meet(self._process, self._exchange, rank=self.domain.rank, size=self.domain.size)
+                rank, size = self.domain.rank, self.domain.size
+                if not all(self._exchange(self._process.is_ready)):
+                    self._meetings += 1
+                    self._process.join(self._meeting, self._meetings, rank=rank, size=size)
                 # The copy is in shared memory, so that the process takes it over without another one.
-                self._process.write(save_target, payload, writer)
+                self._process.write(partial(save_target, alone=size == 1), payload, writer)
         except BaseException as error:
             if self.domain.rank == 0:
                 self.store.give_up(record.name)
