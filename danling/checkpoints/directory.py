@@ -12,7 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -59,11 +59,6 @@ _TARGET = re.compile(r"\d{8,}-[0-9a-f]{8}")
 _POINTER_BYTES = 64
 _NAMED = 4
 """So many checkpoints are named in an error."""
-_ALONE = {
-    "full": ": it was verified by those inside of it, which tell damage, but not which save it is.",
-    "size": ": all but its tensors was verified by those inside of it.",
-    "none": ", and checkpoint.verify='none' looks at nothing else.",
-}
 
 
 class CheckpointStore:
@@ -210,10 +205,6 @@ class CheckpointStore:
         except OSError as error:
             logger.warning("An old checkpoint in %s is still there: %s", self.directory, error)
 
-    def _log_moved(self, path: Path, aside: Path | None) -> None:
-        if aside is not None:
-            logger.warning("%s was in the way of a checkpoint and is no part of one. It is at %s now.", path, aside)
-
 
 # Single files
 
@@ -261,11 +252,11 @@ class FileStore(CheckpointStore):
         # A deletion that failed half-way must not be finished on what takes the name now.
         storage.remove(self.directory / f"{DELETING}{path.name.removesuffix(SUFFIX)}")
         for part in (path, _beside(path, NEXT), _beside(path, FILE_SUMS)):
-            self._log_moved(part, storage.make_way(part))
+            storage.make_way(part)
         bare = all(storage.absence(_beside(path, suffix)) == storage.MISSING for suffix in (FILE_SUMS, NEXT))
         if bare and storage.absence(path) == storage.IS_FILE:
             # No save leaves a file like that, not even a killed one: a user has put it there.
-            self._log_moved(path, storage.set_aside(path))
+            storage.set_aside(path)
 
     def recover(self) -> None:
         storage.clean(self.directory)
@@ -282,7 +273,7 @@ class FileStore(CheckpointStore):
             if not name.endswith(f"{SUFFIX}{NEXT}") or storage.size_of(waiting) is None:
                 continue
             if not _compare(path, NEXT, "full")[1]:
-                self._log_moved(sums, storage.make_way(sums))
+                storage.make_way(sums)
                 storage.replace(waiting, sums)
             elif storage.absence(path) == storage.MISSING or not _compare(path, FILE_SUMS, "full")[1]:
                 storage.remove(waiting)
@@ -410,7 +401,7 @@ class TargetStore(CheckpointStore):
     def publish(self, target: str, names: Sequence[str]) -> None:
         """Let names lead to a complete target, in the order given. Here a save into a directory becomes visible."""
         for name in names:
-            self._log_moved(self.directory / name, storage.make_way(self.directory / name))
+            storage.make_way(self.directory / name)
             storage.write_text(self.directory / name, f"{target}\n")
 
     def locate(self, source: Path) -> Path | None:
@@ -443,8 +434,8 @@ class TargetStore(CheckpointStore):
     def recover(self) -> None:
         targets = self.directory / TARGETS
         refuse_link(targets)
-        if not os.path.isdir(targets):
-            self._log_moved(targets, storage.set_aside(targets) if os.path.lexists(targets) else None)
+        if os.path.lexists(targets) and not os.path.isdir(targets):
+            storage.set_aside(targets)
         storage.make_directory(targets)
         storage.clean(self.directory)
         for path in self.litter():
@@ -558,14 +549,6 @@ Found = tuple[Record, CheckpointStore]
 """The record of a checkpoint, and the store that has it."""
 
 
-@dataclass(frozen=True)
-class DiskSharing:
-    """Whether the ranks of a run share a disk. Where they do not, no machine has the whole of a save, and only an object store has."""
-
-    is_split: bool = False
-    follows: bool = False
-
-
 class CheckpointDirectory:
     """The checkpoints of one run, in its directory and elsewhere."""
 
@@ -584,7 +567,7 @@ class CheckpointDirectory:
         self._compare = compare
         self.stores = stores_in(path, first=first)
         """Where the checkpoints of the run are: its own store first, then those of other kinds and elsewhere."""
-        self.sharing = DiskSharing()
+        self.is_split = self.follows = False
         self.resumed: Record | None = None
         """The checkpoint of the run that the process goes on from; `None` from scratch. Known on all ranks."""
         self._line: Line | None = None
@@ -619,11 +602,15 @@ class CheckpointDirectory:
         if self._sources is not None:
             self._sources.release()
 
-    def share(self, sharing: DiskSharing) -> None:
-        """Note whether machines have separate disks: checkpoints there are kept as before, and read from where all of each is."""
-        self.sharing = sharing
+    def split(self, *, follows: bool) -> None:
+        """Note that machines have separate disks: none has the whole of a save, which is read from the object store.
+
+        Args:
+            follows: Whether this rank removes, on its machine, what the main process has removed on its own.
+        """
+        self.is_split, self.follows = True, follows
         for store in self.stores:
-            store.is_part = sharing.is_split and not store.is_elsewhere
+            store.is_part = not store.is_elsewhere
 
     # Find and verify one
 
@@ -633,7 +620,12 @@ class CheckpointDirectory:
         store.verify(path, self._settings.verify)
         if isinstance(store, FileStore) and not has_sums(path) and path not in self._alone:
             self._alone.add(path)
-            logger.warning("%s has no checksums next to it%s", path, _ALONE[self._settings.verify])
+            logger.warning(
+                "%s has no checksums next to it. Those inside of it, compared as checkpoint.verify=%s asks, tell damage, but not which "
+                "save it is.",
+                path,
+                self._settings.verify,
+            )
         self._record_of(store, path)
         return store.is_elsewhere or path in self._brought, store.target(path)
 

@@ -21,11 +21,11 @@ from danling.utils.plain import parse_json
 from danling.utils.tensors import canonical_name, is_sharded
 
 from . import storage
-from .directory import TARGETS, FileStore, has_sums, is_of_run, missing_sums
+from .directory import TARGETS, FileStore, has_sums, is_of_run, missing_sums, verify_alone
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from .manifest import is_name
+from .manifest import is_archive, is_name
 from .reading import moment
-from .torch_files import check_foreign, holds_format, is_own, read_file
+from .torch_files import holds_format, is_own, read_file
 
 if TYPE_CHECKING:
     from .manager import CheckpointManager
@@ -177,7 +177,8 @@ def _read_torch_file(path: Path) -> object:
     if has_sums(path):
         FileStore(path.parent).verify(path, "full")
         return read_file(path)
-    check_foreign(path, "full")
+    if is_archive(path):
+        verify_alone(path, "full", required=False)
     content = read_file(path)
     if is_own(content) and is_of_run(path.parent):
         raise missing_sums(path)

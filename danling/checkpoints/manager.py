@@ -697,9 +697,9 @@ class CollectiveCheckpointManager(CheckpointManager):
 
     def _follow(self, sequence: int, exchange: Callable[[object], list[Any]]) -> None:
         """On machines with separate disks, remove the checkpoints that the main process has removed. Called on all ranks."""
-        if self.checkpoints.sharing.is_split:
+        if self.checkpoints.is_split:
             kept = exchange(self.store.targets() if self.domain.rank == 0 else None)[0]
-            if self.checkpoints.sharing.follows:
+            if self.checkpoints.follows:
                 self.store.follow(sequence, kept)
 
 

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
-from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, is_zipfile
 
 from danling.utils.files import plain_name
 
@@ -233,47 +233,33 @@ def damaged(problems: Iterable[str], source: Path | str) -> CheckpointDamaged:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file begins as an archive does; files of `torch.save` before 1.6 are none, and have no checksums inside."""
+    """Whether a file is an archive, maybe a cut one; files of `torch.save` before 1.6 are none, and have no checksums inside."""
     with os.fdopen(storage.open_regular(path), "rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
+        return file.read(len(_MAGIC)) == _MAGIC or is_zipfile(file)
 
 
 def archive_complaints(source: Path | BinaryIO, *, tensors: bool = True, required: bool = True) -> list[str]:
-    """Return the defects of the records of an archive; empty when each has its CRC-32."""
+    """Return the defects of an archive, without those of its tensors on request; empty when each record has its CRC-32 (`required`)."""
     try:
         opened = os.fdopen(storage.open_regular(source), "rb") if isinstance(source, Path) else nullcontext(source)
         with opened as file, ZipFile(file) as archive:
-            records = archive.infolist()
+            records, size = archive.infolist(), file.seek(0, os.SEEK_END)
+            if any(record.compress_type != ZIP_STORED for record in records):
+                return ["its records are compressed, which torch never does"]
+            total = sum(record.file_size for record in records)
+            if total > size:  # they overlap
+                return [f"its records have {total} bytes and the file {size}"]
             if not any(record.CRC for record in records):
                 return ["it has no CRC-32 of its records"] if required else []
-            read = [record for record in records if tensors or "/data/" not in record.filename]
-            found = [_complaint(archive, record) for record in read]
+            problems = []
+            for record in (record for record in records if tensors or "/data/" not in record.filename):
+                try:
+                    with archive.open(record) as content:
+                        while content.read(_CHUNK):
+                            pass
+                except BadZipFile:
+                    problems.append(f"its record {record.filename} has another CRC-32 than was written")
+            return problems
     # zipfile raises what its parts raise: struct.error, UnicodeDecodeError, NotImplementedError, ...
     except Exception as error:
         return [f"it is no whole archive ({error})"]
-    return [problem for problem in found if problem is not None]
-
-
-def _complaint(archive: ZipFile, record: ZipInfo) -> str | None:
-    if record.compress_type != ZIP_STORED:
-        return f"its record {record.filename} is compressed, which torch never does"
-    try:
-        with archive.open(record) as content:
-            while content.read(_CHUNK):
-                pass
-    except BadZipFile:
-        return f"its record {record.filename} has another CRC-32 than was written"
-    return None
-
-
-def oversized(path: Path, size: int) -> str | None:
-    """Return how the records of an archive are larger than the file, as compressed and overlapping ones; `None` where they are not."""
-    try:
-        with os.fdopen(storage.open_regular(path), "rb") as file, ZipFile(file) as archive:
-            records = archive.infolist()
-    except Exception as error:
-        return f"which is no whole archive ({error})"
-    if any(record.compress_type != ZIP_STORED for record in records):
-        return "whose records are compressed, which torch never does"
-    total = sum(record.file_size for record in records)
-    return f"whose records have {total} bytes and the file {size}" if total > size else None

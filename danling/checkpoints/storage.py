@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import stat
 import uuid
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError, disk_error, reason
+
+logger = logging.getLogger("danling")
 
 STAGED = ".staged-"
 """Prefix of unfinished files and directories; readers never look at such a name."""
@@ -286,20 +289,21 @@ def is_no_file(path: Path) -> bool:
     return absence(path) in _NO_FILES
 
 
-def make_way(path: Path) -> Path | None:
+def make_way(path: Path) -> None:
     """Rename what blocks the path of a file that is to be written: a directory, a link or a named pipe."""
     try:
         is_free = stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
         is_free = True  # nothing is there, or a file that cannot be examined, and that can still be replaced
-    return None if is_free else set_aside(path)
+    if not is_free:
+        set_aside(path)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename the file or directory at a path to a unique name `<name>.aside-<random>`, and return the new path."""
+def set_aside(path: Path) -> None:
+    """Rename the file or directory at a path to a unique name `<name>.aside-<random>`, and log it."""
     aside = path.parent / f"{path.name}.aside-{uuid.uuid4().hex[:8]}"
     replace(path, aside)
-    return aside
+    logger.warning("%s was in the way of a checkpoint and is no part of one. It is at %s now.", path, aside)
 
 
 def open_regular(path: Path) -> int:
@@ -310,15 +314,6 @@ def open_regular(path: Path) -> int:
             return handle
         os.close(handle)
     raise CheckpointDiskError(f"Expected a file at {path}. Received: what is there {absence(path)}. Move it away.")
-
-
-def file_size(path: Path) -> int:
-    """Return the bytes of a regular file, which can be opened."""
-    handle = open_regular(path)
-    try:
-        return os.fstat(handle).st_size
-    finally:
-        os.close(handle)
 
 
 def chunks(path: Path, size: int = _CHUNK) -> Iterator[memoryview]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from danling.checkpoints import storage
-from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS, DiskSharing, TargetStore
+from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS, TargetStore
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError
 from danling.checkpoints.manager import CheckpointManager, Saved
 from danling.checkpoints.manifest import is_name, newest, read_manifest
@@ -125,7 +125,8 @@ class RunMirror:
             seen = _is_seen(token)
             all_see = all(manager.domain.gather_objects(seen))
             manager.on_main(lambda: storage.remove(token))
-            manager.checkpoints.share(DiskSharing(not all_see, follows=not seen and is_first_on_machine()))
+            if not all_see:
+                manager.checkpoints.split(follows=not seen and is_first_on_machine())
 
     def _open(self) -> None:
         self.lease.acquire()

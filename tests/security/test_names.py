@@ -25,14 +25,12 @@ FUNCTIONS = {
     "checkpoints/dcp": [
         "HashingFileSystem.create_stream",
         "HashingFileSystem.rename",
-        "TargetWriter._take_over",
         "TargetWriter.finish",
     ],
     "checkpoints/exchange": ["_put", "_read_safetensors", "_write_safetensors", "export_weights", "write_description"],
-    "checkpoints/manifest": ["archive_complaints", "is_archive", "oversized"],
+    "checkpoints/manifest": ["archive_complaints", "is_archive"],
     "checkpoints/storage": [
         "chunks",
-        "file_size",
         "link",
         "make_directory",
         "open_new",
