@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _NAMES = frozenset({"token", "api_key", "password", "secret", "credential", "credentials"})
@@ -25,44 +25,38 @@ def names_secret(key: str, listed: Collection[str] = ()) -> bool:
     return lower in _NAMES or lower.endswith(_ENDINGS) or name in listed or key in listed
 
 
-def without_secrets(settings: Mapping[str, object], listed: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+def without_secrets(settings: Mapping[str, object], listed: Collection[str] = ()) -> dict[str, Any]:
     """Return settings without the text under keys that name a secret; numbers, switches and `None` stay."""
-    kept = {name: _without(value, f"{prefix}{name}", listed, secret=False) for name, value in settings.items()}
-    return {name: value for name, value in kept.items() if value is not _GONE}
+    kept: dict[str, Any] = _without(settings, "", listed, False, set())
+    return kept
+
+
+def secret_values(settings: Mapping[str, object], listed: Collection[str] = ()) -> set[str]:
+    """Return the texts that `without_secrets` leaves out, less those too short to be told from other text."""
+    found: set[str] = set()
+    _without(settings, "", listed, False, found)
+    return {text for text in found if len(text) >= _SHORTEST}
 
 
 _GONE = object()
 
 
-def _without(value: object, key: str, listed: Collection[str], *, secret: bool) -> object:
-    secret = secret or names_secret(key, listed)
-    if isinstance(value, str):
-        return _GONE if secret else value
+def _without(value: object, key: str, listed: Collection[str], is_secret: bool, found: set[str]) -> Any:
+    """Return a value without the texts under keys that name a secret, which are added to `found`."""
     if isinstance(value, Mapping):
-        items = {name: _without(item, f"{key}.{name}", listed, secret=secret) for name, item in value.items()}
+        items = {}
+        for name, item in value.items():
+            inner = f"{key}.{name}" if key else str(name)
+            items[name] = _without(item, inner, listed, is_secret or names_secret(inner, listed), found)
         return {name: item for name, item in items.items() if item is not _GONE}
     if isinstance(value, (list, tuple)):
         # An entry has the name of its list.
-        return [item for entry in value if (item := _without(entry, key, listed, secret=secret)) is not _GONE]
+        entries = [_without(entry, key, listed, is_secret, found) for entry in value]
+        return [entry for entry in entries if entry is not _GONE]
+    if isinstance(value, str) and is_secret:
+        found.add(value)
+        return _GONE
     return value
-
-
-def secret_values(settings: Mapping[str, object], listed: Collection[str] = ()) -> set[str]:
-    """Return the texts that `without_secrets` leaves out, less those too short to be told from other text."""
-    return {text for text in _texts(settings, "", listed, secret=False) if len(text) >= _SHORTEST}
-
-
-def _texts(value: object, key: str, listed: Collection[str], *, secret: bool) -> Iterator[str]:
-    if isinstance(value, str):
-        if secret:
-            yield value
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            inner = f"{key}.{name}" if key else str(name)
-            yield from _texts(item, inner, listed, secret=secret or names_secret(inner, listed))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(item, key, listed, secret=secret)
 
 
 _WORDS = ("token", "api[_-]key", "password", "secret", "credentials?")
