@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.reading import ExcludedFromLoading
@@ -16,7 +17,6 @@ from danling.training.checks import listed
 from danling.training.ema import EMA
 from danling.training.model_states import ModelStates
 from danling.training.preparation import ModelPreparation
-from danling.utils.protocols import SteppedOptimizer
 from danling.utils.tensors import canonical_name
 
 from . import engine as engines
@@ -80,7 +80,7 @@ class EnginePreparation(ModelPreparation):
             )
         return False
 
-    def optimized_parameters(self, optimizer: SteppedOptimizer) -> list[nn.Parameter]:
+    def optimized_parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the parameters that the engine updates, of which ZeRO's optimizer holds flat pieces. May be called on one rank."""
         if self.engine is None:
             return super().optimized_parameters(optimizer)

@@ -9,9 +9,9 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from danling.distributed import Domain
-from danling.utils.protocols import SteppedOptimizer
 
 from .ema import EMA
 
@@ -109,7 +109,7 @@ class ModelPreparation:
         synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         return "SyncBatchNorm" if synced and self.world.size > 1 else None
 
-    def optimized_parameters(self, optimizer: SteppedOptimizer) -> list[nn.Parameter]:
+    def optimized_parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return what the optimizer updates of the user's model, and any others. May be called on one rank."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
