@@ -252,11 +252,9 @@ def test_targets_that_lead_nowhere_are_an_error_that_says_so(place: Path, kind: 
     assert manager.find_latest() is None
     with pytest.raises(CheckpointDamaged, match="that verifies, since there are some"):
         manager.checkpoints.refuse_lost()
-    with pytest.raises(ValueError, match="Expected no link at .*targets.*Move what it leads to here"):
-        go_on(kind, place, 4)
     shutil.move(place.parent / "unmounted", place.parent / "mount")
     assert make_manager(kind, place).find_latest() is not None
-    with pytest.raises(ValueError, match="Expected no link at .*targets"):
+    with pytest.raises(ValueError, match="Expected no link at .*targets.*Move what it leads to here"):
         go_on(kind, place, 4)
 
 

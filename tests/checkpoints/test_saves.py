@@ -30,7 +30,6 @@ from danling.checkpoints import (
     CheckpointNotFound,
     CheckpointSettings,
     FileCheckpointManager,
-    TorchDistributedCheckpointManager,
     read_config,
     read_model,
     storage,
@@ -508,17 +507,6 @@ def test_tied_tensors_stay_tied_and_slices_stay_small() -> None:
     assert host["whole"].data_ptr() == weight.data_ptr()
 
 
-def test_memory_is_used_again_only_when_it_is_free() -> None:
-    buffers, state = SnapshotBuffers(), {"a": torch.zeros(8), "b": torch.zeros(8)}
-    first, release = buffers.copy(state)
-    second, _ = buffers.copy(state)
-    addresses = {tensor.data_ptr() for tensor in first.values()}
-    assert not addresses & {tensor.data_ptr() for tensor in second.values()}
-    release()
-    third, _ = buffers.copy(state)
-    assert addresses == {tensor.data_ptr() for tensor in third.values()}
-
-
 def test_other_types_are_made_plain_or_refused_by_name() -> None:
     class Color(enum.IntEnum):
         RED = 2
@@ -532,17 +520,9 @@ def test_other_types_are_made_plain_or_refused_by_name() -> None:
 # Several ranks
 
 
-_ORIGINAL = storage.write_file
-
-
-def _of_two_ranks(kind: str, directory: Path) -> Any:
-    made = FileCheckpointManager if kind == "file" else TorchDistributedCheckpointManager
-    settings = CheckpointSettings(async_mode="async", keep_latest_k=0)
-    return made(directory, domain=Domain(), run_id="run", settings=settings, step_mode=True)
-
-
 def _save_and_fail_on_two_ranks(directory: Path) -> list[object]:
-    manager, seen = _of_two_ranks("file", directory), []
+    settings, seen, original = CheckpointSettings(async_mode="async"), [], storage.write_file
+    manager = FileCheckpointManager(directory, domain=Domain(), run_id="run", settings=settings, step_mode=True)
     save(manager, 1)
     seen.append(load(manager, manager.find_latest() or ""))
     if manager.domain.rank == 0:
@@ -551,7 +531,7 @@ def _save_and_fail_on_two_ranks(directory: Path) -> list[object]:
         save(manager, 2)
     except CheckpointError as error:
         seen.append("No space left" in str(error) and type(error).__name__)
-    storage.write_file = _ORIGINAL
+    storage.write_file = original
     try:
         manager.load_checkpoint("ckpt-none")
     except CheckpointNotFound:

@@ -80,12 +80,6 @@ def test_a_state_is_saved_before_and_after_an_evaluation(tmp_path: Path) -> None
     assert [_step(manager, name) for name in names] == [1, 1, 3, 4, 4] and len(_targets(tmp_path)) == 3
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("content", ["../../elsewhere\n", "/etc\n", "", "00000001-00000000\n", "targets\n"])
 def test_pointers_lead_to_targets_only(tmp_path: Path, content: str) -> None:
     manager = _manager(tmp_path)
@@ -104,10 +98,7 @@ def test_pointers_that_were_exchanged_are_found_by_their_names(tmp_path: Path) -
     manager = _manager(tmp_path)
     for step in (1, 2):
         _save(manager, step, history=True)
-    first, second = tmp_path / "ckpt-s000000000001", tmp_path / "ckpt-s000000000002"
-    content = first.read_text()
-    first.write_text(second.read_text())
-    second.write_text(content)
+    (tmp_path / "ckpt-s000000000001").write_text((tmp_path / "ckpt-s000000000002").read_text())
     with pytest.raises(CheckpointDamaged, match="ckpt-s000000000001 leads to the checkpoint of step 2"):
         manager.load_checkpoint("ckpt-s000000000001")
     assert manager.find_latest() == "latest"

@@ -19,6 +19,19 @@ from danling.utils import locks
 from danling.utils.locks import FileLock
 
 
+def is_refused_to_others(file: Path) -> bool:
+    """Whether another process cannot take the lock."""
+    marker = file.with_name("refused")
+
+    def other() -> None:
+        if not FileLock(file).acquire():
+            marker.touch()
+
+    with child(other) as pid:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return marker.exists()
+
+
 def test_a_second_process_is_told_who_holds_it_and_a_kill_gives_it_back_at_once(tmp_path: Path) -> None:
     file, marker = tmp_path / "run" / ".lock", tmp_path / "held"
     mine = FileLock(file)
@@ -65,31 +78,16 @@ def test_a_child_that_gives_back_what_it_has_inherited_gives_nothing_back(tmp_pa
     assert mine.acquire()
     with child(mine.release) as pid:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    marker = tmp_path / "refused"
-
-    def other() -> None:
-        if not FileLock(file).acquire():
-            marker.touch()
-
-    with child(other) as pid:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert marker.exists()
+    assert is_refused_to_others(file)
 
 
 def test_a_second_lock_of_one_process_is_refused_and_does_not_drop_the_first(tmp_path: Path) -> None:
-    file, marker = tmp_path / ".lock", tmp_path / "refused"
+    file = tmp_path / ".lock"
     mine = FileLock(file)
     assert mine.acquire()
     assert not FileLock(tmp_path / "." / ".lock").acquire()
     assert not FileLock(file).wait(60)  # at once: waiting for oneself is of no use
-
-    def other() -> None:
-        if not FileLock(file).acquire():
-            marker.touch()
-
-    with child(other) as pid:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert marker.exists()
+    assert is_refused_to_others(file)
 
 
 def test_a_start_waits_for_the_one_that_is_still_dying_and_says_so(
