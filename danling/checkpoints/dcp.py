@@ -102,7 +102,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         self._exchange = (self.domain if self._group is None else Domain(self._group)).gather_objects
         """Gathers a value of every rank on all of them, over the group that nothing but saves uses."""
         self._process: WriterProcess | None = None
-        if self.settings.async_mode == "async_with_pinned_mem" and not self.settings.load_only:
+        if self._background and self.settings.async_mode == "async_with_pinned_mem" and not self.settings.load_only:
             # Now, and not at the first save: it takes seconds until it is ready, and where it cannot be started that is told at once.
             self._process = self.on_all(WriterProcess)
             self._buffers = SnapshotBuffers(shared=True)
@@ -135,22 +135,13 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         self._executor.wait()
         self._surface()
         record = self.on_main(lambda: self._open_target(count_bytes(payload), epoch, global_step))
-        if not self.settings.is_async:
+        if not self._background:
             plain = self.on_all(lambda: to_host(payload))
             self.on_all(lambda: self._write(plain, record, names))
             return
+        # A rank that cannot copy keeps all of them from writing, which takes all.
         copied, release = self.on_all(lambda: self._buffers.copy(payload))
-
-        def write() -> None:
-            try:
-                self._write(copied, record, names)
-            finally:
-                release()
-
-        if self._background:
-            self._executor.submit(write, reliable=True, discard=release)
-        else:
-            self.on_all(write)
+        self._executor.submit(lambda: self._write(copied, record, names), reliable=True, release=release)
 
     def _write(self, payload: dict[str, Any], record: Record, names: list[str]) -> None:
         """Write a target together with the other ranks; then, on rank 0, let the names lead to it and prune."""

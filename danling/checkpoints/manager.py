@@ -240,7 +240,7 @@ class SaveExecutor:
 
     def __init__(self) -> None:
         self._next: tuple[Callable[[], None], Callable[[], None], bool] | None = None
-        """Of the save that waits: what writes it, what is called when another one takes its place, and whether it is reliable."""
+        """Of the save that waits: what writes it, what frees its copy, and whether it is reliable."""
         self._changed = threading.Condition()
         self._running = False
         self._ending = False
@@ -259,13 +259,13 @@ class SaveExecutor:
         with self._changed:
             self._changed.wait_for(lambda: self._next is None or not self._next[2])
 
-    def submit(self, run: Callable[[], None], *, reliable: bool, discard: Callable[[], None]) -> None:
-        """Enqueue a save; `discard` is called instead of `run` when a newer save takes its place."""
+    def submit(self, run: Callable[[], None], *, reliable: bool, release: Callable[[], None]) -> None:
+        """Enqueue a save; `release` is called when it is written, has failed, or a newer save has taken its place."""
         if self._ending:
             raise RuntimeError("A checkpoint manager cannot save after close(). Save before it.")
         self.wait_for_room()
         with self._changed:
-            dropped, self._next = self._next, (run, discard, reliable)
+            dropped, self._next = self._next, (run, release, reliable)
             if self._thread is None:
                 # A daemon: a save that hangs must not keep a process alive that close() has given up waiting for.
                 self._thread = threading.Thread(target=self._work, name="danling-checkpoint", daemon=True)
@@ -280,15 +280,17 @@ class SaveExecutor:
                 self._changed.wait_for(lambda: self._next is not None or self._ending)
                 if self._next is None:
                     return
-                run, self._next, self._running = self._next[0], None, True
+                run, release, _ = self._next
+                self._next, self._running = None, True
                 self._changed.notify_all()
             error: BaseException | None = None
             try:
                 run()
             except BaseException as raised:  # torch's CheckpointException is no Exception, and none may pass unseen
                 error = raised
-            # Not kept while the next one is awaited: it refers to the copy of a whole state.
-            del run
+            release()
+            # Not kept while the next one is awaited: they refer to the copy of a whole state.
+            del run, release
             with self._changed:
                 self.error = self.error or error
                 self._running = False
@@ -646,14 +648,8 @@ class FileCheckpointManager(CheckpointManager):
             return
         self._executor.wait_for_room()
         copied, release = self._buffers.copy(payload)
-
-        def write() -> None:
-            try:
-                self._write(copied, records)
-            finally:
-                release()
-
-        self._executor.submit(write, reliable=names != ["latest"], discard=release)
+        is_reliable = names != ["latest"]
+        self._executor.submit(lambda: self._write(copied, records), reliable=is_reliable, release=release)
 
     def save_alone(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> bool:
         """Save a full state as `latest` now, on rank 0, without communication: the other ranks may be in any other code."""
