@@ -141,7 +141,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             return
         # A rank that cannot copy keeps all of them from writing, which takes all.
         copied, release = self.on_all(lambda: self._buffers.copy(payload))
-        self._executor.submit(lambda: self._write(copied, record, names), reliable=True, release=release)
+        self._executor.submit(partial(self._write, copied, record, names), reliable=True, release=release)
 
     def _write(self, payload: dict[str, Any], record: Record, names: list[str]) -> None:
         """Write a target together with the other ranks; then, on rank 0, let the names lead to it and prune."""

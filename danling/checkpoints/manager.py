@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -649,7 +650,7 @@ class FileCheckpointManager(CheckpointManager):
         self._executor.wait_for_room()
         copied, release = self._buffers.copy(payload)
         is_reliable = names != ["latest"]
-        self._executor.submit(lambda: self._write(copied, records), reliable=is_reliable, release=release)
+        self._executor.submit(partial(self._write, copied, records), reliable=is_reliable, release=release)
 
     def save_alone(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> bool:
         """Save a full state as `latest` now, on rank 0, without communication: the other ranks may be in any other code."""
