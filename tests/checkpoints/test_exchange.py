@@ -86,11 +86,8 @@ def test_others_read_what_is_written(tmp_path: Path) -> None:
     export_weights(tmp_path / "one.safetensors", _weights(model))
     assert _same(load_file(tmp_path / "one.safetensors"), model.state_dict())
     files = export_weights(tmp_path / "many", _weights(model), max_shard_bytes=100)
-    assert [file.name for file in files] == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-    ]
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert [file.name for file in files] == [*shards, "model.safetensors.index.json"]
     index = json.loads(files[-1].read_text())
     assert index["metadata"]["total_size"] == 8 * 8 * 4 + 8 * 4
     collected = {name: load_file(tmp_path / "many" / file)[name] for name, file in index["weight_map"].items()}
@@ -105,11 +102,8 @@ def test_names_and_dtypes(tmp_path: Path) -> None:
     }
     export_weights(tmp_path / "w.safetensors", weights, dtype=torch.bfloat16)
     loaded = import_weights(tmp_path / "w.safetensors")
-    assert {name: tensor.dtype for name, tensor in loaded.items()} == {
-        "a": torch.bfloat16,
-        "b": torch.int64,
-        "c": torch.bfloat16,
-    }
+    dtypes = {"a": torch.bfloat16, "b": torch.int64, "c": torch.bfloat16}
+    assert {name: tensor.dtype for name, tensor in loaded.items()} == dtypes
 
 
 def test_equal_weights_give_equal_files(tmp_path: Path) -> None:
@@ -158,11 +152,5 @@ def test_a_runner_finds_foreign_weights_and_its_own(tmp_path: Path) -> None:
     manager.save_checkpoint({"format_version": 1, "model": {"a": torch.zeros(1)}}, epoch=0, global_step=1)
     export_weights(tmp_path / "directory", {"a": torch.ones(1)})
     export_weights(tmp_path / "file.pt", {"a": torch.full((1,), 2.0)}, ema={"a": torch.zeros(1)})
-    sources = [
-        "latest",
-        tmp_path / "own",
-        tmp_path / "own" / "latest.pth",
-        tmp_path / "directory",
-        tmp_path / "file.pt",
-    ]
+    sources = ["latest", *(tmp_path / name for name in ("own", "own/latest.pth", "directory", "file.pt"))]
     assert [float(read_model(manager, source)["a"]) for source in sources] == [0, 0, 0, 1, 2]

@@ -44,15 +44,11 @@ def test_dirty_tree_carries_the_hash_of_its_diff(repository: Path, staged: bool)
 def test_the_same_change_has_the_same_identity_from_any_directory_and_under_any_configuration(repository: Path) -> None:
     (repository / "train.py").write_text("print('changed')\n")
     before = CodeIdentity.of_directory(repository)
-    for key, value in (
-        ("diff.noprefix", "true"),
-        ("diff.algorithm", "patience"),
-        ("diff.context", "9"),
-        ("diff.relative", "true"),
-        ("color.ui", "always"),
-        ("core.abbrev", "20"),
-    ):
-        git(repository, "config", key, value)
+    changes = (
+        "diff.noprefix=true diff.algorithm=patience diff.context=9 diff.relative=true color.ui=always core.abbrev=20"
+    )
+    for change in changes.split():
+        git(repository, "config", *change.split("="))
     assert CodeIdentity.of_directory(repository).code_id == before.code_id
     assert CodeIdentity.of_directory(repository / "package").code_id == before.code_id
 

@@ -122,16 +122,9 @@ def test_a_run_whose_best_checkpoint_is_in_another_directory_has_a_score(
 ) -> None:
     first = record_run(tmp_path, log=False, dir=str(tmp_path / "first"))
     config = {"steps": 14, "seed": 3, "dir": str(tmp_path / "second"), "evaluate_interval": 40, "score_name": "acc"}
-    more = {"resume": str(first / "checkpoints" / "latest.pth"), "checkpoint": {"interval": 1}, "log": False}
-    with TracingRunner(
-        {
-            **config,
-            **more,
-            "ema": {"enabled": True},
-            "dataloader": {"batch_size": 4},
-            "optim": {"type": "adamw", "lr": 0.01},
-        }
-    ) as runner:
+    config |= {"resume": str(first / "checkpoints" / "latest.pth"), "checkpoint": {"interval": 1}, "log": False}
+    config |= {"ema": {"enabled": True}, "dataloader": {"batch_size": 4}, "optim": {"type": "adamw", "lr": 0.01}}
+    with TracingRunner(config) as runner:
         assert f"{runner.id} (ddp): step 12, epoch" in repr(runner) and str(tmp_path / "second") in repr(runner)
         runner.train()
     assert not (tmp_path / "second" / "checkpoints" / "best.pth").exists()

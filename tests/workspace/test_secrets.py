@@ -91,10 +91,9 @@ def test_values_of_the_configuration_go_wherever_they_stand() -> None:
     assert b"OPENSESAME" not in redact_patch(context, ["OPENSESAME"])[0]
 
 
+@pytest.mark.timeout(60)
 def test_a_long_line_takes_no_long_time() -> None:
-    start = time.process_time()
     redact_patch(patch("a.txt", "token" * 40_000, "a_" * 100_000, "secret " * 30_000, "x" * 200_000))
-    assert time.process_time() - start < 20
 
 
 @pytest.mark.parametrize(
