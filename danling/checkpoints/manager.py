@@ -139,19 +139,16 @@ def _plain(value: object, path: str) -> object:
 class SnapshotBuffers:
     """Host memory for copies of a state.
 
-    One set of buffers is kept between saves, since fresh memory costs several times the copy itself: it is taken by the first
-    save and by every later one that finds it free. A save that comes while it is taken gets other memory.
+    The buffers of the copy that was released last are kept for the next one, since fresh memory costs several times the copy itself.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
         self._shared = shared
-        self._spare: dict[Any, list[Tensor]] | None = {}
-        self._lock = threading.Lock()
+        self._spare: dict[Any, list[Tensor]] = {}
 
     def copy(self, value: object) -> tuple[Any, Callable[[], None]]:
-        """Copy a state; tensors that are one and the same share their copy."""
-        with self._lock:
-            spare, self._spare = self._spare, None
+        """Copy a state, and return what releases its memory; tensors that are one and the same share their copy."""
+        spare, self._spare = self._spare, {}
         used: dict[Any, list[Tensor]] = {}
         copies: dict[Any, Tensor] = {}
         devices = set()
@@ -163,37 +160,32 @@ class SnapshotBuffers:
                 return with_local_part(tensor, _with_parts(local, on_tensor))
             if local.layout != torch.strided:
                 return tensor.cpu().clone()
-            key = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+            kind = (local.dtype, local.shape, local.stride(), local.device.type)
+            key = (local.device, local.data_ptr(), *kind)
             if local.numel() == 0 or key not in copies:
-                copies[key] = self._buffer(local, spare, used)
-                copies[key].copy_(local, non_blocking=True)
+                free = spare.get(kind)
+                copies[key] = buffer = free.pop() if free else self._new(local)
+                used.setdefault(kind, []).append(buffer)
+                buffer.copy_(local, non_blocking=True)
                 devices.add(local.device)
             return with_local_part(tensor, copies[key])
+
+        def release() -> None:
+            self._spare = used
 
         copied = convert(value, on_tensor)
         for device in devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-        return copied, lambda: self._give_back(spare is not None, used)
+        return copied, release
 
-    def _buffer(self, tensor: Tensor, spare: dict[Any, list[Tensor]] | None, used: dict[Any, list[Tensor]]) -> Tensor:
-        key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type)
-        free = spare.get(key) if spare else None
+    def _new(self, tensor: Tensor) -> Tensor:
         # Through empty_like, so that a slice of a large storage does not take all of it along.
-        if free:
-            buffer = free.pop()
-        else:
-            pinned = tensor.device.type == "cuda" and not self._shared
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-            if self._shared:
-                buffer.share_memory_()  # type: ignore[no-untyped-call]
-        used.setdefault(key, []).append(buffer)
+        pinned = tensor.device.type == "cuda" and not self._shared
+        buffer = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        if self._shared:
+            buffer.share_memory_()  # type: ignore[no-untyped-call]
         return buffer
-
-    def _give_back(self, reusable: bool, used: dict[Any, list[Tensor]]) -> None:
-        if reusable:
-            with self._lock:
-                self._spare = used
 
 
 def _with_parts(tensor: Tensor, on_part: Callable[[Tensor], Tensor]) -> Tensor:
