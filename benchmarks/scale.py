@@ -125,9 +125,9 @@ def degrees(ranks: int) -> dict[str, int]:
 
 def state(topology: Topology) -> dict[str, Any]:
     """Return the state that one rank saves, on the meta device."""
-    mesh, active = topology.view("replicate", "shard"), topology.active("replicate", "shard")
+    mesh, active = topology.mesh("replicate", "shard"), topology.active("replicate", "shard")
     degree = topology.axes.degrees["shard"]
-    place = topology.coordinate["shard"] if isinstance(topology.coordinate, dict) else topology.rank % degree
+    place = topology.coordinate["shard"]
     placements = [Shard(0) if axis == "shard" else Replicate() for axis in active]
 
     def sharded(shape: tuple[int, ...]) -> Tensor:
@@ -144,7 +144,12 @@ def state(topology: Topology) -> dict[str, Any]:
         name: {"exp_avg": sharded(shape), "exp_avg_sq": sharded(shape), "step": torch.zeros(())}
         for name, shape in shapes().items()
     }
-    return {"format_version": 1, "model": model, "optimizer": {"state": moments}, "ranks": {str(topology.rank): {}}}
+    return {
+        "format_version": 1,
+        "model": model,
+        "optimizer": {"state": moments},
+        "ranks": {str(topology.optimizer.rank): {}},
+    }
 
 
 class CountBytes(TorchDispatchMode):

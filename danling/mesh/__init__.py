@@ -6,55 +6,12 @@ from typing import TYPE_CHECKING
 
 from danling.utils.lazy import lazily
 
+from .axes import AXES, TRAITS, Axes, AxisTraits, axes_with
+
 if TYPE_CHECKING:
-    from .axes import (
-        AXES,
-        TRAITS,
-        Axes,
-        AxisTraits,
-        axes_with,
-        check_divisible,
-        check_expert_width,
-        check_experts,
-        check_heads,
-        check_micro_batches,
-        check_sequence,
-    )
-    from .topology import ParallelContext, Topology
+    from .topology import Topology
 else:
     # The axes are plain integers: the command line reads them without torch.
-    __getattr__, __dir__ = lazily(
-        __name__,
-        {
-            "axes": (
-                "AXES",
-                "TRAITS",
-                "Axes",
-                "AxisTraits",
-                "axes_with",
-                "check_divisible",
-                "check_expert_width",
-                "check_experts",
-                "check_heads",
-                "check_micro_batches",
-                "check_sequence",
-            ),
-            "topology": ("ParallelContext", "Topology"),
-        },
-    )
+    __getattr__, __dir__ = lazily(__name__, {"topology": ("Topology",)})
 
-__all__ = [
-    "AXES",
-    "TRAITS",
-    "Axes",
-    "AxisTraits",
-    "ParallelContext",
-    "Topology",
-    "axes_with",
-    "check_divisible",
-    "check_expert_width",
-    "check_experts",
-    "check_heads",
-    "check_micro_batches",
-    "check_sequence",
-]
+__all__ = ["AXES", "TRAITS", "Axes", "AxisTraits", "Topology", "axes_with"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -50,35 +50,15 @@ class AxisTraits:
 
 TRAITS: Mapping[str, AxisTraits] = {
     "replicate": AxisTraits(
-        mesh_place=1,
-        reads_data=True,
-        forward_communicates=False,
-        sums_gradient=True,
-        counts_loss=True,
+        mesh_place=1, reads_data=True, forward_communicates=False, sums_gradient=True, counts_loss=True
     ),
     "shard": AxisTraits(
-        mesh_place=2,
-        reads_data=True,
-        divides_dense=True,
-        divides_experts=True,
-        sums_gradient=True,
-        counts_loss=True,
+        mesh_place=2, reads_data=True, divides_dense=True, divides_experts=True, sums_gradient=True, counts_loss=True
     ),
     "context": AxisTraits(
-        mesh_place=3,
-        sees_positions=True,
-        needs_transform=True,
-        sums_gradient=True,
-        counts_loss=True,
-        own_noise=True,
+        mesh_place=3, sees_positions=True, needs_transform=True, sums_gradient=True, counts_loss=True, own_noise=True
     ),
-    "pipeline": AxisTraits(
-        mesh_place=0,
-        cuts_modules=True,
-        divides_dense=True,
-        divides_experts=True,
-        counts_loss=True,
-    ),
+    "pipeline": AxisTraits(mesh_place=0, cuts_modules=True, divides_dense=True, divides_experts=True, counts_loss=True),
     "tensor": AxisTraits(mesh_place=6, divides_dense=True, needs_transform=True),
     "expert": AxisTraits(mesh_place=4, divides_experts=True, needs_transform=True),
     "expert_tensor": AxisTraits(mesh_place=5, divides_experts=True, needs_transform=True),
@@ -135,24 +115,29 @@ class Axes:
             world_size: Number of processes.
 
         Raises:
-            ValueError: If an axis is unknown, a degree is not an integer >= 1 or -1, or the product is not the world size. All
-                axes are listed.
+            ValueError: If an axis is unknown, a degree is neither -1 nor at least 1, or the product is not the world size. All axes
+                are listed.
         """
         for name in degrees:
             _check_name(name)
         wanted = {name: degrees.get(name, 1) for name in AXES}
-        whole = {name for name, value in wanted.items() if isinstance(value, int) and not isinstance(value, bool)}
-        invalid = [name for name, value in wanted.items() if name not in whole or value < -1 or value == 0]
+        received = "Received: " + ", ".join(f"{name}={value!r}" for name, value in wanted.items())
         open_axes = [name for name, value in wanted.items() if value == -1]
-        if invalid or len(open_axes) > 1:
-            raise ValueError(f"Expected degrees that are integers >= 1, at most one of them -1. {_received(wanted)}.")
-        if open_axes:
-            fixed = prod(value for value in wanted.values() if value != -1)
-            wanted[open_axes[0]] = _fill(wanted, open_axes[0], fixed, world_size)
-        if prod(wanted.values()) != world_size:
+        if any(value < -1 or value == 0 for value in wanted.values()) or len(open_axes) > 1:
+            raise ValueError(f"Expected degrees that are integers >= 1, at most one of them -1. {received}.")
+        for name in open_axes:
+            fixed = -prod(wanted.values())
+            if world_size % fixed:
+                raise ValueError(
+                    f"Expected the world size {world_size} to be a multiple of {fixed}, the product of the fixed axes, so that {name} "
+                    f"can be filled. {received}. Change a degree, or start another number of processes."
+                )
+            wanted[name] = world_size // fixed
+        product = prod(wanted.values())
+        if product != world_size:
             raise ValueError(
-                f"Expected the product of the parallel axes to be the world size {world_size}. {_received(wanted)}, product "
-                f"{prod(wanted.values())}. Change a degree, set one of them to -1 to fill it, or start another number of processes."
+                f"Expected the product of the parallel axes to be the world size {world_size}. {received}, product {product}. Change a "
+                "degree, set one of them to -1 to fill it, or start another number of processes."
             )
         return cls(wanted)
 
@@ -182,126 +167,47 @@ class Axes:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a global rank on each axis."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"Expected 0 <= rank < {self.world_size}. Received: rank={rank!r}. {_received(self.degrees)}."
-            )
         return {name: rank // self.strides[name] % self.degrees[name] for name in AXES}
 
     def index(self, *axes: str, rank: int) -> int:
         """Return the place of a global rank among those that differ from it on these axes only, counted in rank order."""
-        coordinate = self.coordinate(rank)
-        index = 0
-        for name in _in_mesh_order(axes):
-            index = index * self.degrees[name] + coordinate[name]
-        return index
+        return self.ranks(*axes, rank=rank).index(rank)
 
     def ranks(self, *axes: str, rank: int) -> list[int]:
         """Return the global ranks that differ from `rank` on these axes only, itself included, in ascending order."""
-        names = _in_mesh_order(axes)
+        named = {_check_name(axis) for axis in axes}
+        names = [name for name in MESH_ORDER if name in named]
         coordinate = self.coordinate(rank)
         base = rank - sum(coordinate[name] * self.strides[name] for name in names)
         places = product(*(range(0, self.degrees[name] * self.strides[name], self.strides[name]) for name in names))
         return [base + sum(offsets) for offsets in places]
+
+    def share(self, size: int, *axes: str, what: str) -> int:
+        """Return the share of one rank when a size is divided over axes; a size that does not divide is refused.
+
+        Args:
+            size: Number of attention heads, positions of a sequence, experts, ...
+            axes: The axes that it is divided over.
+            what: Its name in the error.
+
+        Examples:
+            >>> Axes.resolve({"tensor": 4}, world_size=4).share(32, "tensor", what="the number of attention heads")
+            8
+        """
+        degree = self.degree(*axes)
+        if size < 1 or size % degree:
+            raise ValueError(
+                f"Expected {what} to be a multiple of {' x '.join(axes)} = {degree}. Received: {what}={size!r}, {self.describe()}. "
+                "Change it, or the degree."
+            )
+        return size // degree
 
     def describe(self) -> str:
         """Return the degrees of all axes in one line."""
         return ", ".join(f"{name}={self.degrees[name]}" for name in AXES)
 
 
-def check_divisible(axes: Axes, value: int, *names: str, what: str, mend: str) -> int:
-    """Return the share of one rank when `value` is divided over axes.
-
-    Args:
-        axes: The degrees.
-        value: The size to divide.
-        names: The axes that it is divided over.
-        what: Its name in the error.
-        mend: What to change, a sentence.
-    """
-    degree = axes.degree(*names)
-    if value < 1 or value % degree:
-        over = " x ".join(names)
-        raise ValueError(
-            f"Expected {what} to be a multiple of {over} = {degree}. Received: {what}={value!r}, {axes.describe()}. {mend}"
-        )
-    return value // degree
-
-
-def check_heads(axes: Axes, heads: int, *, split_by_context: bool = False) -> int:
-    """Return the attention heads of one rank, divided over `tensor`, and over `context` where heads are exchanged for sequence.
-
-    Args:
-        axes: The degrees.
-        heads: Heads of a layer; with grouped queries check those of keys and values too.
-        split_by_context: Whether context parallelism exchanges heads (Ulysses) rather than keys and values.
-    """
-    names = ("tensor", "context") if split_by_context else ("tensor",)
-    return check_divisible(
-        axes, heads, *names, what="the number of attention heads", mend="Change the model or the degree."
-    )
-
-
-def check_sequence(axes: Axes, length: int, *, split_by_tensor: bool = False) -> int:
-    """Return the positions of one rank, divided over `context`, and over `tensor` with sequence parallelism."""
-    names = ("context", "tensor") if split_by_tensor else ("context",)
-    return check_divisible(
-        axes, length, *names, what="the sequence length", mend="Pad the sequence or change the degree."
-    )
-
-
-def check_experts(axes: Axes, experts: int) -> int:
-    """Return the experts of one rank, divided over `expert`."""
-    return check_divisible(
-        axes, experts, "expert", what="the number of experts", mend="Change the model or the degree."
-    )
-
-
-def check_expert_width(axes: Axes, width: int) -> int:
-    """Return the hidden width of an expert on one rank, divided over `expert_tensor`."""
-    return check_divisible(
-        axes, width, "expert_tensor", what="the hidden width of an expert", mend="Change the model or the degree."
-    )
-
-
-def check_micro_batches(axes: Axes, batch_size: int, *, micro_batch_size: int = 1, number: int | None = None) -> int:
-    """Return how many pipeline micro-batches a rank's batch is cut into.
-
-    Args:
-        axes: The degrees.
-        batch_size: Samples of a batch of one data coordinate.
-        micro_batch_size: Samples of a micro-batch; not read when `number` is given.
-        number: Number of micro-batches.
-    """
-    parts = number if number is not None else micro_batch_size
-    if parts < 1 or batch_size < 1 or batch_size % parts:
-        setting = "pipeline_microbatch_size" if number is None else "pipeline_n_microbatches"
-        raise ValueError(
-            f"Expected the batch size to be a multiple of parallel.{setting}. Received: batch_size={batch_size!r}, "
-            f"parallel.{setting}={parts!r}, {axes.describe()}. Change either."
-        )
-    return number if number is not None else batch_size // micro_batch_size
-
-
 def _check_name(name: str) -> str:
     if name not in AXES:
         raise ValueError(f"Expected an axis out of {list(AXES)}. Received: {name!r}.{did_you_mean(name, AXES)}")
     return name
-
-
-def _in_mesh_order(axes: Iterable[str]) -> list[str]:
-    names = {_check_name(name) for name in axes}
-    return [name for name in MESH_ORDER if name in names]
-
-
-def _fill(wanted: Mapping[str, int], name: str, fixed: int, world_size: int) -> int:
-    if world_size % fixed:
-        raise ValueError(
-            f"Expected the world size {world_size} to be a multiple of {fixed}, the product of the fixed axes, so that {name} can be "
-            f"filled. {_received(wanted)}. Change a degree, or start another number of processes."
-        )
-    return world_size // fixed
-
-
-def _received(degrees: Mapping[str, int]) -> str:
-    return "Received: " + ", ".join(f"{name}={degrees[name]!r}" for name in AXES)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[str, nn.Module]:
@@ -64,19 +58,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, blocks: Iterable[nn.Module], **kwa
 
 def _apart(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     """Return the blocks that share no parameter with anything else: tied weights are gathered with the rest of the model."""
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = _owners(model)
+    return [block for block in blocks if all(uses[key] == count for key, count in _owners(block).items())]
 
-    def own(block: nn.Module) -> bool:
-        here: dict[int, int] = {}
-        for module in block.modules():
-            for parameter in module.parameters(recurse=False):
-                here[id(parameter)] = here.get(id(parameter), 0) + 1
-        return all(uses[key] == count for key, count in here.items())
 
-    return [block for block in blocks if own(block)]
+def _owners(model: nn.Module) -> Counter[int]:
+    """Return by how many modules each parameter is owned."""
+    return Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -86,58 +74,12 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 def set_gradient_sync(model: nn.Module, policy: str, *, last: bool) -> None:
     """Prepare the backward of a micro-batch."""
-    for module in _roots(model):
-        module.set_requires_gradient_sync(last or policy != "last")
-        module.set_requires_all_reduce(last or policy == "every")
-
-
-def _roots(model: nn.Module) -> list[FSDPModule]:
-    if isinstance(model, FSDPModule):
-        return [model]
-    return [root for child in model.children() for root in _roots(child)]
+    for module in sharded_modules(model):
+        module.set_requires_gradient_sync(last or policy != "last", recurse=False)
+        module.set_requires_all_reduce(last or policy == "every", recurse=False)
 
 
 def reshard(model: nn.Module) -> None:
     """Free what was gathered, so that the next forward reads the shards as they are now."""
     for module in sharded_modules(model):
         module.reshard()
-
-
-def resolve_dtype(name: object) -> torch.dtype | None:
-    """Return a dtype by its name, short or long; `None` stays."""
-    if name is None or isinstance(name, torch.dtype):
-        return name
-    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
-    dtype = getattr(torch, short.get(str(name).lower(), str(name).lower()), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"Expected the name of a dtype, such as 'bf16'. Received: {name!r}.")
-    return dtype
-
-
-_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
-
-
-def mixed_precision_policy(given: object) -> MixedPrecisionPolicy:
-    """Return the policy of `fsdp.mp_policy`."""
-    if isinstance(given, MixedPrecisionPolicy):
-        return given
-    known = (*_DTYPES, "cast_forward_inputs")
-    settings = dict(given.items()) if isinstance(given, Mapping) else None
-    if given and (settings is None or any(name not in known for name in settings)):
-        raise ValueError(
-            f"Expected fsdp.mp_policy to be a mapping with keys out of {list(known)}. Received: {given!r}."
-        )
-    values: dict[str, Any] = {
-        name: resolve_dtype(value) if name in _DTYPES else bool(value) for name, value in (settings or {}).items()
-    }
-    return MixedPrecisionPolicy(**values)
-
-
-def offload_policy(given: object, device: torch.device) -> OffloadPolicy | None:
-    """Return the policy of `fsdp.offload_policy`."""
-    if given is None or given is False or isinstance(given, OffloadPolicy):
-        return given or None
-    if given is not True and str(given).lower() != "cpu":
-        raise ValueError(f"Expected fsdp.offload_policy to be 'cpu' or none. Received: fsdp.offload_policy={given!r}.")
-    # Only a machine with an accelerator has pinned memory.
-    return CPUOffloadPolicy(pin_memory=device.type != "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,11 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-    _PipelineSchedule,
     get_schedule_class,
 )
-from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from danling.data import mix_seed, seed_streams
-from danling.training.evaluation import EvaluationUnsupported
 
 from .axes import Axes
 from .model_parts import copied_buffers
@@ -35,56 +33,21 @@ if TYPE_CHECKING:
 V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 """Schedules whose ranks hold a stage from the front and one from the back."""
 
-_SINGLE_STAGE = ("1f1b", "gpipe")
-
-
-def resolve_schedule(name: str) -> object:
-    """Return the schedule class of `torch.distributed.pipelining` with this name; case does not matter."""
-    names = ["1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble"]
-    short = name.lower().removeprefix("schedule")
-    if short not in map(str.lower, names):
-        raise ValueError(f"Expected a pipeline schedule out of {names}. Received: parallel.pipeline_schedule={name!r}.")
-    return get_schedule_class(short)
-
-
-def check_schedule(schedule: type, device: torch.device, version: str = torch.__version__) -> None:
-    """Refuse a schedule that this torch cannot start on this device. May be called on one rank; the same answer on all."""
-    if schedule in V_SCHEDULES and device.type == "cpu" and TorchVersion(version) < "2.12":
-        raise ValueError(
-            f"Expected torch 2.12 or newer to run {schedule.__name__} over gloo. Received: torch {version}. Upgrade torch, or "
-            "choose another parallel.pipeline_schedule, such as 1F1B."
-        )
+_NAMES = ("1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble")
 
 
 def stages_of_rank(schedule: Any, *, rank: int, size: int, num_stages: int) -> list[int]:
     """Return the stages that a rank of the pipeline holds, in order."""
-    each = num_stages // size
-    single = issubclass(schedule, PipelineScheduleSingle)
-    wrong = (
-        num_stages % size
-        or (single and each != 1)
-        or (schedule in V_SCHEDULES and each != 2)
-        or (not single and each < 2)
-    )
-    if wrong:
-        needed = "1 stage" if single else "2 stages" if schedule in V_SCHEDULES else "2 or more stages"
+    each, left = divmod(num_stages, size)
+    single, is_v = issubclass(schedule, PipelineScheduleSingle), schedule in V_SCHEDULES
+    least = 1 if single else 2
+    if left or each < least or (each > least and (single or is_v)):
+        needed = "1 stage" if single else "2 stages" if is_v else "2 or more stages"
         raise ValueError(
             f"Expected {needed} on each rank for the schedule {schedule.__name__}. Received: {num_stages} stages on {size} ranks of the "
             "pipeline. Change parallel.module_fqns_per_model_part, whose length is the number of stages, or parallel.pipeline_schedule."
         )
-    return [rank, 2 * size - 1 - rank] if schedule in V_SCHEDULES else list(range(rank, num_stages, size))
-
-
-def check_resharding(axes: Axes, reshard_after_forward: bool | int | None) -> None:
-    """Refuse to gather sharded parameters again for each micro-batch of a pipeline.
-
-    Replicas with other numbers of micro-batches would wait for ever, and zero-bubble schedules give wrong gradients.
-    """
-    if reshard_after_forward and axes.degree("pipeline") > 1 and axes.degree("shard") > 1:
-        raise ValueError(
-            f"Expected fsdp.reshard_after_forward to be false or unset in a pipeline, where each micro-batch would gather all "
-            f"parameters again. Received: fsdp.reshard_after_forward={reshard_after_forward!r}, {axes.describe()}. Unset it."
-        )
+    return [rank, 2 * size - 1 - rank] if is_v else list(range(rank, num_stages, size))
 
 
 @dataclass(frozen=True)
@@ -102,9 +65,14 @@ class StagePlan:
     indices: tuple[int, ...] = (0,)
 
     @classmethod
-    def of(cls, axes: Axes, *, rank: int, schedule: str, listed: int | None = None) -> StagePlan:
+    def of(cls, axes: Axes, *, rank: int, schedule: str, listed: int = 0) -> StagePlan:
         """Return the plan of a rank, from the degrees and the configuration alone."""
-        kind, size = resolve_schedule(schedule), axes.degree("pipeline")
+        short = schedule.lower().removeprefix("schedule")
+        if short not in map(str.lower, _NAMES):
+            raise ValueError(
+                f"Expected a pipeline schedule out of {list(_NAMES)}. Received: parallel.pipeline_schedule={schedule!r}."
+            )
+        kind, size = get_schedule_class(short), axes.degree("pipeline")
         if size == 1:
             if listed:
                 raise ValueError(
@@ -112,8 +80,7 @@ class StagePlan:
                     "axis, or leave the list out."
                 )
             return cls(kind)
-        each = 1 if schedule.lower().removeprefix("schedule") in _SINGLE_STAGE else 2
-        number = listed or each * size
+        number = listed or (1 if issubclass(kind, PipelineScheduleSingle) else 2) * size
         place = axes.index("pipeline", rank=rank)
         return cls(kind, number, tuple(stages_of_rank(kind, rank=place, size=size, num_stages=number)))
 
@@ -126,11 +93,6 @@ class StagePlan:
     def has_last(self) -> bool:
         """Whether the model's output comes out on this rank."""
         return self.number - 1 in self.indices
-
-    @property
-    def reads_data(self) -> bool:
-        """Whether this rank reads batches: the input is needed on the first stage, the target on the last."""
-        return self.has_first or self.has_last
 
 
 _KEPT_SCHEDULES = 16
@@ -161,17 +123,13 @@ class Cut:
 
 
 class _Stage(PipelineStage):
-    real = 0
-    """Micro-batches with samples; those behind leave no trace in buffers."""
-    key: Callable[[], int]
-    """Returns the key of the open batch."""
+    pipeline: Pipeline
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         # The order of the chunks is that of the schedule, which must not change what they draw.
-        seed_streams(mix_seed(mix_seed(self.key(), self.stage_index), fwd_chunk_id), self.device)
-        if fwd_chunk_id < self.real:
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        with copied_buffers(self.submod):
+        seed_streams(mix_seed(mix_seed(self.pipeline.key, self.stage_index), fwd_chunk_id), self.device)
+        is_real = fwd_chunk_id < self.pipeline.cut.real
+        with nullcontext() if is_real else copied_buffers(self.submod):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     # Stages of one rank hand on gradients to each other even in a forward without any, where there is nothing to hand on.
@@ -192,24 +150,22 @@ class Pipeline:
     """
 
     def __init__(self, runner: ParallelRunner, parts: Sequence[nn.Module], schedule: Any) -> None:
-        plan, domain, settings = runner.stage_plan, runner.pipeline_domain, runner.config.parallel
+        settings = runner.config.parallel
+        self.plan = plan = runner.stage_plan
         self.parts = list(parts)
         self.schedule = schedule
-        self.indices = list(plan.indices)
-        self.num_stages = num_stages = plan.number
-        self.has_first, self.has_last = plan.has_first, plan.has_last
-        self.domain = domain
+        self.domain = runner.pipeline_domain
         self.device = runner.device
         self.microbatch_size = int(settings.pipeline_microbatch_size)
         self.n_microbatches = settings.pipeline_n_microbatches
         self._keys = runner._keys
-        size = domain.size
+        size = self.domain.size
         self.rank_of_stage = {
             stage: rank
             for rank in range(size)
-            for stage in stages_of_rank(schedule, rank=rank, size=size, num_stages=num_stages)
+            for stage in stages_of_rank(schedule, rank=rank, size=size, num_stages=plan.number)
         }
-        self.last_rank = self.rank_of_stage[num_stages - 1]
+        self.last_rank = self.rank_of_stage[plan.number - 1]
         """Place in the pipeline of the rank with the last stage."""
         self.has_blind_ranks = size > len({self.rank_of_stage[0], self.last_rank})
         """Whether some rank of the pipeline has neither the first nor the last stage, and so reads no data."""
@@ -229,7 +185,7 @@ class Pipeline:
         real = samples // size
         if self.schedule in _ANY_NUMBER:
             return Cut(size, real, real)
-        least = max(real, self.num_stages)
+        least = max(real, self.plan.number)
         # Interleaved schedules run in rounds of as many micro-batches as there are ranks.
         if issubclass(self.schedule, PipelineScheduleMulti) and self.schedule not in V_SCHEDULES:
             least = -(-least // self.domain.size) * self.domain.size
@@ -237,8 +193,8 @@ class Pipeline:
 
     def open(self, inputs: object) -> Cut:
         """Agree on the shape of the next batch and how it is cut. Call on all ranks of the pipeline."""
-        wrong = _wrong_inputs(inputs) if self.has_first else None
-        args = _as_args(inputs) if self.has_first and wrong is None else ()
+        wrong = _wrong_inputs(inputs) if self.plan.has_first else None
+        args = _as_args(inputs) if self.plan.has_first and wrong is None else ()
         signature, samples = None, _REFUSED
         if args:
             signature, samples = tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args), args[0].shape[0]
@@ -246,7 +202,7 @@ class Pipeline:
         header = self.domain.broadcast(
             torch.tensor([samples, known, self._keys.key]), source=self.rank_of_stage[0]
         ).tolist()
-        samples, self._known, self._key = (int(value) for value in header)
+        samples, self._known, self.key = (int(value) for value in header)
         if samples == _REFUSED:
             told = self.domain.broadcast_object(wrong, source=self.rank_of_stage[0])
             raise inputs if isinstance(inputs, Exception) else ValueError(told)
@@ -254,8 +210,7 @@ class Pipeline:
         if self._known < 0:
             self._signatures.append(self.domain.broadcast_object(signature, source=self.rank_of_stage[0]))
             self._known = len(self._signatures) - 1
-        self._args = args
-        self.cut = cut
+        self._args, self.cut = args, cut
         return cut
 
     def chunks(self, values: object, cut: Cut) -> list[object]:
@@ -270,42 +225,33 @@ class Pipeline:
 
     def seed_step(self, place: int, *, opened: bool) -> None:
         """Seed for a step of the runner, alike on the first stage, which runs it before the batch is open, and on the last one."""
-        key = self._key if opened else self._keys.key
-        seed_streams(mix_seed(mix_seed(key, self.num_stages + 1), place), self.device)
+        key = self.key if opened else self._keys.key
+        seed_streams(mix_seed(mix_seed(key, self.plan.number + 1), place), self.device)
 
     def train(self, loss: LossFunction) -> Any:
         """Run forward and backward of the open batch. Call on all ranks of the pipeline."""
         schedule = self._prepared(train=True)
         self._loss = loss
         try:
-            return self._run(schedule.step, self._args)
+            return self._run(schedule.step)
         finally:
             self._loss = None
 
     def evaluate(self) -> Any:
         """Run the forward of the open batch. Call on all ranks of the pipeline, without gradients."""
-        evaluate = self._prepared(train=False).eval
-        if self.schedule.eval is _PipelineSchedule.eval:
-            return self._run(evaluate, self._args)
-        try:
-            return self._run(evaluate, self._args)
-        except NotImplementedError as error:
-            raise EvaluationUnsupported(
-                f"Expected a schedule that can run forward only. Received: {self.schedule.__name__}, whose eval is not implemented. Train "
-                "with evaluate_splits=[], or override `evaluate_epoch` and `evaluate_steps`."
-            ) from error
+        return self._run(self._prepared(train=False).eval)
 
-    def _run(self, step: Callable[..., Any], args: tuple[Tensor, ...]) -> Any:
-        cut = self.cut
+    def _run(self, step: Callable[..., Any]) -> Any:
+        cut, args = self.cut, self._args
         missing = (cut.number - cut.real) * cut.size
         if missing and args:
             args = tuple(torch.cat([arg, *([arg[: cut.size]] * (cut.number - cut.real))]) for arg in args)
         options: dict[str, Any] = {}
-        if self.has_last:
+        if self.plan.has_last:
             # The place of each micro-batch goes in as its target, so that targets and weights of any shape can be looked up.
             options = {"target": torch.arange(cut.number), "losses": []}
         output = step(*args, **options)
-        seed_streams(mix_seed(self._key, self.num_stages), self.device)
+        seed_streams(mix_seed(self.key, self.plan.number), self.device)
         if output is None or not missing:
             return output
         return pytree.tree_map(lambda value: value[:-missing] if isinstance(value, Tensor) else value, output)
@@ -330,7 +276,7 @@ class Pipeline:
             self._shapes[self._known] = self._find_shapes()
         stages = [
             self._build_stage(part, index, inputs, outputs, train)
-            for part, index, (inputs, outputs) in zip(self.parts, self.indices, self._shapes[self._known])
+            for part, index, (inputs, outputs) in zip(self.parts, self.plan.indices, self._shapes[self._known])
         ]
         single = issubclass(self.schedule, PipelineScheduleSingle)
         # Gradients are scaled by the window, once an update.
@@ -348,25 +294,25 @@ class Pipeline:
         stage = _Stage(
             part,
             index,
-            self.num_stages,
+            self.plan.number,
             self.device,
             input_args=example(inputs),
             output_args=example(outputs),
             group=self.domain.group,
         )
-        stage.real, stage.key = self.cut.real, lambda: self._key
+        stage.pipeline = self
         return stage
 
     def _find_shapes(self) -> list[tuple[Any, Any]]:
         """Return the shapes of input and output of each stage of this rank, less the samples. Call on all ranks of the pipeline."""
         found: dict[int, tuple[Any, Any]] = {}
         shapes: Any = tuple((*entry, False) for entry in self._signatures[self._known])
-        for stage in range(self.num_stages):
+        for stage in range(self.plan.number):
             failure: Exception | None = None
             answer: Any = None
-            if stage in self.indices:
+            if stage in self.plan.indices:
                 try:
-                    answer = self._shapes_after(self.parts[self.indices.index(stage)], stage, shapes)
+                    answer = self._shapes_after(self.parts[self.plan.indices.index(stage)], stage, shapes)
                     found[stage] = (shapes, answer)
                 except Exception as error:
                     # The other ranks wait for this stage's answer, and are told why there is none.
@@ -376,10 +322,10 @@ class Pipeline:
                 raise failure
             if isinstance(shapes, str):
                 raise ValueError(
-                    f"Expected stage {stage} of {self.num_stages}, on rank {self.rank_of_stage[stage]} of the pipeline, to run "
+                    f"Expected stage {stage} of {self.plan.number}, on rank {self.rank_of_stage[stage]} of the pipeline, to run "
                     f"forward. Received: {shapes}"
                 )
-        return [found[index] for index in self.indices]
+        return [found[index] for index in self.plan.indices]
 
     def _shapes_after(self, part: nn.Module, stage: int, shapes: Any) -> Any:
         if stage == 0:
@@ -388,27 +334,17 @@ class Pipeline:
             args = tuple(
                 torch.zeros((self.cut.size, *shape), dtype=dtype, device=self.device) for shape, dtype, _ in shapes
             )
-        buffers = {name: buffer.clone() for name, buffer in part.named_buffers()}
-        with torch.no_grad():
+        with torch.no_grad(), copied_buffers(part):
             outputs = part(*args)
-            for name, buffer in part.named_buffers():
-                buffer.copy_(buffers[name])
         found = outputs if isinstance(outputs, tuple) else (outputs,)
         for output in found:
             if not isinstance(output, Tensor) or not output.ndim or output.shape[0] != self.cut.size:
                 received = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
                 raise ValueError(
-                    f"Expected stage {stage} of {self.num_stages} ({_described(part)}) to return tensors with samples in dimension "
+                    f"Expected stage {stage} of {self.plan.number} to return tensors with samples in dimension "
                     f"0, {self.cut.size} here. Received: {received}. Cut the model where tensors pass."
                 )
         return tuple((tuple(o.shape[1:]), o.dtype, o.is_floating_point()) for o in found)
-
-
-def _described(part: nn.Module) -> str:
-    """Return the modules of a stage as a user knows them."""
-    names = [name for name, _ in part.named_children()]
-    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    return f"{type(part).__name__} of {shown}" if names else type(part).__name__
 
 
 def _wrong_inputs(inputs: object) -> str | None:

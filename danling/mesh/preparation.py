@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.config import RunnerConfig
 from danling.config.checks import idle_mesh_settings
 from danling.data import derive_seed, seed_streams
 from danling.distributed import Domain
@@ -34,13 +33,11 @@ if TYPE_CHECKING:
 class MeshPreparation(ModelPreparation):
     """The model as the ranks of a mesh hold it."""
 
-    def __init__(
-        self, topology: Topology, *, world: Domain, config: RunnerConfig, communication: str | None = None
-    ) -> None:
-        super().__init__(world, communication=communication)
-        self.topology = topology
-        self.pipeline = topology.domain("pipeline")
-        self.config = config
+    def __init__(self, runner: ParallelRunner) -> None:
+        super().__init__(runner.world)
+        self.topology = runner.topology
+        self.pipeline = runner.pipeline_domain
+        self.config = runner.config
         self.recomputes = True
         """Whether the activations of some block are computed again in the backward, where that is asked for."""
 
@@ -63,7 +60,7 @@ class MeshPreparation(ModelPreparation):
 
     def whole_parameters(self, named: NamedParameters) -> dict[str, bool] | None:
         """Return all parameter names of the whole model and whether they are trained; `None` without a pipeline."""
-        if self.topology.axes.degree(*axes_with(cuts_modules=True)) == 1:
+        if self.topology.degree(*axes_with(cuts_modules=True)) == 1:
             return None
         mine = {name: parameter.requires_grad for name, parameter in named}
         return {name: value for part in self.pipeline.gather_objects(mine) for name, value in part.items()}
@@ -83,7 +80,7 @@ class MeshPreparation(ModelPreparation):
 
     @property
     def evaluates_together(self) -> bool:
-        return self.topology.axes.degree(*axes_with(divides_parameters=True, needs_transform=False)) > 1
+        return self.topology.degree(*axes_with(divides_parameters=True, needs_transform=False)) > 1
 
     @contextmanager
     def evaluating(self, model: Any) -> Iterator[None]:

@@ -156,7 +156,7 @@ def _open_sum(grad: Any, parameter: Any) -> int | None:
 
 def loss_context(topology: Topology) -> AbstractContextManager[object]:
     """Return the context of a loss of logits that tensor parallelism divides over the classes; other losses do not notice it."""
-    return loss_parallel() if topology.axes.degree("tensor") > 1 else nullcontext()
+    return loss_parallel() if topology.degree("tensor") > 1 else nullcontext()
 
 
 class MeshReduction(GradientReduction):
@@ -167,7 +167,7 @@ class MeshReduction(GradientReduction):
         super().__init__(runner)
         self.topology = runner.topology
         self.model = runner.model
-        syncs = self.topology.axes.degree("shard") > 1 and runner.pipeline is None
+        syncs = self.topology.degree("shard") > 1 and runner.pipeline is None
         self.gradient_sync = runner.config.fsdp.gradient_sync if syncs else None
 
     @property

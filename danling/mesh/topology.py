@@ -14,17 +14,15 @@ from .axes import AXES, Axes, axes_with
 
 
 class Topology:
-    """The place of this process on the parallel axes, and the groups it belongs to.
+    """The place of this process on the parallel axes, and its meshes and groups: what a model's `parallelize` gets.
 
     Axes of degree 1 are not part of the mesh and cost no communicator; a domain that covers every rank uses the default group.
     What does not fit is refused before the first group is made.
 
     Attributes:
         axes: The degrees.
-        rank: Global rank of this process.
-        coordinate: Its coordinate on each axis.
-        device: Device that collectives of the domains run on.
-        mesh: The mesh of the axes above 1, slowest first; `None` when there is none.
+        coordinate: Coordinate of this process on each axis.
+        device: Device of this process.
         data: Domain of `replicate` x `shard`: its ranks read different samples, and metrics are reduced over it.
         optimizer: Domain of all axes, where an update is decided.
 
@@ -32,6 +30,11 @@ class Topology:
         ValueError: If the degrees do not fit the world.
 
     Call on all ranks, after the process group is initialised.
+
+    Example:
+        def parallelize(self, topology: Topology) -> None:
+            if topology.degree("tensor") > 1:
+                parallelize_module(self.block, topology.mesh("tensor"), plan)
     """
 
     def __init__(
@@ -39,54 +42,64 @@ class Topology:
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         self.axes = Axes.resolve(degrees, world_size=dist.get_world_size() if distributed else 1)
-        self.rank: int = dist.get_rank() if distributed else 0
-        self.coordinate = self.axes.coordinate(self.rank)
+        self._rank: int = dist.get_rank() if distributed else 0
+        self.coordinate = self.axes.coordinate(self._rank)
         self.device = device or torch.device("cpu")
         active = self.axes.active
         shape = tuple(self.axes.degrees[name] for name in active)
         kind = mesh_device_type or self.device.type
-        self.mesh: DeviceMesh | None = init_device_mesh(kind, shape, mesh_dim_names=active) if active else None
+        self._mesh: DeviceMesh | None = init_device_mesh(kind, shape, mesh_dim_names=active) if active else None
         self._flat: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.data = self.domain(*axes_with(reads_data=True))
         self.optimizer = self.domain(*AXES)
+
+    def degree(self, *axes: str) -> int:
+        """Return the degree of an axis, or the product over several."""
+        return self.axes.degree(*axes)
+
+    def rank(self, *axes: str) -> int:
+        """Return the coordinate of this process on an axis, or its place among the ranks of several."""
+        return self.axes.index(*axes, rank=self._rank)
+
+    def ranks(self, *axes: str) -> list[int]:
+        """Return the global ranks that differ from this one on these axes only, itself included."""
+        return self.axes.ranks(*axes, rank=self._rank)
 
     def active(self, *axes: str) -> tuple[str, ...]:
         """Return those of the axes that are above 1, slowest first."""
         self.axes.degree(*axes)
         return tuple(name for name in self.axes.active if name in axes)
 
-    def view(self, *axes: str) -> DeviceMesh | None:
+    def mesh(self, *axes: str) -> DeviceMesh | None:
         """Return the mesh of this rank along axes, its dimensions slowest first; `None` when all of them are 1.
 
-        Axes of degree 1 have no dimension in it: with `shard=1`, `view("replicate", "shard")` has the dimension `replicate` only.
+        Axes of degree 1 have no dimension in it: with `shard=1`, `mesh("replicate", "shard")` has the dimension `replicate` only.
         """
         names = self.active(*axes)
-        if not names or self.mesh is None:
+        if not names or self._mesh is None:
             return None
-        return self.mesh if names == self.axes.active else self.mesh[names]
+        return self._mesh if names == self.axes.active else self._mesh[names]
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return one group over axes, flattened; `None` when all of them are 1.
 
         The first call for a set of several axes makes the group, so call it on all ranks.
         """
-        names = self.active(*axes)
-        if not names or self.mesh is None:
+        names, mesh = self.active(*axes), self.mesh(*axes)
+        if mesh is None:
             return None
         if names == self.axes.active:
             return dist.group.WORLD
         if len(names) == 1:
-            return self.mesh.get_group(names[0])
+            return mesh.get_group()
         if names not in self._flat:
-            self._flat[names] = self.mesh[names]._flatten("_".join(names)).get_group()
+            self._flat[names] = mesh._flatten("_".join(names)).get_group()
         return self._flat[names]
 
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The groups of the mesh that have been made so far."""
-        if self.mesh is None:
-            return []
-        return [*(self.mesh.get_group(name) for name in self.axes.active), *self._flat.values()]
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        """Return the default group, and the groups of the mesh that have been made so far."""
+        single = [] if self._mesh is None else [self._mesh.get_group(name) for name in self.axes.active]
+        return [None, *single, *self._flat.values()]
 
     def domain(self, *axes: str) -> Domain:
         """Return the domain of this rank over axes, without communication when all of them are 1. Call on all ranks."""
@@ -109,56 +122,10 @@ class Topology:
             data=self.data,
             optimizer=self.optimizer,
             metrics=metrics,
-            groups=lambda: (None, *self.groups),
+            groups=self._groups,
             reads_data=reads_data,
             counts_loss=counts_loss,
             counts_samples=counts_loss and not any(self.coordinate[axis] for axis in axes_with(sees_positions=True)),
             forward_place=tuple(self.coordinate[axis] for axis in self.active(*axes_with(own_noise=True))),
             update_place=tuple(self.coordinate[axis] for axis in self.active(*divided)),
         )
-
-
-class ParallelContext:
-    """What a model's `parallelize(context)` needs to know about the mesh.
-
-    Args:
-        topology: The topology of the run.
-
-    Example:
-        def parallelize(self, context: ParallelContext) -> None:
-            if context.degree("tensor") > 1:
-                parallelize_module(self.block, context.mesh("tensor"), plan)
-    """
-
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-
-    @property
-    def axes(self) -> Axes:
-        """The degrees, as `check_heads` and the other checks take them."""
-        return self._topology.axes
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        return self._topology.device
-
-    def degree(self, *axes: str) -> int:
-        """Return the degree of an axis, or the product over several."""
-        return self.axes.degree(*axes)
-
-    def rank(self, *axes: str) -> int:
-        """Return the coordinate of this process on an axis, or its place among the ranks of several."""
-        return self.axes.index(*axes, rank=self._topology.rank)
-
-    def ranks(self, *axes: str) -> list[int]:
-        """Return the global ranks that differ from this one on these axes only, itself included."""
-        return self.axes.ranks(*axes, rank=self._topology.rank)
-
-    def mesh(self, *axes: str) -> DeviceMesh | None:
-        """Return the mesh along axes, without those of degree 1; `None` when none is left."""
-        return self._topology.view(*axes)
-
-    def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """Return the process group over axes; `None` when all of them are 1. Call on all ranks for several axes."""
-        return self._topology.group(*axes)

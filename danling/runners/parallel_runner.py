@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from danling.checkpoints import CheckpointManager, FileCheckpointManager
 from danling.checkpoints.reading import manager_named
 from danling.data import PLACEHOLDER
-from danling.distributed import Domain, LaunchEnvironment, Placement
-from danling.mesh import AXES, Axes, ParallelContext, Topology, axes_with, check_micro_batches, check_sequence
-from danling.mesh.fsdp import find_blocks, mixed_precision_policy, offload_policy, shard
+from danling.distributed import Domain, Placement
+from danling.mesh import AXES, Topology, axes_with
+from danling.mesh.fsdp import find_blocks, shard
 from danling.mesh.model_parts import (
     ModelParts,
     check_meta,
@@ -30,7 +30,7 @@ from danling.mesh.model_parts import (
     tie,
     tied_names,
 )
-from danling.mesh.pipeline import V_SCHEDULES, Pipeline, StagePlan, check_resharding, check_schedule
+from danling.mesh.pipeline import Pipeline, StagePlan
 from danling.mesh.preparation import (
     MeshForward,
     MeshPreparation,
@@ -51,10 +51,9 @@ from danling.optim import JointOptimizer
 from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
 from danling.training.batches import call_model, count_samples
 from danling.training.model_states import ModelStates
+from danling.utils.tensors import floating_dtype
 
 from .torch_runner import TorchRunner
-
-logger = logging.getLogger("danling")
 
 
 class ParallelRunner(TorchRunner):
@@ -62,7 +61,7 @@ class ParallelRunner(TorchRunner):
 
     `parallel.axes` has the degrees; their product is the number of processes. A script for `TorchRunner` runs unchanged as
     long as the model can be cut along the axes that are asked for: `replicate` and `shard` need nothing, `pipeline` a model that is a
-    chain of modules, `context`, `tensor`, `expert` and `expert_tensor` a method `parallelize(parallel_context)`.
+    chain of modules, `context`, `tensor`, `expert` and `expert_tensor` a method `parallelize(topology)`.
 
     Construct and train on all ranks.
 
@@ -74,7 +73,7 @@ class ParallelRunner(TorchRunner):
     _initialized = 0
 
     topology: Topology
-    parallel_context: ParallelContext
+    pipeline_domain: Domain
     preparation: MeshPreparation
     pipeline: Pipeline | None = None
     _exchanges: Sequence[CanonicalReduceScatter] = ()
@@ -83,71 +82,54 @@ class ParallelRunner(TorchRunner):
 
     # Place
 
-    def init_distributed(self) -> None:
-        """Check the axes before anything is allocated, then join the process group and build the mesh."""
-        launch, settings = LaunchEnvironment.read(), self.config.parallel
-        axes = Axes.resolve(self._degrees(), world_size=launch.world_size)
+    def build_placement(self) -> Placement:
+        self.topology = self.build_topology()
+        if not isinstance(self.topology, Topology):
+            raise _returned_nothing("build_topology", "the place of this rank on the mesh", self.topology)
+        settings = self.config.parallel
         self.stage_plan = StagePlan.of(
-            axes,
-            rank=launch.rank,
+            self.topology.axes,
+            rank=self.rank,
             schedule=settings.pipeline_schedule,
             listed=len(settings.module_fqns_per_model_part or ()),
         )
-        check_resharding(axes, self.config.fsdp.reshard_after_forward)
-        super().init_distributed()
-        check_schedule(self.stage_plan.schedule, self.device)
-        self.topology = self.build_topology()
-        if not isinstance(self.topology, Topology):
-            return  # which is refused
-        if self.topology.mesh is not None:
+        if self.topology.axes.active:
             # Closing drops the model before its groups, and after the parts that close first: saves in the background read it.
             self._closers.callback(self._forget)
         self.init_model_parallel_groups()
-        if not hasattr(self, "parallel_context"):
-            raise ValueError(
-                "Expected `init_model_parallel_groups` to make the groups that training needs. Received: none. Call "
-                "super().init_model_parallel_groups() in it."
-            )
-
-    def build_placement(self) -> Placement:
-        if not isinstance(getattr(self, "topology", None), Topology):
-            hook = "build_topology" if self._overrides("build_topology") else "init_distributed"
-            raise ValueError(
-                f"Expected `{hook}` to give this rank a place on the mesh. Received: none. Return, or call, that of super()."
-            )
-        return self.topology.placement(reads_data=self.stage_plan.reads_data, has_loss=self.stage_plan.has_last)
-
-    def _degrees(self) -> dict[str, int]:
-        degrees = {name: int(self.config.parallel.axes[name]) for name in AXES}
-        if self.config.fsdp.enabled and all(degree == 1 for degree in degrees.values()):
-            degrees["shard"] = -1
-        return degrees
+        self.pipeline_domain = self.topology.domain("pipeline")
+        has_first, has_last = self.stage_plan.has_first, self.stage_plan.has_last
+        return self.topology.placement(reads_data=has_first or has_last, has_loss=has_last)
 
     def build_topology(self) -> Topology:
         """Return the place of this rank on the parallel axes; override it for your own mesh."""
-        device_type = self.config.parallel.mesh_device_type
-        return Topology(self._degrees(), device=self.device, mesh_device_type=device_type)
+        degrees = {name: int(self.config.parallel.axes[name]) for name in AXES}
+        if self.config.fsdp.enabled and all(degree == 1 for degree in degrees.values()):
+            degrees["shard"] = -1
+        return Topology(degrees, device=self.device, mesh_device_type=self.config.parallel.mesh_device_type)
 
     def init_model_parallel_groups(self) -> None:
-        """Make the process groups that training needs in addition to those of single axes."""
-        self.parallel_context = ParallelContext(self.topology)
-        self.pipeline_domain: Domain = self.topology.domain("pipeline")
+        """Override it to make process groups of your own, right after the mesh is built; the default makes none."""
 
     def degree(self, *axes: str) -> int:
         """Return the degree of an axis, or the product over several. No communication: may be called on one rank."""
-        return self.topology.axes.degree(*axes)
+        return self.topology.degree(*axes)
 
     def build_preparation(self) -> MeshPreparation:
-        return MeshPreparation(self.topology, world=self.world, config=self.config)
+        return MeshPreparation(self)
 
     # Model
 
     def materialize_model(self) -> None:
         """Cut, transform, checkpoint, compile, shard and initialise the model, in this order."""
+        is_cut = self.degree("pipeline") > 1
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         check_meta(self.model)
         self._check_micro_batches()
-        parts = self._built_parts() if self.degree("pipeline") > 1 else [self.model]
+        parts = self.build_pipeline_model_parts() if is_cut else [self.model]
+        number = len(self.stage_plan.indices)
+        if not isinstance(parts, Sequence) or [isinstance(part, nn.Module) for part in parts] != [True] * number:
+            raise _returned_nothing("build_pipeline_model_parts", f"a list of {number} model parts", parts)
         for part in parts:
             if not is_meta(part):
                 part.to(self.device)
@@ -159,9 +141,9 @@ class ParallelRunner(TorchRunner):
         asked = self.config.parallel.activation_checkpointing and not self._overrides("apply_activation_checkpointing")
         wraps = any(self.pipeline_domain.gather_objects(recomputes(parts)))
         self.preparation.recomputes = wraps or not asked
-        self.model = parts[0] if self.degree("pipeline") == 1 else ModelParts(parts)
+        self.model = ModelParts(parts) if is_cut else parts[0]
         if isinstance(self.criterion, nn.Module):
-            if self.degree("pipeline") > 1 and any(True for _ in self.criterion.parameters()):
+            if is_cut and any(True for _ in self.criterion.parameters()):
                 raise ValueError(
                     "Expected a criterion without parameters in a pipeline: only the last stage computes the loss. Received: "
                     f"{type(self.criterion).__name__}. Make its parameters part of the model's last module."
@@ -174,19 +156,10 @@ class ParallelRunner(TorchRunner):
         if self._parts.canonical is not None:
             self._exchanges = exchange_shards(self.model, self._parts.canonical)
         self._build_ema()
-        self.pipeline = self.bind_pipeline_modules(parts) if self.degree("pipeline") > 1 else None
-        if self.degree("pipeline") > 1 and not isinstance(self.pipeline, Pipeline):
-            raise _returned_nothing("bind_pipeline_modules", "the pipeline that runs the model parts", self.pipeline)
-
-    def _built_parts(self) -> list[nn.Module]:
-        parts = self.build_pipeline_model_parts()
-        if not isinstance(parts, Sequence) or len(parts) != len(self.stage_plan.indices):
-            raise _returned_nothing(
-                "build_pipeline_model_parts", f"a list of {len(self.stage_plan.indices)} model parts", parts
-            )
-        if not all(isinstance(part, nn.Module) for part in parts):
-            raise _returned_nothing("build_pipeline_model_part", "a module for each stage", list(parts))
-        return list(parts)
+        if is_cut:
+            self.pipeline = self.bind_pipeline_modules(parts)
+            if not isinstance(self.pipeline, Pipeline):
+                raise _returned_nothing("bind_pipeline_modules", "the pipeline that runs the parts", self.pipeline)
 
     def _check_micro_batches(self) -> None:
         """Refuse a setting that no full batch can be cut by; the last batch of an epoch is cut as it comes."""
@@ -202,18 +175,21 @@ class ParallelRunner(TorchRunner):
                     f"{division.micro_batches} micro-batches for split {split!r}. Choose a multiple of "
                     f"{division.world_size * division.micro_batches}, or change accum_steps or dataloader.micro_batch_size."
                 )
-        size, number = int(settings.pipeline_microbatch_size), settings.pipeline_n_microbatches
-        check_micro_batches(self.topology.axes, self.batch_size, micro_batch_size=size, number=number)
+        name = "pipeline_microbatch_size" if settings.pipeline_n_microbatches is None else "pipeline_n_microbatches"
+        if self.batch_size % settings[name]:
+            raise ValueError(
+                f"Expected the batch size to be a multiple of parallel.{name}. Received: batch_size={self.batch_size}, "
+                f"parallel.{name}={settings[name]}. Change either."
+            )
 
     def _place(self, part: nn.Module) -> None:
         self.apply_activation_checkpointing(part)
         if self.config.compile.enable:
             # Block by block: one graph serves all, and FSDP's hooks stay outside.
-            self.compile_modules(find_blocks(part, self._blocks_here(part)).values() or [part])
+            self.compile_modules(self._blocks(part) or [part])
         if self.degree("shard") > 1:
-            mesh = self.topology.view("replicate", "shard")
+            mesh, blocks = self.topology.mesh("replicate", "shard"), self._blocks(part)
             assert mesh is not None
-            blocks = find_blocks(part, self._blocks_here(part)).values()
             for root in self._sharded_roots(part):
                 inner = set(root.modules()) - {root}
                 shard(root, mesh, [block for block in blocks if block in inner], **(self.fsdp_kwargs() or {}))
@@ -230,19 +206,20 @@ class ParallelRunner(TorchRunner):
             return [part]
         return [child for child in part.children() if any(True for _ in child.parameters())]
 
-    def _blocks_here(self, part: nn.Module) -> Sequence[str] | None:
-        # Other stages have other blocks.
+    def _blocks(self, part: nn.Module) -> list[nn.Module]:
+        """Return the modules of a part that are sharded, compiled and recomputed one by one."""
         wanted = self.config.fsdp.blocks
-        if wanted is None or self.degree("pipeline") == 1:
-            return wanted
-        present = {name for name, _ in part.named_modules()} | {type(module).__name__ for module in part.modules()}
-        return [name for name in wanted if name in present]
+        if wanted is not None and self.degree("pipeline") > 1:
+            # Other stages have other blocks.
+            present = {name for name, _ in part.named_modules()} | {type(module).__name__ for module in part.modules()}
+            wanted = [name for name in wanted if name in present]
+        return list(find_blocks(part, wanted).values())
 
     def parallelize_model(self, model: nn.Module) -> None:
         """Apply tensor, context and expert parallelism to a model, or to one of its pipeline parts, in place.
 
-        The default calls `model.parallelize(parallel_context)`. A divided parameter must become a DTensor over the mesh of its axis
-        (`parallel_context.mesh("tensor")`); a plain parameter is taken as the same on all ranks of these axes, where every rank must
+        The default calls `model.parallelize(topology)`. A divided parameter must become a DTensor over the mesh of its axis
+        (`topology.mesh("tensor")`); a plain parameter is taken as the same on all ranks of these axes, where every rank must
         compute its whole gradient.
         """
         transform = getattr(model, "parallelize", None)
@@ -252,9 +229,9 @@ class ParallelRunner(TorchRunner):
             )
             raise ValueError(
                 f"Expected a model that knows how to be divided over {active}. Received: {type(model).__name__} without a method "
-                "`parallelize(parallel_context)`. Write one, or override `parallelize_model`."
+                "`parallelize(topology)`. Write one, or override `parallelize_model`."
             )
-        transform(self.parallel_context)
+        transform(self.topology)
 
     def _check_divided(self, parts: Sequence[nn.Module]) -> None:
         """Refuse an axis over which nothing was divided: its ranks would all do the same work."""
@@ -277,8 +254,7 @@ class ParallelRunner(TorchRunner):
         The blocks are those of FSDP: the layers of every `ModuleList`, or what `fsdp.blocks` names.
         """
         if self.config.parallel.activation_checkpointing:
-            blocks = find_blocks(part, self._blocks_here(part)).values()
-            recompute_blocks(part, blocks, compiled=self.config.compile.enable)
+            recompute_blocks(part, self._blocks(part), compiled=self.config.compile.enable)
 
     # FSDP
 
@@ -293,6 +269,12 @@ class ParallelRunner(TorchRunner):
             kwargs["offload_policy"] = offload
         reshard = self.config.fsdp.reshard_after_forward
         if self.degree("pipeline") > 1:
+            if reshard:
+                # Replicas with other numbers of micro-batches would wait for ever, and zero-bubble schedules give wrong gradients.
+                raise ValueError(
+                    "Expected fsdp.reshard_after_forward to be false or unset in a pipeline, where each micro-batch would gather all "
+                    f"parameters again. Received: fsdp.reshard_after_forward={reshard!r}, {self.topology.axes.describe()}. Unset it."
+                )
             reshard = False
         if reshard is not None:
             kwargs["reshard_after_forward"] = reshard
@@ -300,11 +282,30 @@ class ParallelRunner(TorchRunner):
 
     def build_mixed_precision_policy(self) -> MixedPrecisionPolicy:
         """Return the policy of `fsdp.mp_policy`: a policy, or a mapping of its fields with dtypes by name."""
-        return mixed_precision_policy(self.config.fsdp.mp_policy)
+        given = self.config.fsdp.mp_policy or {}
+        if isinstance(given, MixedPrecisionPolicy):
+            return given
+        known = [field.name for field in fields(MixedPrecisionPolicy)]
+        if not isinstance(given, Mapping) or any(name not in known for name in given):
+            raise ValueError(f"Expected fsdp.mp_policy to be a mapping with keys out of {known}. Received: {given!r}.")
+        return MixedPrecisionPolicy(
+            **{
+                name: floating_dtype(value, key=f"fsdp.mp_policy.{name}") if isinstance(value, str) else value
+                for name, value in given.items()
+            }
+        )
 
     def build_offload_policy(self) -> OffloadPolicy | None:
         """Return the policy of `fsdp.offload_policy`: a policy, or `"cpu"`, which keeps shards in host memory."""
-        return offload_policy(self.config.fsdp.offload_policy, self.device)
+        given = self.config.fsdp.offload_policy or None
+        if given is None or isinstance(given, OffloadPolicy):
+            return given
+        if given is not True and str(given).lower() != "cpu":
+            raise ValueError(
+                f"Expected fsdp.offload_policy to be 'cpu' or none. Received: fsdp.offload_policy={given!r}."
+            )
+        # Only a machine with an accelerator has pinned memory.
+        return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
 
     def initialize_part(self, part: nn.Module) -> None:
         """Give weights to a model, or a part, that was built on the meta device.
@@ -343,8 +344,6 @@ class ParallelRunner(TorchRunner):
         schedule = self.build_pipeline_schedule()
         if schedule is None:
             raise _returned_nothing("build_pipeline_schedule", "a schedule class of torch.distributed.pipelining", None)
-        if schedule in V_SCHEDULES and self.evaluate_splits:
-            logger.debug("Evaluation runs the stages of %s forward only.", schedule.__name__)
         return Pipeline(self, parts, schedule)
 
     # Optimizer
@@ -386,7 +385,7 @@ class ParallelRunner(TorchRunner):
         def stretch(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.ndim < 2:
                 return value
-            length = check_sequence(self.topology.axes, value.shape[1])
+            length = self.topology.axes.share(value.shape[1], "context", what="the sequence length")
             return value.narrow(1, length * self.topology.coordinate["context"], length)
 
         # Trees know no other mapping than a plain one, such as the batch of a tokenizer.

@@ -43,10 +43,6 @@ _PATIENCE_SECONDS = 5.0
 """How long a rank that fails waits to hear whether all of them do."""
 
 
-class EvaluationUnsupported(NotImplementedError):
-    """The model cannot be run forward only, as by a pipeline schedule of the user's own that has no `eval`."""
-
-
 class EvaluationForward:
     """Evaluates and predicts single batches where this rank has the whole model; a stack that divides the model overrides it."""
 
@@ -248,13 +244,9 @@ class Evaluator:
         averaged = [tensor for name, tensor in getattr(runner.ema, "weights", {}).items() if name in names]
         written = [*(buffer for module in modules for buffer in module.buffers()), *averaged]
         with source.peek(), _preserved(written):
-            try:
-                # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
-                opened = source if source.kind == "position" else runner._data.open(split, source.loader)
-                totals, scored, _ = self._sums(split, 1, opened)
-            except EvaluationUnsupported as error:
-                logger.warning("The evaluation of split %r was not tried: %s", split, error)
-                return
+            # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
+            opened = source if source.kind == "position" else runner._data.open(split, source.loader)
+            totals, scored, _ = self._sums(split, 1, opened)
             try:
                 metrics = checked_figures("summarize", split, runner.summarize(split, totals))
             except Exception as error:

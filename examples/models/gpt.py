@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from danling.mesh import ParallelContext, check_heads
+from danling.mesh import Topology
 from danling.mesh.collectives import gather_along
 
 from .moe import MixtureOfExperts
@@ -95,17 +95,17 @@ class GPT(nn.Module):
         parts = [[f"blocks.{i}" for i in range(start, end)] for start, end in zip([0, *ends], ends)]
         return [["embedding", *parts[0]], *parts[1:-1], [*parts[-1], "norm", "head"]]
 
-    def parallelize(self, context: ParallelContext) -> None:
-        """Divide the model over the axes of `context`; modules that are on other stages are `nn.Identity` here."""
+    def parallelize(self, topology: Topology) -> None:
+        """Divide the model over the axes of `topology`; modules that are on other stages are `nn.Identity` here."""
         for module in list(self.modules()):
             if isinstance(module, (Embedding, CausalAttention, MixtureOfExperts)):
-                module.parallelize(context)
-        if context.degree("tensor") > 1:
-            self._divide_layers(context)
+                module.parallelize(topology)
+        if topology.degree("tensor") > 1:
+            self._divide_layers(topology)
 
-    def _divide_layers(self, context: ParallelContext) -> None:
+    def _divide_layers(self, topology: Topology) -> None:
         # Between the blocks every rank has a stretch of the sequence, inside of them a part of the heads and of the hidden width.
-        mesh = context.mesh("tensor")
+        mesh = topology.mesh("tensor")
         assert mesh is not None
         plan: dict[str, ParallelStyle] = {
             "embedding.tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -143,9 +143,9 @@ class Embedding(nn.Module):
         embedded: Tensor = self.tokens(input) + self.positions.weight[first : first + length]
         return embedded
 
-    def parallelize(self, context: ParallelContext) -> None:
+    def parallelize(self, topology: Topology) -> None:
         """Note which stretch of the sequence this rank is given."""
-        self.stretch = context.rank("context")
+        self.stretch = topology.rank("context")
 
 
 class Block(nn.Module):
@@ -244,10 +244,10 @@ class CausalAttention(nn.Module):
         result: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, -1))
         return result
 
-    def parallelize(self, context: ParallelContext) -> None:
+    def parallelize(self, topology: Topology) -> None:
         """Look at the keys and values of all stretches of the sequence."""
-        check_heads(context.axes, self.heads)
-        self.stretch, self.context = context.rank("context"), context.group("context")
+        topology.axes.share(self.heads, "tensor", what="the number of attention heads")
+        self.stretch, self.context = topology.rank("context"), topology.group("context")
 
 
 def _initialize(module: nn.Module) -> None:

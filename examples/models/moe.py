@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from danling.mesh import ParallelContext, check_expert_width, check_experts
+from danling.mesh import Topology
 from danling.mesh.collectives import copy_to, sum_over
 
 
@@ -45,19 +45,19 @@ class MixtureOfExperts(nn.Module):
             mine = mine.index_add(0, token, answer * weights[token, place, None])
         return sum_over(mine, self.group).view_as(x)
 
-    def parallelize(self, context: ParallelContext) -> None:
+    def parallelize(self, topology: Topology) -> None:
         """Keep the experts of this rank, whole or, over `expert_tensor`, a part of their hidden width."""
-        mesh = context.mesh("expert", "expert_tensor")
+        mesh = topology.mesh("expert", "expert_tensor")
         if mesh is None:
             return
-        here = check_experts(context.axes, len(self.up))
-        check_expert_width(context.axes, self.up.shape[2])
+        here = topology.axes.share(len(self.up), "expert", what="the number of experts")
+        topology.axes.share(self.up.shape[2], "expert_tensor", what="the hidden width of an expert")
         for name, width_dim in (("up", 2), ("down", 1)):
             cut = {"expert": Shard(0), "expert_tensor": Shard(width_dim)}
             placements = [cut[axis] for axis in mesh.mesh_dim_names or ()]
             setattr(self, name, nn.Parameter(distribute_tensor(self.get_parameter(name).data, mesh, placements)))
-        self.first = here * context.rank("expert")
-        self.group = context.group("expert", "expert_tensor")
+        self.first = here * topology.rank("expert")
+        self.group = topology.group("expert", "expert_tensor")
 
 
 def _local(parameter: Tensor) -> Tensor:

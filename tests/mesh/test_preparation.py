@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,29 +13,36 @@ from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import danling as dl
 from danling.config import RunnerConfig
 from danling.distributed import LocalDomain
 from danling.mesh import Topology
-from danling.mesh.fsdp import mixed_precision_policy, offload_policy
 from danling.mesh.model_parts import choose_parts, recompute_blocks, recomputes
 from danling.mesh.preparation import MeshPreparation, initialize_weights, rebind_optimizer
 
-CPU = torch.device("cpu")
-
 
 def test_policies_of_fsdp() -> None:
+    def runner_with(**fsdp: Any) -> Any:
+        return SimpleNamespace(config=RunnerConfig({"fsdp": fsdp}), device=torch.device("cpu"))
+
+    def mixed_precision_policy(given: Any) -> Any:
+        return dl.ParallelRunner.build_mixed_precision_policy(runner_with(mp_policy=given))
+
+    def offload_policy(given: Any) -> Any:
+        return dl.ParallelRunner.build_offload_policy(runner_with(offload_policy=given))
+
     assert mixed_precision_policy(None) == MixedPrecisionPolicy()
     given = mixed_precision_policy({"param_dtype": "bf16", "reduce_dtype": "float32", "cast_forward_inputs": False})
     assert (given.param_dtype, given.reduce_dtype, given.cast_forward_inputs) == (torch.bfloat16, torch.float32, False)
     own = MixedPrecisionPolicy(output_dtype=torch.float16)
     assert mixed_precision_policy(own) is own
-    for wrong in ("bf16", {"dtype": "bf16"}):
+    for wrong in ("bf16", {"dtype": "bf16"}, {"param_dtype": "bf17"}):
         with pytest.raises(ValueError, match=r"fsdp.mp_policy.*param_dtype"):
             mixed_precision_policy(wrong)
-    assert offload_policy(None, CPU) is None and offload_policy(False, CPU) is None
-    assert offload_policy("CPU", CPU) == CPUOffloadPolicy(pin_memory=False) == offload_policy(True, CPU)
+    assert offload_policy(None) is None and offload_policy(False) is None
+    assert offload_policy("CPU") == CPUOffloadPolicy(pin_memory=False) == offload_policy(True)
     with pytest.raises(ValueError, match="fsdp.offload_policy='disk'"):
-        offload_policy("disk", CPU)
+        offload_policy("disk")
 
 
 def weights_on(rank: int, degrees: dict[str, int], number: int = 0) -> Tensor:
@@ -120,17 +129,22 @@ def test_an_optimizer_follows_the_names_of_its_parameters() -> None:
 
 def test_what_communicates_and_what_has_no_effect() -> None:
     config = RunnerConfig({"stack": "parallel", "fsdp": {"reshard_after_forward": True}})
+
+    def runner_on(topology: Topology) -> Any:
+        pipeline = topology.domain("pipeline")
+        return SimpleNamespace(topology=topology, world=LocalDomain(), pipeline_domain=pipeline, config=config)
+
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
         reasons = {}
         for axis in ("replicate", "shard", "context", "pipeline", "tensor"):
-            prepared = MeshPreparation(Topology({axis: 4}), world=LocalDomain(), config=config)
+            prepared = MeshPreparation(runner_on(Topology({axis: 4})))
             reasons[axis] = prepared.forward_communicates(nn.Identity())
         assert reasons.pop("replicate") is None
         assert reasons == {axis: f"parallel.axes.{axis}=4" for axis in reasons}
     finally:
         dist.destroy_process_group()
-    alone = MeshPreparation(Topology({}), world=LocalDomain(), config=config)
+    alone = MeshPreparation(runner_on(Topology({})))
     assert [line for line in alone.unused_settings() if "fsdp.reshard_after_forward" in line]
     assert not [line for line in alone.unused_settings() if "activation_checkpointing" in line]
     alone.recomputes = False

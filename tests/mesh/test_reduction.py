@@ -28,7 +28,7 @@ def updated(axis: str) -> tuple[float, list[Tensor]]:
     """Make one update of two micro-batches a rank, clipped; return the norm and the weights."""
     topology, net = Topology({axis: 2}), model()
     if axis == "shard":
-        mesh = topology.view("shard")
+        mesh = topology.mesh("shard")
         assert mesh is not None
         shard(net, mesh, [])
     runner: Any = SimpleNamespace(
@@ -43,7 +43,7 @@ def updated(axis: str) -> tuple[float, list[Tensor]]:
     reduction = MeshReduction(runner)
     for part in (0, 1):
         with reduction.context(last=part == 1):
-            reduction.backward(net(batch(topology.rank, part)).square().sum(), last=part == 1)
+            reduction.backward(net(batch(topology.rank("shard", "replicate"), part)).square().sum(), last=part == 1)
     reduction.complete()
     assert reduction.mean_over == 1
     norm = reduction.norm(reduction.unscale(1 / 14, 14.0))

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from danling.distributed import LaunchEnvironment, LocalDomain, init_process_group
-from danling.mesh import ParallelContext, Topology
+from danling.mesh import Topology
 from danling.mesh.axes import AXES
 
 
@@ -38,15 +38,10 @@ def counted_groups() -> Iterator[list[int]]:
 
 def test_one_process_needs_no_group() -> None:
     topology = Topology({})
-    assert topology.mesh is None and topology.view("shard") is None and topology.group(*AXES) is None
+    assert topology.mesh(*AXES) is None and topology.group(*AXES) is None
     for domain in (topology.data, topology.optimizer):
         assert isinstance(domain, LocalDomain) and (domain.rank, domain.size) == (0, 1)
-    context = ParallelContext(topology)
-    assert (context.degree("tensor"), context.rank("tensor"), context.ranks("tensor")) == (1, 0, [0])
-    assert context.mesh("tensor") is None and context.group("tensor") is None
-
-
-def test_one_process_refuses_what_needs_more() -> None:
+    assert (topology.degree("tensor"), topology.rank("tensor"), topology.ranks("tensor")) == (1, 0, [0])
     with pytest.raises(ValueError, match="world size 1"):
         Topology({"tensor": 2})
 
@@ -55,17 +50,16 @@ def test_one_process_refuses_what_needs_more() -> None:
 def test_largest_world(rank: int) -> None:
     with fake_world(rank, 16384):
         topology = Topology({"replicate": 4, "shard": -1, "pipeline": 4, "tensor": 8})
-        axes, context = topology.axes, ParallelContext(topology)
+        axes, mesh = topology.axes, topology.mesh(*AXES)
         assert axes.degree("shard") == 128
-        assert topology.mesh is not None
-        assert topology.mesh.mesh_dim_names == ("pipeline", "replicate", "shard", "tensor")
-        assert tuple(topology.mesh.get_coordinate() or ()) == tuple(topology.coordinate[n] for n in axes.active)
+        assert mesh is not None and mesh.mesh_dim_names == ("pipeline", "replicate", "shard", "tensor")
+        assert tuple(mesh.get_coordinate() or ()) == tuple(topology.coordinate[n] for n in axes.active)
         assert (topology.optimizer.size, topology.optimizer.rank) == (16384, rank)
         assert (topology.data.size, topology.data.rank) == (512, axes.index("replicate", "shard", rank=rank))
-        assert dist.get_process_group_ranks(topology.data.group) == context.ranks("replicate", "shard")
+        assert dist.get_process_group_ranks(topology.data.group) == topology.ranks("replicate", "shard")
         for axis in axes.active:
-            group = context.group(axis)
-            assert group is not None and dist.get_process_group_ranks(group) == context.ranks(axis)
+            group = topology.group(axis)
+            assert group is not None and dist.get_process_group_ranks(group) == topology.ranks(axis)
 
 
 def test_axes_of_one_cost_no_communicator() -> None:
@@ -73,7 +67,7 @@ def test_axes_of_one_cost_no_communicator() -> None:
         topology = Topology({"shard": 2, "tensor": 4})
         assert topology.data.group is topology.group("shard")
         assert topology.optimizer.group is dist.group.WORLD
-        assert topology.view("replicate", "shard") is not None
+        assert topology.mesh("replicate", "shard") is not None
         assert topology.group("replicate", "shard") is topology.group("shard", "context")
     assert sizes == [2, 4]
 
@@ -104,12 +98,12 @@ def test_without_data_axes_every_rank_reads_the_same() -> None:
 def test_views_are_named_and_ordered() -> None:
     with fake_world(0, 8):
         topology = Topology({"replicate": 2, "shard": 2, "tensor": 2})
-        view = topology.view("shard", "replicate")
+        view = topology.mesh("shard", "replicate")
         assert view is not None and view.mesh_dim_names == ("replicate", "shard")
-        only = topology.view("shard", "context")
+        only = topology.mesh("shard", "context")
         assert only is not None and only.mesh_dim_names == ("shard",)
         with pytest.raises(ValueError, match="Did you mean 'tensor'"):
-            topology.view("tensro")
+            topology.mesh("tensro")
 
 
 def test_what_does_not_fit_makes_no_group() -> None:
@@ -122,12 +116,11 @@ def sums_over_domains(degrees: dict[str, int]) -> dict[str, Any]:
     init_process_group(LaunchEnvironment.read(), torch.device("cpu"))
     topology = Topology(degrees)
     rank = int(os.environ["RANK"])
-    context = ParallelContext(topology)
     found: dict[str, Any] = {"data": topology.data.gather_objects(rank), "all": topology.optimizer.gather_objects(rank)}
     for axis in topology.axes.active:
         found[axis] = topology.domain(axis).all_reduce(torch.tensor([1 << rank])).item()
-        assert found[axis] == sum(1 << other for other in context.ranks(axis))
-    assert found["data"] == context.ranks("replicate", "shard")
+        assert found[axis] == sum(1 << other for other in topology.ranks(axis))
+    assert found["data"] == topology.ranks("replicate", "shard")
     dist.destroy_process_group()
     return found
 
