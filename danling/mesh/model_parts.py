@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
@@ -24,12 +25,8 @@ class ModelParts(nn.Module):
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self._answer: Callable[..., Any] | None = None
-
-    @property
-    def is_answering(self) -> bool:
-        """Whether a step is run whose call of the model is answered."""
-        return self._answer is not None
+        self.answer: Callable[..., Any] | None = None
+        """What a step that runs now gets from its call of the model."""
 
     def inputs_of(self, step: Callable[[Any], Any], data: object) -> tuple[Any, ...]:
         """Return what a step calls the model with; the step is left there."""
@@ -56,23 +53,24 @@ class ModelParts(nn.Module):
         def answer(*_: Any, **__: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls > 1:
-                raise _called(calls)
             return output
 
         with self._answering(answer):
             returned = step(data)
-        if not calls:
-            raise _called(calls)
+        if calls != 1:
+            raise ValueError(
+                f"Expected a step that calls self.model once in a pipeline, whose schedule has computed the output. Received: {calls} "
+                "calls. Put what needs several forwards into the model's `forward`, or train on another axis than `pipeline`."
+            )
         return returned
 
     @contextmanager
     def _answering(self, answer: Callable[..., Any]) -> Iterator[None]:
-        self._answer = answer
+        self.answer = answer
         try:
             yield
         finally:
-            self._answer = None
+            self.answer = None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all parts."""
@@ -98,12 +96,12 @@ class ModelParts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the answer for a step; refuse any other call, since a part needs what the part before it returned."""
-        if self._answer is None:
+        if self.answer is None:
             raise RuntimeError(
                 "self.model cannot be called here in a pipeline: its schedule calls the stages. Call it in `train_step` or "
                 "`evaluate_step`, and use the default `infer_step`."
             )
-        return self._answer(*args, **kwargs)
+        return self.answer(*args, **kwargs)
 
 
 class _ModelCalled(BaseException):
@@ -117,15 +115,29 @@ def _leave(*args: Any, **kwargs: Any) -> Any:
     raise _ModelCalled(args, tuple(kwargs))
 
 
-def _called(calls: int) -> ValueError:
-    return ValueError(
-        f"Expected a step that calls self.model once in a pipeline, whose schedule has computed the output. Received: {calls} calls. "
-        "Put what needs several forwards into the model's `forward`, or train on another axis than `pipeline`."
-    )
+def choose_parts(model: nn.Module, num_parts: int, listed: Sequence[Sequence[str]] | None = None) -> list[list[str]]:
+    """Return the module names of each part: as listed, as the model's `pipeline_modules(num_parts)` says, or dealt out evenly.
+
+    What is no division of the model is refused.
+    """
+    own = getattr(model, "pipeline_modules", None)
+    if listed:
+        parts = [list(part) for part in listed]
+    elif callable(own):
+        parts = [list(part) for part in own(num_parts)]
+        if len(parts) != num_parts:
+            raise ValueError(
+                f"Expected `pipeline_modules({num_parts})` of {type(model).__name__} to return as many lists. Received: "
+                f"{len(parts)}. Correct it, or set parallel.module_fqns_per_model_part."
+            )
+    else:
+        parts = _even_parts(model, num_parts)
+    _check_parts(model, parts)
+    return parts
 
 
-def even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
-    """Return the module names of each part when the children of a `Sequential` are dealt out by their parameters."""
+def _even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
+    """Deal out the children of a `Sequential` by their parameters."""
     if not isinstance(model, nn.Sequential):
         raise ValueError(
             f"Expected to know which modules of {type(model).__name__} make up the {num_parts} stages. Received: "
@@ -150,24 +162,7 @@ def even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
     return parts
 
 
-def choose_parts(model: nn.Module, num_parts: int, listed: Sequence[Sequence[str]] | None = None) -> list[list[str]]:
-    """Return the module names of each part: as listed, as the model's `pipeline_modules(num_parts)` says, or dealt out evenly."""
-    if listed:
-        return [list(part) for part in listed]
-    own = getattr(model, "pipeline_modules", None)
-    if not callable(own):
-        return even_parts(model, num_parts)
-    parts = [list(part) for part in own(num_parts)]
-    if len(parts) != num_parts:
-        raise ValueError(
-            f"Expected `pipeline_modules({num_parts})` of {type(model).__name__} to return as many lists. Received: "
-            f"{len(parts)}. Correct it, or set parallel.module_fqns_per_model_part."
-        )
-    return parts
-
-
-def check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
-    """Raise where parts are not a division of the model."""
+def _check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
     modules = dict(model.named_modules())
     listed = [name for part in parts for name in part]
     unknown = [name for name in listed if name not in modules or not name]
@@ -183,7 +178,15 @@ def check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
             f"Expected every module and parameter to belong to one part. Received: {', '.join(loose[:8])} in none. List them, or put "
             "parameters that the model holds directly into their own module."
         )
-    _check_ties(modules, parts)
+    owners: dict[int, tuple[int, str]] = {}
+    for index, part in enumerate(parts):
+        for path, parameter in ((f"{root}.{n}", p) for root in part for n, p in modules[root].named_parameters()):
+            before, name = owners.setdefault(id(parameter), (index, path))
+            if before != index:
+                raise ValueError(
+                    f"Expected tied parameters to be in one part. Received: {name} in part {before} and {path} in part {index}, which "
+                    "are one parameter. Put both modules into one part, or untie them."
+                )
 
 
 def _loose(module: nn.Module, prefix: str, listed: set[str]) -> Iterator[str]:
@@ -197,20 +200,6 @@ def _loose(module: nn.Module, prefix: str, listed: set[str]) -> Iterator[str]:
             yield from _loose(child, f"{path}.", listed)
         elif not isinstance(child, nn.Identity):
             yield path
-
-
-def _check_ties(modules: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -> None:
-    owners: dict[int, tuple[int, str]] = {}
-    for index, part in enumerate(parts):
-        for root in part:
-            for name, parameter in modules[root].named_parameters():
-                path = f"{root}.{name}"
-                part_before, name_before = owners.setdefault(id(parameter), (index, path))
-                if part_before != index:
-                    raise ValueError(
-                        f"Expected tied parameters to be in one part. Received: {name_before} in part {part_before} and {path} "
-                        f"in part {index}, which are one parameter. Put both modules into one part, or untie them."
-                    )
 
 
 def take_part(model: nn.Module, part: Sequence[str], *, keep: bool = False) -> nn.Module:
@@ -278,21 +267,16 @@ def check_meta(model: nn.Module) -> None:
         )
 
 
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of every parameter that has several."""
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give the tensors of a model on the meta device memory; a parameter with several names stays one."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
-def tie(model: nn.Module, names: Sequence[Sequence[str]]) -> None:
-    """Make the parameters of each group of names one again."""
-    for first, *others in names:
-        parameter = model.get_parameter(first)
+    model.to_empty(device=device)
+    for first, *others in names.values():
         for name in others:
             owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, parameter)
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
 
 
 def recompute_blocks(part: nn.Module, blocks: Iterable[nn.Module], *, compiled: bool) -> None:

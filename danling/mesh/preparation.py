@@ -67,13 +67,26 @@ class MeshPreparation(ModelPreparation):
 
     @contextmanager
     def whole_weights(self, model: nn.Module, *, modify: bool) -> Iterator[None]:
+        """Replace divided parameters by whole, plain ones; on exit the own ones are put back."""
         reshard(model)
-        with wholly(model) as pairs, torch.no_grad():
-            yield
-            if modify:
-                equalize(self.topology, [full for _, full in pairs])
-                for held, full in pairs:
-                    held.copy_(shard_like(full, held))
+        full: dict[nn.Parameter, nn.Parameter] = {}
+        owners = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        for module, name, own in owners:
+            if own not in full:
+                full[own] = nn.Parameter(whole(own.detach()), own.requires_grad) if is_sharded(own) else own
+            # Not by `setattr`, which modules of FSDP override.
+            module._parameters[name] = full[own]
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, name, own in owners:
+                module._parameters[name] = own
+        if modify:
+            with torch.no_grad():
+                equalize(self.topology, full.values())
+                for own, value in full.items():
+                    own.copy_(shard_like(value, own))
 
     def broadcast_buffers(self, model: Any, more: Sequence[Tensor] = ()) -> None:
         equalize(self.topology, [*model.buffers(), *more])
@@ -100,25 +113,6 @@ class MeshPreparation(ModelPreparation):
                 "classes or modules in fsdp.blocks."
             )
         return found
-
-
-@contextmanager
-def wholly(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Replace divided parameters of a model by whole, plain ones; on exit the own ones are put back. Enter on all ranks of its meshes."""
-    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
-    owners = [
-        (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
-    ]
-    for module, name, own in owners:
-        if own not in stand_ins:
-            stand_ins[own] = nn.Parameter(whole(own.detach()), own.requires_grad) if is_sharded(own) else own
-        # Not by `setattr`, which modules of FSDP override.
-        module._parameters[name] = stand_ins[own]
-    try:
-        yield list(stand_ins.items())
-    finally:
-        for module, name, own in owners:
-            module._parameters[name] = own
 
 
 def initialize_weights(part: nn.Module, topology: Topology, *, seed: int, number: int = 0) -> None:
@@ -157,7 +151,7 @@ class MeshForward(EvaluationForward):
     def evaluate(self, data: object) -> tuple[Any, Tensor | None]:
         """Return the prediction of a batch, whole on every rank that has one, and its loss."""
         runner, pipeline = self.runner, self.runner.pipeline
-        if pipeline is None or runner.model.is_answering:
+        if pipeline is None or runner.model.answer is not None:
             with loss_context(runner.topology):
                 pred, loss = super().evaluate(data)
             return whole_tensors(pred), loss
@@ -186,9 +180,7 @@ class MeshForward(EvaluationForward):
         pipeline = self.runner.pipeline
         if pipeline is None:
             return predictions
-        gathered: list[Any] = self.runner.topology.domain("pipeline").broadcast_object(
-            predictions, source=pipeline.last_rank
-        )
+        gathered: list[Any] = pipeline.domain.broadcast_object(predictions, source=pipeline.last_rank)
         return gathered
 
 

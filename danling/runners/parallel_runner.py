@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from danling.checkpoints import CheckpointManager, FileCheckpointManager
 from danling.checkpoints.reading import manager_named
@@ -21,14 +22,12 @@ from danling.mesh.fsdp import find_blocks, shard
 from danling.mesh.model_parts import (
     ModelParts,
     check_meta,
-    check_parts,
     choose_parts,
     is_meta,
+    materialize,
     recompute_blocks,
     recomputes,
     take_part,
-    tie,
-    tied_names,
 )
 from danling.mesh.pipeline import Pipeline, StagePlan
 from danling.mesh.preparation import (
@@ -194,9 +193,7 @@ class ParallelRunner(TorchRunner):
                 inner = set(root.modules()) - {root}
                 shard(root, mesh, [block for block in blocks if block in inner], **(self.fsdp_kwargs() or {}))
         if is_meta(part):
-            ties = tied_names(part)
-            part.to_empty(device=self.device)
-            tie(part, ties)
+            materialize(part, self.device)
             self.initialize_part(part)
 
     def _sharded_roots(self, part: nn.Module) -> list[nn.Module]:
@@ -325,7 +322,6 @@ class ParallelRunner(TorchRunner):
         """
         listed = self.config.parallel.module_fqns_per_model_part
         self._part_names = choose_parts(self.model, self.stage_plan.number, listed)
-        check_parts(self.model, self._part_names)
         return [self.build_pipeline_model_part(stage) for stage in self.stage_plan.indices]
 
     def build_pipeline_model_part(self, stage: int) -> nn.Module:
@@ -390,7 +386,7 @@ class ParallelRunner(TorchRunner):
 
         # Trees know no other mapping than a plain one, such as the batch of a tokenizer.
         plain = dict(data) if isinstance(data, Mapping) else data
-        return torch.utils._pytree.tree_map(stretch, plain)
+        return tree_map(stretch, plain)
 
     def build_agreement(self) -> PassAgreement:
         return PassAgreement(
@@ -433,7 +429,9 @@ class ParallelRunner(TorchRunner):
 
         def loss_of(output: Any, place: int) -> Tensor:
             if place >= len(shares):
-                return _nothing_of(output, self.device)  # padding
+                # Padding: a loss without a gradient.
+                leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+                return sum((leaf.sum() * 0.0 for leaf in leaves), torch.zeros((), device=self.device))
             chunk, window.current = shares[place]
             self._handed_on = []
             pipeline.seed_step(place, opened=True)
@@ -522,14 +520,6 @@ class ParallelRunner(TorchRunner):
         self.model = self.ema = self.optimizer = self.scheduler = None
         self.pipeline = None
         self.__dict__.pop("reduction", None)
-
-
-def _nothing_of(output: Any, device: torch.device) -> Tensor:
-    """Return a loss without a gradient of an output, such as that of a micro-batch that fills a schedule up."""
-    leaves = [
-        leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    return sum((leaf.sum() * 0.0 for leaf in leaves), torch.zeros((), device=device))
 
 
 def _returned_nothing(hook: str, what: str, received: Any) -> ValueError:
