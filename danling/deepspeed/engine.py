@@ -17,12 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from danling.utils.secrets import without_secrets
-
-_WEIGHTS = 3
-"""The ZeRO stage that divides the weights."""
 
 
 def import_deepspeed(device: torch.device) -> object:
@@ -54,11 +50,6 @@ def local_rank_known(local_rank: int) -> Iterator[None]:
             os.environ.pop("LOCAL_RANK", None)
 
 
-def join_single_process_group() -> None:
-    """Make a process group of this process alone: an engine needs one."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-
-
 def leave_process_group() -> None:
     """Leave the process group, and let DeepSpeed forget what it keeps of it, so that another engine can follow."""
     gc.collect()
@@ -87,14 +78,9 @@ def build_engine(deepspeed: Any, model: nn.Module, optimizer: object, settings: 
     return engine
 
 
-def divides_weights(engine: Any) -> bool:
-    """Whether the weights are divided over the ranks, so that every forward is a collective."""
-    return int(engine.zero_optimization_stage()) == _WEIGHTS
-
-
-def is_divided(engine: Any) -> bool:
-    """Whether the optimizer is divided over the ranks."""
-    return bool(engine.zero_optimization())
+def zero_stage(engine: Any) -> int:
+    """Return the ZeRO stage of an engine, 0 without one. From 1 the optimizer is divided over the ranks, from 3 the weights too."""
+    return 0 if engine is None else int(engine.zero_optimization_stage())
 
 
 def flat_parameters(engine: Any) -> list[Tensor]:
@@ -126,13 +112,13 @@ def discard_gradients(engine: Any) -> None:
     """Throw the gradient of the window away, as the engine does with one that is not finite."""
     engine.zero_grad()
     optimizer = engine.optimizer
-    if not is_divided(engine):
+    if not zero_stage(engine):
         return
     if hasattr(optimizer, "clear_hp_grads"):
         optimizer.clear_hp_grads()
         return
     optimizer.zero_grad(set_to_none=True)
-    if divides_weights(engine):
+    if zero_stage(engine) == 3:
         optimizer._pre_step()
         optimizer._overflow_clean_up(optimizer.loss_scale)
         return
@@ -150,25 +136,13 @@ def discard_gradients(engine: Any) -> None:
 
 def gathered(engine: Any, *, modify: bool = False) -> AbstractContextManager[None]:
     """Return a context in which the weights are whole on every rank. Enter on all ranks."""
-    if not divides_weights(engine):
+    if zero_stage(engine) < 3:
         return nullcontext()
     zero = import_module("deepspeed").zero
     context: AbstractContextManager[None] = zero.GatheredParameters(
         list(engine.module.parameters()), modifier_rank=0 if modify else None
     )
     return context
-
-
-def full_parameter(parameter: nn.Parameter) -> Tensor | None:
-    """Return the whole float32 weight that the optimizer holds, `None` for a frozen parameter. Call on all ranks."""
-    found: Tensor | None = import_module("deepspeed.utils").safe_get_full_fp32_param(parameter)
-    return found
-
-
-def full_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return the whole gradient of a parameter at the end of a window. Call on all ranks."""
-    found: Tensor | None = import_module("deepspeed.utils").safe_get_full_grad(parameter)
-    return found
 
 
 def full_state(engine: Any, parameter: nn.Parameter) -> dict[str, object]:
@@ -180,13 +154,10 @@ def full_state(engine: Any, parameter: nn.Parameter) -> dict[str, object]:
         # It does so with the step of the first group, and takes those of the others for done.
         engine.optimizer._hp_optimizer_states_linked = False
         link()
-    state: dict[str, Any] = {}
-    for key, value in _state_like(engine).items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            state[key] = utils.safe_get_full_optimizer_state(parameter, key)
-        else:
-            state[key] = value.clone() if isinstance(value, Tensor) else value
-    return state
+    return {
+        key: utils.safe_get_full_optimizer_state(parameter, key) if _is_wide(value) else _copied(value)
+        for key, value in _state_like(engine).items()
+    }
 
 
 def _state_like(engine: Any) -> Mapping[str, object]:
@@ -196,45 +167,42 @@ def _state_like(engine: Any) -> Mapping[str, object]:
 
 def scalar_states(engine: object) -> dict[str, object]:
     """Return the optimizer's states that belong to no element of a parameter, such as the number of steps."""
-    like = _state_like(engine).items()
-    return {key: value for key, value in like if not isinstance(value, Tensor) or value.dim() == 0}
+    return {key: value for key, value in _state_like(engine).items() if not _is_wide(value)}
 
 
-def load_full_states(engine: Any, states: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+def load_full_states(engine: Any, states: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
     """Divide whole states of parameters over the ranks. Call on all ranks."""
     like = next((state for _, state in states if state), None)
     if like is None:
         return
-    inner = engine.basic_optimizer
-    for flat in flat_parameters(engine):
-        inner.state[flat] = {key: _flat_like(flat, value) for key, value in like.items()}
+    utils, inner, flat_ones = import_module("deepspeed.utils"), engine.basic_optimizer, flat_parameters(engine)
+    for flat in flat_ones:
+        inner.state[flat] = {key: torch.zeros_like(flat) if _is_wide(v) else _copied(v) for key, v in like.items()}
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    device = flat_parameters(engine)[0].device
     for parameter, state in states:
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                _load_full_state(parameter, key, value.to(device))
+            if not _is_wide(value):
+                continue
+            value = value.to(flat_ones[0].device)
+            if not hasattr(parameter, "ds_tensor"):
+                utils.safe_set_full_optimizer_state(parameter, value, key)
+                continue
+            # The shares of ZeRO 3 are equally long, the last ones filled up; DeepSpeed's own division does not see to that.
+            size = parameter.ds_tensor.numel()
+            start = size * dist.get_rank(parameter.ds_process_group)
+            own, share = value.flatten()[start : start + size], value.new_zeros(size)
+            share[: own.numel()] = own
+            utils.safe_set_local_optimizer_state(parameter, share, key)
 
 
-def _load_full_state(parameter: Any, key: str, value: Tensor) -> None:
-    utils = import_module("deepspeed.utils")
-    if not hasattr(parameter, "ds_tensor"):
-        utils.safe_set_full_optimizer_state(parameter, value, key)
-        return
-    # The shares of ZeRO 3 are equally long, the last ones filled up; DeepSpeed's own division does not see to that.
-    size = parameter.ds_tensor.numel()
-    start = size * dist.get_rank(parameter.ds_process_group)
-    share = value.new_zeros(size)
-    own = value.flatten()[start : start + size]
-    share[: own.numel()] = own
-    utils.safe_set_local_optimizer_state(parameter, share, key)
+def _copied(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
-def _flat_like(flat: Tensor, value: object) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.zeros_like(flat) if value.dim() > 0 else value.clone()
+def _is_wide(value: object) -> bool:
+    """Whether a state has a value for each element of a parameter, unlike the number of steps."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 @contextmanager

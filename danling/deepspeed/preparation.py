@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.optim import Optimizer
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.reading import ExcludedFromLoading
-from danling.distributed import Domain
 from danling.training.checks import listed
 from danling.training.ema import EMA
 from danling.training.model_states import ModelStates
@@ -21,60 +21,39 @@ from danling.utils.tensors import canonical_name
 
 from . import engine as engines
 from .checkpoints import EngineTag, HashingFiles, consolidated_optimizer, consolidated_weights
-from .engine_config import uses_bf16_weights, zero_stage
+from .engine_config import uses_bf16_weights
 
 if TYPE_CHECKING:
     from danling.runners.deepspeed_runner import DeepSpeedRunner
-
-_LOOKS_AT_SHAPES = ("Adafactor", "Muon")
 
 
 class EnginePreparation(ModelPreparation):
     """The model in a DeepSpeed engine, which reduces gradients within the backward and may divide weights and optimizer.
 
-    Until `adopt` there is no engine, and the model is as it is.
+    Until the engine is built, the model is as it is.
     """
 
-    def __init__(self, world: Domain, data: Domain, *, stack: str, async_mode: str | None = None) -> None:
-        super().__init__(world, communication=f"stack={stack!r}")
-        self.data = data
-        self.async_mode = async_mode
-        self.engine: Any = None
-        self.stage = 0
+    def __init__(self, runner: DeepSpeedRunner) -> None:
+        super().__init__(runner.world, communication=f"stack={runner.stack!r}")
+        self.runner = runner
         self.group_names: list[list[str]] = []
         """Names of the parameters in each group of the optimizer; none where DeepSpeed has built it."""
-        self._trained: set[str] = set()
-
-    def adopt(self, engine: object, *, stage: int, trained: Iterable[str]) -> None:
-        """Take the engine that was built around the model."""
-        self.engine, self.stage, self._trained = engine, stage, set(trained)
-
-    def release(self) -> None:
-        """Take the engine down. May be called twice."""
-        engine, self.engine = self.engine, None
-        if engine is not None:
-            engine.destroy()
-
-    @property
-    def divides_weights(self) -> bool:
-        """Whether the weights are divided over the ranks."""
-        return self.engine is not None and engines.divides_weights(self.engine)
+        self.trained: set[str] = set()
+        """Names of the parameters that required a gradient when the engine was built."""
 
     def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
         """Return the model as it is: the engine takes it together with the optimizer."""
         return model
 
     def unwrap(self, model: object) -> Any:
-        return model.module if self.engine is not None and model is self.engine else model
+        return model.module if model is not None and model is self.runner.engine else model  # type: ignore[attr-defined]
 
     def trainables_changed(self, model: nn.Module) -> bool:
         """Refuse parameters that were frozen or unfrozen since the engine was built, where it divides the optimizer."""
-        if self.engine is None or not engines.is_divided(self.engine):
-            return False
-        changed = sorted(self._trained ^ trained_names(model))
+        changed = sorted(self.trained ^ trained_names(model)) if self.runner.zero_stage else []
         if changed:
             raise ValueError(
-                f"Expected the parameters that required a gradient when the engine was built, which are what ZeRO {self.stage} "
+                f"Expected the parameters that required a gradient when the engine was built, which are what ZeRO {self.runner.zero_stage} "
                 f"divides. Received: {', '.join(changed[:5])} frozen or unfrozen since ({len(changed)} in all). Set "
                 "deepspeed.zero_optimization.stage=0, or begin another run with them so in __init__, from these weights by `pretrained`."
             )
@@ -82,43 +61,42 @@ class EnginePreparation(ModelPreparation):
 
     def optimized_parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the parameters that the engine updates, of which ZeRO's optimizer holds flat pieces. May be called on one rank."""
-        if self.engine is None:
+        if self.runner.engine is None:
             return super().optimized_parameters(optimizer)
-        updated = {name for names in self.group_names for name in names} or self._trained
-        named = {canonical_name(name): parameter for name, parameter in self.engine.module.named_parameters()}
-        return [parameter for name, parameter in named.items() if name in updated]
+        updated = {name for names in self.group_names for name in names} or self.trained
+        return [parameter for name, parameter in self.runner.named_parameters() if name in updated]
 
     @contextmanager
     def whole_weights(self, model: nn.Module, *, modify: bool) -> Iterator[None]:
-        with engines.gathered(self.engine, modify=modify):
+        with engines.gathered(self.runner.engine, modify=modify):
             yield
         if not modify:
             return
-        if self.world.size > 1 and not self.divides_weights:
+        if self.world.size > 1 and self.runner.zero_stage < 3:
             for parameter in model.parameters():
                 self.world.broadcast(parameter.data)
-        if self.engine is not None and engines.is_divided(self.engine):
+        if self.runner.zero_stage:
             # ZeRO updates its own float32 copy of the weights, which would otherwise overwrite these at the next update.
-            self.engine.optimizer.refresh_fp32_params()
+            self.runner.engine.optimizer.refresh_fp32_params()
 
     def broadcast_buffers(self, model: object, more: Sequence[Tensor] = ()) -> None:
-        if self.data.size > 1:
+        if self.runner.data_domain.size > 1:
             for buffer in (*self.unwrap(model).buffers(), *more):
                 self.world.broadcast(buffer)
 
     @property
     def evaluates_together(self) -> bool:
-        return self.divides_weights and self.world.size > 1
+        return self.runner.zero_stage == 3 and self.world.size > 1
 
     @contextmanager
     def averaged(self, ema: EMA) -> Iterator[None]:
         applied = ema.applied()
-        with engines.gathered(self.engine, modify=True):
+        with engines.gathered(self.runner.engine, modify=True):
             applied.__enter__()
         try:
             yield
         finally:
-            with engines.gathered(self.engine, modify=True):
+            with engines.gathered(self.runner.engine, modify=True):
                 applied.__exit__(None, None, None)
 
     def update_averages(self, ema: EMA, model: nn.Module) -> None:
@@ -127,11 +105,10 @@ class EnginePreparation(ModelPreparation):
 
     def unused_settings(self) -> list[str]:
         """Return a sentence for every setting of the stack that has no effect in this run. May be called on one rank."""
-        if self.async_mode not in ("async", "async_with_pinned_mem"):
+        mode = self.runner.config.checkpoint.async_mode
+        if mode not in ("async", "async_with_pinned_mem"):
             return []
-        return [
-            f"checkpoint.async_mode={self.async_mode!r} has no effect: an engine's save is finished when it returns."
-        ]
+        return [f"checkpoint.async_mode={mode!r} has no effect: an engine's save is finished when it returns."]
 
 
 def trained_names(model: nn.Module) -> set[str]:
@@ -139,8 +116,8 @@ def trained_names(model: nn.Module) -> set[str]:
     return {canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def check_criterion(criterion: object) -> None:
-    """Refuse a criterion that is trained, of which an engine knows nothing."""
+def check_trainable(model: nn.Module, criterion: object, optimizer: object, stage: int) -> None:
+    """Refuse what an engine would not train, or would train otherwise."""
     parameters = criterion.parameters() if isinstance(criterion, nn.Module) else ()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if trained:
@@ -148,10 +125,6 @@ def check_criterion(criterion: object) -> None:
             f"Expected a criterion without parameters to train: a DeepSpeed engine reduces and updates those of the model only. "
             f"Received: {type(criterion).__name__} with {len(trained)}. Make them part of the model, or freeze them."
         )
-
-
-def check_dtype(model: nn.Module) -> None:
-    """Refuse tensors in float64, which an engine makes float32."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     wide = [canonical_name(name) for name, tensor in tensors if tensor.dtype is torch.float64]
     if wide:
@@ -160,15 +133,11 @@ def check_dtype(model: nn.Module) -> None:
             f"{listed(wide)}. Call self.model.float() in __init__ where that is precise enough, or set stack='ddp', "
             "which trains in float64."
         )
-
-
-def check_optimizer(optimizer: object, settings: Mapping[str, object]) -> None:
-    """Refuse an optimizer whose update depends on the shape of a parameter, of which ZeRO makes flat pieces."""
     kind = type(optimizer).__name__
-    if zero_stage(settings) and kind in _LOOKS_AT_SHAPES:
+    if stage and kind in ("Adafactor", "Muon"):
         raise ValueError(
             f"Expected an optimizer that treats every element of a parameter alike, since ZeRO divides flat parameters. Received: "
-            f"{kind} with deepspeed.zero_optimization.stage={zero_stage(settings)}. Set the stage to 0, or choose another optimizer."
+            f"{kind} with deepspeed.zero_optimization.stage={stage}. Set the stage to 0, or choose another optimizer."
         )
 
 
@@ -183,44 +152,34 @@ class EngineModelStates(ModelStates):
         super().__init__(runner)
         self._tag_read: EngineTag | None = None
 
-    @property
-    def _trust(self) -> bool:
-        return bool(self.runner.config.checkpoint.trust)
-
     # Saving
 
     def model_state(self) -> dict[str, Any]:
-        engine = self.runner.engine
         with self.runner.whole_weights():
             state = super().model_state()
-            if engine is not None and engines.divides_weights(engine):
+            if self.runner.zero_stage == 3:
                 state = {name: value.detach().clone() for name, value in state.items()}
-        if engine is not None and uses_bf16_weights(self.runner.given_settings):
-            state.update(self._master_weights())
+        if self.runner.engine is not None and uses_bf16_weights(self.runner.given_settings):
+            full_parameter = import_module("deepspeed.utils").safe_get_full_fp32_param
+            for name, parameter in self.runner.unwrapped_model.named_parameters(remove_duplicate=False):
+                weight = full_parameter(parameter) if parameter.requires_grad else None
+                if weight is not None:
+                    state[canonical_name(name)] = weight.detach().clone()
         return state
 
-    def _master_weights(self) -> dict[str, Tensor]:
-        found = {}
-        for name, parameter in self.runner.unwrapped_model.named_parameters(remove_duplicate=False):
-            weight = engines.full_parameter(parameter) if parameter.requires_grad else None
-            if weight is not None:
-                found[canonical_name(name)] = weight.detach().clone()
-        return found
-
     def optimizer_state(self) -> dict[str, Any]:
-        engine = self.runner.engine
-        if not engines.is_divided(engine):
+        if not self.runner.zero_stage:
             return super().optimizer_state()
+        engine = self.runner.engine
         state = {name: engines.full_state(engine, parameter) for name, parameter in self._trained().items()}
         return {"state": {name: entry for name, entry in state.items() if entry}, "param_groups": self._named_groups()}
 
     def outline(self) -> dict[str, Any]:
         """Return what the engine's files do not say by name: its stage and ranks, groups of parameters, and states that are no tensors."""
-        engine = self.runner.engine
-        place = {"stage": self.runner.preparation.stage, "world_size": self.runner.world_size}
+        place = {"stage": self.runner.zero_stage, "world_size": self.runner.world_size}
         if self.runner.optimizer is None:
             return place
-        scalars = engines.scalar_states(engine) if engines.is_divided(engine) else {}
+        scalars = engines.scalar_states(self.runner.engine) if self.runner.zero_stage else {}
         return {**place, "param_groups": self._named_groups(), "scalars": scalars}
 
     def _named_groups(self) -> list[dict[str, Any]]:
@@ -238,50 +197,46 @@ class EngineModelStates(ModelStates):
     def opened(self, payload: Mapping[str, Any], excluded: ExcludedFromLoading) -> Mapping[str, object]:
         """Return a payload in which components that are left out in part are by name, rather than a tag of the engine."""
         found = dict(payload)
-        for name in ("model", "optimizer"):
-            if excluded.parts_of(name) and isinstance(payload.get(name), EngineTag):
-                found[name] = self._opened(name, payload[name], excluded)
+        if excluded.parts_of("model") and isinstance(found.get("model"), EngineTag):
+            found["model"] = self._whole(consolidated_weights, found["model"].path)
+        if excluded.parts_of("optimizer") and isinstance(found.get("optimizer"), EngineTag):
+            tag = found["optimizer"]
+            if "optimizer.state" in excluded.entries:
+                # Nothing of what the engine has written is needed.
+                groups = [dict(group) for group in tag.outline["param_groups"]]
+                found["optimizer"] = {"state": {}, "param_groups": groups}
+            else:
+                found["optimizer"] = self._whole(consolidated_optimizer, tag.path, tag.outline)
         return found
 
-    def _opened(self, name: str, tag: EngineTag, excluded: ExcludedFromLoading) -> object:
-        if name == "model":
-            return self._whole_model(tag)
-        if "optimizer.state" in excluded.entries:
-            # Nothing of what the engine has written is needed.
-            return {"state": {}, "param_groups": [dict(group) for group in tag.outline["param_groups"]]}
-        return self._whole_optimizer(tag)
-
-    def _whole_model(self, tag: EngineTag) -> object:
-        return self.runner.checkpoint_manager.on_all(lambda: consolidated_weights(tag.path, trust=self._trust))
-
-    def _whole_optimizer(self, tag: EngineTag) -> object:
-        return self.runner.checkpoint_manager.on_all(
-            lambda: consolidated_optimizer(tag.path, tag.outline, trust=self._trust)
-        )
+    def _whole(self, consolidated: Callable[..., object], *arguments: object) -> Any:
+        """Return what the shares of all ranks are put together to."""
+        trust = bool(self.runner.config.checkpoint.trust)
+        return self.runner.checkpoint_manager.on_all(lambda: consolidated(*arguments, trust=trust))
 
     def load_model(self, state: Any, *, partial: bool = False) -> None:
         engine = self.runner.engine
         if isinstance(state, EngineTag):
             # The engine reads its own tag; one of another stage or number of ranks is put together and divided anew.
             same_ranks = state.world_size == self.runner.world_size or state.stage == 0
-            if state.stage == self.runner.preparation.stage and same_ranks:
+            if state.stage == self.runner.zero_stage and same_ranks:
                 whole = not self.runner.run_state.excluded.mentions("optimizer")
-                with engines.single_writer(engine, HashingFiles(trust=self._trust)):
+                with engines.single_writer(engine, HashingFiles(trust=bool(self.runner.config.checkpoint.trust))):
                     engine.load_checkpoint(str(state.path.parent), tag=state.path.name, load_optimizer_states=whole)
                 self._tag_read = state
                 return
-            state = self._whole_model(state)
+            state = self._whole(consolidated_weights, state.path)
         with engines.gathered(engine, modify=True):
             super().load_model(state, partial=partial)
-        if engine is not None and engines.is_divided(engine):
+        if self.runner.zero_stage:
             engine.optimizer.refresh_fp32_params()
 
     def load_optimizer(self, state: Any) -> None:
         if isinstance(state, EngineTag) and state is self._tag_read:
             return
         if isinstance(state, EngineTag):
-            state = self._whole_optimizer(state)
-        if engines.is_divided(self.runner.engine):
+            state = self._whole(consolidated_optimizer, state.path, state.outline)
+        if self.runner.zero_stage:
             self._load_divided(state)
         else:
             super().load_optimizer(state)

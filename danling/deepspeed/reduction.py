@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,29 +17,6 @@ from . import engine as engines
 
 if TYPE_CHECKING:
     from danling.runners.deepspeed_runner import DeepSpeedRunner
-
-
-class GradientWatch:
-    """Notes which parameters get a gradient, for stacks that remove gradients before they can be examined."""
-
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._missing: dict[int, str] = {}
-        self._handles: list[Any] = []
-        for name, parameter in named:
-            if parameter.requires_grad and id(parameter) not in self._missing:
-                self._missing[id(parameter)] = name
-                hook = partial(self._note, id(parameter))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-
-    def _note(self, key: int, _: object) -> None:
-        self._missing.pop(key, None)
-
-    def close(self) -> list[str]:
-        """Stop watching, and return the names of the parameters that got no gradient."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        return list(self._missing.values())
 
 
 class _Holders:
@@ -57,23 +34,32 @@ class EngineReduction(GradientReduction):
         self.engine: Any = runner.engine
         self.domain = runner.data_domain
         self.device = runner.device
-        self.max_norm = runner._max_norm
+        self.given_norm = runner.given_settings.get("gradient_clipping")
         self.mean_over = self.domain.size
-        self.is_divided = engines.is_divided(self.engine)
+        self.is_divided = engines.zero_stage(self.engine) > 0
         self._shares: list[Tensor] = []
-        self._watch: GradientWatch | None = None
+        self._reached: set[int] = set()
+        self._watches: list[Any] = []
 
     def begin(self) -> None:
         """Broadcast buffers, and watch the first window, since the engine takes gradients away as they come."""
         self.runner.broadcast_buffers()
-        if self.runner.window.is_first and self._watch is None:
-            self._watch = GradientWatch(self.runner.named_parameters())
+        if self.runner.window.is_first and not self._watches:
+            trained = {id(p): p for _, p in self.runner.named_parameters() if p.requires_grad}
+            self._watches = [p.register_post_accumulate_grad_hook(self._note) for p in trained.values()]  # type: ignore[no-untyped-call]
+
+    def _note(self, parameter: Tensor) -> None:
+        self._reached.add(id(parameter))
 
     def without_gradient(self, trained: set[int]) -> list[str]:
         """Return the names of trained parameters that got no gradient on this rank; to be asked once."""
-        watch, self._watch = self._watch, None
-        own = {name for name, parameter in self.runner.named_parameters() if id(parameter) in trained}
-        return [name for name in watch.close() if name in own] if watch is not None else []
+        watches, self._watches = self._watches, []
+        for watch in watches:
+            watch.remove()
+        if not watches:
+            return []
+        named = self.runner.named_parameters()
+        return [name for name, p in named if p.requires_grad and id(p) in trained and id(p) not in self._reached]
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate a loss through the engine, which reduces the gradient in the last backward of a window."""
@@ -112,8 +98,8 @@ class EngineReduction(GradientReduction):
         return squared.sqrt().to(torch.float32)
 
     def clip(self, norm: Tensor, max_norm: float | None, max_value: float | None) -> None:
-        """Clip by the norm that engine and runner agree on, then by value."""
-        super().clip(norm, self.max_norm, max_value)
+        """Clip by `max_grad_norm` or DeepSpeed's `gradient_clipping`, then by value."""
+        super().clip(norm, max_norm or float(self.given_norm or 0.0) or None, max_value)
 
     def apply(self) -> None:
         """Let the engine update the weights of all ranks."""
@@ -134,6 +120,7 @@ class EngineReduction(GradientReduction):
             yield from super().named_gradients()
             return
         for name, parameter in self.runner.named_parameters():
-            gradient = engines.full_gradient(parameter) if parameter.requires_grad else None
-            if gradient is not None:
-                yield name, gradient
+            if parameter.requires_grad:
+                gradient = import_module("deepspeed.utils").safe_get_full_grad(parameter)
+                if gradient is not None:
+                    yield name, gradient

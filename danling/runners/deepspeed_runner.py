@@ -8,26 +8,13 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from danling.checkpoints import CheckpointManager
 from danling.deepspeed import engine as engines
 from danling.deepspeed.checkpoints import DeepSpeedCheckpointManager
-from danling.deepspeed.engine_config import (
-    EngineFacts,
-    check_keys,
-    clip_norm,
-    engine_config,
-    uses_bf16_weights,
-    zero_stage,
-)
-from danling.deepspeed.preparation import (
-    EngineModelStates,
-    EnginePreparation,
-    check_criterion,
-    check_dtype,
-    check_optimizer,
-    trained_names,
-)
+from danling.deepspeed.engine_config import check_keys, engine_config, uses_bf16_weights, without_auto, zero_stage
+from danling.deepspeed.preparation import EngineModelStates, EnginePreparation, check_trainable, trained_names
 from danling.deepspeed.reduction import EngineReduction
 from danling.optim.state import parameter_names
 from danling.training import GradientReduction, Precision
@@ -57,22 +44,19 @@ class DeepSpeedRunner(TorchRunner):
     preparation: EnginePreparation
 
     deepspeed: Any = None
-    _max_norm: float | None = None
+    engine: Any = None
+    """The engine; `None` before it is built and after `close`."""
 
     def init_distributed(self) -> None:
         """Join the process group, as every stack; alone, make one of this process, since an engine needs it."""
-        self.deepspeed = self.import_deepspeed()
+        self.deepspeed = engines.import_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         given = dist.is_initialized()
         super().init_distributed()
         self._closers.enter_context(engines.local_rank_known(self.local_rank))
         if not dist.is_initialized():
-            engines.join_single_process_group()
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         if not given:
             self._closers.callback(engines.leave_process_group)
-
-    def import_deepspeed(self) -> Any:
-        """Return the package."""
-        return engines.import_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def build_preparation(self) -> EnginePreparation:
         if self.deepspeed is None:
@@ -80,79 +64,54 @@ class DeepSpeedRunner(TorchRunner):
                 "Expected `init_distributed` to load DeepSpeed and to join its process group. Received: neither. Call "
                 "super().init_distributed() in it."
             )
-        mode = self.config.checkpoint.async_mode
-        return EnginePreparation(self.world, self.data_domain, stack=self.stack, async_mode=mode)
+        return EnginePreparation(self)
 
     @property
-    def engine(self) -> Any:
-        """The engine; `None` before it is built and after `close`."""
-        return self.preparation.engine if "preparation" in vars(self) else None
+    def zero_stage(self) -> int:
+        """The ZeRO stage of the engine; 0 without one. At 3 the weights are divided over the ranks."""
+        return engines.zero_stage(self.engine)
 
     def bind_optimizer(self) -> None:
         settings = self.engine_settings()
         if self.optimizer is None and "optimizer" not in settings:
             return
         check_keys(self.given_settings, settings)
-        check_criterion(self.criterion)
+        check_trainable(self.model, self.criterion, self.optimizer, zero_stage(settings))
         if self.data_domain.size > 1:
             for tensor in self._criterion_tensors("parameters"):
                 self.world.broadcast(tensor.data)
-        check_dtype(self.model)
-        check_optimizer(self.optimizer, settings)
-        if uses_bf16_weights(settings) and self.ema is not None:
-            raise ValueError(
-                "Expected weights in float32 to average. Received: deepspeed.bf16.enabled=True, ema.enabled=True. Set precision='bf16' "
-                "instead of deepspeed.bf16, which autocasts and leaves the weights in float32."
-            )
-        if uses_bf16_weights(settings) and self.precision.dtype is None:
+        if uses_bf16_weights(settings):
+            if self.ema is not None:
+                raise ValueError(
+                    "Expected weights in float32 to average. Received: deepspeed.bf16.enabled=True, ema.enabled=True. Set "
+                    "precision='bf16' instead of deepspeed.bf16, which autocasts and leaves the weights in float32."
+                )
             # Weights in bfloat16 take inputs in bfloat16, which autocast sees to.
             self.precision = Precision("bf16", self.device)
         if self.optimizer is not None:
             self.preparation.group_names = parameter_names(self.optimizer, self.named_parameters())
-        trained = trained_names(self.model)
-        engine = engines.build_engine(self.deepspeed, self.model, self.optimizer, settings)
-        self.preparation.adopt(engine, stage=zero_stage(settings), trained=trained)
-        self._closers.callback(self.preparation.release)
-        self.model = engine
+        self.preparation.trained = trained_names(self.model)
+        self.model = self.engine = engines.build_engine(self.deepspeed, self.model, self.optimizer, settings)
+        self._closers.callback(self._release)
         self.optimizer = self.engine.basic_optimizer
         if self.scheduler is None and self.engine.lr_scheduler is not None:
             self.scheduler = self.engine.lr_scheduler
         # The runner moves the schedule, with every committed update.
         self.engine.lr_scheduler = None
-        self._max_norm = clip_norm(self.given_settings, self.config.max_grad_norm)
+
+    def _release(self) -> None:
+        engine, self.engine = self.engine, None
+        engine.destroy()
 
     @property
     def given_settings(self) -> dict[str, Any]:
-        """`config.deepspeed` as plain values."""
-        settings: dict[str, Any] = self.config.plain()["deepspeed"] or {}
+        """`config.deepspeed` as plain values, without those that are `"auto"`."""
+        settings: dict[str, Any] = without_auto(self.config.plain()["deepspeed"] or {})
         return settings
 
     def engine_settings(self) -> dict[str, Any]:
         """Return the configuration of the engine; override it for settings that depend on the run."""
-        facts = EngineFacts(
-            micro_batch=self.batch_size,
-            accum_steps=self.accum_steps,
-            world_size=self.data_domain.size,
-            precision=self.config.precision,
-            max_grad_norm=self.config.max_grad_norm,
-            optimizer=self._source_of("optimizer", "optim"),
-            scheduler=self._source_of("scheduler", "scheduler"),
-            on_cpu=self.device.type == "cpu",
-        )
-        return engine_config(self.given_settings, facts)
-
-    def _source_of(self, attribute: str, section: str) -> str | None:
-        """Where an optimizer or a scheduler comes from, for a message; `None` when there is none."""
-        kind = (self.config.get(section, None) or {}).get("type", None)
-        own = getattr(self, attribute)
-        if kind and (own is not None or attribute == "scheduler"):
-            return f"{section}.type={kind!r}"
-        return None if own is None else f"self.{attribute}, a {type(own).__name__}"
-
-    @property
-    def divides_weights(self) -> bool:
-        """Whether the weights are divided over the ranks."""
-        return self.preparation.divides_weights
+        return engine_config(self)
 
     def manager_class(self) -> Callable[..., CheckpointManager]:
         """Return what builds the checkpoint manager: tags of the engine under the library's names."""

@@ -285,12 +285,11 @@ class ParallelRunner(TorchRunner):
         known = [field.name for field in fields(MixedPrecisionPolicy)]
         if not isinstance(given, Mapping) or any(name not in known for name in given):
             raise ValueError(f"Expected fsdp.mp_policy to be a mapping with keys out of {known}. Received: {given!r}.")
-        return MixedPrecisionPolicy(
-            **{
-                name: floating_dtype(value, key=f"fsdp.mp_policy.{name}") if isinstance(value, str) else value
-                for name, value in given.items()
-            }
-        )
+        policy: dict[str, Any] = {
+            name: floating_dtype(value, key=f"fsdp.mp_policy.{name}") if isinstance(value, str) else value
+            for name, value in given.items()
+        }
+        return MixedPrecisionPolicy(**policy)
 
     def build_offload_policy(self) -> OffloadPolicy | None:
         """Return the policy of `fsdp.offload_policy`: a policy, or `"cpu"`, which keeps shards in host memory."""

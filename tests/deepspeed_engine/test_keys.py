@@ -26,7 +26,6 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
         ["stage=2", "Partial offloading"],
     ),
     ({"bf16": {"enabledd": True}}, ["deepspeed.bf16.enabledd"]),
-    ({"bf16": True}, ["deepspeed.bf16=True", "section"]),
     ({"optimizer": {"type": "AdamW", "paramz": {}}}, ["deepspeed.optimizer.paramz", "'params'"]),
     ({"scheduler": {"typ": "WarmupLR"}}, ["deepspeed.scheduler.typ", "'type'"]),
     ({"data_types": {"grad_acum_dtype": "fp32"}}, ["deepspeed.data_types.grad_acum_dtype", "'grad_accum_dtype'"]),

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from danling.deepspeed.preparation import (
-    EnginePreparation,
-    check_criterion,
-    check_dtype,
-    check_optimizer,
-)
+from danling.deepspeed.preparation import EnginePreparation, check_trainable
 from danling.distributed import LocalDomain
-
-
-def preparation(async_mode: str | None = None) -> EnginePreparation:
-    """Of one process, without an engine."""
-    return EnginePreparation(LocalDomain(), LocalDomain(), stack="deepspeed", async_mode=async_mode)
-
-
-def test_a_forward_of_an_engine_communicates() -> None:
-    assert preparation().forward_communicates(nn.Identity()) == "stack='deepspeed'"
 
 
 @pytest.mark.parametrize(("mode", "number"), [(None, 0), ("disabled", 0), ("async", 1), ("async_with_pinned_mem", 1)])
 def test_an_asynchronous_save_has_no_effect(mode: str | None, number: int) -> None:
-    assert [mode in line for line in preparation(mode).unused_settings() if mode] == [True] * number
+    config = SimpleNamespace(checkpoint=SimpleNamespace(async_mode=mode))
+    runner: Any = SimpleNamespace(world=LocalDomain(), stack="deepspeed", config=config)
+    prepared = EnginePreparation(runner)
+    assert [mode in line for line in prepared.unused_settings() if mode] == [True] * number
+    assert prepared.forward_communicates(nn.Identity()) == "stack='deepspeed'"
 
 
 def test_what_an_engine_refuses() -> None:
-    with pytest.raises(ValueError, match="PReLU with 1"):
-        check_criterion(nn.PReLU())
+    model = nn.Linear(2, 2)
     for criterion in (None, nn.CrossEntropyLoss(), nn.PReLU().requires_grad_(False), nn.functional.mse_loss):
-        check_criterion(criterion)
-    with pytest.raises(ValueError, match=r"float64 in weight, bias"):
-        check_dtype(nn.Linear(2, 2).double())
-    check_dtype(nn.Linear(2, 2))
+        check_trainable(model, criterion, None, 1)
     muon = torch.optim.Muon(nn.Linear(2, 2, bias=False).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"Muon with deepspeed.zero_optimization.stage=1"):
-        check_optimizer(muon, {"zero_optimization": {"stage": 1}})
-    check_optimizer(muon, {})
+    check_trainable(model, None, muon, 0)
+    refused: list[tuple[Any, Any, Any, str]] = [
+        (model, nn.PReLU(), None, "PReLU with 1"),
+        (nn.Linear(2, 2).double(), None, None, "float64 in weight, bias"),
+        (model, None, muon, "Muon with deepspeed.zero_optimization.stage=1"),
+    ]
+    for wrong, criterion, optimizer, message in refused:
+        with pytest.raises(ValueError, match=message):
+            check_trainable(wrong, criterion, optimizer, 1)

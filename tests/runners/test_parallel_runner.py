@@ -395,7 +395,7 @@ def refused(function: Any, config: Mapping[str, Any], *args: Any, world_size: in
 @pytest.mark.parametrize(
     ("axes", "more", "words"),
     [
-        ({"tensor": 2}, {}, ["parallelize(parallel_context)", "tensor=2"]),
+        ({"tensor": 2}, {}, ["parallelize(topology)", "tensor=2"]),
         ({"expert": 2}, {}, ["expert=2"]),
         ({"pipeline": 2}, {"parallel": {"module_fqns_per_model_part": [["0", "1"], ["3", "4"]]}}, ["2 in none"]),
         (
