@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from datetime import timedelta
-from functools import partial
-from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 from zlib import crc32
@@ -53,7 +51,7 @@ class ReplicaGroups:
     part is agreed anew, and before the forward begins, in each `open`: a healed group takes part at once with the weights of the
     others, and the state that is sent is not being changed.
 
-    Construct, and call every method, on all ranks of the group.
+    Construct, and call every method, on all ranks of the group. A subclass says what a group heals from.
 
     Attributes:
         failures: Updates in a row that were not committed.
@@ -64,15 +62,7 @@ class ReplicaGroups:
         QuorumError: If nothing answers at its address.
     """
 
-    def __init__(
-        self,
-        config: RunnerConfig,
-        *,
-        group: Domain,
-        state_dict: Callable[[], object],
-        load_state_dict: Callable[[Any], None],
-        asked_to_stop: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, config: RunnerConfig, group: Domain) -> None:
         try:
             import torchft  # noqa: F401
         except ImportError as error:
@@ -85,22 +75,35 @@ class ReplicaGroups:
         self.quorum_timeout = max(self.timeout, config.comm.train_timeout_seconds or 60.0)
         self.max_failures = config.max_skipped_updates
         self.failures = 0
-        self._lighthouse = lighthouse_address()
+        self._lighthouse = os.environ.get(LIGHTHOUSE, "")
+        if not self._lighthouse:
+            raise ValueError(
+                f"Expected {LIGHTHOUSE} to hold the address of a lighthouse, such as http://127.0.0.1:29510. Received: nothing. Start one "
+                f"with `torchft_lighthouse --min_replicas 1` and set {LIGHTHOUSE} for every replica group."
+            )
         try:
             socket.create_connection(_host_and_port(self._lighthouse), timeout=self.timeout).close()
         except OSError as error:
             raise self._unreached(error) from error
         self._group = group
-        self._state_dict = state_dict
-        self._load = load_state_dict
-        self._asked_to_stop = asked_to_stop
-        self._healed = False
-        self._healing = False
+        self._healed = self._healing = False
         self._device = group.device if ft.process_group == "nccl" else torch.device("cpu")
         self._manager: Any = None
         self._process_group: Any = None
         self._store: TCPStore | None = None
         self._counts = {"step": 0, "batches_committed": 0}
+
+    def sent_state(self) -> object:
+        """Return what the same rank of another group heals from, without communication."""
+        raise NotImplementedError
+
+    def take_over(self, state: Any) -> None:
+        """Take over what `sent_state` returned on the same rank of another group. Called on every rank of the group that heals."""
+        raise NotImplementedError
+
+    def asked_to_stop(self) -> bool:
+        """Whether this rank is to end its wait for the other groups."""
+        return False
 
     def _unreached(self, error: Exception) -> QuorumError:
         return QuorumError(
@@ -120,11 +123,11 @@ class ReplicaGroups:
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if group.rank == 0 else None
             address, port = group.broadcast_object((host, self._store.port if self._store is not None else 0))
             self._process_group = _process_group(settings.process_group, timeout)
-            self._manager = _manager_class()(
-                lambda waits: _agree_to_wait(group, waits, waits and self._asked_to_stop()),
+            self._manager = _manager(
+                self,
                 pg=self._process_group,
                 load_state_dict=self._heal,
-                state_dict=self._state_dict,
+                state_dict=lambda: self.sent_state(),
                 min_replica_size=settings.min_replica_size,
                 # Before the forward: a healed group then takes part at once, and a state that is sent is not being changed.
                 use_async_quorum=False,
@@ -136,13 +139,22 @@ class ReplicaGroups:
                 store_addr=address,
                 store_port=port,
                 lighthouse_addr=self._lighthouse,
-                replica_id=sized_replica_id(f"replica-{settings.replica_id:06d}", group.size),
+                replica_id=f"replica-{settings.replica_id:06d}-ranks-{group.size}",
                 hostname=host,
                 checkpoint_transport=_transport(host, patience),
             )
         except Exception as error:
             raise self._unreached(error) from error
         self._manager.load_state_dict(dict(self._counts))
+
+    def keeps_waiting(self, waits: bool) -> bool:
+        """Return whether a rank of this group still waits for the quorum. Call on all ranks of the group."""
+        stops = waits and self.asked_to_stop()
+        votes = torch.tensor([float(waits), float(stops)], dtype=torch.float64)
+        waiting, stopping = self._group.all_reduce(votes).tolist()
+        if stopping:
+            raise WaitAbandonedError
+        return bool(waiting)
 
     # One update
 
@@ -192,7 +204,7 @@ class ReplicaGroups:
     def _heal(self, state: object) -> None:
         self._healing = True
         # The tensors are in the bytes that were received, which must not be written to.
-        self._load(tree_map_only(Tensor, torch.clone, state))
+        self.take_over(tree_map_only(Tensor, torch.clone, state))
         self._healing, self._healed = False, True
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -301,14 +313,6 @@ class WaitAbandonedError(TrainingAbandoned):
     """The ranks of this group have agreed to wait no longer for the other groups, since one of them was asked to stop."""
 
 
-def _agree_to_wait(group: Domain, waits: bool, stops: bool) -> bool:
-    """Return whether a rank of the group still waits for the quorum. Call on all ranks of the group."""
-    waiting, stopping = group.all_reduce(torch.tensor([float(waits), float(stops)], dtype=torch.float64)).tolist()
-    if stopping:
-        raise WaitAbandonedError
-    return bool(waiting)
-
-
 class ReplicaSizeError(ValueError):
     """Replica groups of different sizes have met, and this one is to leave."""
 
@@ -317,20 +321,16 @@ class OtherSizeMet(Exception):
     """Replica groups of different sizes have met, and another one is to leave."""
 
 
-def sized_replica_id(name: str, ranks: int) -> str:
-    """Return the name under which a group is known to the others, which tells them how many ranks it has."""
-    return f"{name}-ranks-{ranks}"
-
-
 def check_sizes(own: str, ids: Sequence[str], *, is_behind: bool, groups_ahead: int) -> None:
     """Raise an error where the groups that meet have different numbers of ranks: the ranks without a partner would wait for one.
 
     All ranks of a group decide alike, from what all of them are told. A group that trains stays; where groups begin together, those
     stay that have as many ranks as the one with the lowest name.
     """
-    names = sorted(member.partition(":")[0] for member in ids)
-    sizes = [_ranks_of(name) for name in names]
-    mine = _ranks_of(own)
+    # The name of a group says how many ranks it has.
+    names = sorted(member.partition(":")[0].partition("-ranks-")[::2] for member in ids)
+    sizes = [ranks for _, ranks in names]
+    name, _, mine = own.partition("-ranks-")
     if len(set(sizes)) == 1:
         return
     counts = {size: sizes.count(size) for size in sizes}
@@ -340,46 +340,31 @@ def check_sizes(own: str, ids: Sequence[str], *, is_behind: bool, groups_ahead: 
         stays = counts[mine] >= groups_ahead or mine == sizes[0]
     if stays:
         raise OtherSizeMet
-    others = ", ".join(
-        f"{name.partition('-ranks-')[0]} with {size}" for name, size in zip(names, sizes) if size != mine
-    )
+    others = ", ".join(f"{other} with {ranks}" for other, ranks in names if ranks != mine)
     raise ReplicaSizeError(
-        f"Expected replica groups of one size. Received: {own.partition('-ranks-')[0]} with {mine} ranks, and {others}. Start this "
-        "group with as many processes as the others have; they go on without it."
+        f"Expected replica groups of one size. Received: {name} with {mine} ranks, and {others}. Start this group with as many "
+        "processes as the others have; they go on without it."
     )
 
 
-def _ranks_of(name: str) -> int:
-    return int(name.rpartition("-ranks-")[2])
+class _DaemonExecutor(Executor):
+    """Runs each call in a thread that the end of the process does not wait for; TorchFT makes one at a time."""
 
+    def submit(self, fn: Callable[..., object], /, *args: Any, **options: Any) -> Future[Any]:
+        """Start a call and return its future."""
+        future: Future[Any] = Future()
 
-class DaemonExecutor(Executor):
-    """Runs calls one after the other in a thread that the end of the process does not wait for."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="danling-quorum", daemon=True).start()
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, function = call
+        def run() -> None:
             try:
-                future.set_result(function())
+                future.set_result(fn(*args, **options))
             except BaseException as error:
                 future.set_exception(error)
 
-    def submit(self, fn: Callable[..., object], /, *args: Any, **options: Any) -> Future[Any]:
-        """Put a call at the end of the queue and return its future."""
-        future: Future[Any] = Future()
-        self._calls.put((future, partial(fn, *args, **options)))
+        threading.Thread(target=run, name="danling-quorum", daemon=True).start()
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the thread after the calls that were put in before; it is not waited for."""
-        self._calls.put(None)
 
-
-def _manager_class() -> Any:
+def _manager(groups: ReplicaGroups, **options: Any) -> Any:
     from torchft import Manager
 
     class InterruptibleManager(Manager):  # type: ignore[misc, unused-ignore]
@@ -388,33 +373,27 @@ def _manager_class() -> Any:
         The wait itself is for the timeout of the quorum, which is longer than the time that schedulers leave after SIGTERM.
         """
 
-        _executor: Any
-
-        def __init__(self, agree_to_wait: Callable[[bool], bool], **options: Any) -> None:
-            self._agree_to_wait = agree_to_wait
+        def __init__(self) -> None:
             self._in_start = False
             super().__init__(**options)
             self._client: Any = _CheckedClient(self._client, options["replica_id"])
             # Python waits at its exit for the threads of the other kind, and a request to a lighthouse that is gone takes its time.
             self._executor.shutdown()
-            self._executor = DaemonExecutor()
+            self._executor: Any = _DaemonExecutor()
 
         def start_quorum(self, *args: Any, **options: Any) -> None:
             self._in_start = True
-            try:
-                super().start_quorum(*args, **options)
-            finally:
-                self._in_start = False
+            super().start_quorum(*args, **options)
 
         def wait_quorum(self) -> None:
+            # Once: what takes the state of another group asks for the quorum again, and not on all ranks.
             if self._in_start:
-                # Once: what takes the state of another group asks for the quorum again, and not on all ranks.
                 self._in_start = False
-                while self._agree_to_wait(not wait([self._quorum_future], timeout=_SLICE).done):
+                while groups.keeps_waiting(not wait([self._quorum_future], timeout=_SLICE).done):
                     continue
             super().wait_quorum()
 
-    return InterruptibleManager
+    return InterruptibleManager()
 
 
 class _CheckedClient:
@@ -429,21 +408,9 @@ class _CheckedClient:
 
     def _quorum(self, *, step: int, **options: Any) -> object:
         quorum = self._asked._quorum(step=step, **options)
-        check_sizes(
-            self._own, quorum.replica_ids, is_behind=step < quorum.max_step, groups_ahead=int(quorum.max_world_size)
-        )
+        ahead = int(quorum.max_world_size)
+        check_sizes(self._own, quorum.replica_ids, is_behind=step < quorum.max_step, groups_ahead=ahead)
         return quorum
-
-
-def lighthouse_address() -> str:
-    """Return the address of the lighthouse."""
-    address = os.environ.get(LIGHTHOUSE, "")
-    if not address:
-        raise ValueError(
-            f"Expected {LIGHTHOUSE} to hold the address of a lighthouse, such as http://127.0.0.1:29510. Received: nothing. Start one "
-            f"with `torchft_lighthouse --min_replicas 1` and set {LIGHTHOUSE} for every replica group."
-        )
-    return address
 
 
 def address_towards(url: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +15,7 @@ from danling.distributed import StepTotals
 from danling.training.reduction import GradientReduction
 from danling.training.run_state import StatePart
 from danling.utils.locks import FileLock
-from danling.utils.tensors import is_sharded, local_part, with_local_part
+from danling.utils.tensors import local_part, with_local_part
 
 from .groups import ReplicaGroups
 from .positions import position_owner
@@ -25,36 +25,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("danling")
 
-Totals = dict[str, tuple[float, float]]
-"""Sums and weights by name."""
 
-
-class ReplicaMember:
-    """The replica group of a runner with `ft.enabled`. Construct, and call every method, on all ranks of the group.
-
-    Attributes:
-        groups: Communicates with the other groups.
-        healing: Sends the state of this rank, and takes over that of another group.
-
-    Raises:
-        ImportError: If torchft is not installed.
-        ValueError: If the environment does not name a lighthouse.
-        QuorumError: If nothing answers at its address.
-    """
+class ReplicaMember(ReplicaGroups):
+    """The replica group of a runner with `ft.enabled`. Construct, and call every method, on all ranks of the group."""
 
     def __init__(self, runner: TorchRunner) -> None:
+        super().__init__(runner.config, runner.world)
         self._runner = runner
-        self.healing = Healing(runner)
-        self.groups = ReplicaGroups(
-            runner.config,
-            group=runner.world,
-            state_dict=lambda: self.healing.state(),
-            load_state_dict=lambda state: self.healing.take(state),
-            asked_to_stop=runner._session.asked_to_stop,
-        )
         self._is_open = self._has_joined = False
         self._take_back: Callable[[], None] | None = None
         self._writer: FileLock | None = None
+
+    def asked_to_stop(self) -> bool:
+        return self._runner._session.asked_to_stop()
 
     # One update
 
@@ -70,8 +53,8 @@ class ReplicaMember:
         """
         if self._is_open:
             return False
-        begins = self.groups.state_dict()["step"] == 0
-        replaced = self.groups.open()
+        begins = self.state_dict()["step"] == 0
+        replaced = self.open()
         self._is_open = True
         if begins:
             replaced = self._begin_alike(replaced)
@@ -95,7 +78,7 @@ class ReplicaMember:
     def _catch_up(self) -> bool:
         """Load a checkpoint that the others have written since this process started, if none of them is there when it joins."""
         runner, manager = self._runner, self._runner.checkpoint_manager
-        if not runner.config.auto_resume or self.groups.num_participants > 1:
+        if not runner.config.auto_resume or self.num_participants > 1:
             return False
         source = manager.find_latest()
         if source is None or manager.step_of(source) <= runner.state.train.global_step:
@@ -111,21 +94,20 @@ class ReplicaMember:
         """Return whether the open update may be made; if not, everything is as it was before it."""
         self._is_open, committed = False, False
         try:
-            committed = self.groups.commit()
+            committed = self.commit()
         finally:
             if not committed and self._take_back is not None:
                 self._take_back()
         if not committed:
-            failures = self.groups.failures
-            logger.warning("The replica groups did not commit update %d (failure %d); again.", step, failures)
+            logger.warning("The replica groups did not commit update %d (failure %d); again.", step, self.failures)
         return committed
 
-    def sum_totals(self, totals: Totals) -> Totals:
-        """Add sums and weights by name over the groups that take part."""
-        if not self.groups.num_participants:
-            return totals
+    def sum_totals(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        """Add sums and weights by name over the groups that take part, alike on all ranks of the group."""
+        if not self.num_participants:
+            return dict(totals)
         # All ranks of the group use rank 0's result, since they may meet different errors.
-        shared: Totals = self._runner.world.broadcast_object(self.groups.sum_totals(totals))
+        shared: dict[str, tuple[float, float]] = self._runner.world.broadcast_object(super().sum_totals(totals))
         return shared
 
     # Checkpoints
@@ -139,8 +121,7 @@ class ReplicaMember:
             tried = train.global_step + train.skipped_updates
             return {"step": tried, "batches_committed": tried}
 
-        groups = self.groups
-        return StatePart("replicas", groups.state_dict, lambda state, _: groups.load_state_dict(state), default=fresh)
+        return StatePart("replicas", self.state_dict, lambda state, _: self.load_state_dict(state), default=fresh)
 
     def writes(self) -> bool:
         """Return whether this group writes the full checkpoints: one of the participating groups does, until it fails."""
@@ -159,15 +140,73 @@ class ReplicaMember:
             self._writer = FileLock(self._runner.workspace.checkpoints / "writer.lock")
         return self._writer.held, self._writer.acquire()
 
-    def leave(self) -> None:
-        """Leave the other groups, which continue without this one; the next update joins them again."""
-        self.groups.leave()
-
     def close(self) -> None:
         """Release the lock for writing, and leave the other groups. A second call does nothing."""
         if self._writer is not None:
             self._writer.release()
         self.leave()
+
+    # Healing
+
+    def sent_state(self) -> dict[str, Any]:
+        """Return what another group heals from: the state of this rank, shards as plain tensors, without communication."""
+        runner = self._runner
+        progress = {**runner.state.state_dict(), **runner.run_state.progress()}
+        payload: dict[str, Any] = {
+            **runner.run_state.components(),
+            "state": {name: part for name, part in progress.items() if name != "rng"},
+            "dataloaders": {split: source.state_dict() for split, source in runner._data.trained_sources().items()},
+        }
+        changing = {buffer.data_ptr() for buffer in runner.unwrapped_model.buffers()}
+
+        def plain(tensor: Tensor) -> Tensor:
+            local = local_part(tensor)
+            # A forward changes buffers.
+            return local.clone() if local.data_ptr() in changing else local
+
+        converted: dict[str, Any] = convert(payload, plain)
+        return converted
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        runner = self._runner
+        elastic, reference = copy(runner.state.elastic), runner.window.agreed_reference
+        runner.run_state.load_components(self._laid_out(state), frozenset())
+        sources = runner._data.trained_sources()
+        for split, position in state["dataloaders"].items():
+            if not (sources[split].is_rank_local and position_owner(runner.config) is not None):
+                sources[split].load_state_dict(position)
+        runner.state.load_state_dict(state["state"])
+        runner.run_state.load_progress(state["state"])
+        # What the other group has counted is added by the other group.
+        runner.meters.reset()
+        # Those are of the group: ranks of one group may heal from different ones.
+        runner.state.elastic, runner.window.agreed_reference = elastic, reference
+        if runner.is_main_process:
+            logger.info("Healed from another replica group at step %d.", runner.state.train.global_step)
+
+    def _laid_out(self, state: Mapping[str, Any]) -> dict[str, object]:
+        """Return a state with tensors divided as this rank divides them."""
+        own, laid_out = self._runner.run_state.components(), dict(state)
+        laid_out["model"] = laid_out_like(state["model"], own["model"])
+        if "ema" in own:
+            laid_out["ema"] = {**state["ema"], "weights": laid_out_like(state["ema"]["weights"], own["ema"]["weights"])}
+        if "optimizer" in own:
+            named = {name: parameter.detach() for name, parameter in self._runner.named_parameters()}
+            moments = {
+                name: {key: laid_out_like({name: value}, named)[name] for key, value in entry.items()}
+                for name, entry in state["optimizer"]["state"].items()
+            }
+            laid_out["optimizer"] = {**state["optimizer"], "state": moments}
+        return laid_out
+
+
+def laid_out_like(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return plain tensors divided as those of the same name and shape are divided on this rank; anything else as it is."""
+    found = dict(state)
+    for name, value in state.items():
+        if name in own and isinstance(value, Tensor) and value.shape == local_part(own[name]).shape:
+            found[name] = with_local_part(own[name], value)
+    return found
 
 
 class ReplicatedReduction:
@@ -190,7 +229,7 @@ class ReplicatedReduction:
         runner = self.member._runner
         window = runner.window
         self._divides = not window.sum_reduced
-        groups, parameters = self.member.groups, self.inner.parameters
+        groups, parameters = self.member, self.inner.parameters
         present = [float(parameter.grad is not None) for parameter in parameters]
         mine = (totals.weight, totals.loss, totals.samples, totals.nonfinite)
         shared = torch.tensor([*(float(value) for value in mine), *present], dtype=torch.float64)
@@ -209,83 +248,3 @@ class ReplicatedReduction:
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
         """Divide the gradient by the weight, whatever the factor of one group alone: groups can be added as plain sums only."""
         return self.inner.unscale(1.0 / float(weight) if weight and self._divides else 1.0, weight)
-
-
-class Healing:
-    """Sends the state of this rank to the same rank of another replica group, and takes such a state over."""
-
-    def __init__(self, runner: TorchRunner) -> None:
-        self._runner = runner
-
-    def state(self) -> dict[str, Any]:
-        """Return what another group heals from: the state of this rank, shards as plain tensors, without communication."""
-        runner = self._runner
-        progress = {**runner.state.state_dict(), **runner.run_state.progress()}
-        sources = runner._data.trained_sources()
-        payload: dict[str, Any] = {
-            **runner.run_state.components(),
-            "state": {name: part for name, part in progress.items() if name != "rng"},
-            "dataloaders": {split: source.state_dict() for split, source in sources.items()},
-        }
-        return packed(payload, runner.unwrapped_model.buffers())
-
-    def take(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned on the same rank of another group. Called on every rank of the group that heals."""
-        runner = self._runner
-        elastic, reference = copy(runner.state.elastic), runner.window.agreed_reference
-        runner.run_state.load_components(self._laid_out(state), frozenset())
-        sources = runner._data.trained_sources()
-        for split, position in state["dataloaders"].items():
-            if not (sources[split].is_rank_local and position_owner(runner.config) is not None):
-                sources[split].load_state_dict(position)
-        runner.state.load_state_dict(state["state"])
-        runner.run_state.load_progress(state["state"])
-        # What the other group has counted is added by the other group.
-        runner.meters.reset()
-        # Those are of the group: ranks of one group may heal from different ones.
-        runner.state.elastic, runner.window.agreed_reference = elastic, reference
-        if runner.is_main_process:
-            logger.info("Healed from another replica group at step %d.", runner.state.train.global_step)
-
-    def _laid_out(self, state: Mapping[str, Any]) -> dict[str, object]:
-        """Return a state with tensors divided as this rank divides them."""
-        own, laid_out = self._runner.run_state.components(), dict(state)
-        laid_out["model"] = laid_out_like(state["model"], own["model"])
-        if "ema" in own:
-            weights = laid_out_like(state["ema"]["weights"], own["ema"]["weights"])
-            laid_out["ema"] = {**state["ema"], "weights": weights}
-        if "optimizer" in own:
-            laid_out["optimizer"] = sharded_optimizer_state(state["optimizer"], dict(self._runner.named_parameters()))
-        return laid_out
-
-
-def packed(payload: Mapping[str, object], buffers: Iterable[Tensor]) -> dict[str, object]:
-    """Return a state with the shards of this rank as plain tensors; buffers, which a forward changes, are copied."""
-    changing = {buffer.data_ptr() for buffer in buffers}
-
-    def plain(tensor: Tensor) -> Tensor:
-        local = local_part(tensor)
-        return local.clone() if local.data_ptr() in changing else local
-
-    converted: dict[str, Any] = convert(dict(payload), plain)
-    return converted
-
-
-def laid_out_like(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return plain tensors as tensors of the layout that this rank has under the same names."""
-    return {name: with_local_part(own[name], tensor) if name in own else tensor for name, tensor in state.items()}
-
-
-def sharded_optimizer_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
-    """Return the state of an optimizer by parameter name, with moments divided as the parameters of this rank are."""
-
-    def moment(value: object, parameter: nn.Parameter | None) -> Any:
-        if parameter is None or not isinstance(value, Tensor) or not is_sharded(parameter):
-            return value
-        return with_local_part(parameter.detach(), value) if value.shape == local_part(parameter).shape else value
-
-    entries = {
-        name: {key: moment(value, parameters.get(name)) for key, value in own.items()}
-        for name, own in state["state"].items()
-    }
-    return {**state, "state": entries}

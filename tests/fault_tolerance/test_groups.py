@@ -26,7 +26,6 @@ from danling.torchft.groups import (
     ReplicaSizeError,
     address_towards,
     check_sizes,
-    sized_replica_id,
 )
 from danling.utils.tensors import local_part, whole
 
@@ -63,18 +62,18 @@ def one_update(group: int) -> dict[str, Any]:
                 local_part(parameter).zero_()
     received: list[Any] = []
 
-    def load(state: list[Tensor]) -> None:
-        received.append(len(state))
-        with torch.no_grad():
-            for parameter, part in zip(parameters, state, strict=True):
-                local_part(parameter).copy_(part)
+    class Shards(ReplicaGroups):
+        def sent_state(self) -> list[Tensor]:
+            return [local_part(parameter.detach()) for parameter in parameters]
 
-    replicas = ReplicaGroups(
-        RunnerConfig({"ft": {"replica_id": group, "group_size": 2, "min_replica_size": 2}}),
-        group=Domain(),
-        state_dict=lambda: [local_part(parameter.detach()) for parameter in parameters],
-        load_state_dict=load,
-    )
+        def take_over(self, state: list[Tensor]) -> None:
+            received.append(len(state))
+            with torch.no_grad():
+                for parameter, part in zip(parameters, state, strict=True):
+                    local_part(parameter).copy_(part)
+
+    ft = {"replica_id": group, "group_size": 2, "min_replica_size": 2}
+    replicas = Shards(RunnerConfig({"ft": ft}), Domain())
     committed = False
     while not committed:
         model.zero_grad()
@@ -145,7 +144,7 @@ def test_the_way_to_the_lighthouse_gives_the_address_of_this_machine(tmp_path: P
 def test_which_group_leaves_where_sizes_differ(
     sizes: list[int], own: int, behind: bool, ahead: int, ending: type[Exception] | None
 ) -> None:
-    names = [sized_replica_id(f"replica-{index:06d}", size) for index, size in enumerate(sizes)]
+    names = [f"replica-{index:06d}-ranks-{size}" for index, size in enumerate(sizes)]
     ids = [f"{name}:an-id-of-torchft" for name in names]
     if ending is None:
         check_sizes(names[own], ids, is_behind=behind, groups_ahead=ahead)
@@ -206,9 +205,9 @@ def test_a_group_that_heals_continues_as_the_other_one(
         sender, healed = ahead.fault_tolerance, behind.fault_tolerance
         assert sender is not None and healed is not None
         assert not torch.equal(ahead.model[0].weight, behind.model[0].weight)
-        sent = sender.healing.state()
+        sent = sender.sent_state()
         assert "rng" not in sent["state"]
-        healed.healing.take(sent)
+        healed.take_over(sent)
         for name, value in ahead.model_state_dict().items():
             assert torch.equal(behind.model_state_dict()[name], value)
             assert torch.equal(behind.ema.weights[name], ahead.ema.weights[name])

@@ -55,13 +55,13 @@ def _listens(port: int) -> bool:
 
 def note_heals(member: ReplicaMember, note: Callable[[], None]) -> None:
     """Call `note` whenever a replica group has taken over the state of another one."""
-    take = member.healing.take
+    take = member.take_over
 
     def noted(state: Mapping[str, Any]) -> None:
         take(state)
         note()
 
-    member.healing.take = noted  # type: ignore[method-assign]
+    member.take_over = noted  # type: ignore[method-assign]
 
 
 class ReplicaGroup:
