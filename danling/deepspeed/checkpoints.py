@@ -49,9 +49,8 @@ class EngineTag:
     """Model and optimizer of a checkpoint that an engine reads itself."""
 
     path: Path
-    stage: int
-    world_size: int
     outline: Mapping[str, Any]
+    """Stage and number of ranks, groups of parameters, and states of the optimizer that are no tensors."""
 
 
 class HashingFiles:
@@ -134,17 +133,33 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         record = self.on_main(lambda: self._open_target(needed, epoch, global_step))
         target = self.store.path(record.name)
         plain = self.on_all(lambda: to_host(payload))
-        files = HashingFiles()
+        files, is_main = HashingFiles(), self.domain.rank == 0
         if not exported:
             client = {CLIENT_STATE: {name: value for name, value in plain.items() if name != "ema"}}
             with single_writer(self._engine, files):
                 self._engine.save_checkpoint(
                     str(target.parent), tag=record.name, client_state=client, save_latest=False
                 )
+
+        def publish() -> None:
+            runner = storage.write_file(target / RUNNER_FILE, lambda writer: torch.save(dict(plain), writer))  # type: ignore[arg-type]
+            storage.sync_directory(target)
+            storage.sync_directory(target.parent)
+            storage.write_text(target / SUMS, Manifest(record, {**written, RUNNER_FILE: runner}).text())
+            self._publish(record, names, plain, [*files.written, RUNNER_FILE], put_off=put_off)
+
         try:
-            self._finish(files, record, plain, names)
+            self._agree(files.error)
+            # All files are there. Rank 0 describes them, lets the names lead there and prunes.
+            exchange = self.domain.gather_objects
+            written = {name: found for of_rank in exchange(files.written) for name, found in of_rank.items()}
+            put_off = self._is_mirror_behind(exchange)
+            self.on_main(publish)
+            if not is_main:
+                self._publish(record, names, plain, files.written, put_off=put_off)
+            self._follow(record.sequence, exchange)
         except Exception:
-            if self.domain.rank == 0:
+            if is_main:
                 self.store.give_up(record.name)
             raise
 
@@ -152,28 +167,6 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         record = super()._open_target(needed, epoch, global_step)
         storage.make_directory(self.store.path(record.name))
         return record
-
-    def _finish(self, files: HashingFiles, record: Record, plain: Mapping[str, object], names: list[str]) -> None:
-        """Agree that all files are there; then, on rank 0, describe them, let the names lead there and prune."""
-        self._agree(files.error)
-        exchange = self.domain.gather_objects
-        written: dict[str, tuple[int, str]] = {}
-        for of_rank in exchange(files.written):
-            written.update(of_rank)
-        put_off, is_main = self._is_mirror_behind(exchange), self.domain.rank == 0
-
-        def publish() -> None:
-            target = self.store.path(record.name)
-            runner = storage.write_file(target / RUNNER_FILE, lambda writer: torch.save(dict(plain), writer))  # type: ignore[arg-type]
-            storage.sync_directory(target)
-            storage.sync_directory(target.parent)
-            storage.write_text(target / SUMS, Manifest(record, {**written, RUNNER_FILE: runner}).text())
-            self._publish(record, names, plain, [*files.written, RUNNER_FILE], put_off=put_off)
-
-        self.on_main(publish)
-        if not is_main:
-            self._publish(record, names, plain, files.written, put_off=put_off)
-        self._follow(record.sequence, exchange)
 
     def load_checkpoint(
         self,
@@ -195,8 +188,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
             raise CheckpointMismatch(
                 f"Expected a full checkpoint. Received: {source}, an export of weights. Load it with `pretrained`."
             )
-        engine = payload["engine"]
-        tag = EngineTag(path, int(engine["stage"]), int(engine["world_size"]), engine)
+        tag = EngineTag(path, payload["engine"])
         return {**payload, "model": tag, "optimizer": tag}
 
 

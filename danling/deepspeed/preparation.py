@@ -218,8 +218,8 @@ class EngineModelStates(ModelStates):
         engine = self.runner.engine
         if isinstance(state, EngineTag):
             # The engine reads its own tag; one of another stage or number of ranks is put together and divided anew.
-            same_ranks = state.world_size == self.runner.world_size or state.stage == 0
-            if state.stage == self.runner.zero_stage and same_ranks:
+            same_ranks = state.outline["world_size"] == self.runner.world_size or state.outline["stage"] == 0
+            if state.outline["stage"] == self.runner.zero_stage and same_ranks:
                 whole = not self.runner.run_state.excluded.mentions("optimizer")
                 with engines.single_writer(engine, HashingFiles(trust=bool(self.runner.config.checkpoint.trust))):
                     engine.load_checkpoint(str(state.path.parent), tag=state.path.name, load_optimizer_states=whole)

@@ -113,8 +113,6 @@ class ReplicaGroups:
 
     def _join(self) -> None:
         # Not before the first update: the lighthouse waits for a group that is there and does not ask, and so do the others.
-        if self._manager is not None:
-            return
         settings, group = self.settings, self._group
         timeout, patience = timedelta(seconds=self.timeout), timedelta(seconds=self.quorum_timeout)
         try:
@@ -166,40 +164,37 @@ class ReplicaGroups:
         """
         self._healed = False
         end = time.monotonic() + self.quorum_timeout
-        while not self._met(may_wait=time.monotonic() < end):
-            time.sleep(_LONGEST_PAUSE)
-        return self._healed
-
-    def _met(self, *, may_wait: bool) -> bool:
-        """Return whether there is a quorum; not where a group of another size is about to leave it."""
-        self._join()
-        try:
-            self._manager.start_quorum()
-        except (WaitAbandonedError, ReplicaSizeError):
-            self.leave()
-            raise
-        except OtherSizeMet as error:
-            # It ends with its own error; without it this group would wait for ranks that are not there.
-            self.leave()
-            logger.warning("A replica group of another size has come, and is refused; trying again without it.")
-            if self._group.size > 1:
-                may_wait = bool(self._group.all_reduce(torch.tensor([float(may_wait)]), "min").item())
-            if not may_wait:
-                raise QuorumError(
-                    "Expected replica groups of one size. Received: a group of another size that does not leave. Stop it, and "
-                    "start it again with as many processes as the others have."
-                ) from error
-            return False
-        except Exception as error:
-            if self._healing:
+        while True:
+            may_wait = time.monotonic() < end
+            try:
+                if self._manager is None:
+                    self._join()
+                self._manager.start_quorum()
+                return self._healed
+            except (WaitAbandonedError, ReplicaSizeError):
+                self.leave()
                 raise
-            asked = "the lighthouse" if self._group.rank == 0 else "rank 0 of this group, which asks the lighthouse"
-            raise QuorumError(
-                f"Expected {asked} at {self._lighthouse}, to name the replica groups of the next update within "
-                f"{self.quorum_timeout:g} seconds. Received: {error}. See that the lighthouse runs and that "
-                "all ranks of this group do, and start what has ended again: it goes on from the last checkpoint."
-            ) from error
-        return True
+            except OtherSizeMet as error:
+                # It ends with its own error; without it this group would wait for ranks that are not there.
+                self.leave()
+                logger.warning("A replica group of another size has come, and is refused; trying again without it.")
+                if self._group.size > 1:
+                    may_wait = bool(self._group.all_reduce(torch.tensor([float(may_wait)]), "min").item())
+                if not may_wait:
+                    raise QuorumError(
+                        "Expected replica groups of one size. Received: a group of another size that does not leave. Stop it, and "
+                        "start it again with as many processes as the others have."
+                    ) from error
+            except Exception as error:
+                if self._healing or isinstance(error, QuorumError):
+                    raise
+                asked = "the lighthouse" if self._group.rank == 0 else "rank 0 of this group, which asks the lighthouse"
+                raise QuorumError(
+                    f"Expected {asked} at {self._lighthouse}, to name the replica groups of the next update within "
+                    f"{self.quorum_timeout:g} seconds. Received: {error}. See that the lighthouse runs and that "
+                    "all ranks of this group do, and start what has ended again: it goes on from the last checkpoint."
+                ) from error
+            time.sleep(_LONGEST_PAUSE)
 
     def _heal(self, state: object) -> None:
         self._healing = True
