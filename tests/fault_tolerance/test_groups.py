@@ -1,4 +1,4 @@
-"""Replica groups with bare FSDP2 modules and no runner, and what a runner does around them without other groups."""
+"""Which replica groups fit together, and what a runner does around them without other groups."""
 
 from __future__ import annotations
 
@@ -9,120 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.replicas import Lighthouse, ReplicaGroup
 from support.toys import TracingRunner
-from torch import Tensor, nn
-from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import danling as dl
-from danling.config import RunnerConfig
-from danling.distributed import Domain
-from danling.mesh.fsdp import shard
 from danling.runners.state import RunnerState
-from danling.torchft import ReplicaGroups
 from danling.torchft.groups import (
     OtherSizeMet,
     ReplicaSizeError,
     address_towards,
     check_sizes,
 )
-from danling.utils.tensors import local_part, whole
 
 
-class Net(nn.Module):
-    """Two layers, and one that is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.idle = nn.Linear(5, 3), nn.Linear(3, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.second(torch.tanh(self.first(x)))
-        return output
-
-
-def loss_of(model: nn.Module, place: int) -> Tensor:
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(place))
-    loss: Tensor = model(x).square().sum()
-    return loss
-
-
-def one_update(group: int) -> dict[str, Any]:
-    """Backward on a shard of the model, add over the groups, and return the whole gradients."""
-    dist.init_process_group("gloo")
-    model, mesh = Net(), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    shard(model, mesh, [model.first, model.second, model.idle])
-    parameters = list(model.parameters())
-    if group != dist.get_rank():
-        # At the first step rank 0 takes the weights of group 0, and rank 1 those of group 1.
-        with torch.no_grad():
-            for parameter in parameters:
-                local_part(parameter).zero_()
-    received: list[Any] = []
-
-    class Shards(ReplicaGroups):
-        def sent_state(self) -> list[Tensor]:
-            return [local_part(parameter.detach()) for parameter in parameters]
-
-        def take_over(self, state: list[Tensor]) -> None:
-            received.append(len(state))
-            with torch.no_grad():
-                for parameter, part in zip(parameters, state, strict=True):
-                    local_part(parameter).copy_(part)
-
-    ft = {"replica_id": group, "group_size": 2, "min_replica_size": 2}
-    replicas = Shards(RunnerConfig({"ft": ft}), Domain())
-    committed = False
-    while not committed:
-        model.zero_grad()
-        healed = replicas.open()
-        (2.0 * loss_of(model, 2 * group + dist.get_rank())).backward()
-        # The last layer has no gradient anywhere, the first bias none here.
-        if group == 1:
-            parameters[1].grad = None
-        present = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
-        holders = replicas.all_reduce(present).tolist()
-        replicas.reduce_gradients(parameters, [count > 0 for count in holders], 0.5)
-        committed = replicas.commit()
-    found = [None if parameter.grad is None else whole(parameter.grad).clone() for parameter in parameters]
-    step = replicas.state_dict()["step"]
-    replicas.leave()
-    assert replicas.state_dict()["step"] == step == 1
-    dist.destroy_process_group()
-    return {"gradients": found, "healed": healed, "received": received}
-
-
-def test_shards_are_added_over_the_groups_and_healed() -> None:
-    pytest.importorskip("torchft", reason="torchft is not installed")
-    model = Net()
-    parameters = list(model.parameters())
-    expected: list[Tensor | None] = [None] * len(parameters)
-    for place in range(4):
-        model.zero_grad()
-        loss_of(model, place).backward()
-        for index, parameter in enumerate(parameters):
-            if parameter.grad is not None and not (index == 1 and place >= 2):
-                before = expected[index]
-                expected[index] = parameter.grad.clone() if before is None else before + parameter.grad
-    with (
-        Lighthouse() as lighthouse,
-        ReplicaGroup(one_update, 0, world_size=2, lighthouse=lighthouse) as first,
-        ReplicaGroup(one_update, 1, world_size=2, lighthouse=lighthouse) as second,
-    ):
-        ended = [*first.values(), *second.values()]
-    assert sum(len(rank["received"]) for rank in ended) >= 2
-    for rank in ended:
-        for found, wanted in zip(rank["gradients"], expected, strict=True):
-            assert (found is None) == (wanted is None)
-            if found is not None:
-                torch.testing.assert_close(found, wanted)
-
-
-def test_the_way_to_the_lighthouse_gives_the_address_of_this_machine(tmp_path: Path) -> None:
-    assert address_towards("http://127.0.0.1:29510") == "127.0.0.1"
-    assert address_towards("localhost:29510") == "127.0.0.1"
+def test_the_way_to_the_lighthouse_gives_the_address_of_this_machine() -> None:
+    assert address_towards("http://127.0.0.1:29510") == address_towards("localhost:29510") == "127.0.0.1"
     with pytest.raises(ValueError, match="29510"):
         address_towards("nowhere")
 

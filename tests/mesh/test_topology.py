@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
-import torch
-from support.processes import run_processes
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from danling.distributed import LaunchEnvironment, LocalDomain, init_process_group
+from danling.distributed import LocalDomain
 from danling.mesh import Topology
 from danling.mesh.axes import AXES
 
@@ -70,22 +66,18 @@ def test_axes_of_one_cost_no_communicator() -> None:
         assert topology.mesh("replicate", "shard") is not None
         assert topology.group("replicate", "shard") is topology.group("shard", "context")
     assert sizes == [2, 4]
-
-
-def test_a_domain_over_two_axes_is_one_flattened_group() -> None:
     with fake_world(0, 8), counted_groups() as sizes:
         topology = Topology({"replicate": 2, "shard": 2, "tensor": 2})
         assert topology.data.size == 4
         assert topology.group("shard", "replicate") is topology.data.group
-    assert sizes == [2, 2, 2, 4]
-
-
-def test_pure_data_parallel_uses_the_default_group() -> None:
+    assert sizes == [2, 2, 2, 4], "several axes are one flattened group"
     with fake_world(1, 8), counted_groups() as sizes:
         topology = Topology({"replicate": 2, "shard": 4})
-        assert topology.data.group is dist.group.WORLD
-        assert topology.data.rank == 1
+        assert topology.data.group is dist.group.WORLD and topology.data.rank == 1
     assert sizes == [2, 4]
+    with fake_world(0, 8), counted_groups() as sizes, pytest.raises(ValueError, match="world size 8"):
+        Topology({"shard": 3})
+    assert sizes == []
 
 
 def test_without_data_axes_every_rank_reads_the_same() -> None:
@@ -104,32 +96,6 @@ def test_views_are_named_and_ordered() -> None:
         assert only is not None and only.mesh_dim_names == ("shard",)
         with pytest.raises(ValueError, match="Did you mean 'tensor'"):
             topology.mesh("tensro")
-
-
-def test_what_does_not_fit_makes_no_group() -> None:
-    with fake_world(0, 8), counted_groups() as sizes, pytest.raises(ValueError, match="world size 8"):
-        Topology({"shard": 3})
-    assert sizes == []
-
-
-def sums_over_domains(degrees: dict[str, int]) -> dict[str, Any]:
-    init_process_group(LaunchEnvironment.read(), torch.device("cpu"))
-    topology = Topology(degrees)
-    rank = int(os.environ["RANK"])
-    found: dict[str, Any] = {"data": topology.data.gather_objects(rank), "all": topology.optimizer.gather_objects(rank)}
-    for axis in topology.axes.active:
-        found[axis] = topology.domain(axis).all_reduce(torch.tensor([1 << rank])).item()
-        assert found[axis] == sum(1 << other for other in topology.ranks(axis))
-    assert found["data"] == topology.ranks("replicate", "shard")
-    dist.destroy_process_group()
-    return found
-
-
-def test_real_processes_reduce_over_their_domains() -> None:
-    ranks = run_processes(sums_over_domains, {"shard": 2, "tensor": -1}, world_size=4)
-    assert [rank["data"] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert all(rank["all"] == [0, 1, 2, 3] for rank in ranks)
-    assert [rank["tensor"] for rank in ranks] == [3, 3, 12, 12]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import hostile
-from support.processes import run_outcomes, run_processes
+from support.processes import run_processes
 from support.stacks import UNSAVED, AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
 from support.toys import differences
 
@@ -86,13 +86,6 @@ def test_groups_of_parameters_train_and_their_state_is_told(tmp_path: Path) -> N
             for name, entry in reference["optimizer"]["state"].items():
                 moment = found["state"]["optimizer"]["state"][name]["exp_avg"]
                 torch.testing.assert_close(moment, entry["exp_avg"], rtol=1e-4, atol=1e-6)
-
-
-@needs_deepspeed
-def test_an_optimizer_that_looks_at_shapes_is_refused(tmp_path: Path) -> None:
-    config = settings(tmp_path, deepspeed=zero(1), optim={"type": "adafactor", "lr": 1e-2})
-    (outcome,) = run_outcomes(train, config, world_size=1, timeout=60)
-    assert "Received: Adafactor" in str(outcome.error)
 
 
 def finetuned(config: dict[str, Any], source: str) -> dict[str, torch.Tensor]:
@@ -213,9 +206,7 @@ def without_launcher(root: Path) -> dict[str, Any]:
         os.environ.pop(name, None)
     found: dict[str, Any] = {}
     cases: dict[str, dict[str, Any]] = {
-        "contradiction": {"deepspeed": {"gradient_accumulation_steps": 5}},
         "schedules": {"deepspeed": {"scheduler": {"type": "WarmupLR"}}},
-        "no section": {"deepspeed": {"zero_optimization": True}},
         "criterion": {"deepspeed": zero(0)},
     }
     for name, changes in cases.items():
@@ -242,10 +233,7 @@ def without_launcher(root: Path) -> dict[str, Any]:
 @pytest.mark.timeout(120)
 def test_without_a_launcher_and_what_is_refused(tmp_path: Path) -> None:
     (found,) = run_processes(without_launcher, tmp_path, world_size=1, timeout=100)
-    assert "deepspeed.gradient_accumulation_steps=5" in found["contradiction"]
-    assert "accum_steps=2" in found["contradiction"]
     assert "scheduler.type='cosine'" in found["schedules"]
-    assert "deepspeed.zero_optimization" in found["no section"]
     assert "CrossEntropyLoss" in found["criterion"]
     assert "0.weight" in found["thaw"]
     assert any(line.startswith("checkpoint.async_mode=") for line in found["idle"])

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.torchft.groups import QuorumError
+from danling.utils.tensors import whole
 
 needs_torchft = pytest.mark.usefixtures("_torchft")
 
@@ -143,7 +144,23 @@ def test_a_commit_that_fails_changes_nothing(tmp_path: Path) -> None:
 # One gradient over all groups
 
 
-class Uneven(dl.TorchRunner):
+class Branched(nn.Module):
+    """Has a layer that nothing uses, and one that the second half of all ranks uses."""
+
+    uses_extra = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.extra, self.idle = nn.Linear(8, 8), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        output: Tensor = self.last(hidden + self.extra(hidden) if self.uses_extra else hidden)
+        return output
+
+
+class Uneven(dl.Runner):
     """Batches whose targets are in part ignored, so that ranks and groups weigh differently."""
 
     not_saved = ("losses_seen",)
@@ -151,12 +168,17 @@ class Uneven(dl.TorchRunner):
     def __init__(self, config: dict[str, Any], reduction: str) -> None:
         super().__init__(config)
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        self.model = Branched().double()
+        place = self.config.ft.replica_id * self.world_size + self.rank
+        self.model.uses_extra = place >= 2 and self.config.dataloader.get("global_batch_size") is None
         self.criterion = nn.CrossEntropyLoss(reduction=reduction)
         inputs, targets = torch.randn(48, 5, dtype=torch.float64), torch.randint(3, (48,))
         targets[torch.rand(48) < 0.4] = -100
         self.datasets = {"train": TensorDataset(inputs, targets)}
         self.losses_seen: list[float] = []
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        return {**super().ddp_kwargs(), "find_unused_parameters": True}  # type: ignore[misc]
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         self.meters.update({"counted": float((data[1] >= 0).double().mean())}, len(data[1]))
@@ -170,29 +192,36 @@ class Uneven(dl.TorchRunner):
 
 
 def train_uneven(
-    root: Path, group: int | None, batches: dict[str, Any], reduction: str
+    root: Path, group: int | None, batches: dict[str, Any], reduction: str, stack: str
 ) -> tuple[dict[str, Tensor], list[float], Any]:
     ft = {"enabled": group is not None, "replica_id": group or 0, "min_replica_size": 2}
     config = settings(root, steps=6, optim={"type": "sgd", "lr": 0.1}, scheduler={}, ft=ft, dataloader=batches)
+    config |= {"stack": stack, "fsdp": {"enabled": stack == "parallel"}}
     with Uneven(config, reduction) as runner:
         runner.train()
-        weights = {name: value.clone() for name, value in runner.model_state_dict().items()}
+        weights = {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
         return weights, runner.losses_seen, runner.results
 
 
 @needs_torchft
 @pytest.mark.parametrize(
-    ("batches", "reduction", "world_size"),
-    [({"batch_size": 2}, "mean", 4), ({"batch_size": 2}, "sum", 4), ({"global_batch_size": 13}, "mean", 1)],
-    ids=["batch", "sum", "global batch"],
+    ("batches", "reduction", "stack", "world_size"),
+    [
+        ({"batch_size": 2}, "mean", "ddp", 4),
+        ({"batch_size": 2}, "sum", "parallel", 4),
+        ({"global_batch_size": 13}, "mean", "ddp", 1),
+    ],
+    ids=["batch", "sum of shards", "global batch"],
 )
-def test_groups_make_one_gradient(batches: dict[str, Any], reduction: str, world_size: int, tmp_path: Path) -> None:
+def test_groups_make_one_gradient(
+    batches: dict[str, Any], reduction: str, stack: str, world_size: int, tmp_path: Path
+) -> None:
     """Two groups train as one run of all their ranks: sums over the global weight, and never a mean of means.
 
     With `global_batch_size` as one process, of whose 13 samples four ranks get 4, 3, 3 and 3.
     """
-    asked = (batches, reduction)
-    expected, losses, figures = run_processes(train_uneven, tmp_path / "one", None, *asked, world_size=world_size)[0]
+    one = run_processes(train_uneven, tmp_path / "one", None, batches, reduction, "ddp", world_size=world_size)
+    (expected, losses, figures), asked = one[0], (batches, reduction, stack)
     with (
         Lighthouse() as lighthouse,
         ReplicaGroup(train_uneven, tmp_path / "two", 0, *asked, world_size=2, lighthouse=lighthouse) as first,
