@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .groups import QuorumError, ReplicaGroups
+from .groups import QuorumError
 from .member import ReplicaMember
 
-__all__ = ["QuorumError", "ReplicaGroups", "ReplicaMember"]
+__all__ = ["QuorumError", "ReplicaMember"]

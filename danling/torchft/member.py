@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.utils._pytree import tree_map_only
 
 from danling.checkpoints.manager import convert
 from danling.distributed import StepTotals
 from danling.training.reduction import GradientReduction
 from danling.training.run_state import StatePart
 from danling.utils.locks import FileLock
-from danling.utils.tensors import local_part, with_local_part
+from danling.utils.tensors import bucketed, flattened, local_part, scatter, with_local_part
 
-from .groups import ReplicaGroups
+from .groups import (
+    LIGHTHOUSE,
+    OtherSizeMet,
+    QuorumError,
+    ReplicaSizeError,
+    WaitAbandonedError,
+    address_towards,
+    host_and_port,
+    make_manager,
+    process_group,
+    transport,
+)
 from .positions import position_owner
 
 if TYPE_CHECKING:
@@ -25,19 +44,110 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("danling")
 
+_PAUSE = 0.1
+_LONGEST_PAUSE = 1.0
+"""Seconds before an update is tried again."""
 
-class ReplicaMember(ReplicaGroups):
-    """The replica group of a runner with `ft.enabled`. Construct, and call every method, on all ranks of the group."""
+
+class ReplicaMember:
+    """The replica group of a runner with `ft.enabled`: what a process says to the processes of its rank in the other groups.
+
+    An update is `open_update`, forward and backward, the sums over the groups, and `commit_update`. Until that returns True nothing may
+    change. Errors of a collective are kept until then: they make this update fail, on all ranks of the group. Which groups take
+    part is agreed anew, and before the forward begins, in each `open_update`: a healed group takes part at once with the weights of the
+    others, and the state that is sent is not being changed.
+
+    Construct, and call every method, on all ranks of the group.
+
+    Attributes:
+        failures: Updates in a row that were not committed.
+
+    Raises:
+        ImportError: If torchft is not installed.
+        ValueError: If the environment does not name a lighthouse.
+        QuorumError: If nothing answers at its address.
+    """
 
     def __init__(self, runner: TorchRunner) -> None:
-        super().__init__(runner.config, runner.world)
+        try:
+            import torchft  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                f"Expected torchft to be installed for ft.enabled. Received: {error}. Install it with `pip install torchft-nightly`."
+            ) from error
         self._runner = runner
-        self._is_open = self._has_joined = False
+        ft = self.settings = runner.config.ft
+        # The other groups may be evaluating or saving.
+        self.timeout = ft.process_group_timeout_ms / 1000
+        self.quorum_timeout = max(self.timeout, runner.config.comm.train_timeout_seconds or 60.0)
+        self.failures = 0
+        self._lighthouse = os.environ.get(LIGHTHOUSE, "")
+        if not self._lighthouse:
+            raise ValueError(
+                f"Expected {LIGHTHOUSE} to hold the address of a lighthouse, such as http://127.0.0.1:29510. Received: nothing. Start one "
+                f"with `torchft_lighthouse --min_replicas 1` and set {LIGHTHOUSE} for every replica group."
+            )
+        try:
+            socket.create_connection(host_and_port(self._lighthouse), timeout=self.timeout).close()
+        except OSError as error:
+            raise self._unreached(error) from error
+        self._device = runner.world.device if ft.process_group == "nccl" else torch.device("cpu")
+        self._manager: Any = None
+        self._process_group: Any = None
+        self._store: TCPStore | None = None
+        self._counts = {"step": 0, "batches_committed": 0}
+        self._healed = self._healing = self._is_open = self._has_joined = False
         self._take_back: Callable[[], None] | None = None
         self._writer: FileLock | None = None
 
-    def asked_to_stop(self) -> bool:
-        return self._runner._session.asked_to_stop()
+    def _unreached(self, error: Exception) -> QuorumError:
+        return QuorumError(
+            f"Expected a lighthouse of TorchFT at {self._lighthouse}. Received: {error}. Start one with "
+            f"`torchft_lighthouse --min_replicas 1`, and set {LIGHTHOUSE} to its address."
+        )
+
+    def _join(self) -> None:
+        # Not before the first update: the lighthouse waits for a group that is there and does not ask, and so do the others.
+        settings, group = self.settings, self._runner.world
+        timeout, patience = timedelta(seconds=self.timeout), timedelta(seconds=self.quorum_timeout)
+        try:
+            host = address_towards(self._lighthouse)
+            # Its own store for every attempt: that of the launcher may still hold the addresses of an earlier one.
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if group.rank == 0 else None
+            address, port = group.broadcast_object((host, self._store.port if self._store is not None else 0))
+            self._process_group = process_group(settings.process_group, timeout)
+            self._manager = make_manager(
+                self.keeps_waiting,
+                pg=self._process_group,
+                load_state_dict=self._heal,
+                state_dict=lambda: self.sent_state(),
+                min_replica_size=settings.min_replica_size,
+                # Before the forward: a healed group then takes part at once, and a state that is sent is not being changed.
+                use_async_quorum=False,
+                timeout=timeout,
+                quorum_timeout=patience,
+                connect_timeout=timeout,
+                rank=group.rank,
+                world_size=group.size,
+                store_addr=address,
+                store_port=port,
+                lighthouse_addr=self._lighthouse,
+                replica_id=f"replica-{settings.replica_id:06d}-ranks-{group.size}",
+                hostname=host,
+                checkpoint_transport=transport(host, patience),
+            )
+        except Exception as error:
+            raise self._unreached(error) from error
+        self._manager.load_state_dict(dict(self._counts))
+
+    def keeps_waiting(self, waits: bool) -> bool:
+        """Return whether a rank of this group still waits for the quorum. Call on all ranks of the group."""
+        stops = waits and self._runner._session.asked_to_stop()
+        votes = torch.tensor([float(waits), float(stops)], dtype=torch.float64)
+        waiting, stopping = self._runner.world.all_reduce(votes).tolist()
+        if stopping:
+            raise WaitAbandonedError
+        return bool(waiting)
 
     # One update
 
@@ -54,7 +164,7 @@ class ReplicaMember(ReplicaGroups):
         if self._is_open:
             return False
         begins = self.state_dict()["step"] == 0
-        replaced = self.open()
+        replaced = self._meet()
         self._is_open = True
         if begins:
             replaced = self._begin_alike(replaced)
@@ -63,6 +173,52 @@ class ReplicaMember(ReplicaGroups):
             replaced = self._catch_up() or replaced
         self._take_back = self._runner._parts.recompute.remember()
         return replaced
+
+    def _meet(self) -> bool:
+        """Agree with the other groups on who takes part in the next update; return whether this rank was given the state of another."""
+        self._healed = False
+        end = time.monotonic() + self.quorum_timeout
+        while True:
+            may_wait = time.monotonic() < end
+            try:
+                if self._manager is None:
+                    self._join()
+                self._manager.start_quorum()
+                return self._healed
+            except (WaitAbandonedError, ReplicaSizeError):
+                self.leave()
+                raise
+            except OtherSizeMet as error:
+                # It ends with its own error; without it this group would wait for ranks that are not there.
+                self.leave()
+                logger.warning("A replica group of another size has come, and is refused; trying again without it.")
+                if self._runner.world.size > 1:
+                    may_wait = bool(self._runner.world.all_reduce(torch.tensor([float(may_wait)]), "min").item())
+                if not may_wait:
+                    raise QuorumError(
+                        "Expected replica groups of one size. Received: a group of another size that does not leave. Stop it, and "
+                        "start it again with as many processes as the others have."
+                    ) from error
+            except Exception as error:
+                if self._healing or isinstance(error, QuorumError):
+                    raise
+                asked = (
+                    "the lighthouse"
+                    if self._runner.world.rank == 0
+                    else "rank 0 of this group, which asks the lighthouse"
+                )
+                raise QuorumError(
+                    f"Expected {asked} at {self._lighthouse}, to name the replica groups of the next update within "
+                    f"{self.quorum_timeout:g} seconds. Received: {error}. See that the lighthouse runs and that "
+                    "all ranks of this group do, and start what has ended again: it goes on from the last checkpoint."
+                ) from error
+            time.sleep(_LONGEST_PAUSE)
+
+    def _heal(self, state: object) -> None:
+        self._healing = True
+        # The tensors are in the bytes that were received, which must not be written to.
+        self.take_over(tree_map_only(Tensor, torch.clone, state))
+        self._healing, self._healed = False, True
 
     def _begin_alike(self, healed: bool) -> bool:
         # At step 0 TorchFT lets each rank copy weights from any group, so ranks of one group may copy from different ones.
@@ -90,25 +246,117 @@ class ReplicaMember(ReplicaGroups):
         """Return the reduction of this group's stack, extended by the sum over the groups."""
         return cast(GradientReduction, ReplicatedReduction(reduction, self))
 
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the groups that take part, in place, and return it; after an error it holds anything.
+
+        Args:
+            tensor: Contiguous, of any shape.
+        """
+        moved = tensor.to(self._device)
+        self._manager.allreduce(moved, reduce_op=dist.ReduceOp.SUM).wait()
+        return tensor if moved is tensor else tensor.copy_(moved)
+
+    def reduce_gradients(
+        self, parameters: Sequence[nn.Parameter], present: Sequence[bool], factor: float | Tensor = 1.0
+    ) -> None:
+        """Sum gradients, or the shards of them that this rank holds, over the groups that take part.
+
+        Args:
+            parameters: The same ones in every group.
+            present: Which of them have a gradient in any group; where this one has none, it is zero.
+            factor: What the gradients of this group are multiplied with first.
+        """
+        held = [parameter for parameter, there in zip(parameters, present, strict=True) if there]
+        for parameter in held:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local_part(parameter.grad) for parameter in held if parameter.grad is not None]
+        for bucket in bucketed(gradients):
+            flat = flattened(bucket)
+            if not (isinstance(factor, float) and factor == 1.0):
+                flat.mul_(factor)
+            scatter(self.all_reduce(flat), bucket)
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their means over the groups that take part."""
+        for bucket in bucketed(tensors):
+            scatter(self.all_reduce(flattened(bucket)).div_(self.num_participants), bucket)
+
+    def sum_totals(self, totals: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        """Add sums and weights by name over the groups that took part in the last update. Between two updates.
+
+        Returns:
+            The sums; those of this group where a group has gone meanwhile, or they have other names.
+        """
+        if not self.num_participants:
+            return totals
+        names, found = sorted(totals), totals
+        mine = [1.0, float(len(names)), float(crc32("\0".join(names).encode()))]
+        groups, *shared = self.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        if names and not self._manager.errored() and shared == [groups * figure for figure in mine[1:]]:
+            figures = self.all_reduce(torch.tensor([totals[name] for name in names], dtype=torch.float64))
+            if not self._manager.errored():
+                found = {name: (total, weight) for name, (total, weight) in zip(names, figures.tolist())}
+        # All ranks of the group use rank 0's result, since they may meet different errors.
+        shared_by_all: dict[str, tuple[float, float]] = self._runner.world.broadcast_object(found)
+        return shared_by_all
+
     def commit_update(self, step: int) -> bool:
-        """Return whether the open update may be made; if not, everything is as it was before it."""
+        """Return whether the open update may be made; if not, everything is as it was before it.
+
+        It may where no rank of this group met an error, and enough groups took part.
+        """
         self._is_open, committed = False, False
         try:
-            committed = self.commit()
+            committed = bool(self._manager.should_commit())
         finally:
             if not committed and self._take_back is not None:
                 self._take_back()
-        if not committed:
-            logger.warning("The replica groups did not commit update %d (failure %d); again.", step, self.failures)
-        return committed
+        self.failures = 0 if committed else self.failures + 1
+        if committed:
+            return True
+        limit = self._runner.config.max_skipped_updates
+        if limit is not None and self.failures > limit:
+            error = self._manager.errored()
+            reason = f"{self.num_participants} replica groups of {self.settings.min_replica_size}"
+            last = error.original_exception if error is not None else reason
+            raise QuorumError(
+                f"Expected an update to be committed after at most {limit} attempts. Received: {self.failures} failures in a row, the "
+                f"last one: {last}. Look at the network between the replica groups, raise "
+                "ft.process_group_timeout_ms, or lower ft.min_replica_size."
+            )
+        logger.warning("The replica groups did not commit update %d (failure %d); again.", step, self.failures)
+        # The next attempt is of no use before the lighthouse has noticed a death, or a group has come.
+        time.sleep(min(_PAUSE * self.failures, _LONGEST_PAUSE))
+        return False
 
-    def sum_totals(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-        """Add sums and weights by name over the groups that take part, alike on all ranks of the group."""
-        if not self.num_participants:
-            return dict(totals)
-        # All ranks of the group use rank 0's result, since they may meet different errors.
-        shared: dict[str, tuple[float, float]] = self._runner.world.broadcast_object(super().sum_totals(totals))
-        return shared
+    # Membership
+
+    @property
+    def num_participants(self) -> int:
+        """Groups that take part in the open update, or took part in the last one; 0 before the first."""
+        return int(self._manager.num_participants()) if self._manager is not None else 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many updates were committed, and how many by one group each: `{"step": ..., "batches_committed": ...}`."""
+        if self._manager is not None:
+            self._counts = {name: int(value) for name, value in self._manager.state_dict().items()}
+        return dict(self._counts)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a checkpoint. Groups at different steps heal from one that is ahead."""
+        self._counts = dict(state)
+        if self._manager is not None:
+            self._manager.load_state_dict(dict(state))
+
+    def leave(self) -> None:
+        """Leave the other groups, which go on without this one; the next `open` joins them again."""
+        self.state_dict()
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.shutdown(wait=False)
+            self._process_group.shutdown()
+            self._process_group = self._store = None
 
     # Checkpoints
 
@@ -168,6 +416,7 @@ class ReplicaMember(ReplicaGroups):
         return converted
 
     def take_over(self, state: Mapping[str, Any]) -> None:
+        """Take over what `sent_state` returned on the same rank of another group. Called on every rank of the group that heals."""
         runner = self._runner
         elastic, reference = copy(runner.state.elastic), runner.window.agreed_reference
         runner.run_state.load_components(self._laid_out(state), frozenset())

@@ -178,7 +178,7 @@ class Uneven(dl.Runner):
         self.losses_seen: list[float] = []
 
     def ddp_kwargs(self) -> dict[str, Any]:
-        return {**super().ddp_kwargs(), "find_unused_parameters": True}  # type: ignore[misc]
+        return {**super().ddp_kwargs(), "find_unused_parameters": True}
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         self.meters.update({"counted": float((data[1] >= 0).double().mean())}, len(data[1]))
