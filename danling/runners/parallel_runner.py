@@ -108,7 +108,7 @@ class ParallelRunner(TorchRunner):
         return Topology(degrees, device=self.device, mesh_device_type=self.config.parallel.mesh_device_type)
 
     def init_model_parallel_groups(self) -> None:
-        """Override it to make process groups of your own, right after the mesh is built; the default makes none."""
+        """Override it to make more process groups, right after the mesh is built; the default makes none."""
 
     def degree(self, *axes: str) -> int:
         """Return the degree of an axis, or the product over several. No communication: may be called on one rank."""
