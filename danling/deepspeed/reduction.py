@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +18,6 @@ from . import engine as engines
 
 if TYPE_CHECKING:
     from danling.runners.deepspeed_runner import DeepSpeedRunner
-
-
-class _Holders:
-    """What a gradient scaler asks of an optimizer, around the shares of a gradient."""
-
-    def __init__(self, holders: list[Tensor]) -> None:
-        self.param_groups = [{"params": holders}]
 
 
 class EngineReduction(GradientReduction):
@@ -88,7 +82,7 @@ class EngineReduction(GradientReduction):
         holders = [torch.empty_like(gradient) for gradient in shown]
         for holder, gradient in zip(holders, shown):
             holder.grad = gradient
-        scaler.unscale_(_Holders(holders))  # type: ignore[arg-type]
+        scaler.unscale_(SimpleNamespace(param_groups=[{"params": holders}]))  # type: ignore[arg-type]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         if not self.is_divided:

@@ -110,10 +110,6 @@ class ParallelRunner(TorchRunner):
     def init_model_parallel_groups(self) -> None:
         """Override it to make more process groups, right after the mesh is built; the default makes none."""
 
-    def degree(self, *axes: str) -> int:
-        """Return the degree of an axis, or the product over several. No communication: may be called on one rank."""
-        return self.topology.degree(*axes)
-
     def build_preparation(self) -> MeshPreparation:
         return MeshPreparation(self)
 
@@ -121,7 +117,7 @@ class ParallelRunner(TorchRunner):
 
     def materialize_model(self) -> None:
         """Cut, transform, checkpoint, compile, shard and initialise the model, in this order."""
-        is_cut = self.degree("pipeline") > 1
+        is_cut = self.topology.degree("pipeline") > 1
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         check_meta(self.model)
         self._check_micro_batches()
@@ -132,7 +128,7 @@ class ParallelRunner(TorchRunner):
         for part in parts:
             if not is_meta(part):
                 part.to(self.device)
-            if any(self.degree(axis) > 1 for axis in axes_with(needs_transform=True)):
+            if any(self.topology.degree(axis) > 1 for axis in axes_with(needs_transform=True)):
                 self.parallelize_model(part)
         self._check_divided(parts)
         for part in parts:
@@ -163,7 +159,7 @@ class ParallelRunner(TorchRunner):
     def _check_micro_batches(self) -> None:
         """Refuse a setting that no full batch can be cut by; the last batch of an epoch is cut as it comes."""
         settings = self.config.parallel
-        if self.degree("pipeline") == 1 or self.batch_size is None:
+        if self.topology.degree("pipeline") == 1 or self.batch_size is None:
             return
         for split in self.train_splits:
             division = self._data.division(split)
@@ -186,7 +182,7 @@ class ParallelRunner(TorchRunner):
         if self.config.compile.enable:
             # Block by block: one graph serves all, and FSDP's hooks stay outside.
             self.compile_modules(self._blocks(part) or [part])
-        if self.degree("shard") > 1:
+        if self.topology.degree("shard") > 1:
             mesh, blocks = self.topology.mesh("replicate", "shard"), self._blocks(part)
             assert mesh is not None
             for root in self._sharded_roots(part):
@@ -206,7 +202,7 @@ class ParallelRunner(TorchRunner):
     def _blocks(self, part: nn.Module) -> list[nn.Module]:
         """Return the modules of a part that are sharded, compiled and recomputed one by one."""
         wanted = self.config.fsdp.blocks
-        if wanted is not None and self.degree("pipeline") > 1:
+        if wanted is not None and self.topology.degree("pipeline") > 1:
             # Other stages have other blocks.
             present = {name for name, _ in part.named_modules()} | {type(module).__name__ for module in part.modules()}
             wanted = [name for name in wanted if name in present]
@@ -222,7 +218,9 @@ class ParallelRunner(TorchRunner):
         transform = getattr(model, "parallelize", None)
         if not callable(transform):
             active = ", ".join(
-                f"{axis}={self.degree(axis)}" for axis in axes_with(needs_transform=True) if self.degree(axis) > 1
+                f"{axis}={self.topology.degree(axis)}"
+                for axis in axes_with(needs_transform=True)
+                if self.topology.degree(axis) > 1
             )
             raise ValueError(
                 f"Expected a model that knows how to be divided over {active}. Received: {type(model).__name__} without a method "
@@ -232,7 +230,9 @@ class ParallelRunner(TorchRunner):
 
     def _check_divided(self, parts: Sequence[nn.Module]) -> None:
         """Refuse an axis over which nothing was divided: its ranks would all do the same work."""
-        wanted = [axis for axis in axes_with(divides_parameters=True, needs_transform=True) if self.degree(axis) > 1]
+        wanted = [
+            axis for axis in axes_with(divides_parameters=True, needs_transform=True) if self.topology.degree(axis) > 1
+        ]
         if not wanted:
             return
         mine = {axis for part in parts for parameter in part.parameters() for axis in mesh_axes(parameter)}
@@ -265,7 +265,7 @@ class ParallelRunner(TorchRunner):
         if offload is not None:
             kwargs["offload_policy"] = offload
         reshard = self.config.fsdp.reshard_after_forward
-        if self.degree("pipeline") > 1:
+        if self.topology.degree("pipeline") > 1:
             if reshard:
                 # Replicas with other numbers of micro-batches would wait for ever, and zero-bubble schedules give wrong gradients.
                 raise ValueError(
@@ -354,7 +354,7 @@ class ParallelRunner(TorchRunner):
         asked = self.config.checkpoint.backend
         if asked != "file":
             return manager_named("dcp" if asked == "auto" else asked)
-        if self.topology.axes.world_size != self.degree(*axes_with(divides_parameters=False)):
+        if self.topology.axes.world_size != self.topology.degree(*axes_with(divides_parameters=False)):
             raise ValueError(
                 "Expected checkpoint.backend='dcp' where parameters are divided. Received: checkpoint.backend='file', "
                 f"{self.topology.axes.describe()}. Unset it; the export of the weights, checkpoint.last_save_model_only, can be converted "
@@ -372,7 +372,7 @@ class ParallelRunner(TorchRunner):
         if data is PLACEHOLDER:
             return data
         data = super().to_device(data)
-        return self.split_context(data) if self.degree("context") > 1 else data
+        return self.split_context(data) if self.topology.degree("context") > 1 else data
 
     def split_context(self, data: Any) -> Any:
         """Return this rank's stretch of every sequence; override it where dimension 1 is not the sequence."""
@@ -392,7 +392,7 @@ class ParallelRunner(TorchRunner):
             self.placement.optimizer,
             self.data_domain,
             blind=self.pipeline is not None and self.pipeline.has_blind_ranks,
-            collective_forward=self.degree(*axes_with(forward_communicates=True)) > 1,
+            collective_forward=self.topology.degree(*axes_with(forward_communicates=True)) > 1,
         )
 
     # One update

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.utils._pytree import tree_map_only
 
 from danling.checkpoints.manager import convert
+from danling.config import RunnerConfig
 from danling.distributed import StepTotals
 from danling.training.reduction import GradientReduction
 from danling.training.run_state import StatePart
@@ -37,7 +38,6 @@ from .groups import (
     process_group,
     transport,
 )
-from .positions import position_owner
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -47,6 +47,14 @@ logger = logging.getLogger("danling")
 _PAUSE = 0.1
 _LONGEST_PAUSE = 1.0
 """Seconds before an update is tried again."""
+
+
+def position_owner(config: RunnerConfig) -> str | None:
+    """Return the name of the replica group that saves its own position: each one does; `None` without groups."""
+    settings, ft = config.checkpoint, config.ft
+    if (ft.enabled or settings.enable_ft_dataloader_checkpoints) and settings.ft_replica_id is not None:
+        return str(settings.ft_replica_id)
+    return str(ft.replica_id) if ft.enabled else None
 
 
 class ReplicaMember:

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.config import RunnerConfig
-from danling.torchft.positions import position_owner
+from danling.torchft.member import position_owner
 
 
 class Reader(dl.TorchRunner):
