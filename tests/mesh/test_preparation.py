@@ -146,9 +146,6 @@ def test_what_communicates_and_what_has_no_effect() -> None:
         dist.destroy_process_group()
     alone = MeshPreparation(runner_on(Topology({})))
     assert [line for line in alone.unused_settings() if "fsdp.reshard_after_forward" in line]
-    assert not [line for line in alone.unused_settings() if "activation_checkpointing" in line]
-    alone.recomputes = False
-    assert [line for line in alone.unused_settings() if "activation_checkpointing" in line]
     model = nn.Linear(2, 2)
     assert alone.whole_parameters(model.named_parameters()) is None
     with alone.whole_weights(model, modify=True):

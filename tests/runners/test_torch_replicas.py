@@ -47,10 +47,6 @@ def settings(root: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-AT_THE_END: dict[str, Any] = {"checkpoint": {"interval": 8}}
-"""Evaluated and saved once: not after every update, as a twentieth of so few would be."""
-
-
 class Toy(dl.Runner):
     """A small classifier."""
 
@@ -65,19 +61,11 @@ class Toy(dl.Runner):
 
 
 @needs_torchft
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ft": {"replica_id": 2}}, r"ft\.replica_id=2, ft\.group_size=2"),
-        ({}, "TORCHFT_LIGHTHOUSE"),
-    ],
-)
-def test_a_wrong_place_is_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
-    with pytest.raises(ValueError, match=message):
-        Toy(settings(tmp_path, **changes))
+    for ft, message in (({"replica_id": 2}, r"ft\.replica_id=2, ft\.group_size=2"), ({}, "TORCHFT_LIGHTHOUSE")):
+        with pytest.raises(ValueError, match=message):
+            Toy(settings(tmp_path, ft=ft))
     assert not list(tmp_path.rglob("*.yaml"))
 
 
@@ -236,36 +224,6 @@ def test_groups_make_one_gradient(
         assert list(results) == list(figures) == [1, 2, 3, 4, 5, 6]
         for index, result in figures.items():
             assert results[index]["train"] == pytest.approx(result["train"], rel=1e-9)
-
-
-def ids_of_updates(root: Path, grouped: bool) -> list[list[int]]:
-    config = settings(root, dataloader={"global_batch_size": 13}, ft={"enabled": grouped}, **AT_THE_END)
-    with TracingRunner(config) as runner:
-        runner.datasets.pop("val")
-        ids: list[list[int]] = []
-        step = runner.step
-
-        def noted() -> Any:
-            ids.append(list(runner.ids))
-            runner.ids.clear()
-            return step()
-
-        runner.step = noted  # type: ignore[method-assign]
-        runner.train()
-        return ids
-
-
-@needs_torchft
-def test_a_group_that_is_alone_reads_its_share_of_the_global_batch(tmp_path: Path) -> None:
-    """An update has `global_batch_size` samples when all groups are there; the share of one that is away is not read."""
-    (whole,) = run_processes(ids_of_updates, tmp_path / "one", False, world_size=1)
-    with (
-        Lighthouse() as lighthouse,
-        ReplicaGroup(ids_of_updates, tmp_path / "two", True, world_size=1, lighthouse=lighthouse) as group,
-    ):
-        (alone,) = group.values()
-    assert [len(ids) for ids in whole] == [13] * 8
-    assert alone == [ids[:7] for ids in whole]
 
 
 # The lighthouse
