@@ -50,10 +50,11 @@ class EnginePreparation(ModelPreparation):
 
     def trainables_changed(self, model: nn.Module) -> bool:
         """Refuse parameters that were frozen or unfrozen since the engine was built, where it divides the optimizer."""
-        changed = sorted(self.trained ^ trained_names(model)) if self.runner.zero_stage else []
+        stage = self.runner.engine_stage
+        changed = sorted(self.trained ^ trained_names(model)) if stage else []
         if changed:
             raise ValueError(
-                f"Expected the parameters that required a gradient when the engine was built, which are what ZeRO {self.runner.zero_stage} "
+                f"Expected the parameters that required a gradient when the engine was built, which are what ZeRO {stage} "
                 f"divides. Received: {', '.join(changed[:5])} frozen or unfrozen since ({len(changed)} in all). Set "
                 "deepspeed.zero_optimization.stage=0, or begin another run with them so in __init__, from these weights by `pretrained`."
             )
@@ -72,10 +73,10 @@ class EnginePreparation(ModelPreparation):
             yield
         if not modify:
             return
-        if self.world.size > 1 and self.runner.zero_stage < 3:
+        if self.world.size > 1 and self.runner.engine_stage < 3:
             for parameter in model.parameters():
                 self.world.broadcast(parameter.data)
-        if self.runner.zero_stage:
+        if self.runner.engine_stage:
             # ZeRO updates its own float32 copy of the weights, which would otherwise overwrite these at the next update.
             self.runner.engine.optimizer.refresh_fp32_params()
 
@@ -86,7 +87,7 @@ class EnginePreparation(ModelPreparation):
 
     @property
     def evaluates_together(self) -> bool:
-        return self.runner.zero_stage == 3 and self.world.size > 1
+        return self.runner.engine_stage == 3 and self.world.size > 1
 
     @contextmanager
     def averaged(self, ema: EMA) -> Iterator[None]:
@@ -157,7 +158,7 @@ class EngineModelStates(ModelStates):
     def model_state(self) -> dict[str, Any]:
         with self.runner.whole_weights():
             state = super().model_state()
-            if self.runner.zero_stage == 3:
+            if self.runner.engine_stage == 3:
                 state = {name: value.detach().clone() for name, value in state.items()}
         if self.runner.engine is not None and uses_bf16_weights(self.runner.given_settings):
             full_parameter = import_module("deepspeed.utils").safe_get_full_fp32_param
@@ -168,7 +169,7 @@ class EngineModelStates(ModelStates):
         return state
 
     def optimizer_state(self) -> dict[str, Any]:
-        if not self.runner.zero_stage:
+        if not self.runner.engine_stage:
             return super().optimizer_state()
         engine = self.runner.engine
         state = {name: engines.full_state(engine, parameter) for name, parameter in self._trained().items()}
@@ -176,10 +177,10 @@ class EngineModelStates(ModelStates):
 
     def outline(self) -> dict[str, Any]:
         """Return what the engine's files do not say by name: its stage and ranks, groups of parameters, and states that are no tensors."""
-        place = {"stage": self.runner.zero_stage, "world_size": self.runner.world_size}
+        place = {"stage": self.runner.engine_stage, "world_size": self.runner.world_size}
         if self.runner.optimizer is None:
             return place
-        scalars = engines.scalar_states(self.runner.engine) if self.runner.zero_stage else {}
+        scalars = engines.scalar_states(self.runner.engine) if self.runner.engine_stage else {}
         return {**place, "param_groups": self._named_groups(), "scalars": scalars}
 
     def _named_groups(self) -> list[dict[str, Any]]:
@@ -219,7 +220,7 @@ class EngineModelStates(ModelStates):
         if isinstance(state, EngineTag):
             # The engine reads its own tag; one of another stage or number of ranks is put together and divided anew.
             same_ranks = state.outline["world_size"] == self.runner.world_size or state.outline["stage"] == 0
-            if state.outline["stage"] == self.runner.zero_stage and same_ranks:
+            if state.outline["stage"] == self.runner.engine_stage and same_ranks:
                 whole = not self.runner.run_state.excluded.mentions("optimizer")
                 with engines.single_writer(engine, HashingFiles(trust=bool(self.runner.config.checkpoint.trust))):
                     engine.load_checkpoint(str(state.path.parent), tag=state.path.name, load_optimizer_states=whole)
@@ -228,7 +229,7 @@ class EngineModelStates(ModelStates):
             state = self._whole(consolidated_weights, state.path)
         with engines.gathered(engine, modify=True):
             super().load_model(state, partial=partial)
-        if self.runner.zero_stage:
+        if self.runner.engine_stage:
             engine.optimizer.refresh_fp32_params()
 
     def load_optimizer(self, state: Any) -> None:
@@ -236,7 +237,7 @@ class EngineModelStates(ModelStates):
             return
         if isinstance(state, EngineTag):
             state = self._whole(consolidated_optimizer, state.path, state.outline)
-        if self.runner.zero_stage:
+        if self.runner.engine_stage:
             self._load_divided(state)
         else:
             super().load_optimizer(state)

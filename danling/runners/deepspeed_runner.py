@@ -67,7 +67,7 @@ class DeepSpeedRunner(TorchRunner):
         return EnginePreparation(self)
 
     @property
-    def zero_stage(self) -> int:
+    def engine_stage(self) -> int:
         """The ZeRO stage of the engine; 0 without one. At 3 the weights are divided over the ranks."""
         return engines.zero_stage(self.engine)
 
