@@ -60,91 +60,6 @@ def equalize(topology: Topology, tensors: Iterable[Tensor]) -> None:
         scatter(flat, locals_)
 
 
-class ParameterCopies:
-    """The parameters of this rank, and the ranks that hold copies of them."""
-
-    def __init__(self, topology: Topology, parameters: Iterable[nn.Parameter]) -> None:
-        self.topology = topology
-        self.parameters = list(parameters)
-        degrees, cut = topology.axes, axes_with(cuts_modules=True)
-        self._copies = [degrees.world_size // degrees.degree(*cut, *divided_axes(p)) for p in self.parameters]
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        axes = self._axes_to_sum
-        self._buckets = bucketed((parameter for parameter in trained if axes(parameter)), axes)
-
-    def _axes_to_sum(self, parameter: Tensor) -> tuple[str, ...]:
-        # FSDP sums over its own mesh, which is the one with `shard`.
-        axes = mesh_axes(parameter)
-        reduced = axes if "shard" in axes else ()
-        return tuple(axis for axis in self.topology.active(*axes_with(sums_gradient=True)) if axis not in reduced)
-
-    @torch.no_grad()
-    def sum_gradients(self) -> None:
-        """Complete the gradients: sum them over the ranks that saw other samples or positions. Call on all ranks.
-
-        A parameter that got a gradient on some of the ranks gets the sum of these; one that got none keeps none.
-        """
-        self._complete_partial()
-        for parameters in self._buckets:
-            self._sum_bucket(self._axes_to_sum(parameters[0]), parameters)
-
-    def _complete_partial(self) -> None:
-        # Tensor parallelism may leave sums that are still to be made, such as those of norms between stretches of a sequence. They are
-        # made together; a gradient that is placed differently for another reason is moved by itself.
-        waiting: dict[Any, list[Any]] = {}
-        sharded: list[Any] = [p for p in self.parameters if p.grad is not None and is_sharded(p.grad) and is_sharded(p)]
-        for parameter in sharded:
-            grad = parameter.grad
-            if grad.placements == parameter.placements:
-                continue
-            dim = _open_sum(grad, parameter)
-            if dim is None:
-                parameter.grad = grad.redistribute(placements=parameter.placements)
-            else:
-                waiting.setdefault((grad.device_mesh, dim, grad.dtype), []).append(parameter)
-        for (mesh, dim, _), parameters in waiting.items():
-            locals_ = [local_part(parameter.grad) for parameter in parameters]
-            flat = flattened(locals_)
-            dist.all_reduce(flat, group=mesh.get_group(dim))
-            scatter(flat, locals_)
-            for parameter, piece in zip(parameters, locals_):
-                parameter.grad = with_local_part(parameter, piece)
-
-    def _sum_bucket(self, axes: tuple[str, ...], parameters: list[nn.Parameter]) -> None:
-        # How many ranks have a gradient travels with the gradients.
-        present = torch.tensor([float(p.grad is not None) for p in parameters])
-        pieces = [torch.zeros_like(local_part(p)) if p.grad is None else local_part(p.grad) for p in parameters]
-        dtype, device = pieces[0].dtype, pieces[0].device
-        flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present.to(device=device, dtype=dtype)])
-        dist.all_reduce(flat, group=self.topology.group(*axes))
-        if any(p.grad is None for p in parameters):
-            counts = flat[-len(parameters) :].tolist()
-            for parameter, count in zip(parameters, counts):
-                if parameter.grad is None and count:
-                    parameter.grad = torch.zeros_like(parameter)
-        scatter(flat, [piece if p.grad is None else local_part(p.grad) for p, piece in zip(parameters, pieces)])
-
-    def gradients(self) -> list[Tensor]:
-        """Return this rank's parts of the gradients that exist."""
-        return [local_part(p.grad) for p in self.parameters if p.grad is not None]
-
-    def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of the gradient of the whole model, 0-dim float64. Call on all ranks.
-
-        Every rank adds the squares of its parts, divided by the number of ranks with the same part, in one collective over
-        all of them; so no mixture of meshes matters, and a NaN on one rank is a NaN on all.
-        """
-        grads = [(local_part(p.grad), copies) for p, copies in zip(self.parameters, self._copies) if p.grad is not None]
-        domain = self.topology.optimizer
-        total = torch.zeros((), dtype=torch.float64, device=self.topology.device)
-        if grads:
-            norms = torch._foreach_norm([grad for grad, _ in grads])
-            squares = torch.stack([norm.to(total.device, torch.float64) for norm in norms]).square_()
-            shares = torch.tensor([1.0 / copies for _, copies in grads], dtype=torch.float64, device=total.device)
-            total = (squares * shares).sum()
-        return domain.all_reduce(total).sqrt()
-
-
 def _open_sum(grad: Any, parameter: Any) -> int | None:
     """Return the one mesh dimension along which a gradient is a sum still to be made, else `None`."""
     dims = [i for i, (own, wanted) in enumerate(zip(grad.placements, parameter.placements)) if own != wanted]
@@ -163,23 +78,33 @@ class MeshReduction(GradientReduction):
     """The gradient of a model that is divided over a mesh."""
 
     def __init__(self, runner: ParallelRunner) -> None:
-        self._copies: tuple[list[nn.Parameter], int, ParameterCopies] | None = None
         super().__init__(runner)
         self.topology = runner.topology
         self.model = runner.model
         syncs = self.topology.degree("shard") > 1 and runner.pipeline is None
         self.gradient_sync = runner.config.fsdp.gradient_sync if syncs else None
+        self._noted: tuple[list[nn.Parameter], int] | None = None
+        self._copies: dict[nn.Parameter, int] = {}
+        self._buckets: list[list[nn.Parameter]] = []
 
     @property
-    def copies(self) -> ParameterCopies:
-        """The parameters that the optimizer updates, each once, and the ranks that hold copies of them."""
+    def copies(self) -> dict[nn.Parameter, int]:
+        """The parameters that the optimizer updates, each once, with the number of ranks that have the same part of it."""
         parameters = self.parameters
         # Some may be unfrozen while training goes on.
         trained = sum(parameter.requires_grad for parameter in parameters)
-        if self._copies is None or self._copies[0] is not parameters or self._copies[1] != trained:
-            own = {id(parameter): parameter for parameter in parameters}
-            self._copies = parameters, trained, ParameterCopies(self.topology, own.values())
-        return self._copies[2]
+        if self._noted is None or self._noted[0] is not parameters or self._noted[1] != trained:
+            self._noted, own = (parameters, trained), dict.fromkeys(parameters)
+            degrees, cut, axes = self.topology.axes, axes_with(cuts_modules=True), self._axes_to_sum
+            self._copies = {p: degrees.world_size // degrees.degree(*cut, *divided_axes(p)) for p in own}
+            self._buckets = bucketed((p for p in own if p.requires_grad and axes(p)), axes)
+        return self._copies
+
+    def _axes_to_sum(self, parameter: Tensor) -> tuple[str, ...]:
+        # FSDP sums over its own mesh, which is the one with `shard`.
+        axes = mesh_axes(parameter)
+        reduced = axes if "shard" in axes else ()
+        return tuple(axis for axis in self.topology.active(*axes_with(sums_gradient=True)) if axis not in reduced)
 
     def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Tell FSDP2 whether to reduce the gradients of this micro-batch, and return the context of its loss."""
@@ -187,12 +112,51 @@ class MeshReduction(GradientReduction):
             set_gradient_sync(self.model, self.gradient_sync, last=last)
         return loss_context(self.topology)
 
+    @torch.no_grad()
     def complete(self) -> None:
-        """Sum the gradient over the ranks with other samples or positions, where the backward has not."""
-        self.copies.sum_gradients()
+        """Sum the gradient over the ranks with other samples or positions, where the backward has not.
+
+        A parameter that got a gradient on some of the ranks gets the sum of these; one that got none keeps none.
+        """
+        self._complete_partial(self.copies)
+        for parameters in self._buckets:
+            # How many ranks have a gradient travels with the gradients.
+            present = torch.tensor([float(p.grad is not None) for p in parameters])
+            pieces = [torch.zeros_like(local_part(p)) if p.grad is None else local_part(p.grad) for p in parameters]
+            dtype, device = pieces[0].dtype, pieces[0].device
+            flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present.to(device=device, dtype=dtype)])
+            dist.all_reduce(flat, group=self.topology.group(*self._axes_to_sum(parameters[0])))
+            if any(p.grad is None for p in parameters):
+                counts = flat[-len(parameters) :].tolist()
+                for parameter, count in zip(parameters, counts):
+                    if parameter.grad is None and count:
+                        parameter.grad = torch.zeros_like(parameter)
+            scatter(flat, [piece if p.grad is None else local_part(p.grad) for p, piece in zip(parameters, pieces)])
+
+    def _complete_partial(self, parameters: Iterable[nn.Parameter]) -> None:
+        # Tensor parallelism may leave sums that are still to be made, such as those of norms between stretches of a sequence. They are
+        # made together; a gradient that is placed differently for another reason is moved by itself.
+        waiting: dict[Any, list[Any]] = {}
+        sharded: list[Any] = [p for p in parameters if p.grad is not None and is_sharded(p.grad) and is_sharded(p)]
+        for parameter in sharded:
+            grad = parameter.grad
+            if grad.placements == parameter.placements:
+                continue
+            dim = _open_sum(grad, parameter)
+            if dim is None:
+                parameter.grad = grad.redistribute(placements=parameter.placements)
+            else:
+                waiting.setdefault((grad.device_mesh, dim, grad.dtype), []).append(parameter)
+        for (mesh, dim, _), together in waiting.items():
+            locals_ = [local_part(parameter.grad) for parameter in together]
+            flat = flattened(locals_)
+            dist.all_reduce(flat, group=mesh.get_group(dim))
+            scatter(flat, locals_)
+            for parameter, piece in zip(together, locals_):
+                parameter.grad = with_local_part(parameter, piece)
 
     def held(self) -> list[Tensor]:
-        return self.copies.gradients()
+        return [local_part(p.grad) for p in self.copies if p.grad is not None]
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
         gradients = self.held()
@@ -202,7 +166,18 @@ class MeshReduction(GradientReduction):
         return gradients
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        norm = self.copies.gradient_norm()
+        """Return the 2-norm of the gradient of the whole model, 0-dim float64. Call on all ranks.
+
+        Every rank adds the squares of its parts, divided by the number of ranks with the same part, in one collective over
+        all of them; so no mixture of meshes matters, and a NaN on one rank is a NaN on all.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.topology.device)
+        if held := self.held():
+            shared = [1.0 / number for parameter, number in self.copies.items() if parameter.grad is not None]
+            squares = torch.stack([n.to(total.device, torch.float64) for n in torch._foreach_norm(held)]).square_()
+            shares = torch.tensor(shared, dtype=torch.float64, device=total.device)
+            total = (squares * shares).sum()
+        norm = self.topology.optimizer.all_reduce(total).sqrt()
         if self.scaler is not None:
             self._record_overflow(self.scaler, norm)
         return norm
@@ -320,7 +295,7 @@ class CanonicalMeshReduction(MeshReduction):
         return self.sums.totals(totals)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        present = [parameter for parameter in self.copies.parameters if parameter.grad is not None]
+        present = [parameter for parameter in self.copies if parameter.grad is not None]
         domain, sizes = None, [parameter.numel() for parameter in present]
         if self.exchanges:
             # The first rank counts the gradients that every rank has whole.
