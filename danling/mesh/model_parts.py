@@ -172,7 +172,15 @@ def _check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
             f"Expected every part to list modules of the model, each once. Received: unknown={unknown}, listed twice={twice}, "
             f"empty parts={[i for i, part in enumerate(parts) if not part]}. Modules: {', '.join(n for n in modules if n)[:500]}."
         )
-    loose = list(_loose(model, "", set(listed)))
+
+    def is_in_part(path: str) -> bool:
+        return any(f"{path}.".startswith(f"{name}.") for name in listed)
+
+    loose = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if not is_in_part(name)]
+    for path, module in modules.items():
+        is_holder = any(name.startswith(f"{path}.") for name in listed)
+        if path and not is_in_part(path) and not is_holder and not isinstance(module, nn.Identity):
+            loose.append(path)
     if loose:
         raise ValueError(
             f"Expected every module and parameter to belong to one part. Received: {', '.join(loose[:8])} in none. List them, or put "
@@ -187,19 +195,6 @@ def _check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
                     f"Expected tied parameters to be in one part. Received: {name} in part {before} and {path} in part {index}, which "
                     "are one parameter. Put both modules into one part, or untie them."
                 )
-
-
-def _loose(module: nn.Module, prefix: str, listed: set[str]) -> Iterator[str]:
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    yield from (f"{prefix}{name}" for name, _ in own)
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if path in listed:
-            continue
-        if any(other.startswith(f"{path}.") for other in listed):
-            yield from _loose(child, f"{path}.", listed)
-        elif not isinstance(child, nn.Identity):
-            yield path
 
 
 def take_part(model: nn.Module, part: Sequence[str], *, keep: bool = False) -> nn.Module:
