@@ -54,7 +54,7 @@ FUNCTIONS = {
     "cli/main": ["_main"],
     "cli/output": ["write_drawing"],
     "data/packing": ["document_lengths"],
-    "deepspeed/checkpoints": ["DeepSpeedCheckpointManager._finish.publish"],
+    "deepspeed/checkpoints": ["DeepSpeedCheckpointManager._save.publish"],
     "graph/artifacts": [
         "ArtifactDirectory._check",
         "ArtifactDirectory._list",
@@ -91,7 +91,7 @@ FUNCTIONS = {
     "supervision/heartbeat": ["Heartbeat.__init__", "Heartbeat._write"],
     "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
     "supervision/rank_watch": ["RankWatch._dump", "WatchedThread.__init__"],
-    "torchft/member": ["Healing.take"],
+    "torchft/member": ["ReplicaMember.take_over"],
     "utils/files": ["clear_places", "open_file", "read_text", "sync_directory", "write_atomically"],
     "utils/locks": ["FileLock.is_taken", "_give_back", "_made", "exclusive", "shared"],
     "utils/process": ["first_failure"],
