@@ -217,13 +217,13 @@ class Pair:
         begin, waited = time.perf_counter(), 0.0
         for _ in range(count // BATCH - 1):
             time.sleep(compute_seconds)
-            loader.commit(loader.consumed)
+            loader.commit_state({"epoch": 0, "consumed": loader.consumed})
             asked = time.perf_counter()
             next(batches)
             waited += time.perf_counter() - asked
             loader.advance(1)
         share = waited / (time.perf_counter() - begin)
-        loader.commit(loader.consumed)
+        loader.commit_state({"epoch": 0, "consumed": loader.consumed})
         loader.close()
         way.read = loader.consumed
         return share

@@ -5,14 +5,12 @@ from __future__ import annotations
 from .channel import RefChannel, StreamEnd
 from .directory_store import DirectoryStore
 from .file_channel import FileChannel
-from .lengths import EqualLengthBatches
 from .loader import FeatureDataset, Sample, StreamLoader
 from .mooncake_store import MooncakeStore
-from .producer import FeatureProducer
+from .producer import EqualLengthBatches, FeatureProducer, run_together
 from .refs import SampleRef, TensorSpec
 from .sqlite_channel import MemoryChannel, SQLiteChannel
 from .store import FeatureStore, MemoryStore
-from .together import run_together
 
 __all__ = [
     "DirectoryStore",

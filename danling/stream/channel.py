@@ -300,3 +300,16 @@ class RefChannel(ABC):
     def close(self) -> None:
         """Let go of files and connections, and of the claim; the log still belongs to the run."""
         self._trainer.release()
+
+
+def standing(channel: RefChannel, side: str, *, trained: int, waited: float) -> dict[str, object]:
+    """Return how far a stream is, as plain values, for `streams.json` of the run on one side of it."""
+    end = channel.ended()
+    return {
+        "stream": channel.name,
+        "side": side,
+        "published": channel.published(),
+        "trained": trained,
+        "waited_seconds": waited,
+        "end": None if end is None else end.kind,
+    }

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
@@ -18,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from danling.data import PLACEHOLDER, Batch, Division, ReaderPlace, WindowLoader, derive_seed
 from danling.data.randomness import seed_host_streams
 
-from .channel import RefChannel
+from .channel import RefChannel, standing
 from .refs import SampleRef
 from .store import FeatureStore
 
@@ -61,24 +60,10 @@ class FeatureDataset(Dataset[Any]):
         return dict(sample) if self.transform is None else self.transform(sample)
 
 
-_POLL_SECONDS = (0.001, 0.05)
-"""The first and the longest pause between two looks at the log."""
-
-
-def _ended_early(name: str, kind: str, reason: str, published: int, position: int) -> str:
-    how = "failed" if kind == "failed" else "was stopped"
-    why = f": {reason.rstrip('.')}" if reason else ""
-    return (
-        f"Expected the producer of stream {name} to go on: its log is not complete. Received: it {how} after {published} samples, of which "
-        f"{position} are trained on{why}. Start the producer again, which goes on behind the last one, and then this run, which goes on "
-        "from its last checkpoint."
-    )
-
-
 Retain = Literal["checkpoint", "step", "all"]
 
-_WHOLE_LOG = sys.maxsize
-"""A position behind all samples of a pass that is over."""
+_POLL_SECONDS = (0.001, 0.05)
+"""The first and the longest pause between two looks at the log."""
 
 _FREED_AT_ONCE = 1024
 """Samples whose references are read at a time while they are freed."""
@@ -130,18 +115,26 @@ class StreamLoader(WindowLoader):
         prefetch: int = 2,
         idle_timeout: float = 600.0,
     ) -> None:
-        _check("batch_size", batch_size, "a positive integer", isinstance(batch_size, int) and batch_size > 0)
-        _check(
-            "global_batch_size",
-            global_batch_size,
-            "a positive integer, or None",
-            global_batch_size is None or (isinstance(global_batch_size, int) and global_batch_size > 0),
-        )
-        _check("retain", retain, "'checkpoint', 'step' or 'all'", retain in ("checkpoint", "step", "all"))
-        _check("on_gap", on_gap, "'error', or 'skip' with retain='step'", on_gap in ("error", "skip"))
-        _check("on_gap", on_gap, "'error' unless retain='step'", on_gap == "error" or retain == "step")
-        _check("prefetch", prefetch, "a number of micro-batches, 0 for none", prefetch >= 0)
-        _check("idle_timeout", idle_timeout, "seconds above 0", idle_timeout > 0)
+        for name, value, is_right, expected in (
+            ("batch_size", batch_size, _is_count(batch_size), "a positive integer"),
+            (
+                "global_batch_size",
+                global_batch_size,
+                global_batch_size is None or _is_count(global_batch_size),
+                "a positive integer, or None",
+            ),
+            ("retain", retain, retain in get_args(Retain), "'checkpoint', 'step' or 'all'"),
+            (
+                "on_gap",
+                on_gap,
+                on_gap == "error" or (on_gap, retain) == ("skip", "step"),
+                "'error', or 'skip' with retain='step'",
+            ),
+            ("prefetch", prefetch, prefetch >= 0, "a number of micro-batches, 0 for none"),
+            ("idle_timeout", idle_timeout, idle_timeout > 0, "seconds above 0"),
+        ):
+            if not is_right:
+                raise ValueError(f"Expected {name} of a StreamLoader to be {expected}. Received: {name}={value!r}.")
         self.store = store
         self.channel = channel
         self.batch_size = batch_size
@@ -170,9 +163,8 @@ class StreamLoader(WindowLoader):
         self._pool: ThreadPoolExecutor | None = None
         self._owns: bool | None = None
         """Whether it may free the samples that it has read; `None` before it asked the log."""
-        self._durable = 0
-        self._lock = threading.Lock()
-        self._thread = threading.get_ident()
+        self._durable = self._freed = 0
+        """The position in a checkpoint that is on the disk, and that up to which features are freed."""
 
     # Reading
 
@@ -208,12 +200,23 @@ class StreamLoader(WindowLoader):
             ValueError: If this is not the log that the run was trained on, it is complete without a sample, or an object is not what the
                 log says.
         """
-        self._thread = threading.get_ident()
         self._opened.clear()
         self._done = 0
-        if self._is_over():
+        self._check_log()
+        self._claim()
+        if self.epoch and self.retain != "all":
+            self.free()
+            if self._place.is_main:
+                logger.warning(
+                    "Stream %s is complete: all of its %d samples are trained on, and their features are freed, so the training ends "
+                    "here. retain='all' keeps them for more passes.",
+                    self.channel.name,
+                    self.channel.published(),
+                )
+            self._place.over()
             return
-        self._find_place()
+        if self.retain != "all":
+            self._check_gap()
         place = self._place
         samples = self.global_batch_size or place.world_size * self.batch_size * place.accum_steps
         self._division = Division.of_update(samples, place.world_size, micro_batch_size=self.batch_size)
@@ -224,83 +227,12 @@ class StreamLoader(WindowLoader):
             while parts := self._open(wait=True):
                 yield from (batch for batch, _ in parts)
 
-    def _is_over(self) -> bool:
-        """Whether this would be another pass over features that are freed, which ends the training."""
-        if self.epoch == 0 or self.retain == "all":
-            return False
-        self._check_log()
-        if self._place.is_main:
-            logger.warning(
-                "Stream %s is complete: all of its %d samples are trained on, and their features are freed, so the training ends here. "
-                "retain='all' keeps them for more passes.",
-                self.channel.name,
-                self.channel.published(),
-            )
-        self._place.over()
-        return True
-
-    def _find_place(self) -> None:
-        """See that the log is the one that the position was taken in, and that what follows is still there."""
-        self._check_log()
-        self._claim()
-        if self.retain == "all":
-            return
-        if self._owns and getattr(self.store, "read_only", False):
-            raise ValueError(
-                f"Expected a store that can be written to train on stream {self.channel.name}, since features are freed behind the "
-                f"position. Received: read_only=True, retain={self.retain!r}. Pass retain='all' to keep them, or leave read_only out."
-            )
-        missing = self._freed_before() - self.consumed
-        if missing > 0:
-            self._pass_gap(missing)
-
-    def _pass_gap(self, missing: int) -> None:
-        """Leave out samples behind the position that are gone, where `on_gap` says so; else refuse to go on."""
-        name = self.channel.name
-        if self.on_gap == "skip":
-            self.skipped += missing
-            self.consumed, self._last_id = self.consumed + missing, ""
-            if self._place.is_main:
-                logger.warning(
-                    "Stream %s: %d samples behind the checkpoint were freed at their updates; they are skipped (%d in this run so far).",
-                    name,
-                    missing,
-                    self.skipped,
-                )
-            return
-        mend = (
-            "Set on_gap='skip' to go on without them, or retain='checkpoint' next time."
-            if self.retain == "step"
-            else "Resume from the latest checkpoint of the run, or make the features anew in another stream. "
-            "(If they were kept with retain='all', pass that.)"
-        )
-        raise RuntimeError(
-            f"Expected the features of stream {name}, which this run needs from sample {self.consumed} on. Received: {missing} samples "
-            f"less, since those before {self.consumed + missing} were freed. {mend}"
-        )
-
-    def _freed_before(self) -> int:
-        """Return the place up to which features are freed; with `retain="step"` a kill may have come before the watermark was moved."""
-        freed = self.channel.committed()
-        while self.retain == "step" and (refs := self.channel.read(freed, freed + 1)) and self._is_gone(refs[0]):
-            freed += 1
-        return freed
-
-    def _is_gone(self, ref: SampleRef) -> bool:
-        try:
-            self.store.get(ref)
-        except KeyError:
-            return True
-        except ValueError:  # damaged, which is said where it is read
-            return False
-        return False
-
     def _check_log(self) -> None:
         """Refuse another log than the one that the position was taken in, before anything of it is freed."""
-        if not self.consumed and (self.epoch == 0 or self.retain == "all"):
+        if not self.consumed and not self.epoch:
             return
         stop = self.consumed or self.channel.published()
-        before = self.channel.read(stop - 1, stop) if stop else []
+        before = self.channel.read(max(stop - 1, 0), stop)
         if before and self._last_id in ("", before[0].id):
             return
         received = f"sample {before[0].id!r}" if before else f"a log of {self.channel.published()} samples"
@@ -310,6 +242,76 @@ class StreamLoader(WindowLoader):
             f"{self.channel.name}. Give the loader that log, or exclude 'dataloaders' from loading to begin with this one."
         )
 
+    def _claim(self) -> None:
+        """Take the log for this run, on the main process."""
+        if self._owns is None and self._place.is_main:
+            self._owns = self.channel.claim(self._place.run() or f"process {os.getpid()}")
+            if not self._owns and self.retain != "all":
+                logger.info(
+                    "Stream %s belongs to another run: it is read, and nothing of it is freed.", self.channel.name
+                )
+
+    def _check_gap(self) -> None:
+        """See that what follows the position is still there; else leave it out where `on_gap` says so."""
+        name = self.channel.name
+        if self._owns and getattr(self.store, "read_only", False):
+            raise ValueError(
+                f"Expected a store that can be written to train on stream {name}, since features are freed behind the position. Received: "
+                f"read_only=True, retain={self.retain!r}. Pass retain='all' to keep them, or leave read_only out."
+            )
+        freed = self.channel.committed()
+        while self.retain == "step" and (refs := self.channel.read(freed, freed + 1)):
+            try:
+                self.store.get(refs[0])
+                break
+            except KeyError:  # a kill has come before the watermark was moved
+                freed += 1
+        missing = freed - self.consumed
+        if missing <= 0:
+            return
+        if self.on_gap == "error":
+            raise RuntimeError(
+                f"Expected the features of stream {name}, which this run needs from sample {self.consumed} on. Received: {missing} samples "
+                f"less, since those before {freed} were freed. Resume from the latest checkpoint of the run, set on_gap='skip' with "
+                "retain='step' to go on without them, or make the features anew in another stream. (If they were kept with retain='all', "
+                "pass that.)"
+            )
+        self.skipped += missing
+        self.consumed, self._last_id = freed, ""
+        if self._place.is_main:
+            logger.warning(
+                "Stream %s: %d samples behind the checkpoint were freed at their updates; they are skipped (%d in this run so far).",
+                name,
+                missing,
+                self.skipped,
+            )
+
+    def _read(self) -> Iterator[Batch]:
+        known: deque[tuple[Batch, list[SampleRef]]] = deque()
+        ahead: deque[tuple[Batch, Future[list[Sample]]]] = deque()
+        while True:
+            while len(ahead) <= self.prefetch:
+                if not known:
+                    known.extend(self._open(wait=not ahead))
+                if not known:
+                    break
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(1, thread_name_prefix="danling-stream")
+                batch, refs = known.popleft()
+                ahead.append((batch, self._pool.submit(self._fetch, refs)))
+            if not ahead:
+                return
+            batch, fetched = ahead.popleft()
+            samples = fetched.result()
+            if self.collate_fn is None:
+                yield batch._replace(data=default_collate([dict(sample) for sample in samples]))
+            else:
+                seed_host_streams(derive_seed(self._place.seed, "read", self._place.split, self.epoch, batch.place[0]))
+                yield batch._replace(data=self.collate_fn(samples))
+
+    def _fetch(self, refs: Sequence[SampleRef]) -> list[Sample]:
+        return [Sample(self.store.get(ref), ref) for ref in refs]
+
     def _open(self, *, wait: bool) -> list[tuple[Batch, list[SampleRef]]]:
         """Return the micro-batches of the next window, with their samples; none at the end of the log or, without waiting, before the
         window is there.
@@ -318,13 +320,8 @@ class StreamLoader(WindowLoader):
         both are facts of the log that never change, so every rank that looks comes to the same windows, whenever it looks.
         """
         self.free()
-        start, stop = self._next, self._next + self._division.samples
-        if self._published < stop:
-            before = self._waited
-            end = self._find_end(stop, wait=wait)
-            stop = stop if end is None else end
-            if self._waited > before:
-                self._place.waited()
+        start = self._next
+        stop = self._find_end(start, start + self._division.samples, wait=wait)
         if stop <= start:
             if wait and not self.channel.published():
                 raise ValueError(
@@ -348,74 +345,51 @@ class StreamLoader(WindowLoader):
             for number, ((offset, size), total) in enumerate(cuts, start=1)
         ]
 
-    def _find_end(self, stop: int, *, wait: bool) -> int | None:
-        """Return `None` once the log holds all up to `stop`, else where it ends, the place of the window where that is not known yet."""
-        start, grown, pause = self._next, time.monotonic(), _POLL_SECONDS[0]
+    def _find_end(self, start: int, stop: int, *, wait: bool) -> int:
+        """Return where a window ends: at `stop` once the log holds all of it, or where the log is complete; at `start` where that is not
+        known yet and is not waited for."""
+        if self._published >= stop:
+            return stop
+        name, before = self.channel.name, self._waited
+        grown, pause = time.monotonic(), _POLL_SECONDS[0]
         while (published := self.channel.published()) < stop:
             end = self.channel.ended()
             if end is not None and end.kind == "complete":
-                return max(min(stop, end.published), start)
+                stop = max(min(stop, end.published), start)
+                break
             if not wait:
                 return start
             # It may have grown, and ended, since it was counted.
             if end is not None and (published := self.channel.published()) < stop:
-                raise RuntimeError(_ended_early(self.channel.name, end.kind, end.reason, published, start))
+                raise RuntimeError(
+                    f"Expected the producer of stream {name} to go on: its log is not complete. Received: it is {end.kind} after "
+                    f"{published} samples, of which {start} are trained on ({end.reason.rstrip('.') or 'no reason'}). Start the producer "
+                    "again, which goes on behind the last one, and then this run, which goes on from its last checkpoint."
+                )
             now = time.monotonic()
             if published > self._published:
                 self._published, grown = published, now
             elif now - grown > self.idle_timeout:
                 raise TimeoutError(
-                    f"Expected samples {published} to {stop - 1} from the producer of stream {self.channel.name}. Received: nothing for "
+                    f"Expected samples {published} to {stop - 1} from the producer of stream {name}. Received: nothing for "
                     f"{self.idle_timeout:g} seconds (idle_timeout). See whether the producer lives, start it again, or raise idle_timeout "
                     "where it takes so long; this run goes on from its last checkpoint."
                 )
-            if self._wait(start):
+            self.free()
+            if not self._opened:
+                # A producer that is allowed less than an update never comes to the end of one.
+                self._check_credit(self.channel.read(start, start + 1), waits=True)
+            self._place.waiting(start)
+            if self.pump is not None and self.pump():
                 grown, pause = time.monotonic(), _POLL_SECONDS[0]
             else:
                 time.sleep(pause)
                 pause = min(pause * 2, _POLL_SECONDS[1])
             self._waited += time.monotonic() - now
         self._published = published
-        return None
-
-    def _read(self) -> Iterator[Batch]:
-        known: deque[tuple[Batch, list[SampleRef]]] = deque()
-        ahead: deque[tuple[Batch, list[SampleRef], Future[list[Sample]] | None]] = deque()
-        while True:
-            while len(ahead) <= self.prefetch:
-                if not known:
-                    known.extend(self._open(wait=not ahead))
-                if not known:
-                    break
-                batch, refs = known.popleft()
-                ahead.append((batch, refs, self._pooled().submit(self._fetch, refs) if self.prefetch else None))
-            if not ahead:
-                return
-            batch, refs, fetched = ahead.popleft()
-            samples = self._fetch(refs) if fetched is None else fetched.result()
-            yield batch._replace(data=self._collated(batch.place[0], samples))
-
-    def _fetch(self, refs: Sequence[SampleRef]) -> list[Sample]:
-        return [Sample(self.store.get(ref), ref) for ref in refs]
-
-    def _collated(self, place: int, samples: list[Sample]) -> Any:
-        if self.collate_fn is None:
-            return default_collate([dict(sample) for sample in samples])
-        seed_host_streams(derive_seed(self._place.seed, "read", self._place.split, self.epoch, place))
-        return self.collate_fn(samples)
-
-    def _pooled(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="danling-stream")
-        return self._pool
-
-    def _wait(self, place: int) -> bool:
-        self.free()
-        if not self._opened:
-            # A producer that is allowed less than an update never comes to the end of one.
-            self._check_credit(self.channel.read(place, place + 1), waits=True)
-        self._place.waiting(place)
-        return self.pump is not None and self.pump()
+        if self._waited > before:
+            self._place.waited()
+        return stop
 
     def _check_credit(self, refs: Sequence[SampleRef], *, waits: bool = False) -> None:
         """Refuse a producer that may not be so far ahead that training comes to the save that would let it go on."""
@@ -426,25 +400,18 @@ class StreamLoader(WindowLoader):
             return
         samples = self._division.samples
         updates = self._place.unsaved_updates() if self.retain == "checkpoint" else 1
-        needed = None if updates is None else updates * samples
-        if needed is not None and allowed >= needed:
+        if updates is None:
+            needed = "any number of samples"
+            why = "there is no save within a pass, as checkpoint.interval counts epochs without `steps`"
+        elif allowed < updates * samples:
+            needed = f"at least {updates * samples} samples"
+            why = f"these are {updates} updates of {samples} until features are freed"
+        else:
             return
-        name = self.channel.name
-        if needed is None:
-            raise ValueError(
-                f"Expected a checkpoint before the producer of stream {name} has to wait for one: it is allowed {allowed} samples ahead, "
-                "and gets that back when a checkpoint is saved. Received: no save within a pass, as checkpoint.interval counts epochs "
-                "without `steps`. Set `steps` and checkpoint.interval, or retain='step'."
-            )
         raise ValueError(
-            f"Expected the producer of stream {name} to be allowed at least {needed} samples ahead, which are "
-            + (
-                f"{updates} updates of {samples} until a save is on the disk"
-                if self.retain == "checkpoint"
-                else "those of one update"
-            )
-            + f": with less, producer and trainer wait for each other. Received: max_in_flight={allowed}. Raise that of the producer"
-            + (", or lower checkpoint.interval." if self.retain == "checkpoint" else ", or lower batch_size.")
+            f"Expected the producer of stream {self.channel.name} to be allowed {needed} ahead: {why}, and with less, producer and trainer "
+            f"wait for each other. Received: max_in_flight={allowed}. Raise that of the producer, set `steps` and a lower "
+            "checkpoint.interval, or lower batch_size."
         )
 
     # Position
@@ -461,7 +428,8 @@ class StreamLoader(WindowLoader):
             self._done -= count
             if self.retain == "step":
                 # Every rank has read its share: the update took all of them.
-                self.commit(self.consumed)
+                self._durable = self.consumed
+                self.free()
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
@@ -484,64 +452,28 @@ class StreamLoader(WindowLoader):
     # Freeing
 
     def commit_state(self, state: Mapping[str, Any]) -> None:
-        """Free the features before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
-        if self.retain != "step":
-            self.commit(int(state["consumed"]) if int(state["epoch"]) == 0 else _WHOLE_LOG)
+        """Let the features before a position be freed that is in a checkpoint on the disk, and the producer get its credit back.
 
-    def commit(self, position: int) -> None:
-        """Free the features before a position that a checkpoint on the disk holds, and give the producer its credit back.
-
-        A runner calls it. May be called on one rank, and from another thread than the one that reads: that one frees them then, when it
-        asks for the next window or waits for it.
-
-        Args:
-            position: Samples from the beginning of the log.
+        May be called on one rank, and from another thread; the thread that reads frees them when it asks for the next window, waits for it,
+        or has come to its end.
         """
-        with self._lock:
+        if self.retain != "step":
+            position = int(state["consumed"]) if int(state["epoch"]) == 0 else sys.maxsize  # the whole log
             self._durable = max(self._durable, position)
-        if threading.get_ident() == self._thread:
-            self.free()
 
     def free(self) -> None:
         """Free the features that are due; called in the thread that reads."""
-        with self._lock:
-            position = self._durable
-        if not self._place.is_main or not position:
+        durable = self._durable
+        if not self._owns or durable <= self._freed:
             return
-        committed, durable = self.channel.committed(), position
-        if durable == _WHOLE_LOG:
-            position = self.channel.published()
+        committed, position = self.channel.committed(), min(durable, self.channel.published())
         if position > committed:
-            if not self._may_free():
-                return
             if self.retain != "all":
                 for start in range(committed, position, _FREED_AT_ONCE):
                     refs = self.channel.read(start, min(start + _FREED_AT_ONCE, position))
                     self.store.discard(ref.object_id for ref in refs)
             self.channel.commit(position)
-        with self._lock:
-            if self._durable == durable:
-                self._durable = 0
-
-    def _may_free(self) -> bool:
-        """Whether the log is this run's to free."""
-        if self._owns is None:
-            try:
-                self._check_log()
-                self._claim()
-            except (RuntimeError, ValueError):
-                return False
-        return self._claim()
-
-    def _claim(self) -> bool:
-        """Take the log for this run, on the main process; return whether what was read is for this run to free."""
-        if self._owns is None and self._place.is_main:
-            self._owns = self.channel.claim(self._place.run() or f"process {os.getpid()}")
-            if not self._owns and self.retain != "all":
-                logger.info(
-                    "Stream %s belongs to another run: it is read, and nothing of it is freed.", self.channel.name
-                )
-        return bool(self._owns)
+        self._freed = durable
 
     # Figures and end
 
@@ -556,26 +488,16 @@ class StreamLoader(WindowLoader):
 
     def standing(self) -> dict[str, object]:
         """Return how far the stream is: samples published and trained on, how the log ended, and seconds that this process waited."""
-        end, published = self.channel.ended(), self.channel.published()
-        return {
-            "stream": self.channel.name,
-            "side": "trainer",
-            "published": published,
-            "trained": published if self.epoch else self.consumed,
-            "waited_seconds": self._waited,
-            "end": None if end is None else end.kind,
-        }
+        trained = self.channel.published() if self.epoch else self.consumed
+        return standing(self.channel, "trainer", trained=trained, waited=self._waited)
 
     def close(self) -> None:
         """Free the features that are due, and end the thread that reads ahead. Store and channel belong to the code that made them."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
-        self._thread = threading.get_ident()
-        if self._owns:
-            self.free()
+        self.free()
 
 
-def _check(name: str, value: object, expected: str, holds: bool) -> None:
-    if not holds:
-        raise ValueError(f"Expected {name} of a StreamLoader to be {expected}. Received: {name}={value!r}.")
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value > 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from danling.utils.plain import parse_json
 
 from .refs import TensorSpec
-from .store import CheckedStore, check_sum, check_tensors, checksum, specs
+from .store import CheckedStore, check_sum, check_tensors, checksum, specs_of
 
 # What its calls return (mooncake-store/include/types.h).
 _FULL, _TOO_SMALL, _UNFINISHED, _MISSING = -200, -600, -703, -704
@@ -46,7 +46,8 @@ class MooncakeStore(CheckedStore):
 
     Objects are in the memory of the processes that lend it, and go with them: let a process lend it that is neither the producer nor
     the trainer (`mooncake_client --global_segment_size=...`), for either may be killed. What a writer that is killed in the middle has
-    reserved is no object, and the master frees it by itself (`--put_start_release_timeout_sec`, 600 by default).
+    reserved is no object, and the master frees it by itself (`--put_start_release_timeout_sec`, 600 by default). Where two processes put
+    one name at the same instant, the bytes of the later one stay.
 
     Args:
         master: Address of `mooncake_master`, such as `10.0.0.1:50051`.
@@ -107,7 +108,7 @@ class MooncakeStore(CheckedStore):
         self._check_process()
         check_tensors(f"object {object_id!r}", tensors)
         plain = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
-        size = packed_size(object_id, specs(plain))
+        size = packed_size(object_id, specs_of(plain))
         with self._pool.lease(size) as memory:
             packed = pack(memory, object_id, plain)
             # Asked first, since a put of a name that is taken keeps its bytes and Mooncake says nothing of it. An upsert also replaces
@@ -283,7 +284,7 @@ def packed_size(object_id: str, found: Mapping[str, TensorSpec]) -> int:
 
 def pack(memory: Tensor, object_id: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Write an object, and return its tensors, which share its memory."""
-    found = specs(tensors)
+    found = specs_of(tensors)
     places = _places(memory, len(_header(object_id, found, _NO_SUM)), found)
     for name, tensor in tensors.items():
         places[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""A runner that makes features for another one to train on."""
+"""A runner that makes features for another one to train on, in another process or in the same one."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from danling.config import RunnerConfig
 from danling.distributed import agree
-from danling.runners import Runner
+from danling.runners import BaseRunner, Runner
 from danling.supervision import EXIT_CODES
 from danling.utils.messages import Paced
 from danling.utils.plain import flatten
 
-from .channel import RefChannel
-from .refs import SampleRef, TensorSpec, check_id
-from .store import FeatureStore
+from .channel import RefChannel, standing
+from .loader import StreamLoader
+from .refs import SampleRef, TensorSpec
+from .store import FeatureStore, check_tensors, describe, specs_of
 
 logger = logging.getLogger("danling")
-
-Progress = Literal["made", "waits", "done"]
 
 _POLL_SECONDS = (0.001, 0.05)
 """The first and the longest pause between two looks at the credit."""
@@ -45,8 +45,8 @@ class Captured:
 def by_sample(features: object, ids: Sequence[str]) -> list[Mapping[str, Tensor]]:
     """Return what `capture` returned, a mapping for each sample."""
     if isinstance(features, Mapping):
+        check_tensors(f"the batch that begins with sample {ids[0]!r}", features)
         for name, tensor in features.items():
-            _check_tensor(name, tensor, ids[0])
             if tensor.ndim == 0 or len(tensor) != len(ids):
                 raise ValueError(
                     f"Expected feature {name!r} with the {len(ids)} samples of the batch along its first dimension. Received: shape "
@@ -56,32 +56,13 @@ def by_sample(features: object, ids: Sequence[str]) -> list[Mapping[str, Tensor]
         return [{name: tensor[row] for name, tensor in features.items()} for row in range(len(ids))]
     if isinstance(features, Sequence) and len(features) == len(ids) and all(isinstance(f, Mapping) for f in features):
         for row, sample in zip(features, ids, strict=True):
-            for name, tensor in row.items():
-                _check_tensor(name, tensor, sample)
+            check_tensors(f"sample {sample!r}", row)
         return list(features)
     received = f"{len(features)} items" if isinstance(features, Sequence) else type(features).__name__
     raise ValueError(
         f"Expected `capture` to return tensors by name, or a list with such a mapping for each of {len(ids)} samples. Received: {received} "
         f"for the batch that begins with sample {ids[0]!r}."
     )
-
-
-def _check_tensor(name: object, tensor: object, sample: str) -> None:
-    if not isinstance(name, str) or not isinstance(tensor, Tensor):
-        raise ValueError(
-            f"Expected features of sample {sample!r} to be tensors by name. Received: {name!r}: {type(tensor).__name__}. Return plain "
-            "values from `metadata`."
-        )
-    if tensor.is_nested or tensor.is_meta:
-        raise ValueError(
-            f"Expected features of sample {sample!r} to be dense tensors with values. Received: {name!r}: a "
-            f"{'nested' if tensor.is_nested else 'meta'} tensor. Return a list with a mapping for each sample where their lengths differ."
-        )
-    if hasattr(tensor, "full_tensor"):
-        raise ValueError(
-            f"Expected whole features of sample {sample!r}. Received: {name!r}: a {type(tensor).__name__}, of which ranks hold parts. "
-            "Return its full_tensor() from `capture`."
-        )
 
 
 def check_like(sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str, TensorSpec]) -> None:
@@ -91,82 +72,96 @@ def check_like(sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str,
     dimensions, such as the length of a sequence, may differ; so may the only dimension of integers, and of features as long as
     another one of the first sample, such as a mask over its tokens.
     """
+    lengths = {spec.shape[0] for spec in first.values() if len(spec.shape) > 1}
     for name in sorted({**specs, **first}):
         one, other = specs.get(name), first.get(name)
-        if one is None or other is None:
-            received = (
-                f"none (it has {', '.join(specs)})" if one is None else f"{name!r} in addition to {', '.join(first)}"
-            )
-            raise _differs(sample, f"{'a' if one is None else 'no'} feature {name!r}", received)
-        if one.dtype != other.dtype:
-            raise _differs(sample, f"dtype {other.dtype} of feature {name!r}", one.dtype)
-        if len(one.shape) != len(other.shape):
-            raise _differs(sample, f"{len(other.shape)} dimensions of feature {name!r}", f"shape {one.shape}")
-        if one.shape and one.shape[-1] != other.shape[-1] and _has_width(name, first):
-            raise _differs(sample, f"width {other.shape[-1]} of feature {name!r}", f"shape {one.shape}")
+        if one is not None and other is not None and one.dtype == other.dtype and len(one.shape) == len(other.shape):
+            is_length = len(other.shape) == 1 and (other.shape[0] in lengths or not other.torch_dtype.is_floating_point)
+            if is_length or one.shape[-1:] == other.shape[-1:]:
+                continue
+        raise ValueError(
+            f"Expected {describe(other)} as feature {name!r} of sample {sample!r}, as in the first sample of the log: dtype, number of "
+            f"dimensions and width, the last one, are the same in all. Received: {describe(one)}. Nothing of it was stored: mend `capture` "
+            "and start the producer again, which goes on here."
+        )
 
 
-def _has_width(name: str, first: Mapping[str, TensorSpec]) -> bool:
-    spec = first[name]
-    if len(spec.shape) > 1:
-        return True
-    is_length = any(len(other.shape) > 1 and other.shape[0] == spec.shape[0] for other in first.values())
-    return spec.torch_dtype.is_floating_point and not is_length
+class Production:
+    """One pass of a producer, a step at a time: features go to the store and references into the log, as far as the credit goes."""
 
-
-def _differs(sample: str, expected: str, received: object) -> ValueError:
-    return ValueError(
-        f"Expected {expected} in sample {sample!r}, as in the first sample of the log. Received: {received}. Nothing of it was stored: "
-        "mend `capture` and start the producer again, which goes on here."
-    )
-
-
-class Publisher:
-    """Puts features into a store and their references into the log, as far as the credit goes."""
-
-    def __init__(self, store: FeatureStore, channel: RefChannel, *, max_in_flight: int | None) -> None:
+    def __init__(
+        self,
+        store: FeatureStore,
+        channel: RefChannel,
+        batches: Iterator[list[Captured]],
+        *,
+        max_in_flight: int | None = None,
+    ) -> None:
+        self.made = self.skipped = 0
+        """Samples that it has appended, and those that it has not made, since the log had them or they were twice in their batch."""
+        self.waited = 0.0
+        self.gave_up = False
         self._store = store
         self._channel = channel
+        self._batches = batches
         self._max_in_flight = max_in_flight
         self._first: Mapping[str, TensorSpec] | None = None
+        self._committed = 0
+        """The watermark as it was before the last attempt to publish: whatever that lacked is there once it has moved."""
+        self._pending: list[tuple[SampleRef, Mapping[str, Tensor]]] = []
 
-    def credit(self) -> int | None:
-        """Return how many samples may be published now; `None` for any number. It is read from the log."""
-        if self._max_in_flight is None:
-            return None
-        return max(self._max_in_flight - (self._channel.published() - self._channel.committed()), 0)
+    def advance(self) -> Literal["made", "waits", "done"]:
+        """Make one batch, or publish as much of the last one as the credit allows; never waits."""
+        if not self._pending:
+            samples = next(self._batches, None)
+            if samples is None:
+                return "done"
+            if not samples:
+                return "made"
+            self._pending = [(self.refer(sample), sample.features) for sample in samples]
+        self._committed = self._channel.committed()
+        number = len(self._pending)
+        if self._max_in_flight is not None:  # the credit is read from the log, so that a restarted producer has it too
+            number = min(number, self._max_in_flight - (self._channel.published() - self._committed))
+        while number > 0:
+            try:
+                self.made += self._publish(self._pending[:number])
+                del self._pending[:number]
+                return "made"
+            except BufferError:
+                if number == 1 and self._channel.published() == self._committed:
+                    raise  # nothing is in flight that would make room
+                number //= 2
+        return "waits"
 
-    def check(self, samples: Sequence[Captured]) -> list[SampleRef]:
-        """Return the references of samples, once all of them are as the log has them."""
-        refs = []
-        for sample in samples:
-            if _ALLOWED in sample.meta or not sample.features:
-                received = f"metadata with {_ALLOWED!r}, which the log keeps" if sample.features else "none"
-                raise ValueError(
-                    f"Expected features of sample {sample.id!r}, and metadata under other names. Received: {received}. Nothing of it was "
-                    "stored: mend `capture` or `metadata` and start the producer again, which goes on here."
-                )
-            specs = {name: TensorSpec.of(tensor) for name, tensor in sample.features.items()}
-            if self._first is None:
-                before = self._channel.read(0, 1)
-                self._first = before[0].tensors if before else specs
-            check_like(sample.id, specs, self._first)
-            allowed = {} if self._max_in_flight is None else {_ALLOWED: self._max_in_flight}
-            # A producer that starts again, on any number of ranks, makes the same name and finds the objects it left.
-            name = hashlib.sha256(f"{self._channel.name}\0{sample.id}".encode()).hexdigest()[:40]
-            refs.append(SampleRef(sample.id, name, specs, {**sample.meta, **allowed}))
-        return refs
+    def refer(self, sample: Captured) -> SampleRef:
+        """Return the reference of a sample, once its features are like those in the log."""
+        if _ALLOWED in sample.meta or not sample.features:
+            received = f"metadata with {_ALLOWED!r}, which the log keeps" if sample.features else "none"
+            raise ValueError(
+                f"Expected features of sample {sample.id!r}, and metadata under other names. Received: {received}. Nothing of it was "
+                "stored: mend `capture` or `metadata` and start the producer again, which goes on here."
+            )
+        specs = specs_of(sample.features)
+        if self._first is None:
+            before = self._channel.read(0, 1)
+            self._first = before[0].tensors if before else specs
+        check_like(sample.id, specs, self._first)
+        allowed = {} if self._max_in_flight is None else {_ALLOWED: self._max_in_flight}
+        # A producer that starts again, on any number of ranks, makes the same name and finds the objects it left.
+        name = hashlib.sha256(f"{self._channel.name}\0{sample.id}".encode()).hexdigest()[:40]
+        return SampleRef(sample.id, name, specs, {**sample.meta, **allowed})
 
-    def publish(self, refs: Sequence[SampleRef], samples: Sequence[Captured]) -> int:
+    def _publish(self, samples: Sequence[tuple[SampleRef, Mapping[str, Tensor]]]) -> int:
         """Store samples and append them to the log; return how many of them were new there."""
         # Another producer, or another rank of this one, may have published some of them since they were found to be new.
-        new = [(ref, sample) for ref, sample in zip(refs, samples, strict=True) if not self._channel.holds(ref.id)]
+        new = [(ref, features) for ref, features in samples if not self._channel.holds(ref.id)]
         try:
-            self._store.put_many({ref.object_id: sample.features for ref, sample in new})
+            self._store.put_many({ref.object_id: features for ref, features in new})
         except (BufferError, TypeError, ValueError):
             # Store them one by one: an error then concerns one sample, and samples in the log are skipped.
-            for ref, sample in new:
-                self._put(ref, sample.features)
+            for ref, features in new:
+                self._put(ref, features)
         return self._channel.append([ref for ref, _ in new])
 
     def _put(self, ref: SampleRef, features: Mapping[str, Tensor]) -> None:
@@ -181,104 +176,27 @@ class Publisher:
         except TypeError as error:
             raise TypeError(f"{error} It holds sample {ref.id!r}.") from error
 
-
-class Production:
-    """One pass of a producer, a step at a time."""
-
-    def __init__(self, publisher: Publisher, channel: RefChannel, batches: Iterator[list[Captured]]) -> None:
-        self.made = 0
-        self.waited = 0.0
-        self.repeated = 0
-        self.gave_up = False
-        self._publisher = publisher
-        self._channel = channel
-        self._batches = batches
-        self._met = 0
-        self._committed = 0
-        """The watermark as it was before the last attempt to publish: whatever that lacked is there once it has moved."""
-        self._refs: list[SampleRef] = []
-        self._samples: list[Captured] = []
-
-    def meet(self, number: int) -> int:
-        """Hear of samples that need not be made, since the log has them or they are twice in their batch; return how many are repeated.
-
-        They are counted, and their ids not kept: a pass meets each sample of the log that it has not appended itself at most once, so that
-        when it has met more than there are, some came again. Where the log was empty and has no other producer, the first one that comes
-        again is known at once; else only once the pass has met as many as others have appended.
-        """
-        self._met += number
-        repeated = max(self._met - (self._channel.published() - self.made), 0)
-        self._met -= repeated
-        self.repeated += repeated
-        return repeated
-
-    def advance(self) -> Progress:
-        """Make one batch, or publish as much of the last one as the credit allows; never waits."""
-        if not self._samples:
-            samples = next(self._batches, None)
-            if samples is None:
-                return "done"
-            if not samples:
-                return "made"
-            self._refs, self._samples = self._publisher.check(samples), list(samples)
-        self._committed = self._channel.committed()
-        credit = self._publisher.credit()
-        number = len(self._samples) if credit is None else min(credit, len(self._samples))
-        if not number:
-            return "waits"
-        return self._publish(number)
-
-    def _publish(self, number: int) -> Progress:
+    def await_credit(self, idle_seconds: float, leaving: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the trainer gives credit back; give up where it stops the stream, or this producer is to leave."""
+        began, pause = time.monotonic(), _POLL_SECONDS[0]
         try:
-            self.made += self._publisher.publish(self._refs[:number], self._samples[:number])
-        except BufferError:
-            if number > 1:
-                return self._publish(number // 2)
-            if self._channel.published() == self._committed:
-                raise
-            return "waits"
-        del self._refs[:number], self._samples[:number]
-        return "made"
-
-    def run(
-        self,
-        *,
-        idle_seconds: float,
-        stopping: Callable[[], bool],
-        made: Callable[[], None],
-        leaving: Callable[[], bool] = lambda: False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> bool:
-        """Make everything, waiting for credit; return whether the pass has come to its end, `False` where it was stopped."""
-        while not stopping():
-            progress = self.advance()
-            if progress == "done":
-                return not self.gave_up
-            if progress == "made":
-                made()
-            elif not self._await_credit(idle_seconds, leaving, clock):
-                self.gave_up = True
-                self._refs, self._samples = [], []
-        return False
-
-    def _await_credit(self, idle_seconds: float, leaving: Callable[[], bool], clock: Callable[[], float]) -> bool:
-        began, pause, committed = clock(), _POLL_SECONDS[0], self._committed
-        try:
-            while self._channel.committed() == committed:
+            while self._channel.committed() == self._committed:
                 end = self._channel.ended()
                 if leaving() or (end is not None and end.kind == "stopped"):
-                    return False
-                if clock() - began > idle_seconds:
+                    self.gave_up = True
+                    self._pending.clear()
+                    return
+                if time.monotonic() - began > idle_seconds:
                     raise TimeoutError(
                         f"Expected the trainer of stream {self._channel.name} to give credit back. Received: nothing for {idle_seconds:g} "
-                        f"seconds (idle_timeout), with {self._channel.published() - committed} samples in flight. See whether the trainer "
-                        "lives and saves checkpoints often enough, or raise max_in_flight; start this producer again, and it goes on here."
+                        f"seconds (idle_timeout), with {self._channel.published() - self._committed} samples in flight. See whether the "
+                        "trainer lives and saves checkpoints often enough, or raise max_in_flight; start this producer again, and it goes "
+                        "on here."
                     )
                 time.sleep(pause)
                 pause = min(pause * 2, _POLL_SECONDS[1])
-            return True
         finally:
-            self.waited += clock() - began
+            self.waited += time.monotonic() - began
 
 
 _LEFT_OUT = (
@@ -341,9 +259,8 @@ class FeatureProducer(Runner):
         self.parts = parts
         self.idle_timeout = idle_timeout
         self._stops = False
-        self._has_warned = False
         self._production: Production | None = None
-        self._not_wanted: list[str] = []
+        self._last_skipped = ""
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
         """Return a validated copy of `config` without what concerns only training; see `BaseRunner.adopt_config`.
@@ -440,16 +357,15 @@ class FeatureProducer(Runner):
         with self._reporter.speaking():
             self.init_signal_handlers()
             session.begin()
-            production = self.production(split)
-
-            def say() -> None:
-                if self.is_main_process and lines.due():
-                    self._say(production, "Producing")
-
+            production, progress = self.production(split), ""
             try:
-                mine = production.run(
-                    idle_seconds=self.idle_timeout, stopping=self._is_to_stop, made=say, leaving=self._hears_of_stop
-                )
+                while progress != "done" and not self._is_to_stop():
+                    progress = production.advance()
+                    if progress == "waits":
+                        production.await_credit(self.idle_timeout, self._hears_of_stop)
+                    elif self.is_main_process and lines.due():
+                        self._report("Producing")
+                mine = progress == "done" and not production.gave_up
                 ended = not agree(self.world, () if mine else ("stop",))
                 if ended:
                     self.end_production()
@@ -459,9 +375,8 @@ class FeatureProducer(Runner):
             finally:
                 session.uninstall_signals()
             session.apply_requests(agree(self.world, session.local_requests()))
-            self._say(production, "Finished" if ended else "Stopped")
-            if production.repeated:
-                logger.warning("%d samples were left out, since they came more than once.", production.repeated)
+            if self.is_main_process:
+                self._report("Finished" if ended else "Stopped")
         if session.stop_reason in EXIT_CODES:
             raise SystemExit(EXIT_CODES[session.stop_reason])
         return production.made
@@ -472,27 +387,32 @@ class FeatureProducer(Runner):
         Args:
             split: As for `produce`.
         """
-        self._stops = self._has_warned = False
-        self._production = self._begin(split)
+        self._stops = False
+        self.channel.reopen()
+        batches: Iterator[list[Captured]] = iter(())
+        if self.channel.ended() is None:
+            named = self._data.to_infer(self._asked_for or self.evaluate_splits) or self._data.names[:1]
+            batches = self._captured(self._data.choose(split, named, "produce")[0])
+        self._production = Production(self.store, self.channel, batches, max_in_flight=self.max_in_flight)
         self._write_standing()
         return self._production
 
-    def _begin(self, split: str | None) -> Production:
-        self.channel.reopen()
-        if self.channel.ended() is not None:
-            return Production(Publisher(self.store, self.channel, max_in_flight=None), self.channel, iter(()))
-        splits = self._data
-        chosen = splits.choose(
-            split, splits.to_infer(self._asked_for or self.evaluate_splits) or splits.names[:1], "produce"
-        )[0]
-        publisher = Publisher(self.store, self.channel, max_in_flight=self.max_in_flight)
-        return Production(publisher, self.channel, self._captured(chosen))
-
     def end_production(self) -> None:
-        """Say in the log that this producer has come to its end; the main process does."""
+        """Say in the log that this producer has come to its end; the main process does. Call on all ranks."""
+        production = self._production
+        if production is not None:
+            # A pass meets each sample at most once: of those it has left out, no more than others have appended were in the log before.
+            repeated = production.skipped - (self.channel.published() - production.made)
+            if repeated > 0:
+                logger.warning(
+                    "%d samples were left out, since their ids came more than once in the pass: the log of stream %s holds each once. The "
+                    "last one was %r. If they are other samples, override `sample_ids` so that each has its own id.",
+                    repeated,
+                    self.channel.name,
+                    self._last_skipped,
+                )
         if self.is_main_process:
-            self.channel.end("complete", part=self.part, parts=self.parts)
-            self._write_standing()
+            self._end("complete")
 
     def stop_production(self, reason: str) -> None:
         """Say in the log that nothing comes any more for now, unless it has ended already. May be called on one rank.
@@ -500,8 +420,7 @@ class FeatureProducer(Runner):
         Args:
             reason: Who does not want more.
         """
-        self.channel.end("stopped", reason, part=self.part, parts=self.parts)
-        self._write_standing()
+        self._end("stopped", reason)
 
     def fail_production(self, error: BaseException) -> None:
         """Say in the log that the producer has failed, and why; an error of the log does not hide the failure. May be called on one rank.
@@ -510,13 +429,15 @@ class FeatureProducer(Runner):
             error: Why.
         """
         try:
-            reason = f"{type(error).__name__}: {error}"
-            self.channel.end("failed", reason, part=self.part, parts=self.parts)
-            self._write_standing()
+            self._end("failed", f"{type(error).__name__}: {error}")
         except Exception:
             logger.exception(
                 "The failure could not be written into the log of stream %s; it follows.", self.channel.name
             )
+
+    def _end(self, kind: str, reason: str = "") -> None:
+        self.channel.end(kind, reason, part=self.part, parts=self.parts)
+        self._write_standing()
 
     def infer_step(self, data: Any) -> list[Captured | None]:
         """Return the samples of a batch that are not in the log, with their features, and `None` for the others. Called on all ranks.
@@ -526,10 +447,15 @@ class FeatureProducer(Runner):
         """
         ids = [str(sample) for sample in self.sample_ids(data)]
         for sample in ids:
-            check_id(sample)
+            if sample.encode(errors="ignore").decode() != sample:
+                raise ValueError(
+                    f"Expected an id of valid Unicode for a sample. Received: {sample!r}. Name files otherwise, such as by "
+                    "os.fsencode(name).hex()."
+                )
         first = {sample: place for place, sample in reversed(list(enumerate(ids)))}
         wanted = [first[sample] == place and not self.channel.holds(sample) for place, sample in enumerate(ids)]
-        self._not_wanted = [sample for sample, new in zip(ids, wanted, strict=True) if not new]
+        for sample, new in zip(ids, wanted, strict=True):
+            self._last_skipped = self._last_skipped if new else sample
         votes = frozenset({"continue"} if any(wanted) else ())
         if self._goes_together:
             # A forward is a collective: all ranks make it for the one that needs it, and stop with the one that is asked to.
@@ -547,11 +473,11 @@ class FeatureProducer(Runner):
         return self.world_size > 1 and self.preparation.evaluates_together
 
     def _is_to_stop(self) -> bool:
+        # Asked first: with it, this rank says to the others what it was asked, before they come to the collectives of the next batch.
         asked = self._is_asked_to_stop()
         return self._stops if self._goes_together else asked
 
     def _is_asked_to_stop(self) -> bool:
-        """Whether this rank wants to end; of those that make a forward together, all do when they agree on it before the next one."""
         gave_up = self._production is not None and self._production.gave_up
         return self._hears_of_stop() or gave_up
 
@@ -562,58 +488,126 @@ class FeatureProducer(Runner):
         return self._session.asked_to_stop()
 
     def _captured(self, split: str) -> Iterator[list[Captured]]:
-        publishes = self.placement.counts_samples
         for rows in self._parts.evaluator.stream_batches(split):
             made = [row for row in rows if row is not None]
-            if publishes and not self._stops:
-                self._note_repeated(split, len(rows) - len(made))
-            yield made if publishes else []
-
-    def _note_repeated(self, split: str, number: int) -> None:
-        # A batch that a rank reads only so that it makes as many forwards as the others has no rows here.
-        production = self._production
-        if production is None or not number or not production.meet(number) or self._has_warned:
-            return
-        self._has_warned = True
-        logger.warning(
-            "Sample %r comes more than once in a pass over split %r. The log of stream %s holds each id once: the others are left out. If "
-            "they are other samples, override `sample_ids` so that each has its own id.",
-            self._not_wanted[number - 1],
-            split,
-            self.channel.name,
-        )
+            if not self.placement.counts_samples:
+                made = []
+            elif self._production is not None and not self._stops:
+                # A batch that a rank reads only so that it makes as many forwards as the others has no rows here.
+                self._production.skipped += len(rows) - len(made)
+            yield made
 
     def _write_standing(self) -> None:
         """Write into the run directory how far the stream is, on the main process."""
-        if not self.is_main_process:
-            return
-        end = self.channel.ended()
-        standing = {
-            "stream": self.channel.name,
-            "side": "producer",
-            "published": self.channel.published(),
-            "trained": self.channel.committed(),
-            "waited_seconds": 0.0 if self._production is None else self._production.waited,
-            "end": None if end is None else end.kind,
-        }
-        self.workspace.write_streams({"produce": standing})
-
-    def _say(self, production: Production, how: str) -> None:
         if self.is_main_process:
-            self._write_standing()
-            figures = {
-                "produce/samples": production.made,
-                "produce/stream_bytes": self.store.usage(),
-                "produce/stream_in_flight": self.channel.published() - self.channel.committed(),
-                "produce/stream_wait_seconds": production.waited,
-            }
-            self.log_figures(figures, step=production.made)
-            logger.info(
-                "%s: %d samples into stream %s by this process, which holds %d; %.1f s waiting for the trainer, %d bytes in the store",
-                how,
-                production.made,
-                self.channel.name,
-                self.channel.published(),
-                production.waited,
-                figures["produce/stream_bytes"],
-            )
+            waited = 0.0 if self._production is None else self._production.waited
+            found = standing(self.channel, "producer", trained=self.channel.committed(), waited=waited)
+            self.workspace.write_streams({"produce": found})
+
+    def _report(self, how: str) -> None:
+        """Log the figures of the production."""
+        production = self._production
+        assert production is not None
+        self._write_standing()
+        figures = {
+            "produce/samples": production.made,
+            "produce/stream_bytes": self.store.usage(),
+            "produce/stream_in_flight": self.channel.published() - self.channel.committed(),
+            "produce/stream_wait_seconds": production.waited,
+        }
+        self.log_figures(figures, step=production.made)
+        logger.info(
+            "%s: %d samples into stream %s by this process, which holds %d; %.1f s waiting for the trainer, %d bytes in the store",
+            how,
+            production.made,
+            self.channel.name,
+            self.channel.published(),
+            production.waited,
+            figures["produce/stream_bytes"],
+        )
+
+
+class EqualLengthBatches(Sampler[list[int]]):
+    """Batches of indices of samples of one length each, for `build_datasampler` of a producer.
+
+    A batch is yielded when it is full, so that the order of the log stays near that of the dataset; the remaining samples of
+    each length come at the end, the shortest first. The order is a function of the lengths alone; a producer that starts again has it too.
+
+    Args:
+        lengths: Length of each sample of the dataset, such as its number of tokens.
+        batch_size: Samples of a batch at most.
+
+    Raises:
+        ValueError: If the batch size is not positive.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
+        if batch_size < 1:
+            raise ValueError(f"Expected batch_size to be a positive integer. Received: batch_size={batch_size!r}.")
+        self.batches: list[list[int]] = []
+        unfinished: dict[int, list[int]] = {}
+        for index, length in enumerate(lengths):
+            batch = unfinished.setdefault(int(length), [])
+            batch.append(index)
+            if len(batch) == batch_size:
+                self.batches.append(unfinished.pop(int(length)))
+        self.batches += [unfinished[length] for length in sorted(unfinished)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+def run_together(producer: FeatureProducer, trainer: BaseRunner, *, split: str | None = None) -> Any:
+    """Train on what a producer makes in the same process: whenever the trainer lacks samples, the producer makes a batch.
+
+    The trainer comes to the same losses and weights as with a producer in another process, or before it. Whichever fails, its own
+    error is raised. Where the trainer ends first, the log says that it was stopped, and goes on when both are run again.
+
+    Args:
+        producer: The producer.
+        trainer: A runner with a `StreamLoader` over the producer's log among its loaders.
+        split: What the producer goes over; as for `FeatureProducer.produce`.
+
+    Returns:
+        What `trainer.train()` returns.
+
+    Raises:
+        ValueError: If the trainer does not read that log, or there are several ranks.
+    """
+    loaders = [loader for loader in trainer.dataloaders.values() if isinstance(loader, StreamLoader)]
+    loader = next((found for found in loaders if found.channel is producer.channel), None)
+    if loader is None:
+        raise ValueError(
+            f"Expected a StreamLoader over the channel of the producer, {producer.channel.name}, in `dataloaders` of the trainer. "
+            f"Received: {', '.join(found.channel.name for found in loaders) or 'none'}. Give both the same channel object."
+        )
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"Expected one process for run_together. Received: {trainer.world_size}. Start the producer as its own job, with a "
+            "SQLiteChannel between both."
+        )
+    production = producer.production(split)
+
+    def pump() -> bool:
+        try:
+            progress = production.advance()
+            if progress == "done":
+                producer.end_production()
+        except Exception as error:
+            producer.fail_production(error)
+            raise
+        return progress == "made"
+
+    loader.pump = pump
+    try:
+        results = trainer.train()
+    except BaseException as error:
+        producer.stop_production(f"its trainer ended with {type(error).__name__}: {error}")
+        raise
+    finally:
+        loader.pump = None
+    producer.stop_production("its trainer has finished")
+    return results

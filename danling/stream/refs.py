@@ -51,17 +51,6 @@ class TensorSpec:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
-def check_id(sample: str) -> None:
-    """Check that the id of a sample can be written into a log."""
-    try:
-        sample.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"Expected an id of valid Unicode for a sample. Received: {sample!r} ({error.reason}). Name files otherwise, such as by "
-            "os.fsencode(name).hex()."
-        ) from None
-
-
 @dataclass(frozen=True)
 class SampleRef:
     """One sample of a stream: what it is, and where its features are.

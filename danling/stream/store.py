@@ -109,12 +109,12 @@ class CheckedStore(FeatureStore):
                 f"Expected the features of sample {ref.id!r} in {place}. Received: {error}. Bring them back from a copy, or make the "
                 "features anew in another stream: this log counts the sample as made."
             ) from error
-        there, expected = specs(found), dict(ref.tensors)
+        there, expected = specs_of(found), dict(ref.tensors)
         if there != expected:
             name = min(name for name in {**expected, **there} if expected.get(name) != there.get(name))
             raise ValueError(
-                f"Expected {_describe(expected.get(name))} as feature {name!r} of sample {ref.id!r}, as its reference in the log says. "
-                f"Received: {_describe(there.get(name))} in {place}. Read the log with the store that its producer wrote to."
+                f"Expected {describe(expected.get(name))} as feature {name!r} of sample {ref.id!r}, as its reference in the log says. "
+                f"Received: {describe(there.get(name))} in {place}. Read the log with the store that its producer wrote to."
             )
         return {name: found[name] for name in expected}
 
@@ -122,14 +122,14 @@ class CheckedStore(FeatureStore):
         """Check that the object that has this name has these bits; a NaN equals itself here."""
         place = self._place(object_id)
         try:
-            found = self._load(object_id, specs(tensors))
+            found = self._load(object_id, specs_of(tensors))
         except KeyError:
             return  # discarded by a trainer that needed it no more
         except ValueError as error:
             raise ValueError(
                 f"Expected object {object_id!r} in {place}. Received: {error}. Discard the object, and put it again."
             ) from error
-        if specs(found) != specs(tensors) or any(
+        if specs_of(found) != specs_of(tensors) or any(
             not torch.equal(as_bytes(found[name]), as_bytes(tensor)) for name, tensor in tensors.items()
         ):
             raise ValueError(
@@ -229,7 +229,7 @@ def owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
 
 
-def specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     """Return shapes and dtypes by name."""
     return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
 
@@ -266,7 +266,8 @@ def check_sum(object_id: str, tensors: Mapping[str, Tensor], written: object) ->
         raise ValueError("a damaged object: its checksum is not the one that was written")
 
 
-def _describe(spec: TensorSpec | None) -> str:
+def describe(spec: TensorSpec | None) -> str:
+    """Return what messages call a feature."""
     return "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
 
 

@@ -100,7 +100,7 @@ def test_a_wrong_capture_is_named_by_its_sample_and_the_producer_goes_on_after_t
     config = {"dir": str(tmp_path / "producer"), "auto_resume": True, "dataloader": {"batch_size": 4}}
     options: dict[str, Any] = {"indices": range(12), "store": store, "channel": channel}
     with (
-        pytest.raises(ValueError, match="width 3 of feature 'target' in sample '9'"),
+        pytest.raises(ValueError, match=r"float32\[3\] as feature 'target' of sample '9'.*Received: float32\[2\]"),
         Spoilt(config, **options) as spoilt,
     ):
         spoilt.produce()
