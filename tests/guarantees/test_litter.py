@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.toys import Small
+from support.toys import settings as toy_settings
 
 import danling as dl
 from danling.checkpoints import storage
@@ -15,9 +16,8 @@ from danling.cli.main import main
 
 
 def settings(epochs: int = 4, backend: str = "file", **more: Any) -> dict[str, Any]:
-    usual = {"seed": 1, "epochs": epochs, "dir": "mine", "log": False, "dataloader": {"batch_size": 4}}
     policy = {"keep_latest_k": 2, "async_enabled": False, "backend": backend}
-    return {**usual, "optim": {"type": "sgd", "lr": 0.1}, "checkpoint": policy, **more}
+    return toy_settings("mine", epochs=epochs, checkpoint=policy, **more)
 
 
 def trained(config: dict[str, Any]) -> Path:

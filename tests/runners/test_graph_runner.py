@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_processes
+from support.toys import whole_settings
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -58,19 +59,9 @@ class Toy(dl.Runner):
 
 
 def config(root: Path, stack: str = "graph", **changes: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "stack": stack,
-        "dir": str(root),
-        "seed": 1,
-        "epochs": 2,
-        "log": False,
-        "accum_steps": 2,
-        "max_grad_norm": 0.5,
-        "ema": {"enabled": True, "decay": 0.9},
-        "dataloader": {"batch_size": 4, "drop_last": False},
-        "optim": {"type": "adamw", "lr": 0.01},
-        **changes,
-    }
+    loader = {"batch_size": 4, "drop_last": False}
+    base = {"stack": stack, "epochs": 2, "log": False, "max_grad_norm": 0.5, "dataloader": loader, "scheduler": {}}
+    settings = whole_settings("unused", **{**base, "dir": str(root), **changes})
     if stack == "graph":
         settings["compile"] = {"backend": "aot_eager", **changes.get("compile", {})}
     return settings

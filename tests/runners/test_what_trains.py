@@ -10,35 +10,29 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_processes
-from support.toys import settings
+from support.toys import Chain, Line, settings
 from torch import nn
-from torch.utils.data import TensorDataset
-
-import danling as dl
 
 
 class Net(nn.Module):
     def __init__(self, *, spare: bool = False) -> None:
         super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 2)
+        self.body = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 1)
         if spare:
-            self.spare = nn.Linear(4, 2)
+            self.spare = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.body(x))
         return out
 
 
-class Trained(dl.Runner):
+class Trained(Line):
     spare = False
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
-        self.datasets = {"train": TensorDataset(x, (x.sum(1) > 0).long())}
         self.model = Net(spare=self.spare)
-        self.criterion = nn.CrossEntropyLoss()
 
     def ddp_kwargs(self) -> dict[str, Any]:
         return {**super().ddp_kwargs(), "find_unused_parameters": self.spare}
@@ -75,7 +69,7 @@ class Replaced(Trained):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.model.head = nn.Linear(4, 2)
+        self.model.head = nn.Linear(4, 1)
 
 
 def test_parameters_without_an_optimizer_and_others_are_named_once(tmp_path: Path, said: Any) -> None:
@@ -85,7 +79,7 @@ def test_parameters_without_an_optimizer_and_others_are_named_once(tmp_path: Pat
         runner.train()
     assert len(said("Expected every parameter that requires a gradient in the optimizer")) == 1
     assert "head.weight, head.bias" in said("in the optimizer. Received: a SGD without")[0]
-    assert len(said("with 2 others of the shapes [(2, 4), (2,)]")) == 1
+    assert len(said("with 2 others of the shapes [(1, 4), (1,)]")) == 1
 
 
 class Spare(Trained):
@@ -145,22 +139,18 @@ def test_a_replaced_model_is_refused_where_gradients_are_reduced(tmp_path: Path)
         assert "the model that the runner was constructed with" in error
 
 
-class Chain(dl.Runner):
-    """A chain of modules, of which the first stage has nothing that is trained by the optimizer."""
+class HalfTrained(Chain):
+    """The first stage has nothing that is trained by the optimizer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
-        self.datasets = {"train": TensorDataset(x, (x.sum(1) > 0).long())}
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-        self.criterion = nn.CrossEntropyLoss()
-        self.optimizer = torch.optim.SGD(self.model[1].parameters(), lr=0.1)
+        self.optimizer = torch.optim.SGD(self.model[2].parameters(), lr=0.1)
 
 
 def trained_in_stages(root: str) -> list[str]:
     messages = heard()
     config = settings(root, steps=3, stack="parallel", parallel={"axes": {"pipeline": 2}}, optim={})
-    with Chain(config) as runner:
+    with HalfTrained(config) as runner:
         runner.train()
     return [message for message in messages if "Expected" in message]
 
