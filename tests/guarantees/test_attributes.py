@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.processes import run_processes
 from support.stacks import needs_deepspeed
+from support.toys import settings as toy_settings
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
@@ -283,14 +284,7 @@ def described(value: Any) -> Any:
 
 def settings(stack: str, root: str, **more: Any) -> dict[str, Any]:
     """Return the configuration of three epochs; `zero` is DeepSpeed with divided optimizer states, `fsdp` divides the weights."""
-    base: dict[str, Any] = {
-        "seed": 1,
-        "epochs": 3,
-        "dir": root,
-        "log": False,
-        "dataloader": {"batch_size": 4},
-        "checkpoint": {"async_enabled": False},
-    }
+    base = toy_settings(root, epochs=3, checkpoint={"async_enabled": False}, optim={})
     of_stack: dict[str, dict[str, Any]] = {
         "ddp": {"stack": "ddp"},
         "dcp": {"stack": "ddp", "checkpoint": {**base["checkpoint"], "backend": "dcp"}},

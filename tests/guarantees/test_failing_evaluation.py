@@ -43,10 +43,7 @@ class BreaksInTheMetric(TracingRunner):
 
 @pytest.mark.parametrize(
     ("mode", "runner_class", "error"),
-    [
-        ("steps", BreaksInTheStep, "in the step"),
-        ("epochs", BreaksInTheMetric, "out of bounds"),
-    ],
+    [("steps", BreaksInTheStep, "in the step"), ("epochs", BreaksInTheMetric, "out of bounds")],
 )
 def test_an_error_in_an_evaluation_comes_before_the_first_update(
     runner_class: Any, error: str, mode: str, tmp_path: Path

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.processes import ProcessFailure, run_outcomes
 from support.programs import torchrun
+from support.toys import settings
 
 TESTS = Path(__file__).parents[1]
 
@@ -69,16 +70,8 @@ def hang(config: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize("axes", [{"shard": 2}, pytest.param({"pipeline": 2}, marks=pytest.mark.slow)], ids=str)
 def test_the_timeout_of_training_reaches_the_groups_of_the_mesh(axes: dict[str, int], tmp_path: Path) -> None:
     """The first update may take its time; then a rank that does not answer is an error on the others."""
-    config = {
-        "workspace_root": str(tmp_path),
-        "stack": "parallel",
-        "parallel": {"axes": axes},
-        "steps": 5,
-        "log": False,
-        "optim": {"type": "sgd", "lr": 0.01},
-        "dataloader": {"batch_size": 2},
-        "comm": {"train_timeout_seconds": 2.0},
-    }
+    mesh = {"stack": "parallel", "parallel": {"axes": axes}, "comm": {"train_timeout_seconds": 2.0}}
+    config = settings(tmp_path / "run", steps=5, dataloader={"batch_size": 2}, **mesh)
     waiting, sleeping = sorted(
         run_outcomes(hang, config, world_size=2, timeout=45, grace=1), key=lambda outcome: outcome.rank
     )

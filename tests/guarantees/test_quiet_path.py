@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from support.processes import run_processes
-from support.toys import TracingRunner
+from support.toys import TracingRunner, settings
 
 PASS = 6
 """Updates of a pass."""
@@ -33,20 +33,9 @@ class Watched(TracingRunner):
 
 
 def train_watched(root: str) -> list[list[str]]:
-    config = {
-        "seed": 1,
-        "steps": 24,
-        "log_interval": 8,
-        "evaluate_interval": 24,
-        "workspace_root": root,
-        "tensorboard": True,
-    }
-    config |= {
-        "optim": {"type": "adamw", "lr": 0.01},
-        "dataloader": {"batch_size": 2},
-        "max_grad_norm": 1.0,
-        "checkpoint.interval": 24,
-    }
+    often = {"log_interval": 8, "evaluate_interval": 24, "checkpoint.interval": 24}
+    more = {"steps": 24, "log": True, "tensorboard": True, "max_grad_norm": 1.0, "dataloader": {"batch_size": 2}}
+    config = settings(root, **often, **more)
     with Watched(config) as runner:
         sys.addaudithook(lambda event, _: runner.events.append(event) if event in ("open", "os.listdir") else None)
         for verb in VERBS:

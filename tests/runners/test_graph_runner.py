@@ -206,11 +206,7 @@ def test_a_wrapper_of_ones_own_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"fsdp": {"enabled": True}}, "stack='parallel'"),
-        ({"ft": {"enabled": True}}, "ft.enabled"),
-    ],
+    ("changes", "said"), [({"fsdp": {"enabled": True}}, "stack='parallel'"), ({"ft": {"enabled": True}}, "ft.enabled")]
 )
 def test_settings_that_cannot_be_followed_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):

@@ -40,12 +40,7 @@ class Classifier(dl.TorchRunner):
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "seed": 1,
-        "dataloader": {"batch_size": 8},
-        "optim": {"type": "adamw", "lr": 1e-2},
-        "log": False,
-    }
+    base = {"seed": 1, "dataloader": {"batch_size": 8}, "optim": {"type": "adamw", "lr": 1e-2}, "log": False}
     return {**base, **({} if "steps" in changes else {"epochs": 2}), **changes}
 
 

@@ -46,14 +46,7 @@ def position_of_weight(path: Path) -> int:
 
 
 def settings(root: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "steps": 12,
-        "seed": 3,
-        "workspace_root": str(root),
-        "log": False,
-        "dataloader": {"batch_size": 4},
-        **changes,
-    }
+    return {"steps": 12, "seed": 3, "workspace_root": str(root), "log": False, "dataloader.batch_size": 4, **changes}
 
 
 def _pretrained(path: Path, root: Path) -> Any:
