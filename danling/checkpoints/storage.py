@@ -261,14 +261,7 @@ MISSING = "is missing"
 """What `absence` says when nothing is there at all."""
 IS_FILE = "is a file"
 
-_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
-    (stat.S_ISREG, IS_FILE),
-    (stat.S_ISDIR, "is a directory"),
-    (stat.S_ISFIFO, "is a named pipe"),
-    (stat.S_ISSOCK, "is a socket"),
-)
-_DEVICE = "is a device"
-_NO_FILES = {_DEVICE, *(name for _, name in _KINDS[1:])}
+_KINDS = {stat.S_IFREG: IS_FILE, stat.S_IFDIR: "is a directory", stat.S_IFIFO: "is a named pipe"}
 
 
 def absence(path: Path) -> str:
@@ -281,12 +274,15 @@ def absence(path: Path) -> str:
         return "is a link that leads nowhere" if os.path.islink(path) else MISSING
     except OSError as error:
         return f"cannot be read: {reason(error)}"
-    return next((name for is_kind, name in _KINDS if is_kind(mode)), _DEVICE)
+    return _KINDS.get(stat.S_IFMT(mode), "is a device or a socket")
 
 
 def is_no_file(path: Path) -> bool:
-    """Whether there is something else than a regular file at a path: a directory, a named pipe, a socket or a device."""
-    return absence(path) in _NO_FILES
+    """Whether there is something else than a regular file at a path, which links lead to: a directory, a named pipe, ..."""
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False
 
 
 def make_way(path: Path) -> None:

@@ -52,7 +52,7 @@ FUNCTIONS = {
     ],
     "cli/inspection": ["read_safetensors"],
     "cli/main": ["_main"],
-    "cli/output": ["write_drawing"],
+    "cli/plot": ["run"],
     "data/packing": ["document_lengths"],
     "deepspeed/checkpoints": ["DeepSpeedCheckpointManager._save.publish"],
     "graph/artifacts": [
