@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
-from danling.data import DataLoader, open_source
+from danling.data import DataLoader, Share, open_source
 
 SAMPLES, PAIRS, TARGET, TARGET_OF_SAMPLE = 4096, 41, 40.0, 15.0
 
@@ -76,7 +76,7 @@ def difference(one: Callable[[], Any], other: Callable[[], Any], each: int) -> f
 def read_batches(batch_size: int, dataset: Dataset[int], keyed: str = "batch") -> float:
     """Return the cost of a batch in a loader without workers."""
     plain = TorchDataLoader(dataset, batch_size=batch_size, shuffle=True)
-    seeded = DataLoader(dataset, batch_size=batch_size, shuffle=True, keyed=keyed)
+    seeded = DataLoader(dataset, Share(), batch_size=batch_size, shuffle=True, keyed=keyed)
     return difference(lambda: list(plain), lambda: list(seeded), SAMPLES // batch_size)
 
 

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from danling.checkpoints.dcp import SavePlanner
-from danling.data.sampler import PositionedBatchSampler
+from danling.data.sampler import Division, PositionedBatchSampler, Share
 from danling.distributed import StepSync, StepTotals
 from danling.mesh import Topology
 
@@ -170,7 +170,9 @@ def measure_start(ranks: int) -> list[Figure]:
     with place(ranks - 1, ranks):
         topology, seconds, memory = timed(lambda: Topology(degrees(ranks)))
         found = [Figure(ranks, "topology", seconds, "s"), Figure(ranks, "topology", memory, "MB")]
-        sampler = PositionedBatchSampler(SAMPLES, batch_size=8, shuffle=True, rank=ranks - 1, world_size=ranks)
+        sampler = PositionedBatchSampler(
+            SAMPLES, Share(rank=ranks - 1, world_size=ranks), Division.of_batches(8, ranks), shuffle=True
+        )
         sampler.consumed = SAMPLES // 2 // (8 * ranks) * 8 * ranks
         _, seconds, memory = timed(lambda: next(iter(sampler)))
         found += [Figure(ranks, "first batch in the middle of 10^9 samples", seconds * 1e3, "ms")]

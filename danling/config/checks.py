@@ -50,10 +50,13 @@ def _check_batches(common: Mapping[str, object]) -> None:
     sections = {"dataloader": common}
     sections |= {f"dataloader.{name}": own for name, own in common.items() if isinstance(own, Mapping)}
     for place, section in sections.items():
-        if any(section.get(name, None) is not None for name in ("global_batch_size", "micro_batch_size")):
-            from danling.data.build import check_sizes  # only here, since torch takes its time
-
-            check_sizes(section, place)
+        batch, samples = section.get("batch_size", None), section.get("global_batch_size", None)
+        if batch is not None and samples is not None:
+            raise ValueError(
+                f"Expected dataloader.batch_size (samples of a batch on each rank) or dataloader.global_batch_size (samples of an update "
+                f"over all ranks), not both. Received: batch_size={batch!r}, global_batch_size={samples!r} in {place}. Set one of them to "
+                "none."
+            )
 
 
 def _check_canonical(config: RunnerConfig) -> None:

@@ -10,7 +10,7 @@ from .loader import PLACEHOLDER, DataLoader
 from .mixture import Mixture
 from .packing import Packed, TokenBudget, cu_seqlens
 from .randomness import derive_seed, mix_seed, seed_streams
-from .sampler import Batch, Division, PositionedBatchSampler
+from .sampler import Batch, Division, PositionedBatchSampler, Share
 from .source import BatchSource, ReaderPlace, WindowLoader, open_source
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Packed",
     "PositionedBatchSampler",
     "ReaderPlace",
+    "Share",
     "TokenBudget",
     "WindowLoader",
     "build_dataloader",

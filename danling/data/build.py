@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from danling.utils.messages import did_you_mean
 
-from .loader import DataLoader, StreamLoader, check_settings
+from .loader import DataLoader, StreamLoader
 from .order import OrderedDataset
 from .packing import TokenBudget
-from .sampled import SampledLoader
-from .sampler import Division, WholeMicroBatches
+from .sampled import sampled_loader
+from .sampler import Division, Share, WholeMicroBatches
 from .workers import WorkerInit
 
 logger = logging.getLogger("danling")
@@ -28,9 +28,10 @@ AUTO = "auto"
 SIZES = frozenset({"global_batch_size", "micro_batch_size"})
 OWN = SIZES | {"keyed"}
 """Settings of a split that are not arguments of a loader."""
-_UNUSED = "snapshot_every_n_steps"
-"""A setting of `StatefulDataLoader`: the loaders of the library have the position of each batch."""
-SETTINGS = (frozenset(inspect.signature(TorchDataLoader.__init__).parameters) - {"self", "dataset"}) | OWN | {_UNUSED}
+SETTINGS = {*inspect.signature(TorchDataLoader.__init__).parameters, *OWN, "snapshot_every_n_steps"} - {
+    "self",
+    "dataset",
+}
 """Valid names under `dataloader`: the arguments of torch's `DataLoader`, and what an update is made of."""
 
 
@@ -50,7 +51,7 @@ def build_dataloader(
     """Return the loader of one split.
 
     A map-style dataset gets a `danling.data.DataLoader`, which divides it over the ranks, and with a `sampler` or
-    `batch_sampler` a `SampledLoader`; both come back exactly. An `IterableDataset` gets a `StreamLoader`. Dividing
+    `batch_sampler` a `KeyedLoader` in its order; both come back exactly. An `IterableDataset` gets a `StreamLoader`. Dividing
     it, or the order of a sampler, over ranks is theirs. A loader is returned as it is.
 
     Args:
@@ -85,19 +86,27 @@ def build_dataloader(
             f"Expected micro-batches of a number of samples for split {split!r} with gradient_sum='canonical'. Received: a TokenBudget, "
             "whose batches have any number. Pack the documents with dl.data.Packed, or set gradient_sum='fast'."
         )
-    keyed = settings.get("keyed")
-    if keyed not in ("batch", "sample", None):
-        raise ValueError(
-            f"Expected dataloader.keyed of split {split!r} to be one of ['batch', 'sample']. Received: keyed={keyed!r} "
-            f"({type(keyed).__name__})."
-        )
-    if keyed is None:  # where updates have one size at any number of processes, so have the samples
-        keyed = "batch" if settings.get("global_batch_size") is None else "sample"
+    # Where updates have one size at any number of processes, so have the samples.
+    keyed = settings.get("keyed") or ("batch" if settings.get("global_batch_size") is None else "sample")
     given, division = divide_updates(
         settings, split=split, train=train, world_size=world_size, accum_steps=accum_steps, canonical=canonical
     )
+    if settings.get("num_workers") and not settings.get("in_order", True):
+        raise ValueError(
+            f"Expected dataloader.in_order=True for split {split!r}: batches out of order leave no position to come "
+            "back to. Received: in_order=False. Leave it out, or pass your own loader."
+        )
+    if settings.get("generator") is not None:
+        raise ValueError(
+            f"Expected no dataloader.generator for split {split!r}: its order follows from the run's seed. Received: "
+            f"generator={settings['generator']!r}. Set `seed`, or pass your own `sampler`."
+        )
     options = {"pin_memory": device is not None and device.type == "cuda", **given, "keyed": keyed}
-    options.pop(_UNUSED, None)
+    # Choices that are left open, and what only loaders of the user's read.
+    unset = [
+        name for name in ("sampler", "batch_sampler", "generator", "shuffle", "drop_last") if options.get(name) is None
+    ]
+    options = {name: value for name, value in options.items() if name not in (*unset, "snapshot_every_n_steps")}
     orders = [name for name in ("batch_sampler", "sampler") if options.get(name) is not None]
     if division is not None and division.is_update and (is_iterable or orders):
         raise ValueError(
@@ -105,11 +114,9 @@ def build_dataloader(
             f"update over the ranks. Received: {f'a {orders[0]}' if orders else type(dataset).__name__}, which divides itself. Set "
             "dataloader.batch_size, the samples of a batch on each rank, instead."
         )
-    place: dict[str, Any] = {"split": split, "seed": seed, "rank": rank}
-    # Choices that are left open. The order of a sampler or an iterable dataset is all there is, so it is not shuffled.
-    left_open = ("sampler", "batch_sampler", "generator", "shuffle", "drop_last")
-    chosen = {name: value for name, value in options.items() if value is not None or name not in left_open}
-    drop_last = {"drop_last": train and options.get("batch_size", 1) is not None}
+    share = Share(split, seed, rank, world_size)
+    if "batch_sampler" not in orders:
+        options.setdefault("drop_last", train and options.get("batch_size", 1) is not None)
     try:
         if is_iterable:
             if world_size > 1:
@@ -119,36 +126,31 @@ def build_dataloader(
                     world_size,
                 )
             if not isinstance(dataset, IterDataPipe):
-                return StreamLoader(dataset, **{**drop_last, **options}, **place)
+                return StreamLoader(dataset, share, **options)
             # torch shuffles and divides it by its type.
             del options["keyed"]
             options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
-            return TorchDataLoader(dataset, **{**drop_last, **options})
+            return TorchDataLoader(dataset, **options)
         if orders:
             decided = ("batch_size", "sampler", "shuffle", "drop_last") if "batch_sampler" in orders else ("shuffle",)
             others = [name for name in decided if options.get(name)]
             if others:
                 mend = "it" if len(others) == 1 else "them"
                 raise ValueError(f"{orders[0]} decides {', '.join(others)}: leave {mend} out.")
-            check_settings(options, split)
-            options = options if "batch_sampler" in orders else {**drop_last, **chosen}
-            return SampledLoader(dataset, **{**options, "shuffle": None}, **place, world_size=world_size)
+            return sampled_loader(dataset, share, **options)
         if isinstance(dataset, TokenBudget):
-            if division is not None or chosen.get("batch_size") is not None:
-                received = f"batch_size={chosen['batch_size']!r}" if division is None else "global_batch_size"
+            if division is not None or options.get("batch_size") is not None:
+                received = f"batch_size={options['batch_size']!r}" if division is None else "global_batch_size"
                 raise ValueError(
                     f"Expected no batch size for split {split!r}: a TokenBudget makes batches of at most {dataset.limit} tokens. Received: "
                     f"dataloader.{received}. Set dataloader.{split}.batch_size to None; accum_steps says how many batches of each rank "
                     "make an update."
                 )
-            chosen |= {
-                "batch_size": None,
-                "drop_last": False,
-                "collate_fn": options.get("collate_fn") or dataset.collate,
-            }
-        shuffle = {"shuffle": train and not isinstance(dataset, OrderedDataset)}
-        options = {**shuffle, **drop_last, **chosen}
-        return DataLoader(dataset, pad=train, **options, **place, world_size=world_size, division=division)
+            collate = options.get("collate_fn") or dataset.collate
+            options |= {"batch_size": None, "drop_last": False, "collate_fn": collate}
+        # The order of a sampler or an iterable dataset is all there is; any other is shuffled.
+        options.setdefault("shuffle", train and not isinstance(dataset, OrderedDataset))
+        return DataLoader(dataset, share, pad=train, division=division, **options)
     except ValueError as error:
         if str(error).startswith("Expected"):
             raise
@@ -202,7 +204,6 @@ def divide_updates(
     """
     samples, held = settings.get("global_batch_size"), settings.get("micro_batch_size")
     most = held if isinstance(held, int) else None
-    check_sizes(settings if train else {**settings, "batch_size": None}, f"dataloader.{split}")
     loading = {name: value for name, value in settings.items() if name not in OWN}
     division: Division
     if canonical:
@@ -237,23 +238,3 @@ def divide_updates(
             return loading, None
     loading.pop("batch_size", None)
     return loading, division
-
-
-def check_sizes(section: Mapping[str, object], place: str) -> None:
-    """Refuse sizes that are not positive integers, or that exclude one another."""
-    batch, samples = section.get("batch_size"), section.get("global_batch_size")
-    for name in sorted(SIZES):
-        value = section.get(name)
-        if value is None or (name == "micro_batch_size" and value == AUTO):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            wanted = "a positive integer" + (f" or {AUTO!r}" if name == "micro_batch_size" else "")
-            raise ValueError(
-                f"Expected {place}.{name} to be {wanted}. Received: {name}={value!r} ({type(value).__name__})."
-            )
-    if batch is not None and samples is not None:
-        raise ValueError(
-            f"Expected dataloader.batch_size (samples of a batch on each rank) or dataloader.global_batch_size (samples "
-            f"of an update over all ranks), not both. Received: batch_size={batch!r}, global_batch_size={samples!r} in "
-            f"{place}. Set one of them to none."
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.utils.data._utils.collate import default_convert
 from .collation import collate
 from .dataset_state import from_plain, get_states, is_equal, is_stateful, parts_of, stateful_parts, to_plain
 from .randomness import Generators, derive_seed, mix_seed
-from .sampler import BatchKey
+from .sampler import BatchKey, Share
 from .workers import WorkersView
 
 logger = logging.getLogger("danling")
@@ -137,6 +138,7 @@ def draws_nothing(dataset: object) -> bool:
     return type(dataset) in (TensorDataset, list, tuple, range, Tensor)
 
 
+@dataclass(eq=False)
 class KeyedStream(WorkersView, IterableDataset[Any]):
     """Batches of an iterable dataset, before each of which all randomness is seeded. A worker hands over its place with each of them.
 
@@ -145,38 +147,30 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
     seeded like the order of a sampler: alike on all ranks.
     """
 
-    def __init__(
-        self,
-        dataset: object,
-        seed: int,
-        *,
-        split: str,
-        epoch: int,
-        rank: int,
-        every: int,
-        make: Callable[[Any], Any],
-        size: int | None,
-        drop_last: bool,
-        states: Mapping[int, Mapping[str, Any]],
-        first: int,
-    ) -> None:
-        self.dataset = dataset
-        self.seed, self.split, self.epoch, self.rank = seed, split, epoch, rank
-        self.every, self.make, self.size, self.drop_last = every, make, size, drop_last
-        self.states, self.first = dict(states), first
-        self.has_begun = False
-        self._worker = self._base = self._items = 0
-        self._over = False
-        self._read: Any = None
-        """The dataset, or the copy of it that is iterated."""
-        self._iterator: Iterator[Any] | None = None
-        self._generators: Any = None
+    dataset: Any
+    share: Share
+    epoch: int
+    every: int
+    """Items that are seeded at a time."""
+    make: Callable[[Any], Any]
+    size: int | None
+    drop_last: bool
+    states: dict[int, dict[str, Any]]
+    first: int
+
+    has_begun = False
+    _worker = _base = _items = 0
+    _over = False
+    _read: Any = field(default=None, init=False)
+    """The dataset, or the copy of it that is iterated."""
+    _iterator: Any = field(default=None, init=False)
+    _generators: Any = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | None, tuple[Any] | None]]:
         """Yield worker, its place (`None` in this process) and the batch; without a batch where it only takes its turn, or ends."""
         info = get_worker_info()
         self._worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        self._base = derive_seed(self.seed, "read", self.split, self.epoch, self.rank * workers + self._worker)
+        self._base = self._derived("read", self.share.rank * workers + self._worker)
         # A stream of `datasets` never forgets the state that it was told: a later pass would begin there.
         self._read = _twin(self.dataset) if _of_datasets(self.dataset) else self.dataset
         own = None if self.make in (collate, default_convert) else self.make
@@ -212,8 +206,11 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
         return items
 
     def _begin(self) -> Iterator[Any]:
-        self._generators.seed(derive_seed(self.seed, "order", self.split, self.epoch))
+        self._generators.seed(self._derived("order"))
         return iter(self._read)
+
+    def _derived(self, purpose: str, *more: int) -> int:
+        return derive_seed(self.share.seed, purpose, self.share.split, self.epoch, *more)
 
     def place(self) -> dict[str, Any]:
         """Return the number of items, and the state of the dataset or its iterator where they have one."""
@@ -224,7 +221,7 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
             "over": self._over,
             "epoch": self.epoch,
             "dataset": to_plain(dataset.state_dict()) if held else None,
-            "iterator": to_plain(iterator.state_dict()) if is_stateful(iterator) else None,  # type: ignore[union-attr]
+            "iterator": to_plain(iterator.state_dict()) if is_stateful(iterator) else None,
         }
 
     def _go_to(self, place: Mapping[str, Any]) -> None:
@@ -237,10 +234,10 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
             # A dataset may be at its beginning again by then.
             self._over = bool(place["over"] or items)
         elif dataset is None and iterator is None:
-            if items and self.rank == 0 and self._worker == 0:
+            if items and self.share.rank == 0 and self._worker == 0:
                 logger.warning(
                     "The dataset of split %r (%s) cannot be positioned: its first %d items of epoch %d are read again and dropped. %s",
-                    self.split,
+                    self.share.split,
                     type(self.dataset).__name__,
                     items,
                     self.epoch,
@@ -249,13 +246,13 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
             for number in range(items):
                 if not self._take(1):
                     raise ValueError(
-                        f"Expected the dataset of split {self.split!r} to have at least {items} items, which were consumed when the run "
-                        f"was saved. Received: {number} items. Restore the dataset, or exclude 'dataloaders' from loading."
+                        f"Expected the dataset of split {self.share.split!r} to have at least {items} items, which were consumed when the "
+                        f"run was saved. Received: {number} items. Restore the dataset, or exclude 'dataloaders' from loading."
                     )
         elif items or iterator is not None:
             self._iterator = self._begin()
             if iterator is not None:
-                self._iterator.load_state_dict(from_plain(iterator))  # type: ignore[attr-defined]
+                self._iterator.load_state_dict(from_plain(iterator))
             self._items = items
             self._generators.seed(mix_seed(self._base, items // self.every))
 

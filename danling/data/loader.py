@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
@@ -17,7 +17,7 @@ from .collation import collate
 from .dataset_state import check_savable, get_states, is_stateful, set_states, stateful_parts
 from .keyed import KeyedDataset, KeyedStream, draws_nothing, why_read_again
 from .order import OrderedDataset
-from .sampler import Batch, Division, PositionedBatchSampler
+from .sampler import Batch, Division, PositionedBatchSampler, Share
 from .workers import WorkerInit, end_with_process, shut_down_workers, signals_blocked
 
 logger = logging.getLogger("danling")
@@ -78,43 +78,61 @@ class KeyedLoader(LibraryLoader):
 
     Iterating begins at the position, which is that of `order` and moves when `order.advance` says that batches were consumed.
 
+    Args:
+        dataset: A map-style dataset.
+        order: The keys from the position on, and the position: a `PositionedBatchSampler`, or the `SampledBatches` of a user's sampler.
+        batch_size: Samples of a batch, as the loader shows it.
+        batched: Whether a key makes a batch; else the item of its one index is delivered as it is.
+        keyed: What reading is seeded by, `batch` or `sample`.
+        settings: Further arguments of `torch.utils.data.DataLoader`. Without a `collate_fn`, a batch is made by torch's, with samples of
+            some libraries put together by these.
+
     Attributes:
-        kind: How the loader is positioned, as its state in a checkpoint names it.
-        foreseen: Whether a rank that reads nothing knows the batches, and the end of a pass, as those do that read.
-        order: The keys from the position on, and the position.
         stateful: The parts of the dataset with a state, by path.
     """
-
-    kind: str
-    foreseen = False
 
     def __init__(
         self,
         dataset: object,
-        order: object,
+        order: Any,
         *,
-        split: str,
+        batch_size: int | None,
         batched: bool,
-        ranks: tuple[int, ...] = (),
+        drop_last: bool = False,
         keyed: str = "batch",
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **settings: Any,
     ) -> None:
-        self.order: Any = order
-        self.split, self.keyed = split, keyed
-        self._ranks = ranks
+        self.order, self.split, self.keyed = order, order.split, keyed
+        self.kind: str = order.kind
+        self.foreseen: bool = order.foreseen
         self._own_collate = collate_fn
         draws_nothing(dataset)  # refuses a declaration that is none
         self.stateful = stateful_parts(dataset)
         for part in self.stateful.values():
-            check_savable(part, split)
+            check_savable(part, self.split)
         settings["batch_sampler" if batched else "sampler"] = order
-        super().__init__(dataset, collate_fn=collate if collate_fn is None and batched else collate_fn, **settings)
+        collate_fn = collate if collate_fn is None and batched else collate_fn
+        super().__init__(dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn, **settings)
 
     @property
     def is_rank_local(self) -> bool:
-        """Whether each rank has its own state to save."""
-        return True
+        """Whether each rank has its own state to save: that of a sampler of the user's, or of the dataset."""
+        return not self.foreseen or bool(self.stateful)
+
+    def micro_batches(self, *, read: bool) -> Iterator[Batch]:
+        """Yield the batches from the position on, with their sample counts and places. Padding has 0 samples.
+
+        Args:
+            read: Whether their data is needed; else it is `PLACEHOLDER`, without end where a user's sampler gives the order.
+        """
+        left = self.order.remaining_batches()
+        if left == 0 and (read or self.foreseen):
+            return
+        for batch in self.order.batches(iter(self) if read else repeat(PLACEHOLDER)):
+            if self.batch_size is None:  # only the dataset knows how many samples an item holds
+                batch = batch._replace(samples=0 if batch.samples == 0 else None, total=None)
+            yield batch
 
     def __iter__(self) -> Any:
         """Return an iterator over the batches from the position to the end of the pass."""
@@ -140,7 +158,7 @@ class KeyedLoader(LibraryLoader):
     def _view(self) -> dict[str, Any]:
         own = self._own_collate
         dataset = KeyedDataset(
-            self.dataset, self.order.seed, split=self.split, by=self.keyed, ranks=self._ranks, collate_fn=own
+            self.dataset, self.order.seed, split=self.split, by=self.keyed, ranks=self.order.ranks, collate_fn=own
         )
         return {"dataset": dataset} if own is None else {"dataset": dataset, "collate_fn": _as_is}
 
@@ -177,7 +195,7 @@ def _as_is(data: object) -> Any:
 
 
 class DataLoader(KeyedLoader):
-    """A loader whose position is restored exactly.
+    """A loader in the order of the library, whose position is restored exactly.
 
     Its state is (seed, epoch, consumed), which determines everything that is read: the number of workers, their
     prefetched batches and the number of ranks do not matter. Iterating begins at the position; the position moves when
@@ -185,84 +203,46 @@ class DataLoader(KeyedLoader):
 
     Args:
         dataset: A map-style dataset.
+        share: The share of this rank.
         batch_size: Samples of a batch on each rank; `None` delivers items as they are, without collation.
         division: How whole updates are divided over ranks and micro-batches; takes the place of `batch_size`.
         shuffle: Permute the samples anew in each epoch.
         drop_last: Leave out the last global batch if it is not full.
         pad: Give a rank for which nothing is left of the last global batch one sample of weight zero, instead of
             nothing.
-        seed: Base seed, the same on all ranks.
-        rank: Coordinate of this process among those that share the dataset.
-        world_size: Number of them.
-        split: Name of the split, for messages.
-        settings: `keyed`, and further arguments of `torch.utils.data.DataLoader`. Without a `collate_fn`, a batch is made by torch's, with
-            samples of some libraries put together by these.
+        settings: As those of `KeyedLoader`.
 
     Raises:
-        ValueError: If the dataset is empty, smaller than one global batch while ragged ones are dropped, or a setting
-            is not one that an exact position allows.
+        ValueError: If the dataset is empty, or smaller than one global batch while ragged ones are dropped.
     """
 
-    kind = "position"
-    foreseen = True
     order: PositionedBatchSampler
 
     def __init__(
         self,
         dataset: object,
+        share: Share,
         *,
         batch_size: int | None = 1,
         division: Division | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
         pad: bool = False,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        split: str = "train",
         **settings: Any,
     ) -> None:
         if shuffle and isinstance(dataset, OrderedDataset):
             raise ValueError(
-                f"Expected no dataloader.shuffle for split {split!r}: a {type(dataset).__name__} has its own order. Received: "
+                f"Expected no dataloader.shuffle for split {share.split!r}: a {type(dataset).__name__} has its own order. Received: "
                 "shuffle=True. Leave it out."
             )
-        length = _checked_length(dataset, split)
-        check_settings(settings, split)
-        if batch_size is not None and (
-            not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1
-        ):
-            raise ValueError(
-                f"Expected dataloader.batch_size of split {split!r} to be a positive integer or None. "
-                f"Received: batch_size={batch_size!r} ({type(batch_size).__name__})."
-            )
-        order = PositionedBatchSampler(
-            length,
-            batch_size=batch_size or 1,
-            division=division,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            pad=pad,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            split=split,
-        )
+        length, cut = _checked_length(dataset, share.split), division
+        if cut is None:
+            cut = Division.of_batches(batch_size or 1, share.world_size)
+        order = PositionedBatchSampler(length, share, cut, shuffle=shuffle, drop_last=drop_last, pad=pad)
         _check_not_empty(order)
-        super().__init__(
-            dataset,
-            order,
-            batch_size=batch_size if division is None else division.micro_batch_size,
-            drop_last=drop_last,
-            split=split,
-            batched=batch_size is not None,
-            **settings,
-        )
-
-    @property
-    def is_rank_local(self) -> bool:
-        """Whether each rank has a dataset whose own state is to be saved."""
-        return bool(self.stateful)
+        shown = batch_size if division is None else division.micro_batch_size
+        batched = batch_size is not None
+        super().__init__(dataset, order, batch_size=shown, batched=batched, drop_last=drop_last, **settings)
 
     def take_length(self) -> None:
         """Take over the length that the dataset has now. Call between two passes."""
@@ -286,18 +266,6 @@ class DataLoader(KeyedLoader):
         """Cut updates into micro-batches of at most so many samples, from the next iterator on. Call on all ranks."""
         self.order.division = self.order.division.capped(samples)
         self.__dict__.update(batch_size=self.order.division.micro_batch_size)
-
-    def micro_batches(self, *, read: bool) -> Iterator[Batch]:
-        """Yield the batches from the position on, with their sample counts and places. Padding has 0 samples.
-
-        Args:
-            read: Whether their data is needed; else it is `PLACEHOLDER`.
-        """
-        data: Iterable[Any] = iter(self) if read and self.order.remaining_batches() else repeat(PLACEHOLDER)
-        for batch in self.order.batches(data):
-            if self.batch_size is None:  # only the dataset knows how many samples an item holds
-                batch = batch._replace(samples=None if batch.samples else 0, total=None)
-            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what tells whether it fits."""
@@ -347,20 +315,6 @@ def _check_not_empty(order: PositionedBatchSampler) -> None:
         )
 
 
-def check_settings(settings: Mapping[str, object], split: str) -> None:
-    """Raise a `ValueError` for a setting that an exact position does not allow."""
-    if settings.get("num_workers") and not settings.get("in_order", True):
-        raise ValueError(
-            f"Expected dataloader.in_order=True for split {split!r}: batches out of order leave no position to come "
-            "back to. Received: in_order=False. Leave it out, or pass your own loader."
-        )
-    if settings.get("generator") is not None:
-        raise ValueError(
-            f"Expected no dataloader.generator for split {split!r}: its order follows from the run's seed. Received: "
-            f"generator={settings['generator']!r}. Set `seed`, or pass your own `sampler`."
-        )
-
-
 # Over an iterable dataset
 
 
@@ -373,23 +327,21 @@ class StreamLoader(LibraryLoader):
     def __init__(
         self,
         dataset: object,
+        share: Share,
         *,
-        seed: int = 0,
-        rank: int = 0,
-        split: str = "train",
         keyed: str = "batch",
         batch_size: int | None = 1,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **settings: Any,
     ) -> None:
-        self.split, self.seed, self.rank, self.keyed = split, seed, rank, keyed
+        self.share, self.keyed = share, keyed
         self.epoch = 0
         if is_stateful(dataset):
-            check_savable(dataset, split)
-        if settings.pop("persistent_workers", False) and settings.get("num_workers") and rank == 0:
+            check_savable(dataset, share.split)
+        if settings.pop("persistent_workers", False) and settings.get("num_workers") and share.rank == 0:
             logger.info(
-                "Split %r is an IterableDataset: its workers are made anew for each pass, to read alike.", split
+                "Split %r is an IterableDataset: its workers are made anew for each pass, to read alike.", share.split
             )
         if collate_fn in (None, default_collate):
             collate_fn = default_convert if batch_size is None else collate
@@ -427,18 +379,15 @@ class StreamLoader(LibraryLoader):
                 yield batch[0]
 
     def _view(self) -> dict[str, Any]:
-        size = self.batch_size
         self._stream = KeyedStream(
             self.dataset,
-            self.seed,
-            split=self.split,
+            self.share,
             epoch=self.epoch,
-            rank=self.rank,
-            every=1 if self.keyed == "sample" else size or 1,
+            every=1 if self.keyed == "sample" else self.batch_size or 1,
             make=self._make,
-            size=size,
+            size=self.batch_size,
             drop_last=self.drop_last,
-            states=self._states,
+            states=dict(self._states),
             first=self._first,
         )
         return {"dataset": self._stream, "batch_size": None}

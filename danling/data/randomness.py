@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import PurePath
-from types import ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 
 _MASK63 = (1 << 63) - 1
 _MASK64 = (1 << 64) - 1
-_numpy: list[ModuleType | None] = []
 _WIDTH = 256
 """Items of a container that are looked at."""
 _OBJECTS = 4096
@@ -36,14 +34,13 @@ _LEAVES = (
 _FOREIGN = ("builtins", "torch", "typing", "abc", "collections")
 
 
-def get_numpy() -> ModuleType | None:
+@functools.cache
+def get_numpy() -> Any:
     """Return NumPy, or `None` where it is not installed."""
-    if not _numpy:
-        try:
-            _numpy.append(importlib.import_module("numpy"))
-        except ImportError:
-            _numpy.append(None)
-    return _numpy[0]
+    try:
+        return importlib.import_module("numpy")
+    except ImportError:
+        return None
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -124,8 +121,7 @@ def seed_host_streams(seed: int) -> None:
     """Seed torch's CPU generator, NumPy and `random` in about 10 us."""
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` visits every accelerator
     random.seed(seed)
-    numpy = _numpy[0] if _numpy else get_numpy()
-    if numpy is not None:
+    if (numpy := get_numpy()) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 

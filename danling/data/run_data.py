@@ -13,7 +13,7 @@ from danling.utils.messages import did_you_mean, nearest
 from .build import AUTO, SIZES, build_dataloader, divide_updates, order_setting
 from .datamodule import LoaderSettings
 from .loader import DataLoader, KeyedLoader, StreamLoader
-from .sampler import Division
+from .sampler import Division, Share
 from .source import BatchSource, ReaderPlace, WindowLoader, open_source
 
 if TYPE_CHECKING:
@@ -140,19 +140,15 @@ class RunData:
         by_itself = has_order or split in self._divide_themselves or isinstance(dataset, IterableDataset)
         return dict(self._divided(merged, by_itself))
 
-    def replaced(self, split: str) -> list[str]:
-        """Return the settings that all splits share and that one does not have, since its dataset comes with others."""
-        if not isinstance(self._run.datasets.get(split), LoaderSettings):
-            return []
-        taken = self.settings(split)
-        return [key for key, value in self.settings(split, of_dataset=False).items() if taken.get(key) != value]
-
     def idle_settings(self) -> list[str]:
-        """Return a sentence for every setting that all splits share and that some do not have; see `replaced`."""
+        """Return a sentence for every setting that all splits share and that some do not have, since their datasets come with others."""
         splits: dict[str, list[str]] = {}
-        for split in self._run.datasets:
-            for key in self.replaced(split):
-                splits.setdefault(key, []).append(split)
+        for split, dataset in self._run.datasets.items():
+            if isinstance(dataset, LoaderSettings):
+                taken = self.settings(split)
+                for key, value in self.settings(split, of_dataset=False).items():
+                    if taken.get(key) != value:
+                        splits.setdefault(key, []).append(split)
         return [
             f"dataloader.{key} has no effect on {', '.join(without)}: the loaders of the data module have their own settings, which "
             f"come first. Set dataloader.{without[0]}.{key}."
@@ -182,7 +178,7 @@ class RunData:
             self.settings(split),
             split=split,
             train=True,
-            world_size=self._share(split)[1],
+            world_size=self._share(split).world_size,
             accum_steps=int(config.accum_steps),
             canonical=config.get("gradient_sum", None) == "canonical",
         )[1]
@@ -263,14 +259,17 @@ class RunData:
 
     # Loaders
 
-    def _share(self, split: str) -> tuple[int, int]:
-        """Return which share of a split this rank reads, and how many shares there are. May be called on one rank."""
+    def _share(self, split: str) -> Share:
+        """Return which share of a split this rank reads. May be called on one rank."""
         run = self._run
-        return run.placement.share(trained=run.mode == "train" and split in run.train_splits)
+        return Share(split, run.seed, *run.placement.share(trained=self._is_trained(split)))
+
+    def _is_trained(self, split: str) -> bool:
+        return self._run.mode == "train" and split in self._run.train_splits
 
     def build_loader(self, split: str, dataset: object) -> object:
         """Return a loader of one split over the data domain, in the order of the user's sampler, if there is one."""
-        run, (rank, size) = self._run, self._share(split)
+        run = self._run
         if isinstance(dataset, LoaderSettings):
             dataset = dataset.dataset
         settings, sampler = self.settings(split), run.build_datasampler(split, dataset)
@@ -281,11 +280,8 @@ class RunData:
         return build_dataloader(
             dataset,
             settings,
-            split=split,
+            **self._share(split)._asdict(),
             train=split in run.train_splits,
-            seed=run.seed,
-            rank=rank,
-            world_size=size,
             device=run.device,
             accum_steps=run.config.accum_steps,
             canonical=run.config.gradient_sum == "canonical",
@@ -293,7 +289,7 @@ class RunData:
 
     def open(self, split: str, loader: object) -> BatchSource:
         """Return the batches of a loader of a split."""
-        run, (rank, size) = self._run, self._share(split)
+        run, share = self._run, self._share(split)
         if isinstance(loader, WindowLoader):
             if run.placement.replica_group[1] > 1:
                 raise ValueError(
@@ -301,24 +297,9 @@ class RunData:
                     "which divides whole updates over a number of ranks that stays. Leave ft.enabled out, or put a dataset into "
                     "`self.datasets`."
                 )
-            place = ReaderPlace(
-                split=split,
-                rank=rank,
-                world_size=size,
-                accum_steps=self.undivided(),
-                seed=run.seed,
-                is_main=run.is_main_process,
-                trained=run.mode == "train" and split in run.train_splits,
-                run=lambda: run.id,
-                unsaved_updates=run._unsaved_updates,
-                waiting=lambda place: run._session.leave_wait(place, run.placement.optimizer),
-                waited=lambda: run._session.end_wait(run.placement.optimizer),
-                over=lambda: run._session.leave_pass(),
-            )
-            loader.take_place(place)
-        return open_source(
-            loader, split=split, rank=rank, world_size=size, seed=run.seed, reads=run.placement.reads_data
-        )
+            trained = self._is_trained(split)
+            loader.take_place(ReaderPlace(share, self.undivided(), run.is_main_process, trained), run)
+        return open_source(loader, **share._asdict(), reads=run.placement.reads_data)
 
     def open_all(self) -> str | None:
         """Open every loader that is there now, and return the split whose metrics select the best checkpoint, if there is one.
@@ -411,9 +392,9 @@ class RunData:
 
     # Loaders of windows, such as streams, which free their data after training on it
 
-    def _windows(self) -> dict[str, WindowLoader]:
-        sources = self.trained_sources()
-        return {split: source.read for split, source in sources.items() if source.kind == "window"}
+    def windows(self) -> dict[str, WindowLoader]:
+        """Return the loaders to train on that divide whole updates themselves, by split. May be called on one rank."""
+        return {split: source.read for split, source in self.trained_sources().items() if source.kind == "window"}
 
     def commit_saved(self, payload: Mapping[str, Any]) -> None:
         """Let loaders free the data before their positions in a checkpoint that is on the disk.
@@ -421,27 +402,14 @@ class RunData:
         May be called on one rank, and from another thread.
         """
         states = payload.get("dataloaders", {})
-        for split, loader in self._windows().items():
+        for split, loader in self.windows().items():
             if (state := states.get(split)) is not None and state.get("kind") == "window":
                 loader.commit_state(state)
 
     def commit_loaded(self) -> None:
         """Do the same for the positions that the run was restored to."""
-        for loader in self._windows().values():
+        for loader in self.windows().values():
             loader.commit_state(loader.state_dict())
-
-    def free(self) -> None:
-        """Let loaders free the data that is due now. May be called on one rank."""
-        for loader in self._windows().values():
-            loader.free()
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """Return by split the figures of the loaders that are logged with the metrics of an update. May be called on one rank."""
-        return {split: loader.metrics() for split, loader in self._windows().items()}
-
-    def streams(self) -> dict[str, Mapping[str, object]]:
-        """Return the progress of each split's loader and of its producers; empty without producers. May be called on one rank."""
-        return {split: found for split, loader in self._windows().items() if (found := loader.standing())}
 
 
 def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:

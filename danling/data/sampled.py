@@ -7,8 +7,8 @@ import operator
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
-from itertools import chain, islice, repeat
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any
 from zlib import crc32
 
@@ -26,9 +26,9 @@ from torch.utils.data._utils.collate import default_collate, default_convert
 from torch.utils.data.distributed import DistributedSampler
 
 from .dataset_state import from_plain, is_stateful, to_plain
-from .loader import PLACEHOLDER, KeyedLoader, LibraryLoader, StreamLoader
+from .loader import KeyedLoader, LibraryLoader, StreamLoader
 from .randomness import Generators, derive_seed, mix_seed
-from .sampler import Batch, BatchKey
+from .sampler import Batch, BatchKey, Share
 
 
 def of_torchdata(name: str, module: str = "torchdata.stateful_dataloader") -> tuple[Any, ...]:
@@ -49,25 +49,25 @@ class SampledBatches(Sampler[BatchKey]):
         consumed: Batches of the pass that are consumed on this rank.
     """
 
+    kind = "sampled"
+    foreseen = False
+
     def __init__(
         self,
         sampler: Any,
+        share: Share,
         *,
         batched: bool,
         batch_size: int = 1,
         drop_last: bool = False,
-        seed: int = 0,
-        split: str = "train",
-        rank: int = 0,
-        world_size: int = 1,
     ) -> None:
         self.sampler = sampler
         self.batched = batched
         self.batch_size = 1 if batched else batch_size
         """What of the sampler makes a batch: one list, or so many indices."""
         self.drop_last = drop_last and not batched
-        self.seed, self.split = seed, split
-        self.rank, self.world_size = rank, world_size
+        self.split, self.seed, self.rank, self.world_size = share
+        self.ranks = (self.rank,)
         self.epoch = self.position = self.consumed = 0
         self._digest = 0
         self._ahead: deque[tuple[int, int]] = deque()
@@ -104,6 +104,10 @@ class SampledBatches(Sampler[BatchKey]):
         """Return whether every rank is known to get the same number of batches."""
         sampler = getattr(self.sampler, "sampler", self.sampler)
         return self.world_size == 1 or isinstance(sampler, DistributedSampler)
+
+    def batches(self, data: Iterable[Any]) -> Iterator[Batch]:
+        """Return the batches of this rank from the position on, with their data."""
+        return (Batch(each, None, None, place=(self.rank, number)) for number, each in enumerate(data, self.consumed))
 
     # Position
 
@@ -258,56 +262,21 @@ def _word(index: Any) -> int:
         return derive_seed(repr(index))
 
 
-class SampledLoader(KeyedLoader):
-    """A loader whose order is that of a sampler, and whose position and randomness come back exactly.
-
-    The sampler is not divided over ranks: that is its own business.
-    """
-
-    kind = "sampled"
-    order: SampledBatches
-
-    def __init__(
-        self,
-        dataset: object,
-        *,
-        sampler: object = None,
-        batch_sampler: object = None,
-        batch_size: int | None = 1,
-        drop_last: bool = False,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        split: str = "train",
-        **settings: Any,
-    ) -> None:
-        order = SampledBatches(
-            sampler if batch_sampler is None else batch_sampler,
-            batched=batch_sampler is not None,
-            batch_size=batch_size or 1,
-            drop_last=drop_last,
-            seed=seed,
-            split=split,
-            rank=rank,
-            world_size=world_size,
-        )
-        super().__init__(
-            dataset,
-            order,
-            batch_size=batch_size,
-            drop_last=drop_last,
-            split=split,
-            batched=batch_sampler is not None or batch_size is not None,
-            ranks=(rank,),
-            **settings,
-        )
-
-    def micro_batches(self, *, read: bool) -> Iterator[Batch]:
-        """Yield the batches from the position on; without reading, placeholders without end."""
-        if not read or self.order.remaining_batches() != 0:
-            data = enumerate(self if read else repeat(PLACEHOLDER), self.order.consumed)
-            for number, each in data:
-                yield Batch(each, None, None, place=(self.order.rank, number))
+def sampled_loader(
+    dataset: object,
+    share: Share,
+    *,
+    sampler: object = None,
+    batch_sampler: object = None,
+    batch_size: int | None = 1,
+    drop_last: bool = False,
+    **settings: Any,
+) -> KeyedLoader:
+    """Return a loader whose order is that of a sampler, which is not divided over ranks: that is its own business."""
+    given, lists = (sampler, False) if batch_sampler is None else (batch_sampler, True)
+    order = SampledBatches(given, share, batched=lists, batch_size=batch_size or 1, drop_last=drop_last)
+    batched = lists or batch_size is not None
+    return KeyedLoader(dataset, order, batch_size=batch_size, batched=batched, drop_last=drop_last, **settings)
 
 
 # In the place of a loader of the user's
@@ -325,7 +294,7 @@ def is_plain_loader(loader: Any) -> bool:
     return bool(getattr(loader, "in_order", True)) or not loader.num_workers
 
 
-def keyed_twin(loader: Any, *, world_size: int, **place: Any) -> LibraryLoader | None:
+def keyed_twin(loader: Any, share: Share) -> LibraryLoader | None:
     """Return a loader that reads what a loader of the user's does, in the order of its sampler, with randomness keyed.
 
     The user's own is not touched: its dataset, samplers and functions are used as they are. `None` where nothing is known of its order.
@@ -336,13 +305,13 @@ def keyed_twin(loader: Any, *, world_size: int, **place: Any) -> LibraryLoader |
     settings = {name: getattr(loader, name) for name in TAKEN if hasattr(loader, name) and name not in unused}
     shown = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if isinstance(loader.dataset, IterableDataset):
-        return StreamLoader(loader.dataset, collate_fn=loader.collate_fn, **shown, **place, **settings)
+        return StreamLoader(loader.dataset, share, collate_fn=loader.collate_fn, **shown, **settings)
     if loader.collate_fn not in (default_collate, default_convert):
         settings["collate_fn"] = loader.collate_fn
     if loader.batch_sampler is None:
         settings |= {"sampler": loader.sampler, "batch_size": None}
     else:
         settings |= {"batch_sampler": loader.batch_sampler}
-    twin = SampledLoader(loader.dataset, world_size=world_size, **place, **settings)
+    twin = sampled_loader(loader.dataset, share, **settings)
     twin.__dict__.update(shown)
     return twin

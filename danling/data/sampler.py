@@ -16,6 +16,15 @@ _AHEAD = 1024
 """Samples whose order is computed at a time."""
 
 
+class Share(NamedTuple):
+    """What a loader reads: a split, seeded by the run, and which of how many shares of it."""
+
+    split: str = "train"
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+
 class Batch(NamedTuple):
     """One batch as a loader delivered it.
 
@@ -72,6 +81,11 @@ class Division:
     micro_batch_size: int
     micro_batches: int
     is_update: bool
+
+    @classmethod
+    def of_batches(cls, batch_size: int, world_size: int) -> Division:
+        """Give each rank a batch of so many samples."""
+        return cls(batch_size * world_size, world_size, batch_size, 1, is_update=False)
 
     @classmethod
     def of_update(
@@ -217,43 +231,30 @@ class PositionedBatchSampler(Sampler[BatchKey]):
 
     Args:
         length: Number of samples of the dataset.
-        batch_size: Samples of a batch on each rank; not read where `division` is given.
-        division: How a stretch is divided; `None` makes global batches of `batch_size` samples on each rank. That of
-            an update is always padded.
+        share: The share of this rank.
+        division: How a stretch is divided. That of an update is always padded.
         shuffle: Permute the samples anew in each epoch.
         drop_last: Leave out a ragged stretch.
         pad: Give a padding sample to a rank for which nothing is left.
-        seed: Base seed, the same on all ranks.
-        rank: Coordinate of this process among those that share the dataset.
-        world_size: Number of them.
-        split: Name of the split, for messages.
     """
+
+    kind = "position"
+    foreseen = True
+    ranks = ()
 
     def __init__(
         self,
         length: int,
+        share: Share,
+        division: Division,
         *,
-        batch_size: int = 1,
-        division: Division | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
         pad: bool = False,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        split: str = "train",
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"Expected 0 <= rank < world_size. Received: rank={rank}, world_size={world_size}.")
-        self.length = length
-        self.division = division or Division(batch_size * world_size, world_size, batch_size, 1, is_update=False)
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.pad = pad or self.division.is_update
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.split = split
+        self.length, self.division = length, division
+        self.split, self.seed, self.rank, self.world_size = share
+        self.shuffle, self.drop_last, self.pad = shuffle, drop_last, pad or division.is_update
         self.epoch = 0
         self.consumed = 0
 

@@ -6,11 +6,10 @@ import copy
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -21,8 +20,11 @@ from .dataset_state import get_states, is_stateful, set_states, stateful_parts
 from .loader import PLACEHOLDER, KeyedLoader, StreamLoader
 from .randomness import Generators, derive_seed, mix_seed
 from .sampled import keyed_twin, of_torchdata
-from .sampler import Batch
+from .sampler import Batch, Share
 from .workers import end_with_process, kept_from_group_signals, shut_down_workers
+
+if TYPE_CHECKING:
+    from danling.runners.base_runner import BaseRunner
 
 logger = logging.getLogger("danling")
 
@@ -37,7 +39,7 @@ def open_source(
     split: str,
     rank: int = 0,
     world_size: int = 1,
-    seed: int | None = None,
+    seed: int = 0,
     reads: bool = True,
 ) -> BatchSource:
     """Return the batches of a loader and the position in them. The loader decides how it is positioned (`kind`):
@@ -55,7 +57,7 @@ def open_source(
         split: Its split.
         rank: Which share of the split this rank reads: its coordinate in the data domain.
         world_size: How many shares there are.
-        seed: Base seed of the run, from which the order of a user's loader is seeded at each pass; `None` leaves it to the streams.
+        seed: Base seed of the run, from which the order of a user's loader is seeded at each pass.
         reads: Whether this rank reads batches; else it gets placeholders, and its position follows those that read. The end of a user's
             loader is known only to these, so that it never ends by itself here: the ranks have to agree on the end.
 
@@ -67,7 +69,7 @@ def open_source(
             f"Expected the loader of split {split!r} to be iterable. Received: loader={loader!r} ({type(loader).__name__}). Pass a "
             "DataLoader, or put a dataset into `datasets`."
         )
-    read = loader
+    read, share = loader, Share(split, seed, rank, world_size)
     if not isinstance(loader, (KeyedLoader, WindowLoader)):
         if reads:
             _check_share(loader, split, (rank, world_size))
@@ -77,11 +79,11 @@ def open_source(
                 "order. Leave it out.",
                 split,
             )
-        twin = None if seed is None else keyed_twin(loader, split=split, seed=seed, rank=rank, world_size=world_size)
+        twin = keyed_twin(loader, share)
         read = loader if twin is None else twin
         if not isinstance(read, KeyedLoader):
-            read = LiveLoader(read, split=split, rank=rank, world_size=world_size, seed=seed)
-    return BatchSource(loader, read, split=split, world_size=world_size, reads=reads)
+            read = LiveLoader(read, share)
+    return BatchSource(loader, read, share, reads=reads)
 
 
 def _check_share(loader: object, split: str, share: tuple[int, int]) -> None:
@@ -114,11 +116,11 @@ class BatchSource:
         foreseen: Whether a rank that reads nothing knows the batches, and the end of a pass, as those do that read.
     """
 
-    def __init__(self, loader: Any, read: Any, *, split: str, world_size: int, reads: bool) -> None:
+    def __init__(self, loader: Any, read: Any, share: Share, *, reads: bool) -> None:
         self.loader: Any = loader
         self.read: Any = read
         self.position: Any = read.order if isinstance(read, KeyedLoader) else read
-        self.split, self.world_size, self.reads = split, world_size, reads
+        self.split, self.world_size, self.reads = share.split, share.world_size, reads
         self.kind: str = read.kind
         self.is_rank_local: bool = read.is_rank_local
         self.foreseen: bool = read.foreseen
@@ -277,16 +279,16 @@ class LiveLoader:
     is_rank_local = True
     foreseen = False
 
-    def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
+    def __init__(self, loader: Any, share: Share) -> None:
         self.loader = loader
-        self.split, self.rank, self.world_size, self.seed = split, rank, world_size, seed
+        self.split, self.seed, self.rank, self.world_size = share
         self.kind = "stateful" if is_stateful(loader) else "counted"
         self.epoch = self.consumed = 0
         self._fetched = 0
         self._live: Iterator[Any] | None = None
         self._exhausted = False
         self._was_iterated = False
-        self._seeds = seed is not None and type(loader) not in (list, tuple, range, StreamLoader)
+        self._seeds = type(loader) not in (list, tuple, range, StreamLoader)
         self._generators = Generators({})
         self._pending: Mapping[str, Any] | None = None
         """The loader's state, from a checkpoint until the next iterator is made."""
@@ -344,7 +346,7 @@ class LiveLoader:
     def _derived(self, purpose: str) -> int:
         # Another sampler may draw one permutation for all ranks and take a part of it, for which all must draw the same.
         own = type(getattr(self.loader, "sampler", None)) in (RandomSampler, SequentialSampler, DistributedSampler)
-        return derive_seed(self.seed or 0, purpose, self.split, self.epoch, *((self.rank,) if own else ()))
+        return derive_seed(self.seed, purpose, self.split, self.epoch, *((self.rank,) if own else ()))
 
     def _iterate(self) -> Iterator[Any]:
         """Return the loader's iterator, at the beginning of the pass or at the state that the loader has loaded."""
@@ -359,8 +361,7 @@ class LiveLoader:
             shut_down_workers(loader)  # what they read would depend on what they read in earlier passes
         if self._seeds:
             self._generators = Generators({"loader": loader})
-        if self.seed is not None:
-            self._generators.seed(self._derived("order"))
+        self._generators.seed(self._derived("order"))
         with kept_from_group_signals(loader):
             iterator: Iterator[Any] = iter(loader)
         if getattr(loader, "num_workers", 0) and hasattr(iterator, "_shutdown_workers"):
@@ -469,7 +470,7 @@ class LiveLoader:
         self.consumed, self._exhausted, self.seed = state["consumed"], state["exhausted"], state["seed"]
         self._pending = state.get("loader")
         if is_stream:
-            loader.seed = int(state["seed"])
+            loader.share = loader.share._replace(seed=int(state["seed"]))
         if self.kind == "counted" and self.consumed and not self._exhausted and self.rank == 0:
             logger.warning(
                 "The loader of split %r (%s) cannot be positioned: its first %d batches of epoch %d are read again and "
@@ -493,50 +494,23 @@ class _Failed:
         self.error = error
 
 
-# Loaders of one order of samples that grows while it is read: what they are told of a run, and asked by it
+# Loaders of one order of samples that grows while it is read
 
 
-def _unnamed() -> str:
-    """Return no identity."""
-    return ""
-
-
-def _ignore(*_: object) -> None:
-    """Neither answer nor end a wait."""
-
-
-@dataclass(frozen=True)
-class ReaderPlace:
+class ReaderPlace(NamedTuple):
     """Where a loader is read.
 
     Attributes:
-        split: Its split.
-        rank: Which share of each update this rank reads.
-        world_size: How many shares there are.
+        share: Its split, and which share of each update this rank reads.
         accum_steps: Micro-batches of an update on each rank.
-        seed: Base seed of the run.
         is_main: Whether this process acts for all of them where one has to, such as in freeing what was read.
         trained: Whether the split is trained on; else it is evaluated.
-        run: Returns the identity of the run.
-        unsaved_updates: Returns how many updates are made at most until the first of them is in a checkpoint that is on the disk;
-            `None` where no checkpoint is due within a pass.
-        waiting: Called again and again while there is nothing to read, with the place that is waited for; what it raises ends the wait.
-        waited: Called after a wait, before it is gone on; what it raises ends the pass.
-        over: Called where nothing is left for good, at the same update on all ranks; what it raises ends the training.
     """
 
-    split: str = "train"
-    rank: int = 0
-    world_size: int = 1
+    share: Share = Share()
     accum_steps: int = 1
-    seed: int = 0
     is_main: bool = True
     trained: bool = True
-    run: Callable[[], str] = _unnamed
-    unsaved_updates: Callable[[], int | None] = _ignore
-    waiting: Callable[[int], None] = _ignore
-    waited: Callable[[], None] = _ignore
-    over: Callable[[], None] = _ignore
 
 
 class WindowLoader(ABC):
@@ -565,8 +539,8 @@ class WindowLoader(ABC):
         return None
 
     @abstractmethod
-    def take_place(self, place: ReaderPlace) -> None:
-        """Hear where it is read; called before anything else."""
+    def take_place(self, place: ReaderPlace, runner: BaseRunner | None = None) -> None:
+        """Hear where it is read, and by which run; called before anything else."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

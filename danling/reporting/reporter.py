@@ -188,7 +188,8 @@ class Reporter(Observer):
         values |= pace
         named, known = {f"train/{name}": value for name, value in values.items()}, dict[str, float]()
         copied = runner._remote.figures(train.global_step) if runner._has_remote() else {}
-        for split, found in {**runner._data.metrics(), **copied}.items():
+        loaders = {split: loader.metrics() for split, loader in runner._data.windows().items()}
+        for split, found in {**loaders, **copied}.items():
             named |= {f"{split}/{name}": value for name, value in found.items()}
             known |= {name: known.get(name, 0) + value for name, value in found.items()}
         slow = ranks.judge(rows) if ranks is not None and rows else ""
@@ -221,7 +222,7 @@ class Reporter(Observer):
         self.trackers.log(flat, step)
 
     def _write_streams(self, runner: TorchRunner) -> None:
-        streams = runner._data.streams()
+        streams = {split: found for split, loader in runner._data.windows().items() if (found := loader.standing())}
         if streams:
             runner.workspace.write_streams(streams)
 

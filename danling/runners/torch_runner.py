@@ -22,7 +22,7 @@ from danling.checkpoints.exchange import (
     write_description,
 )
 from danling.config.checks import endless_streams, idle_settings
-from danling.data import move_to_device
+from danling.data import LoaderSettings, move_to_device
 from danling.distributed import StepTotals
 from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim import JointOptimizer, JointScheduler
@@ -224,7 +224,9 @@ class TorchRunner(BaseRunner):
                 positioned=all(source.kind in ("position", "sampled") for source in built),
                 writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
                 divides_updates=not trained
-                or any(splits.division(split) or splits.replaced(split) for split in trained),
+                or any(
+                    splits.division(split) or isinstance(self.datasets.get(split), LoaderSettings) for split in trained
+                ),
             ),
             *splits.idle_settings(),
             *self.preparation.unused_settings(),

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
@@ -20,6 +20,9 @@ from danling.data.randomness import seed_host_streams
 from .channel import RefChannel, standing
 from .refs import SampleRef
 from .store import FeatureStore
+
+if TYPE_CHECKING:
+    from danling.runners.base_runner import BaseRunner
 
 logger = logging.getLogger("danling")
 
@@ -151,6 +154,7 @@ class StreamLoader(WindowLoader):
         self.pump: Callable[[], bool] | None = None
         """Brings the log forward from within a wait, where producer and trainer share a process; returns whether it did."""
         self._place = ReaderPlace()
+        self._runner: BaseRunner | None = None
         self._last_id = ""
         self._opened: deque[tuple[int, str, int]] = deque()
         """Of each window that is opened and not consumed: the place behind it, its last sample, and its micro-batches on a rank."""
@@ -168,19 +172,19 @@ class StreamLoader(WindowLoader):
 
     # Reading
 
-    def take_place(self, place: ReaderPlace) -> None:
-        """Hear where the loader is read; see `danling.data.WindowLoader`.
+    def take_place(self, place: ReaderPlace, runner: BaseRunner | None = None) -> None:
+        """Hear where the loader is read, and by which run; see `danling.data.WindowLoader`.
 
         Raises:
             ValueError: If it is to be evaluated on: an evaluation reads a list of samples that does not grow.
         """
         if not place.trained:
             raise ValueError(
-                f"Expected a list of samples that stays as it is to evaluate split {place.split!r}. Received: a StreamLoader "
+                f"Expected a list of samples that stays as it is to evaluate split {place.share.split!r}. Received: a StreamLoader "
                 f"over {self.channel.name}. Put danling.stream.FeatureDataset(store, channel.read(0, n)) into `self.datasets`, or name the "
                 "split in train_splits."
             )
-        self._place = place
+        self._place, self._runner = place, runner
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the data of the micro-batches of this rank, and move the position behind each update."""
@@ -213,13 +217,14 @@ class StreamLoader(WindowLoader):
                     self.channel.name,
                     self.channel.published(),
                 )
-            self._place.over()
+            if self._runner is not None:
+                self._runner._session.leave_pass()  # at the same update on all ranks
             return
         if self.retain != "all":
             self._check_gap()
-        place = self._place
-        samples = self.global_batch_size or place.world_size * self.batch_size * place.accum_steps
-        self._division = Division.of_update(samples, place.world_size, micro_batch_size=self.batch_size)
+        ranks = self._place.share.world_size
+        samples = self.global_batch_size or ranks * self.batch_size * self._place.accum_steps
+        self._division = Division.of_update(samples, ranks, micro_batch_size=self.batch_size)
         self._next, self._published = self.consumed, 0
         if read:
             yield from self._read()
@@ -245,7 +250,7 @@ class StreamLoader(WindowLoader):
     def _claim(self) -> None:
         """Take the log for this run, on the main process."""
         if self._owns is None and self._place.is_main:
-            self._owns = self.channel.claim(self._place.run() or f"process {os.getpid()}")
+            self._owns = self.channel.claim(f"process {os.getpid()}" if self._runner is None else self._runner.id)
             if not self._owns and self.retain != "all":
                 logger.info(
                     "Stream %s belongs to another run: it is read, and nothing of it is freed.", self.channel.name
@@ -306,7 +311,8 @@ class StreamLoader(WindowLoader):
             if self.collate_fn is None:
                 yield batch._replace(data=default_collate([dict(sample) for sample in samples]))
             else:
-                seed_host_streams(derive_seed(self._place.seed, "read", self._place.split, self.epoch, batch.place[0]))
+                share = self._place.share
+                seed_host_streams(derive_seed(share.seed, "read", share.split, self.epoch, batch.place[0]))
                 yield batch._replace(data=self.collate_fn(samples))
 
     def _fetch(self, refs: Sequence[SampleRef]) -> list[Sample]:
@@ -334,7 +340,7 @@ class StreamLoader(WindowLoader):
         if not self._opened and start == self.consumed:
             self._check_credit(refs)
         samples, division = len(refs), self._division
-        cuts = list(zip(division.cut(samples, self._place.rank), division.totals(samples), strict=True))
+        cuts = list(zip(division.cut(samples, self._place.share.rank), division.totals(samples), strict=True))
         self._opened.append((start + samples, refs[-1].id, len(cuts)))
         # Padding has the place that its sample would have, and the first sample of the window.
         return [
@@ -379,7 +385,8 @@ class StreamLoader(WindowLoader):
             if not self._opened:
                 # A producer that is allowed less than an update never comes to the end of one.
                 self._check_credit(self.channel.read(start, start + 1), waits=True)
-            self._place.waiting(start)
+            if self._runner is not None:
+                self._runner._session.leave_wait(start, self._runner.placement.optimizer)
             if self.pump is not None and self.pump():
                 grown, pause = time.monotonic(), _POLL_SECONDS[0]
             else:
@@ -387,8 +394,8 @@ class StreamLoader(WindowLoader):
                 pause = min(pause * 2, _POLL_SECONDS[1])
             self._waited += time.monotonic() - now
         self._published = published
-        if self._waited > before:
-            self._place.waited()
+        if self._waited > before and self._runner is not None:
+            self._runner._session.end_wait(self._runner.placement.optimizer)
         return stop
 
     def _check_credit(self, refs: Sequence[SampleRef], *, waits: bool = False) -> None:
@@ -399,7 +406,9 @@ class StreamLoader(WindowLoader):
         if waits and self.channel.published() - self.channel.committed() < allowed:
             return
         samples = self._division.samples
-        updates = self._place.unsaved_updates() if self.retain == "checkpoint" else 1
+        updates: int | None = 1
+        if self.retain == "checkpoint":
+            updates = None if self._runner is None else self._runner._unsaved_updates()
         if updates is None:
             needed = "any number of samples"
             why = "there is no save within a pass, as checkpoint.interval counts epochs without `steps`"

@@ -208,7 +208,8 @@ class TrainingLoop:
                 session.leave()
                 session.uninstall_signals(keep=runner.placement.optimizer.size > 1)
                 runner._reporter.end()
-                runner._data.free()
+                for loader in runner._data.windows().values():
+                    loader.free()
                 if runner.fault_tolerance is not None:
                     # A group that stays and does not train would hold the others up.
                     runner.fault_tolerance.leave()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from danling.data import BatchSource, DataLoader, open_source, seed_streams
+from danling.data import BatchSource, DataLoader, Share, open_source, seed_streams
 
 LENGTH = 22
 
@@ -75,7 +75,7 @@ def test_counted_and_stateful_refuse_another_world_within_a_pass() -> None:
 def test_another_kind_of_loader_is_refused() -> None:
     state = source_of([1]).state_dict()
     with pytest.raises(ValueError, match=r"kind 'position' for split 'train'.*Received: kind='counted'"):
-        source_of(DataLoader(Augmented(3))).load_state_dict(state)
+        source_of(DataLoader(Augmented(3), Share())).load_state_dict(state)
 
 
 def test_another_number_of_workers_of_a_stateful_loader_is_refused_by_name() -> None:
@@ -180,7 +180,7 @@ def test_states_are_readable_without_pickle(tmp_path: Any) -> None:
     data = Augmented(LENGTH)
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(1))
     torchs = TorchDataLoader(data, sampler=sampler), stateful_loader(data), stateful_loader(Stream(LENGTH))
-    for loader in (*torchs, DataLoader(data)):
+    for loader in (*torchs, DataLoader(data, Share())):
         source = source_of(loader)
         drain(source, 2)
         state = source.state_dict()

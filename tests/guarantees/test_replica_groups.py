@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import danling as dl
-from danling.data.sampler import PositionedBatchSampler
+from danling.data.sampler import Division, PositionedBatchSampler, Share
 from danling.utils.tensors import local_part, whole
 
 pytest.importorskip("torchft", reason="torchft is not installed")
@@ -111,9 +111,8 @@ def reached(root: Path, group: int, step: int) -> Callable[[], bool]:
 
 def expected_ids(committed: list[tuple[int, int, list[int]]], rank: int, world_size: int) -> list[list[int]]:
     """Return the share of every update from the first to the last, read off the order of the whole run."""
-    sampler = PositionedBatchSampler(
-        TRAIN_SIZE, batch_size=BATCH_SIZE, shuffle=True, pad=True, seed=3, rank=rank, world_size=world_size
-    )
+    share, division = Share("train", 3, rank, world_size), Division.of_batches(BATCH_SIZE, world_size)
+    sampler = PositionedBatchSampler(TRAIN_SIZE, share, division, shuffle=True, pad=True)
     shares: list[list[int]] = []
     for epoch in range(committed[-1][1] + 1):
         sampler.epoch = epoch

@@ -7,13 +7,14 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.streams import Draft, Stopped, assert_same, publish, settings
 
-from danling.data import Batch, ReaderPlace
+from danling.data import Batch, ReaderPlace, Share
 from danling.stream import (
     DirectoryStore,
     FeatureDataset,
@@ -32,8 +33,16 @@ def stream(samples: int, *, end: bool = True, **meta: Any) -> tuple[MemoryStore,
     return store, channel
 
 
-def read(loader: StreamLoader, **place: Any) -> list[Batch]:
-    loader.take_place(ReaderPlace(**place))
+def runner(unsaved: int | None = None, waiting: Any = lambda place, ranks: None) -> Any:
+    session = SimpleNamespace(leave_wait=waiting, end_wait=lambda ranks: None, leave_pass=lambda: None)
+    placement = SimpleNamespace(optimizer=None)
+    return SimpleNamespace(id="a run", _session=session, _unsaved_updates=lambda: unsaved, placement=placement)
+
+
+def read(
+    loader: StreamLoader, accum_steps: int = 1, run: Any = None, *, is_main: bool = True, **share: Any
+) -> list[Batch]:
+    loader.take_place(ReaderPlace(Share(**share), accum_steps, is_main), run)
     return list(loader.micro_batches(read=True))
 
 
@@ -68,7 +77,7 @@ def test_ranks_read_each_sample_once_and_make_equally_many_micro_batches(samples
 def test_a_rank_that_reads_nothing_counts_the_same_batches() -> None:
     store, channel = stream(13)
     loader = StreamLoader(store, channel, 2)
-    loader.take_place(ReaderPlace(rank=1, world_size=2, accum_steps=2))
+    loader.take_place(ReaderPlace(Share(rank=1, world_size=2), 2))
     known = [batch[1:] for batch in loader.micro_batches(read=True)]
     store.discard(ref.object_id for ref in channel.read(0, 13))
     assert [batch[1:] for batch in loader.micro_batches(read=False)] == known
@@ -90,14 +99,14 @@ def test_a_window_opens_only_when_the_log_holds_all_of_it() -> None:
     store, channel = stream(3, end=False)
     looks: list[int] = []
 
-    def waiting(place: int) -> None:
+    def waiting(place: int, ranks: object) -> None:
         assert place == 0
         looks.append(channel.published())
         if len(looks) == 3:
             publish(store, channel, range(3, 6), end=False)
 
     loader = StreamLoader(store, channel, 2, collate_fn=as_they_are)
-    loader.take_place(ReaderPlace(accum_steps=2, waiting=waiting))
+    loader.take_place(ReaderPlace(accum_steps=2), runner(waiting=waiting))
     batches = loader.micro_batches(read=True)
     assert ids_of([next(batches)]) == [["0", "1"]]
     assert looks == [3, 3, 3]
@@ -163,10 +172,10 @@ def test_a_live_log_of_another_run_is_refused_and_a_complete_one_is_left_as_it_i
     channel.claim("one run")
     other = StreamLoader(store, channel, 2)
     with pytest.raises(RuntimeError, match="one run"):
-        read(other, run=lambda: "another run")
+        read(other, run=SimpleNamespace(id="another run"))
     channel.end()
     other = StreamLoader(store, channel, 2)
-    assert len(read(other, run=lambda: "another run")) == 2
+    assert len(read(other, run=SimpleNamespace(id="another run"))) == 2
     other.commit_state({"epoch": 0, "consumed": 4})
     other.free()
     assert channel.committed() == 0
@@ -222,7 +231,7 @@ def test_a_kill_between_freeing_and_the_watermark_is_a_gap_too(on_gap: Any) -> N
 def test_credit_that_ends_before_a_save_is_refused(retain: Any, unsaved: int | None, expected: str | None) -> None:
     store, channel = stream(8, end=False, max_in_flight=8)
     loader = StreamLoader(store, channel, 4, retain=retain)
-    loader.take_place(ReaderPlace(unsaved_updates=lambda: unsaved))
+    loader.take_place(ReaderPlace(), runner(unsaved))
     if expected is None:
         assert next(loader.micro_batches(read=True)).samples == 4
     else:
@@ -235,7 +244,7 @@ def test_credit_that_ends_before_a_save_is_refused(retain: Any, unsaved: int | N
 def test_a_producer_that_may_not_fill_an_update_is_refused_while_it_is_waited_for(retain: Any) -> None:
     store, channel = stream(3, end=False, max_in_flight=3)
     loader = StreamLoader(store, channel, 4, retain=retain, idle_timeout=1)
-    loader.take_place(ReaderPlace(unsaved_updates=lambda: 1))
+    loader.take_place(ReaderPlace(), runner(1))
     with pytest.raises(ValueError, match=r"at least 4 samples ahead.*max_in_flight=3"):
         next(loader.micro_batches(read=True))
     loader.close()

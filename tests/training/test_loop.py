@@ -233,13 +233,13 @@ def test_a_signal_that_came_too_late_reaches_the_program(tmp_path: Path) -> None
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
         with Told(tmp_path, epochs=1) as run:
-            free = run._data.free
+            end = run._reporter.end
 
             def late() -> None:
                 signal.raise_signal(signal.SIGUSR1)
-                free()
+                end()
 
-            run._data.free = late  # type: ignore[method-assign]
+            run._reporter.end = late  # type: ignore[method-assign]
             run.train()
         assert heard == [signal.SIGUSR1]
     finally:
