@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,17 @@ def check_sections(config: RunnerConfig) -> None:
         from danling.utils.tensors import floating_dtype  # only here, since torch takes its time
 
         floating_dtype(config.checkpoint.export_dtype, key="checkpoint.export_dtype")
-    _check_batches(config.get("dataloader") or {})
+    loading = config.dataloader
+    sections = {"dataloader": loading}
+    sections |= {f"dataloader.{name}": own for name, own in loading.items() if isinstance(own, Mapping)}
+    for place, section in sections.items():
+        batch, samples = section.get("batch_size", None), section.get("global_batch_size", None)
+        if batch is not None and samples is not None:
+            raise ValueError(
+                f"Expected dataloader.batch_size (samples of a batch on each rank) or dataloader.global_batch_size (samples of an update "
+                f"over all ranks), not both. Received: batch_size={batch!r}, global_batch_size={samples!r} in {place}. Set one of them to "
+                "none."
+            )
     _check_canonical(config)
     read_memory_policy(config.compile.memory_policy)
     remote, ft = config.checkpoint.remote, config.ft
@@ -46,28 +55,12 @@ def check_sections(config: RunnerConfig) -> None:
         )
 
 
-def _check_batches(common: Mapping[str, object]) -> None:
-    sections = {"dataloader": common}
-    sections |= {f"dataloader.{name}": own for name, own in common.items() if isinstance(own, Mapping)}
-    for place, section in sections.items():
-        batch, samples = section.get("batch_size", None), section.get("global_batch_size", None)
-        if batch is not None and samples is not None:
-            raise ValueError(
-                f"Expected dataloader.batch_size (samples of a batch on each rank) or dataloader.global_batch_size (samples of an update "
-                f"over all ranks), not both. Received: batch_size={batch!r}, global_batch_size={samples!r} in {place}. Set one of them to "
-                "none."
-            )
-
-
 def _check_canonical(config: RunnerConfig) -> None:
     """Refuse what has another order of addition than `gradient_sum: canonical`."""
     if config.gradient_sum != "canonical":
         return
-    stack, loading, axes = config.stack_name(), config.dataloader, config.parallel.axes
+    stack, axes = config.stack_name(), config.parallel.axes
     cut = ("context", "pipeline", "tensor", "expert", "expert_tensor") if stack == "parallel" else ()
-    trained = [section for section in (loading, *loading.values()) if isinstance(section, Mapping)]
-    given = any(section.get("global_batch_size", None) is not None for section in trained)
-    held = [section.get("micro_batch_size", None) for section in trained]
     wrong = [
         (stack not in ("ddp", "parallel"), f"stack={config.stack!r}", "Train on ddp or parallel"),
         (config.ft.enabled, "ft.enabled=True", "Unset it"),
@@ -83,9 +76,6 @@ def _check_canonical(config: RunnerConfig) -> None:
             "optim.fused=True",
             "Unset it: its bits depend on where tensors are cut",
         ),
-        (not given, "no dataloader.global_batch_size", "Set it, and dataloader.micro_batch_size"),
-        ("auto" in held, "dataloader.micro_batch_size='auto'", "Set an integer"),
-        (held.count(None) == len(held), "no dataloader.micro_batch_size", "Set an integer"),
     ]
     for is_wrong, received, mend in wrong:
         if is_wrong:
@@ -93,25 +83,6 @@ def _check_canonical(config: RunnerConfig) -> None:
                 f"Expected settings with one order of addition at any number of processes, as gradient_sum='canonical' asks. Received: "
                 f"{received}. {mend}, or set gradient_sum='fast'."
             )
-
-
-_CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)\Z")
-
-
-def seconds_of(key: str, limit: float | str) -> float:
-    """Return the seconds of a number, of its text, or of `MM:SS` or `HH:MM:SS`."""
-    clock = _CLOCK.match(limit) if isinstance(limit, str) else None
-    try:
-        seconds = (
-            float(limit)
-            if clock is None
-            else sum(float(part or 0) * unit for part, unit in zip(clock.groups(), (3600, 60, 1)))
-        )
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise ValueError(f"Expected {key} to be seconds or 'HH:MM:SS'. Received: {key}={limit!r}.")
-    return seconds
 
 
 def read_memory_policy(policy: str | None) -> tuple[str, float]:

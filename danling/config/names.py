@@ -212,18 +212,10 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def _same_letters(one: str, other: str) -> int:
-    """Return the number of letters at the start that two words share."""
-    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-
-
 def _is_slip(name: str, option: str) -> bool:
-    start = _same_letters(name, option)
-    end = _same_letters(name[start:][::-1], option[start:][::-1])
-    one, other = name[start : len(name) - end], option[start : len(option) - end]
-    if not one and not other:
-        return True
-    if len(one) == len(other) == 1:
-        return len(option) > 3
-    is_swapped = len(one) > 1 and one == other[-1:] + other[1:-1] + other[:1]
-    return len(option) > 2 and (len(one) + len(other) == 1 or is_swapped)
+    if len(name) == len(option):
+        wrong = [pair for pair in zip(name, option) if pair[0] != pair[1]]
+        swapped = len(wrong) == 2 and wrong[0] == wrong[1][::-1]
+        return not wrong or (len(wrong) == 1 and len(option) > 3) or (swapped and len(option) > 2)
+    short, long = sorted((name, option), key=len)
+    return len(option) > 2 and any(long[:place] + long[place + 1 :] == short for place in range(len(long)))

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -19,11 +20,13 @@ from danling.utils.process import in_notebook
 from danling.utils.secrets import hide_secrets, without_secrets
 
 from . import identity
-from .checks import check_sections, seconds_of, settings_without_effect
+from .checks import check_sections, settings_without_effect
 from .inputs import as_mapping, help_text, read_settings, set_option, split_options, usage_errors
 from .names import ALIASES, FILE_SECTIONS, OLDER_KEYS, place_of, refusal, slip_of, warn_older
 from .schema import TopLevelConfig
 from .sections import Field, Section, fields_of
+
+_CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)\Z")
 
 
 class RunnerConfig(TopLevelConfig):
@@ -196,7 +199,18 @@ class RunnerConfig(TopLevelConfig):
         Raises:
             ValueError: If it is neither a positive number nor MM:SS or HH:MM:SS.
         """
-        return None if self.max_time is None else seconds_of("max_time", self.max_time)
+        limit = self.max_time
+        if limit is None:
+            return None
+        clock = _CLOCK.match(limit) if isinstance(limit, str) else None
+        try:
+            parts = [limit] if clock is None else [part or 0 for part in clock.groups()]
+            seconds = sum(float(part) * 60**power for power, part in enumerate(reversed(parts)))
+        except ValueError:
+            seconds = -1.0
+        if not seconds > 0:
+            raise ValueError(f"Expected max_time to be seconds or 'HH:MM:SS'. Received: max_time={limit!r}.")
+        return seconds
 
     def warn_without_effect(self, stack: str) -> list[str]:
         """Warn about settings that were changed but do nothing on a stack, given without aliases; return their keys."""

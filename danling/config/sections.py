@@ -166,10 +166,9 @@ def conform(value: object, hint: object) -> Any:
         if isinstance(names, Mapping):
             value = names.get(str(value).removeprefix("torch.").lower(), value)
     members = members_of(hint)
-    # `None` first, so that the word none of a YAML file is not taken for one of the choices.
-    tried = [member for member in members if _is_exactly(value, member)] or sorted(members, key=_is_no_none)
     problem = None
-    for member in tried:
+    # Then `None`, so that the word none of a YAML file is not taken for one of the choices.
+    for member in sorted(members, key=lambda member: (not _is_exactly(value, member), member is not type(None))):
         try:
             found: Any = _convert(value, member)
         except (TypeError, ValueError):
@@ -182,10 +181,6 @@ def conform(value: object, hint: object) -> Any:
         else:
             return found
     raise ValueError(problem) if problem else TypeError(describe(hint))
-
-
-def _is_no_none(member: object) -> bool:
-    return member is not type(None)
 
 
 def _is_exactly(value: object, member: object) -> bool:

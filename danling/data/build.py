@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,17 +20,12 @@ from .sampled import sampled_loader
 from .sampler import Division, Share, WholeMicroBatches
 from .workers import WorkerInit
 
-logger = logging.getLogger("danling")
-
 AUTO = "auto"
 """The `micro_batch_size` that is found by trying: it is halved when memory runs out."""
 SIZES = frozenset({"global_batch_size", "micro_batch_size"})
 OWN = SIZES | {"keyed"}
 """Settings of a split that are not arguments of a loader."""
-SETTINGS = {*inspect.signature(TorchDataLoader.__init__).parameters, *OWN, "snapshot_every_n_steps"} - {
-    "self",
-    "dataset",
-}
+SETTINGS = {*inspect.signature(TorchDataLoader).parameters, *OWN, "snapshot_every_n_steps"} - {"dataset"}
 """Valid names under `dataloader`: the arguments of torch's `DataLoader`, and what an update is made of."""
 
 
@@ -119,12 +113,6 @@ def build_dataloader(
         options.setdefault("drop_last", train and options.get("batch_size", 1) is not None)
     try:
         if is_iterable:
-            if world_size > 1:
-                logger.info(
-                    "Split %r is an IterableDataset: each of the %d ranks reads what it yields there; it has to divide itself.",
-                    split,
-                    world_size,
-                )
             if not isinstance(dataset, IterDataPipe):
                 return StreamLoader(dataset, share, **options)
             # torch shuffles and divides it by its type.
@@ -167,12 +155,6 @@ def order_setting(sampler: object, settings: Mapping[str, object]) -> dict[str, 
         settings: The other settings of the split.
     """
     asks = "batch_size" not in settings or isinstance(sampler, BatchSampler)
-    if not asks and settings["batch_size"] is None and _yields_batches(sampler):
-        logger.info(
-            "dataloader.batch_size=None: the dataset is asked for each list of indices of the %s at once. Leave batch_size out to have "
-            "single samples read and made into a batch.",
-            type(sampler).__name__,
-        )
     return {"batch_sampler" if asks and _yields_batches(sampler) else "sampler": sampler}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from itertools import repeat
@@ -16,11 +15,9 @@ from torch.utils.data._utils.collate import default_collate, default_convert
 from .collation import collate
 from .dataset_state import check_savable, get_states, is_stateful, set_states, stateful_parts
 from .keyed import KeyedDataset, KeyedStream, draws_nothing, why_read_again
-from .order import OrderedDataset
+from .order import OrderedDataset, length_of
 from .sampler import Batch, Division, PositionedBatchSampler, Share
 from .workers import WorkerInit, end_with_process, shut_down_workers, signals_blocked
-
-logger = logging.getLogger("danling")
 
 
 class _Placeholder:
@@ -235,7 +232,7 @@ class DataLoader(KeyedLoader):
                 f"Expected no dataloader.shuffle for split {share.split!r}: a {type(dataset).__name__} has its own order. Received: "
                 "shuffle=True. Leave it out."
             )
-        length, cut = _checked_length(dataset, share.split), division
+        length, cut = length_of(dataset, f"split {share.split!r}"), division
         if cut is None:
             cut = Division.of_batches(batch_size or 1, share.world_size)
         order = PositionedBatchSampler(length, share, cut, shuffle=shuffle, drop_last=drop_last, pad=pad)
@@ -246,7 +243,7 @@ class DataLoader(KeyedLoader):
 
     def take_length(self) -> None:
         """Take over the length that the dataset has now. Call between two passes."""
-        self.order.length = _checked_length(self.dataset, self.split)
+        self.order.length = length_of(self.dataset, f"split {self.split!r}")
         _check_not_empty(self.order)
         self.close()  # workers that are kept hold a copy of the dataset
 
@@ -286,22 +283,6 @@ class DataLoader(KeyedLoader):
         super().load_state_dict(state)
 
 
-def _checked_length(dataset: Any, split: str) -> int:
-    try:
-        length = len(dataset)
-    except TypeError as error:
-        raise ValueError(
-            f"Expected the dataset of split {split!r} to have a length. Received: {type(dataset).__name__} without "
-            "__len__. Define it, make it an IterableDataset, or pass your own loader."
-        ) from error
-    if length < 1:
-        raise ValueError(
-            f"Expected split {split!r} to have samples. Received: an empty dataset ({type(dataset).__name__} of length "
-            "0). Check the path or the filter it is made with, or leave the split out."
-        )
-    return length
-
-
 def _check_not_empty(order: PositionedBatchSampler) -> None:
     division = order.division
     if order.drop_last and order.length < division.samples:
@@ -339,10 +320,7 @@ class StreamLoader(LibraryLoader):
         self.epoch = 0
         if is_stateful(dataset):
             check_savable(dataset, share.split)
-        if settings.pop("persistent_workers", False) and settings.get("num_workers") and share.rank == 0:
-            logger.info(
-                "Split %r is an IterableDataset: its workers are made anew for each pass, to read alike.", share.split
-            )
+        settings.pop("persistent_workers", None)
         if collate_fn in (None, default_collate):
             collate_fn = default_convert if batch_size is None else collate
         self._make: Callable[[Any], Any] = collate_fn

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
-from .order import Order, OrderedDataset, epoch_order
+from .order import Order, OrderedDataset, epoch_order, length_of
 from .randomness import derive_seed
 
 Weights = Mapping[str, float]
@@ -92,7 +91,7 @@ class Mixture(OrderedDataset):
             )
         self.sources = dict(sources)
         self.names = list(self.sources)
-        self.lengths = [_length_of(name, source) for name, source in self.sources.items()]
+        self.lengths = [length_of(source, f"source {name!r}") for name, source in self.sources.items()]
         self.shuffle = shuffle
         self.labelled = labelled
         self._weights = by_epoch
@@ -214,10 +213,7 @@ class Mixture(OrderedDataset):
     # Weights by epoch
 
     def _stage_of(self, epoch: int) -> _Stage:
-        changes = range(self._known_until + 1, epoch + 1) if callable(self._weights) else sorted(self._weights)
-        for later in changes:
-            if not self._known_until < later <= epoch:
-                continue
+        for later in range(self._known_until + 1, epoch + 1):
             last, turns = self._stages[-1], self._turns_at(later)
             self._known_until = later
             if turns.shares != last.turns.shares:
@@ -228,7 +224,8 @@ class Mixture(OrderedDataset):
 
     def _turns_at(self, epoch: int) -> Turns:
         """Return the turns of the weights that begin at an epoch."""
-        weights = self._weights(epoch) if callable(self._weights) else self._weights[epoch]
+        given = self._weights
+        weights = given(epoch) if callable(given) else given[max(first for first in given if first <= epoch)]
         if not isinstance(weights, Mapping) or set(weights) != set(self.names):
             names = sorted(map(str, weights)) if isinstance(weights, Mapping) else repr(weights)
             raise ValueError(
@@ -254,23 +251,6 @@ class Mixture(OrderedDataset):
     def __getstate__(self) -> dict[str, object]:
         # Orders are made again where they are needed.
         return {**self.__dict__, "_orders": {}}
-
-
-def _length_of(name: str, source: Any) -> int:
-    try:
-        length = len(source)
-    except TypeError:
-        length = -1
-    if isinstance(source, IterableDataset) or length < 0 or not hasattr(source, "__getitem__"):
-        raise ValueError(
-            f"Expected source {name!r} to be a map-style dataset, with __len__ and __getitem__. Received: {type(source).__name__}. A "
-            "stream has no position to come back to; mix streams in your own IterableDataset."
-        )
-    if not length:
-        raise ValueError(
-            f"Expected source {name!r} to have samples. Received: an empty dataset ({type(source).__name__} of length 0). Leave it out."
-        )
-    return length
 
 
 # Turns in fixed proportions

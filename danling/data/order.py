@@ -9,7 +9,7 @@ from math import isqrt
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from .randomness import get_numpy, mix_seed
 
@@ -151,6 +151,29 @@ class KeyedPermutation(Order):
         high *= width
         high += low
         return high
+
+
+def length_of(dataset: Any, name: str) -> int:
+    """Return the number of samples of a map-style dataset, which a message calls by `name`.
+
+    Raises:
+        ValueError: If it is no map-style dataset, or empty.
+    """
+    try:
+        length = len(dataset)
+    except TypeError:
+        length = -1
+    if length < 0 or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"Expected {name} to be a map-style dataset, with __len__ and __getitem__. Received: {type(dataset).__name__}. Define them. "
+            "A stream is an IterableDataset in `self.datasets`; a loader of your own goes into `self.dataloaders`."
+        )
+    if not length:
+        raise ValueError(
+            f"Expected {name} to have samples. Received: an empty dataset ({type(dataset).__name__} of length 0). Check the path or the "
+            "filter it is made with, or leave it out."
+        )
+    return length
 
 
 class OrderedDataset(Dataset[Any]):

@@ -16,13 +16,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import IterableDataset
 
 from danling.distributed import LaunchEnvironment
 from danling.utils.files import write_atomically
 
 from .keyed import reads_batches
-from .order import OrderedDataset, epoch_order
+from .order import OrderedDataset, epoch_order, length_of
 from .randomness import derive_seed
 
 Lengths = Tensor | Sequence[int] | Callable[[int], int] | str | os.PathLike[str] | None
@@ -65,13 +64,7 @@ class _Grouped(OrderedDataset):
         splits: bool,
     ) -> None:
         kind = type(self).__name__
-        if isinstance(dataset, IterableDataset) or not (
-            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        ):
-            raise ValueError(
-                f"Expected {kind} to get a map-style dataset, with __len__ and __getitem__. Received: {type(dataset).__name__}. Write a "
-                "stream to files first, and read these by index."
-            )
+        length_of(dataset, f"what {kind} reads")
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise ValueError(
                 f"Expected {kind} to get a positive number of tokens. Received: {limit!r} ({type(limit).__name__})."

@@ -196,7 +196,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
             {"batch_size": 16, "world_size": 2, "drop_last": True},
             r"at least one global batch of 32 samples \(batch_size 16 x 2 ranks\).*Received: 23",
         ),
-        ({"dataset": iter([1])}, "without __len__"),
+        ({"dataset": iter([1])}, "split 'train' to be a map-style dataset"),
     ],
 )
 def test_bad_datasets_and_settings_are_refused(settings: dict[str, Any], message: str) -> None:

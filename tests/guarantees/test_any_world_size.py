@@ -185,9 +185,6 @@ def test_two_three_and_one_process_with_kills(stack: dict[str, Any], tmp_path: P
 @pytest.mark.parametrize(
     ("more", "received"),
     [
-        ({"dataloader": {"batch_size": 4}}, "no dataloader.global_batch_size"),
-        ({"dataloader": {"global_batch_size": 16}}, "no dataloader.micro_batch_size"),
-        ({"dataloader": {"global_batch_size": 16, "micro_batch_size": "auto"}}, "micro_batch_size='auto'"),
         ({"stack": "deepspeed"}, "stack='deepspeed'"),
         ({"stack": "accelerate"}, "stack='accelerate'"),
         ({"ft": {"enabled": True}}, "ft.enabled=True"),
@@ -201,6 +198,20 @@ def test_settings_without_one_order_are_refused(more: dict[str, Any], received: 
     with pytest.raises(ValueError, match="gradient_sum='canonical'") as caught:
         dl.RunnerConfig(settings(Path("nowhere"), **more)).validate()
     assert received in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loading", "received"),
+    [
+        ({"batch_size": 4}, "global_batch_size=None, micro_batch_size=None"),
+        ({"global_batch_size": 16}, "micro_batch_size=None"),
+        ({"global_batch_size": 16, "micro_batch_size": "auto"}, "micro_batch_size='auto'"),
+    ],
+)
+def test_updates_of_no_given_size_are_refused(loading: dict[str, Any], received: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"gradient_sum='canonical', which adds .*{received}"):
+        AnySize(settings(tmp_path, dataloader=loading))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_size_of_micro_batches_belongs_to_the_run() -> None:
