@@ -29,9 +29,8 @@ def check_sections(config: RunnerConfig) -> None:
         from danling.utils.tensors import floating_dtype  # only here, since torch takes its time
 
         floating_dtype(config.checkpoint.export_dtype, key="checkpoint.export_dtype")
-    loading = config.dataloader
-    sections = {"dataloader": loading}
-    sections |= {f"dataloader.{name}": own for name, own in loading.items() if isinstance(own, Mapping)}
+    sections: dict[str, Mapping[str, object]] = {"dataloader": config.dataloader}
+    sections |= {f"dataloader.{name}": own for name, own in config.dataloader.items() if isinstance(own, Mapping)}
     for place, section in sections.items():
         batch, samples = section.get("batch_size", None), section.get("global_batch_size", None)
         if batch is not None and samples is not None:

@@ -205,7 +205,7 @@ class RunnerConfig(TopLevelConfig):
         clock = _CLOCK.match(limit) if isinstance(limit, str) else None
         try:
             parts = [limit] if clock is None else [part or 0 for part in clock.groups()]
-            seconds = sum(float(part) * 60**power for power, part in enumerate(reversed(parts)))
+            seconds: float = sum(float(part) * 60**power for power, part in enumerate(reversed(parts)))
         except ValueError:
             seconds = -1.0
         if not seconds > 0:
