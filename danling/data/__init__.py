@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .build import build_dataloader, order_setting
+from .build import build_dataloader
 from .collation import move_to_device
 from .datamodule import LoaderSettings, from_datamodule
-from .keyed import KeyedDataset
 from .loader import PLACEHOLDER, DataLoader
 from .mixture import Mixture
 from .packing import Packed, TokenBudget, cu_seqlens
@@ -19,7 +18,6 @@ __all__ = [
     "BatchSource",
     "DataLoader",
     "Division",
-    "KeyedDataset",
     "LoaderSettings",
     "Mixture",
     "Packed",
@@ -35,6 +33,5 @@ __all__ = [
     "mix_seed",
     "move_to_device",
     "open_source",
-    "order_setting",
     "seed_streams",
 ]

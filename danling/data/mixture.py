@@ -81,10 +81,8 @@ class Mixture(OrderedDataset):
                 f"Expected datasets by name. Received: sources={sources!r} ({type(sources).__name__}). Pass a mapping such as "
                 '{"web": web, "code": code}.'
             )
-        by_epoch: Any = weights
-        if not callable(weights):
-            is_by_epoch = isinstance(weights, Mapping) and weights and all(isinstance(key, int) for key in weights)
-            by_epoch = weights if is_by_epoch else {0: weights}
+        is_by_epoch = isinstance(weights, Mapping) and weights and all(isinstance(key, int) for key in weights)
+        by_epoch: Any = weights if callable(weights) or is_by_epoch else {0: weights}
         if not callable(by_epoch) and (0 not in by_epoch or min(by_epoch) < 0):
             raise ValueError(
                 f"Expected weights by epoch that begin at epoch 0. Received: epochs {sorted(by_epoch)}. Add the weights of epoch 0."

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import isqrt
 from typing import Any
@@ -16,29 +15,24 @@ from .randomness import get_numpy, mix_seed
 LISTED_UP_TO = 1 << 16
 """Up to this length `torch.randperm` draws the order: it takes half a megabyte per epoch, and is quicker to read."""
 
-_BLOCK = 4096
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-class Order(ABC):
-    """The indices of a pass, by position."""
+class Order:
+    """The indices of a pass, by position: here the order of the dataset itself."""
 
     def __init__(self, length: int) -> None:
         self.length = length
 
-    @abstractmethod
     def indices(self, first: int, count: int) -> list[int]:
         """Return the indices at the positions from `first` on, at most `count`, fewer at the end."""
+        return list(range(first, min(first + count, self.length)))
 
     def parts(self, places: Sequence[tuple[int, int]]) -> list[list[int]]:
         """Return the indices of several stretches of positions, each given as (first, count)."""
         return [self.indices(first, count) for first, count in places]
-
-    def __iter__(self) -> Iterator[int]:
-        for first in range(0, self.length, _BLOCK):
-            yield from self.indices(first, _BLOCK)
 
 
 def epoch_order(length: int, seed: int | None) -> Order:
@@ -47,16 +41,8 @@ def epoch_order(length: int, seed: int | None) -> Order:
     Up to `LISTED_UP_TO` samples `torch.randperm` draws the permutation; above, each index is computed when it is read.
     """
     if seed is None:
-        return DatasetOrder(length)
+        return Order(length)
     return ListedPermutation(length, seed) if length <= LISTED_UP_TO else KeyedPermutation(length, seed)
-
-
-class DatasetOrder(Order):
-    """The order of the dataset itself."""
-
-    def indices(self, first: int, count: int) -> list[int]:
-        """Return the positions themselves."""
-        return list(range(first, min(first + count, self.length)))
 
 
 class ListedPermutation(Order):

@@ -11,7 +11,8 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data._utils.collate import default_convert
 
-from danling.data import DataLoader, build_dataloader, from_datamodule, order_setting
+from danling.data import DataLoader, build_dataloader, from_datamodule
+from danling.data.build import order_setting
 from danling.data.run_data import merge_settings
 
 

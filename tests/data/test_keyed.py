@@ -12,8 +12,8 @@ from support.datasets import Augmented, BatchAugmented
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from danling.data import KeyedDataset, build_dataloader
-from danling.data.keyed import draws_nothing
+from danling.data import build_dataloader
+from danling.data.keyed import KeyedDataset, draws_nothing
 from danling.data.sampler import BatchKey
 
 
