@@ -143,53 +143,41 @@ def idle_settings(
     divides_updates: bool = True,
 ) -> list[str]:
     """Return a sentence for every setting that another one leaves without effect."""
-    changed = list(flatten(config.changed()))
-    scheduler = config.get("scheduler", None) or {}
+    save, scheduler = config.checkpoint, config.get("scheduler", None) or {}
+    skips = config.skip_nonfinite_grad or config.precision == "fp16"
+    plateau = "plateau" in str(scheduler.get("type", "plateau")).lower()
     own_loaders = "the loaders to train on are your own, which make their batches themselves"
-    checks = {
-        "patience": ("patience" in changed and not evaluates, "there is no evaluation split, so nothing is scored"),
-        "evaluate_interval": (
-            config.evaluate_interval is not None and not step_mode,
-            "epoch mode evaluates each epoch",
+    reasons = {
+        "patience": (not evaluates, "there is no evaluation split, so nothing is scored"),
+        "evaluate_interval": (not step_mode, "epoch mode evaluates each epoch"),
+        "checkpoint.export_dtype": (not save.last_save_model_only, "checkpoint.last_save_model_only is not set"),
+        "max_skipped_updates": (not skips, "no update may be skipped: skip_nonfinite_grad is not set"),
+        "scheduler.monitor": (not plateau, "the scheduler does not follow a metric"),
+        "checkpoint.enable_ft_dataloader_checkpoints": (not config.ft.enabled, "ft.enabled is not set"),
+        "checkpoint.ft_dataloader_checkpoint_prefix": (not config.ft.enabled, "ft.enabled is not set"),
+        "checkpoint.ft_replica_id": (not config.ft.enabled, "ft.enabled is not set"),
+        "checkpoint.async_mode": (
+            writes_files and save.async_mode == "async_with_pinned_mem",
+            "a thread of this process writes files, also with 'async_with_pinned_mem'; checkpoint.backend='dcp' has a process do it",
         ),
-        "checkpoint.export_dtype": (
-            config.checkpoint.export_dtype is not None and not config.checkpoint.last_save_model_only,
-            "checkpoint.last_save_model_only is not set",
-        ),
-        "max_skipped_updates": (
-            "max_skipped_updates" in changed and not config.skip_nonfinite_grad and config.precision != "fp16",
-            "no update may be skipped: skip_nonfinite_grad is not set",
-        ),
-        "scheduler.monitor": (
-            "monitor" in scheduler and "plateau" not in str(scheduler.get("type", "plateau")).lower(),
-            "the scheduler does not follow a metric",
-        ),
-        **{
-            f"checkpoint.{name}": (f"checkpoint.{name}" in changed and not config.ft.enabled, "ft.enabled is not set")
-            for name in ("enable_ft_dataloader_checkpoints", "ft_dataloader_checkpoint_prefix", "ft_replica_id")
-        },
-        "dataloader.snapshot_every_n_steps": (
-            positioned and any(key.endswith(".snapshot_every_n_steps") for key in changed),
-            "the loaders built here are restored by their position",
-        ),
-        "async_with_pinned_mem of checkpoint.async_mode": (
-            writes_files and config.checkpoint.async_mode == "async_with_pinned_mem",
-            "a thread of this process writes files, as with 'async'; checkpoint.backend='dcp' has a process do it",
-        ),
-        **{
-            key: (not divides_updates, own_loaders)
-            for key in changed
-            if key.startswith("dataloader.") and key.rpartition(".")[2] in ("global_batch_size", "micro_batch_size")
-        },
+        "dataloader.snapshot_every_n_steps": (positioned, "the loaders built here are restored by their position"),
+        "dataloader.global_batch_size": (not divides_updates, own_loaders),
+        "dataloader.micro_batch_size": (not divides_updates, own_loaders),
         "dataloader.keyed": (
-            not divides_updates and not evaluates and "dataloader.keyed" in changed,
+            not divides_updates and not evaluates,
             "the loaders are your own, which are seeded before each batch",
         ),
     }
-    for name, switch in _SWITCHES.items():
-        others = [key for key in changed if key.startswith(f"{name}.") and key != f"{name}.{switch}"]
-        checks[", ".join(others)] = (bool(others) and not config[name][switch], f"{name}.{switch} is not set")
-    return [f"{name} has no effect: {reason}." for name, (idle, reason) in checks.items() if idle]
+    found: dict[str, list[str]] = {}
+    for key in flatten(config.changed()):
+        known = f"dataloader.{key.rpartition('.')[2]}" if key.startswith("dataloader.") else key
+        idle, reason = reasons.get(known, (False, ""))
+        for section, switch in _SWITCHES.items():
+            if key.startswith(f"{section}.") and not config[section][switch]:
+                idle, reason = True, f"{section}.{switch} is not set"
+        if idle:
+            found.setdefault(reason, []).append(key)
+    return [f"{', '.join(keys)} has no effect: {reason}." for reason, keys in found.items()]
 
 
 def idle_mesh_settings(config: RunnerConfig, degrees: Mapping[str, int]) -> list[str]:

@@ -258,7 +258,7 @@ IDLE: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"checkpoint.enable_ft_dataloader_checkpoints": True, "checkpoint.async_mode": "async_with_pinned_mem"},
-        ["checkpoint.enable_ft_dataloader_checkpoints", "async_with_pinned_mem of checkpoint.async_mode"],
+        ["checkpoint.enable_ft_dataloader_checkpoints", "checkpoint.async_mode"],
     ),
     ({"dataloader": {"batch_size": 4, "snapshot_every_n_steps": 7}}, ["dataloader.snapshot_every_n_steps"]),
     (
