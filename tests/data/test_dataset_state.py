@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.datasets import read
+from support.datasets import check_resume, read, source_over
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -42,19 +42,12 @@ def source_of(kind: str, **settings: Any) -> BatchSource:
     data = known.get(kind, lambda: ConcatDataset([Counting(), Counting()]))()
     if kind == "of a loader":
         return open_source(TorchDataLoader(data, batch_size=2, shuffle=True, **settings), split="train", seed=3)
-    loader = build_dataloader(data, {"batch_size": 2, **settings}, split="train", train=True, seed=3)
-    return open_source(loader, split="train", seed=3)
+    return source_over(data, batch_size=2, **settings)
 
 
 @pytest.mark.parametrize("kind", ["itself", "subset", "concatenated", "of a loader"])
 def test_it_comes_back(kind: str) -> None:
-    whole = read(source_of(kind), 13)
-    for stop in range(13):
-        first, second = source_of(kind), source_of(kind)
-        taken = read(first, stop)
-        second.load_state_dict(copy.deepcopy(first.state_dict()))
-        taken += read(second, 13 - stop)
-        assert all(torch.equal(one, other) for one, other in zip(taken, whole, strict=True)), stop
+    check_resume(lambda: source_of(kind), 13, range(13))
 
 
 class Seldom(Counting):
@@ -79,11 +72,7 @@ def test_a_state_that_changes_between_two_passes_comes_back_with_workers() -> No
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "best": float("nan")}
 
-    def make() -> BatchSource:
-        loader = build_dataloader(Harder(), {"batch_size": 5, "num_workers": 1}, split="train", train=True, seed=3)
-        return open_source(loader, split="train", seed=3)
-
-    first, second = make(), make()
+    first, second = (source_over(Harder(), batch_size=5, num_workers=1) for _ in range(2))
     first.loader.dataset.reads[0] = 7
     taken = read(first, 1)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -100,7 +89,7 @@ def test_another_dataset_is_refused() -> None:
 
 def test_each_rank_has_its_own() -> None:
     assert source_of("itself").is_rank_local
-    assert not open_source(build_dataloader([1], {}, split="a", train=False, seed=1), split="a").is_rank_local
+    assert not source_over([1]).is_rank_local
 
 
 def test_a_state_that_cannot_be_saved_is_refused() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.datasets import drain
+from support.datasets import check_resume, drain, source_over
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from danling.data import BatchSource, build_dataloader, open_source
+from danling.data import BatchSource, open_source
 from danling.data.randomness import Generators, generator_state, set_generator_state
 
 LENGTH = 12
@@ -132,8 +132,8 @@ class LikeMonai:
         return value + float(self.R.uniform())
 
 
-def jittered_sum(jitter: Jitter, rows: list[int]) -> float:
-    return jitter(sum(rows))
+def jittered_sum(jitter: Jitter, rows: list[int]) -> Tensor:
+    return torch.tensor(jitter(sum(rows)))
 
 
 def draw(rng: Any) -> float:
@@ -183,10 +183,7 @@ MAKE: dict[str, Callable[[], Dataset[Tensor]]] = {
 
 
 def source_of(name: str, **settings: Any) -> BatchSource:
-    options = {"batch_size": 3, "keyed": "sample", **settings}
-    return open_source(
-        build_dataloader(MAKE[name](), options, split="train", train=True, seed=5), split="train", seed=5
-    )
+    return source_over(MAKE[name](), **{"batch_size": 3, "keyed": "sample", **settings})
 
 
 @pytest.mark.parametrize("name", sorted(MAKE))
@@ -212,10 +209,7 @@ def test_generators_are_keyed_in_workers(name: str) -> None:
 
 def test_samples_and_epochs_and_generators_draw_differently() -> None:
     first = random.Random(1)
-    source = open_source(
-        build_dataloader(Drawing(Jitter(first), Jitter(random.Random(1))), {}, split="a", train=False, seed=5),
-        split="a",
-    )
+    source = source_over(Drawing(Jitter(first), Jitter(random.Random(1))))
     draws = torch.cat(drain(source))[:, 1].frac()
     source.finish_pass()
     assert len(torch.cat([draws, torch.cat(drain(source))[:, 1].frac()]).unique()) == 2 * LENGTH
@@ -226,13 +220,10 @@ def test_samples_and_epochs_and_generators_draw_differently() -> None:
 
 def test_a_collate_function_with_a_generator_is_keyed_by_batch() -> None:
     def make() -> BatchSource:
-        settings = {"batch_size": 3, "collate_fn": functools.partial(jittered_sum, Jitter(random.Random(1)))}
-        return open_source(build_dataloader(range(LENGTH), settings, split="train", train=True, seed=5), split="train")
+        jittered = functools.partial(jittered_sum, Jitter(random.Random(1)))
+        return source_over(range(LENGTH), batch_size=3, collate_fn=jittered)
 
-    whole, first, second = drain(make()), make(), make()
-    taken = drain(first, 2)
-    second.load_state_dict(first.state_dict())
-    assert taken + drain(second) == whole
+    check_resume(make, 4, [2])
 
 
 @pytest.mark.parametrize("of_torch", [False, True])
@@ -248,10 +239,7 @@ def test_what_seeds_itself_is_keyed_by_batch_in_a_loader_of_the_users(of_torch: 
         loader = DataLoader(Drawing(SeedsItself()), batch_size=3) if of_torch else Loader()
         return open_source(loader, split="train", seed=5)
 
-    whole, first, second = drain(make()), make(), make()
-    taken = drain(first, 2)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert torch.equal(torch.cat(taken + drain(second)), torch.cat(whole))
+    check_resume(make, 4, [2])
 
 
 class Reorders(Drawing):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.datasets import drain, read, stateful_loader
+from support.datasets import check_resume, drain, read, source_over, stateful_loader
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
-from danling.data import BatchSource, build_dataloader, open_source
+from danling.data import BatchSource, open_source
 
 LENGTH = 22
 
@@ -65,18 +64,6 @@ class Told(Share):
         return torch.randperm(LENGTH, generator=torch.Generator().manual_seed(self.epoch)).tolist()
 
 
-class Buffer(IterableDataset[Tensor]):
-    """A shuffle buffer that draws at each item."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        buffer: list[Tensor] = []
-        for item in Permutes():
-            buffer.append(item)
-            if len(buffer) == 5:
-                yield buffer.pop(random.randrange(5))
-        yield from buffer
-
-
 class Remembers(IterableDataset[Tensor]):
     """Keeps its place itself, and draws for each item."""
 
@@ -123,34 +110,21 @@ class Place:
         self.order, self.position = state["order"], state["position"]
 
 
-KINDS = (Share, Permutes, PermutesByGenerator, ShufflesFiles, Told, Buffer, Remembers, IteratorRemembers)
+KINDS = (Share, Permutes, PermutesByGenerator, ShufflesFiles, Told, Remembers, IteratorRemembers)
 STREAMS: dict[str, Callable[[], IterableDataset[Tensor]]] = {kind.__name__: kind for kind in KINDS}
 
 
 def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
     data, options = STREAMS[name](), {"batch_size": 4, **settings}
     if kind == "built":
-        return open_source(build_dataloader(data, options, split="train", train=True, seed=3), split="train", seed=3)
+        return source_over(data, **options)
     loader = {"torch": TorchDataLoader, "stateful": stateful_loader}[kind](data, **options)
     return open_source(loader, split="train", seed=3)
 
 
 def check(name: str, kind: str, stops: range, **settings: Any) -> None:
-    source = source_of(name, kind, **settings)
-    whole = read(source, 14)
-    source.close()
-    for stop in stops:
-        torch.manual_seed(stop), random.seed(stop), numpy.random.seed(stop)
-        first = source_of(name, kind, **settings)
-        taken = read(first, stop)
-        state = copy.deepcopy(first.state_dict())
-        first.close()
-        second = source_of(name, kind, **settings)
-        second.load_state_dict(state)
-        taken += read(second, 14 - stop)
-        second.close()
-        assert all(torch.equal(one, other) for one, other in zip(taken, whole, strict=True)), stop
-    if name not in ("Share", "Remembers", "Buffer"):
+    whole = check_resume(lambda: source_of(name, kind, **settings), 14, stops)
+    if name not in ("Share", "Remembers"):
         orders = [tuple(torch.cat(whole[begin : begin + 5])[:, 0].tolist()) for begin in (0, 5)]
         assert len(set(orders)) == 2
 
@@ -214,9 +188,7 @@ def test_an_iterable_that_nobody_divides_draws_other_noise_on_each_rank_and_work
                 yield torch.tensor([index, torch.rand(()).item()], dtype=torch.float64)
 
     def read_by(rank: int) -> Tensor:
-        settings = {"batch_size": 2, "num_workers": workers}
-        loader = build_dataloader(Undivided(), settings, split="train", train=True, seed=3, rank=rank, world_size=2)
-        source = open_source(loader, split="train", seed=3, rank=rank, world_size=2)
+        source = source_over(Undivided(), rank, 2, batch_size=2, num_workers=workers)
         rows = torch.cat(drain(source))
         source.close()
         return rows

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.datasets import drain
+from support.datasets import drain, source_over
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import danling as dl
-from danling.data import BatchSource, Mixture, build_dataloader, open_source
+from danling.data import BatchSource, Mixture
 from danling.data.mixture import LARGEST_PERIOD, Turns, proportions_of
 
 WEIGHTS = {"web": 0.7, "code": 0.2, "maths": 0.1}
@@ -44,10 +44,7 @@ def make_mixture(weights: Any = None, **settings: Any) -> Mixture:
 
 
 def source_of(mixture: Mixture, rank: int = 0, world_size: int = 1, **settings: Any) -> BatchSource:
-    options = {"batch_size": 4, "drop_last": False, **settings}
-    placement = {"split": "train", "rank": rank, "world_size": world_size}
-    loader = build_dataloader(mixture, options, train=True, seed=3, **placement)  # type: ignore[arg-type]
-    return open_source(loader, seed=3, **placement)  # type: ignore[arg-type]
+    return source_over(mixture, rank, world_size, **{"batch_size": 4, "drop_last": False, **settings})
 
 
 def rows(batches: list[Tensor]) -> Tensor:

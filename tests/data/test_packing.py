@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.datasets import drain
+from support.datasets import drain, source_over
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from danling.data import Mixture, Packed, TokenBudget, build_dataloader, cu_seqlens, open_source
+from danling.data import Mixture, Packed, TokenBudget, build_dataloader, cu_seqlens
 from danling.data.packing import best_fit
 
 LENGTH, DOCUMENTS = 32, 300
@@ -139,12 +139,6 @@ def test_batches_of_a_budget_have_little_padding() -> None:
 # Reading
 
 
-def source_of(data: Any, rank: int = 0, world_size: int = 1, **settings: Any) -> Any:
-    place = {"split": "train", "seed": 3}
-    loader = build_dataloader(data, settings, train=True, rank=rank, world_size=world_size, **place)  # type: ignore[arg-type]
-    return open_source(loader, rank=rank, world_size=world_size, **place)  # type: ignore[arg-type]
-
-
 def ids(batches: list[dict[str, Tensor]]) -> list[list[int]]:
     return [row.tolist() for batch in batches for row in batch["input_ids"]]
 
@@ -157,12 +151,12 @@ def mixed() -> Mixture:
 
 @pytest.mark.parametrize("make", [packed, mixed])
 def test_blocks_are_the_same_for_any_number_of_ranks_and_workers_and_after_a_resume(make: Any) -> None:
-    whole = source_of(make(), batch_size=6, drop_last=False)
+    whole = source_over(make(), batch_size=6, drop_last=False)
     expected = []
     for _ in range(2):
         expected += ids(drain(whole))
         whole.finish_pass()
-    first = source_of(make(), batch_size=6, num_workers=2, drop_last=False)
+    first = source_over(make(), batch_size=6, num_workers=2, drop_last=False)
     taken = ids(drain(first))
     first.finish_pass()
     taken += ids(drain(first, 4))
@@ -170,7 +164,7 @@ def test_blocks_are_the_same_for_any_number_of_ranks_and_workers_and_after_a_res
     first.close()
     by_rank = []
     for rank in range(2):
-        source = source_of(make(), rank, 2, batch_size=3, drop_last=False)
+        source = source_over(make(), rank, 2, batch_size=3, drop_last=False)
         source.load_state_dict(state)
         by_rank.append(ids(drain(source)))
     for begin in range(0, len(by_rank[0]), 3):
@@ -181,7 +175,7 @@ def test_blocks_are_the_same_for_any_number_of_ranks_and_workers_and_after_a_res
 def test_batches_of_a_budget_are_the_same_with_workers_and_after_a_resume() -> None:
     def make(**settings: Any) -> Any:
         data = Documents()
-        return source_of(TokenBudget(data, 64, data.lengths, chunk=64), **settings)
+        return source_over(TokenBudget(data, 64, data.lengths, chunk=64), **settings)
 
     expected = [batch["input_ids"].tolist() for batch in drain(make())]
     first = make(num_workers=2)
@@ -207,7 +201,7 @@ def test_lengths_come_as_a_function_or_are_counted_and_kept(tmp_path: Path) -> N
 
 
 def test_another_packing_is_refused() -> None:
-    source = source_of(packed(), batch_size=4)
+    source = source_over(packed(), batch_size=4)
     drain(source, 2)
     state = source.state_dict()
     other = Documents()
@@ -218,7 +212,7 @@ def test_another_packing_is_refused() -> None:
         (packed(shuffle=False), "shuffle"),
     ):
         with pytest.raises(ValueError, match=f"{what}|samples"):
-            source_of(data, batch_size=4).load_state_dict(state)
+            source_over(data, batch_size=4).load_state_dict(state)
 
 
 class Endless(IterableDataset[Any]):
@@ -245,11 +239,11 @@ class Endless(IterableDataset[Any]):
         (lambda: Packed([[1]], 4, [-1]), "at least 0"),
         (lambda: Packed([[1, 2], [3]], 4, [2, 2])[0], "document 1 to have 2 tokens, as `lengths` says"),
         (
-            lambda: source_of(TokenBudget([[1]], 4), batch_size=2),
+            lambda: source_over(TokenBudget([[1]], 4), batch_size=2),
             r"dataloader.batch_size=2. Set dataloader.train.batch_size to None",
         ),
-        (lambda: source_of(TokenBudget([[1]], 4), global_batch_size=2), "Received: dataloader.global_batch_size"),
-        (lambda: source_of(packed(), batch_size=2, shuffle=True), "a Packed has its own order"),
+        (lambda: source_over(TokenBudget([[1]], 4), global_batch_size=2), "Received: dataloader.global_batch_size"),
+        (lambda: source_over(packed(), batch_size=2, shuffle=True), "a Packed has its own order"),
         (
             lambda: build_dataloader(TokenBudget([[1]], 4), {}, split="a", train=True, seed=3, canonical=True),
             "gradient_sum='canonical'. Received: a TokenBudget",

@@ -206,7 +206,7 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"datasets": DATA}, "Expected `self.datasets` to be a mapping by split."),
     ({"datasets": {"train": None}}, "Expected `self.datasets['train']` to hold samples. Received: None."),
     ({"datasets": {"train": "data/train"}}, "`self.datasets['train']` to hold samples. Received: 'data/train'."),
-    ({"datasets": {"train": object()}}, "Expected the dataset of split 'train' to have a length."),
+    ({"datasets": {"train": object()}}, "Expected split 'train' to be a map-style dataset"),
     ({"datasets": {"train": TensorDataset(INPUTS[:0], TARGETS[:0])}}, "to have samples. Received: an empty dataset"),
     ({"datasets": {"trian": DATA, "val": DATA}}, "Did you mean 'train' instead of 'trian'?"),
     ({"datasets": {"val": DATA}}, "Expected at least one split to train on. Received: datasets=['val']"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from danling.data import BatchSource, build_dataloader, open_source
 
 
 def stateful_loader(*arguments: Any, **settings: Any) -> Any:
@@ -105,6 +108,29 @@ def read(source: Any, batches: int) -> list[Any]:
             source.finish_pass()
         taken += batch
     return taken
+
+
+def source_over(data: Any, rank: int = 0, world_size: int = 1, *, seed: int = 3, **settings: Any) -> BatchSource:
+    """Return the batches of a loader that the library builds over a dataset to train on."""
+    share: dict[str, Any] = {"split": "train", "seed": seed, "rank": rank, "world_size": world_size}
+    return open_source(build_dataloader(data, settings, train=True, **share), **share)
+
+
+def check_resume(make: Callable[[], Any], total: int, stops: Iterable[int]) -> list[Any]:
+    """Check that so many batches are the same with a stop at each place, where another source takes over; return them."""
+    source = make()
+    whole = read(source, total)
+    source.close()
+    for stop in stops:
+        torch.manual_seed(stop), random.seed(stop), numpy.random.seed(stop)
+        first, second = make(), make()
+        taken = read(first, stop)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        first.close()
+        taken += read(second, total - stop)
+        second.close()
+        assert all(torch.equal(one, other) for one, other in zip(taken, whole, strict=True)), stop
+    return whole
 
 
 def ids(batches: list[Tensor]) -> list[int]:
