@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from danling.utils.plain import flatten
 
@@ -116,11 +116,11 @@ _SWITCHES = {
 }
 
 
-def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, object], stack: str) -> list[str]:
+def settings_without_effect(config: RunnerConfig, stack: str) -> list[str]:
     """Return the keys that were changed from their defaults and that a stack does not read."""
     if stack not in STACKS:
         return []
-    row, backend = STACKS[stack], settings["checkpoint"]["backend"]
+    row, backend = STACKS[stack], config.checkpoint.backend
     if backend == "auto" or row.default_backend is None:
         backend = row.default_backend
     unread = list(row.unread)
@@ -128,9 +128,7 @@ def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, 
         unread.append("compile.memory_policy")
     if backend != "dcp":
         unread += ["checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend"]
-    usual = flatten(defaults)
-    changed = [key for key, value in flatten(settings).items() if value != usual.get(key)]
-    return [key for key in changed if any(key == name or key.startswith(f"{name}.") for name in unread)]
+    return [key for key in flatten(config.changed()) if any(f"{key}.".startswith(f"{name}.") for name in unread)]
 
 
 def idle_settings(

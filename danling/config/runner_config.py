@@ -214,7 +214,7 @@ class RunnerConfig(TopLevelConfig):
 
     def warn_without_effect(self, stack: str) -> list[str]:
         """Warn about settings that were changed but do nothing on a stack, given without aliases; return their keys."""
-        keys = settings_without_effect(self.plain(), _usual(), stack)
+        keys = settings_without_effect(self, stack)
         if keys:
             warn_user(
                 f"These settings have no effect on the stack {stack!r}: {', '.join(keys)}. Remove them, or choose the stack they are for.",

@@ -442,15 +442,10 @@ class Section(Config):
                     self.set(name, fresh(value))
         return self
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Merge mappings into this section."""
-        self.merge(*args, **kwargs)
+    update = __ior__ = merge  # type: ignore[assignment]
 
     def __or__(self, other: object) -> Any:
         return copy.deepcopy(self).merge(other) if isinstance(other, Mapping) else NotImplemented
-
-    def __ior__(self, other: object) -> Any:
-        return self.merge(other)
 
     def interpolate(self, interpolators: object = None) -> Any:
         """Replace `${section.key}` in strings by the value of that key, once; a whole string becomes the value itself.

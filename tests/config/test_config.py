@@ -30,64 +30,33 @@ from danling.config.sections import ClosedSection, Section, fields_of
 from danling.utils.plain import flatten
 
 CONTRACT = """
-stack: auto
-seed: null
-deterministic: false
-steps: null
-epochs: null
-accum_steps: 1
-precision: null
-max_grad_norm: null
-max_grad_value: null
-skip_nonfinite_grad: false
-patience: .inf
-min_delta: 0.0
-max_skipped_updates: 100
-max_time: null
-score_split: null
-score_name: loss
-score_mode: null
-evaluate_interval: null
-train_splits: null
-evaluate_splits: null
-name: null
-lineage: lin
-experiment: exp
-workspace_root: experiments
-dir: null
-checkpoint_dir: null
-log_file: null
-resume: null
-auto_resume: false
-pretrained: null
-backend: null
-init_method: null
-secret_keys: null
-git_diff: true
-log: true
-log_interval: null
-tensorboard: false
-wandb: {enabled: false, project: null, entity: null, group: null, name: null, job_type: null, tags: null, dir: null, mode: null}
-mlflow: {enabled: false, uri: null, experiment: null, name: null}
-trackio: {enabled: false, project: null, group: null, space_id: null, server_url: null}
-ema: {enabled: false}
+{stack: auto, seed: null, deterministic: false, steps: null, epochs: null, accum_steps: 1, precision: null, max_grad_norm: null,
+max_grad_value: null, skip_nonfinite_grad: false, patience: .inf, min_delta: 0.0, max_skipped_updates: 100, max_time: null,
+score_split: null, score_name: loss, score_mode: null, evaluate_interval: null, train_splits: null, evaluate_splits: null,
+name: null, lineage: lin, experiment: exp, workspace_root: experiments, dir: null, checkpoint_dir: null, log_file: null,
+resume: null, auto_resume: false, pretrained: null, backend: null, init_method: null, secret_keys: null, git_diff: true,
+log: true, log_interval: null, tensorboard: false,
+wandb: {enabled: false, project: null, entity: null, group: null, name: null, job_type: null, tags: null, dir: null, mode: null},
+mlflow: {enabled: false, uri: null, experiment: null, name: null},
+trackio: {enabled: false, project: null, group: null, space_id: null, server_url: null},
+ema: {enabled: false},
 checkpoint: {dir_name: checkpoints, backend: auto, interval: null, before_evaluation: true, trainable_only: false, keep_latest_k: 0,
   load_only: false, verify: full, async_enabled: true, async_mode: null, dedicated_async_process_group: true,
   async_process_group_backend: gloo, wait_timeout: null, exclude_from_loading: null, last_save_model_only: false, export_dtype: null,
   remote: {url: null, required: false, keep_latest_k: 0, interval: 1, part_size: 16777216, timeout_seconds: 120.0, retries: 5},
-  enable_ft_dataloader_checkpoints: false, ft_replica_id: null, ft_dataloader_checkpoint_prefix: ft-replica}
+  enable_ft_dataloader_checkpoints: false, ft_replica_id: null, ft_dataloader_checkpoint_prefix: ft-replica},
 parallel: {axes: {replicate: 1, shard: 1, context: 1, pipeline: 1, tensor: 1, expert: 1, expert_tensor: 1}, pipeline_schedule: 1F1B,
   pipeline_microbatch_size: 1, pipeline_n_microbatches: null, module_fqns_per_model_part: null, mesh_device_type: null,
-  allow_degree_change: false}
-fsdp: {enabled: false, reshard_after_forward: null, mp_policy: null, offload_policy: null}
+  allow_degree_change: false},
+fsdp: {enabled: false, reshard_after_forward: null, mp_policy: null, offload_policy: null},
 compile: {enable: false, backend: null, fullgraph: null, dynamic: null, mode: null, options: null, optimize_ddp: ddp_optimizer,
-  precompile_artifact_dir: null, memory_policy: null}
-comm: {init_timeout_seconds: null, train_timeout_seconds: null}
-gc: {interval: null, generation: 1, disable_automatic: true}
+  precompile_artifact_dir: null, memory_policy: null},
+comm: {init_timeout_seconds: null, train_timeout_seconds: null},
+gc: {interval: null, generation: 1, disable_automatic: true},
 profiling: {enabled: false, wait: 1, warmup: 1, active: 3, repeat: null, record_shapes: false, profile_memory: false, with_stack: false,
-  with_flops: false, trace_dir: profiles}
-heartbeat: {enabled: false, interval_seconds: 60.0, dir_name: heartbeats}
-ft: {enabled: false, process_group: gloo, process_group_timeout_ms: 10000, replica_id: 0, group_size: 1, min_replica_size: 1}
+  with_flops: false, trace_dir: profiles},
+heartbeat: {enabled: false, interval_seconds: 60.0, dir_name: heartbeats},
+ft: {enabled: false, process_group: gloo, process_group_timeout_ms: 10000, replica_id: 0, group_size: 1, min_replica_size: 1}}
 """
 DEFAULTS: dict[str, Any] = flatten(yaml.safe_load(CONTRACT))
 
@@ -938,14 +907,3 @@ def test_one_module_imports_chanfig_and_none_torch_when_it_is_imported() -> None
     assert chanfig_from == ["config/sections.py"]
     own = [text for name, text in sources.items() if name.startswith("config/")]
     assert not any(re.search(r"^\s*(import|from) torch\b", text, re.M) for text in own)
-
-
-def test_a_name_of_another_trainer_is_declared_where_init_sets_it() -> None:
-    class Own(RunnerConfig):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.lr = 0.1
-
-    assert (Own().lr, Own({"lr": 0.2}).lr, Own(lr=0.3).lr, Own().parse(["--lr", "0.4"]).lr) == (0.1, 0.2, 0.3, 0.4)
-    with pytest.raises(ValueError, match=r"lr=1.0. Its place is optim.lr"):
-        RunnerConfig(lr=1.0)

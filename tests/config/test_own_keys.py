@@ -82,17 +82,17 @@ def test_what_a_program_declares_is_its_own(tmp_path: Path) -> None:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.depth = 2
+            self.depth, self.lr = 2, 0.1
 
     file = tmp_path / "settings.yaml"
-    file.write_text("depth: 7\nwidth: 5\nmodel:\n  layers: 2\n")
-    assert (Declared(file).depth, Declared(file).width) == (7, 5)
-    parsed = Declared().parse(["--width", "4", "--depth", "5", "--net.kind", "b", "--net.size", "3"])
-    assert (parsed.width, parsed.depth, parsed.net.kind) == (4, 5, "b")
+    file.write_text("depth: 7\nwidth: 5\nlr: 0.2\nmodel:\n  layers: 2\n")
+    assert (Declared(file).depth, Declared(file).width, Declared(file).lr) == (7, 5, 0.2)
+    parsed = Declared().parse(["--width", "4", "--depth", "5", "--lr", "0.4", "--net.kind", "b", "--net.size", "3"])
+    assert (parsed.width, parsed.depth, parsed.lr, parsed.net.kind) == (4, 5, 0.4, "b")
     before = dl.RunnerConfig()
     before.rate = 0.1
     assert before.parse(["--rate", "0.2"]).rate == 0.2
-    assert Declared({"depth": 9}).depth == 9
+    assert (Declared({"depth": 9, "lr": 0.5}).depth, Declared(lr=0.3).lr, Declared().lr) == (9, 0.3, 0.1)
 
 
 class Rate(dl.RunnerConfig):

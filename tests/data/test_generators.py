@@ -95,43 +95,6 @@ class SeedsItsState(SeedsItself):
         return self
 
 
-class LikeAlbumentations:
-    """A composition that shares its generators with its transforms, and hands them on when it is seeded."""
-
-    def __init__(self, *transforms: LikeAlbumentations, p: float = 0.7) -> None:
-        self.transforms = list(transforms)
-        self.p = p
-        self.set_random_seed(None)
-
-    def set_random_seed(self, seed: int | None) -> None:
-        self.set_random_state(numpy.random.default_rng(seed), random.Random(seed))
-
-    def set_random_state(self, random_generator: numpy.random.Generator, py_random: random.Random) -> None:
-        self.random_generator, self.py_random = random_generator, py_random
-        for transform in self.transforms:
-            transform.set_random_state(random_generator, py_random)
-
-    def __call__(self, value: float) -> float:
-        if self.py_random.random() < self.p:
-            value += float(self.random_generator.uniform(0, 0.5))
-        for transform in self.transforms:
-            value = transform(value)
-        return value
-
-
-class LikeMonai:
-    """Draws from a state of the class until it is given one of its own."""
-
-    R: numpy.random.RandomState = numpy.random.RandomState()
-
-    def set_random_state(self, seed: int | None = None, state: Any = None) -> LikeMonai:
-        self.R = numpy.random.RandomState(seed) if state is None else state
-        return self
-
-    def __call__(self, value: float) -> float:
-        return value + float(self.R.uniform())
-
-
 def jittered_sum(jitter: Jitter, rows: list[int]) -> Tensor:
     return torch.tensor(jitter(sum(rows)))
 
@@ -174,9 +137,6 @@ MAKE: dict[str, Callable[[], Dataset[Tensor]]] = {
     "lazy": lambda: Drawing(Lazy()),
     "seeds itself": lambda: Drawing(SeedsItself()),
     "seeds its state": lambda: Drawing(SeedsItsState()),
-    "like albumentations": lambda: Drawing(LikeAlbumentations(LikeAlbumentations(), LikeAlbumentations())),
-    "like MONAI": lambda: Drawing(LikeMonai(), LikeMonai()),
-    "like MONAI, seeded": lambda: Drawing(LikeMonai().set_random_state(3), LikeMonai().set_random_state(3)),
     "subset": lambda: Subset(Drawing(Jitter(random.Random(1))), range(LENGTH)),
     "concatenated": lambda: ConcatDataset([Drawing(Jitter(random.Random(1))), Drawing(Jitter(random.Random(2)))]),
 }
@@ -199,7 +159,7 @@ def test_generators_are_keyed_by_sample(name: str) -> None:
         assert torch.equal(torch.cat(taken + drain(second)), whole)
 
 
-@pytest.mark.parametrize("name", ["NumPy", "lazy", "seeds itself", "like albumentations"])
+@pytest.mark.parametrize("name", ["NumPy", "lazy", "seeds itself"])
 def test_generators_are_keyed_in_workers(name: str) -> None:
     whole = torch.cat(drain(source_of(name)))
     source = source_of(name, num_workers=2)

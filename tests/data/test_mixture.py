@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.datasets import drain, source_over
-from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch import Tensor
+from torch.utils.data import Dataset
 
-import danling as dl
 from danling.data import BatchSource, Mixture
 from danling.data.mixture import LARGEST_PERIOD, Turns, proportions_of
 
@@ -183,56 +180,7 @@ def test_another_mixture_is_refused_and_later_weights_are_not() -> None:
             source_of(other).load_state_dict(state())
 
 
-# Figures by source
-
-
-def labelled(sources: Callable[[int], Tensor]) -> Mixture:
-    inputs = {name: sources(number) for number, name in enumerate(("web", "code"))}
-    held = {name: TensorDataset(part, part.sum(1, keepdim=True)) for name, part in inputs.items()}
-    return Mixture(held, {"web": 3, "code": 1}, length=16, labelled=True)
-
-
-class BySource(dl.Runner):
-    """Keeps the loss of each source in training and in evaluation."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        generator = torch.Generator().manual_seed(0)
-        self.mixture = labelled(lambda number: torch.randn(12, 2, generator=generator).double() + 5 * number)
-        self.datasets = {"train": self.mixture, "val": self.mixture}
-        self.model = nn.Linear(2, 1).double()
-        self.expected: dict[str, list[float]] = {"web": [], "code": []}
-
-    def sample_losses(self, data: Any) -> Tensor:
-        input, target, sources = data
-        losses = (self.model(input) - target).square().mean(1)
-        for name, (total, count) in self.mixture.by_source(losses, sources).items():
-            self.meters.add_totals(f"loss_{name}", total, count)
-        for loss, number in zip(losses.tolist(), sources.tolist(), strict=True):
-            self.expected[self.mixture.names[number]].append(loss)
-        return losses
-
-    def train_step(self, data: Any) -> Any:
-        with self.train_context():
-            loss = self.sample_losses(data).mean()
-            self.backward(loss)
-        return None, loss
-
-    def evaluate_step(self, data: Any) -> Any:
-        return None, self.sample_losses(data).mean()
-
-
-def test_figures_by_source_in_training_and_evaluation(tmp_path: Path) -> None:
-    settings = {"seed": 1, "epochs": 1, "workspace_root": str(tmp_path), "log": False, "try_evaluation": False}
-    with BySource({**settings, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 1e-3}}) as runner:
-        result = runner.train_epoch("train")
-        means = {name: sum(losses) / len(losses) for name, losses in runner.expected.items()}
-        assert [len(losses) for losses in runner.expected.values()] == [12, 4]
-        assert {name: result[f"loss_{name}"] for name in means} == pytest.approx(means, rel=1e-12)
-        runner.expected = {"web": [], "code": []}
-        result = runner.evaluate("val")["val"]
-        means = {name: sum(losses) / len(losses) for name, losses in runner.expected.items()}
-        assert {name: result[f"loss_{name}"] for name in means} == pytest.approx(means, rel=1e-12)
+# Labels
 
 
 def test_labels_of_each_form_of_sample() -> None:

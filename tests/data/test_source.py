@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support.datasets import Augmented, Stream, drain, ids, share_of, stateful_loader
-from support.toys import differences
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -174,19 +173,6 @@ def test_lengths_and_evenness() -> None:
     assert not source_of(TorchDataLoader(data), world_size=2).even
     with pytest.raises(ValueError, match=r"split 'train' to be iterable\. Received: loader=3 \(int\)"):
         source_of(3)
-
-
-def test_states_are_readable_without_pickle(tmp_path: Any) -> None:
-    data = Augmented(LENGTH)
-    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(1))
-    torchs = TorchDataLoader(data, sampler=sampler), stateful_loader(data), stateful_loader(Stream(LENGTH))
-    for loader in (*torchs, DataLoader(data, Share())):
-        source = source_of(loader)
-        drain(source, 2)
-        state = source.state_dict()
-        torch.save(state, tmp_path / "state.pt")
-        assert differences(torch.load(tmp_path / "state.pt", weights_only=True), state) == []
-        source.close()
 
 
 def test_batches_out_of_order_are_named(caplog: pytest.LogCaptureFixture) -> None:
