@@ -120,9 +120,9 @@ def settings_without_effect(config: RunnerConfig, stack: str) -> list[str]:
     """Return the keys that were changed from their defaults and that a stack does not read."""
     if stack not in STACKS:
         return []
-    row, backend = STACKS[stack], config.checkpoint.backend
-    if backend == "auto" or row.default_backend is None:
-        backend = row.default_backend
+    row = STACKS[stack]
+    is_fixed = config.checkpoint.backend == "auto" or row.default_backend is None
+    backend = row.default_backend if is_fixed else config.checkpoint.backend
     unread = list(row.unread)
     if stack != "graph":
         unread.append("compile.memory_policy")

@@ -442,7 +442,7 @@ class Section(Config):
                     self.set(name, fresh(value))
         return self
 
-    update = __ior__ = merge  # type: ignore[assignment]
+    update = __ior__ = merge
 
     def __or__(self, other: object) -> Any:
         return copy.deepcopy(self).merge(other) if isinstance(other, Mapping) else NotImplemented
