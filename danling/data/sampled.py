@@ -37,6 +37,15 @@ def of_torchdata(name: str, module: str = "torchdata.stateful_dataloader") -> tu
     return (getattr(loaded, name),) if loaded is not None else ()
 
 
+def sampler_of(loader: Any) -> Any:
+    """Return the sampler that a loader asks for indices, within its batch samplers; `None` where it shows none."""
+    sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if sampler is None else sampler
+    while hasattr(sampler, "sampler") and not isinstance(sampler, DistributedSampler):
+        sampler = sampler.sampler
+    return sampler
+
+
 class SampledBatches(Sampler[BatchKey]):
     """Keys of the batches of one rank in the order of a sampler, from any position of any pass on.
 
@@ -102,8 +111,7 @@ class SampledBatches(Sampler[BatchKey]):
 
     def is_even(self) -> bool:
         """Return whether every rank is known to get the same number of batches."""
-        sampler = getattr(self.sampler, "sampler", self.sampler)
-        return self.world_size == 1 or isinstance(sampler, DistributedSampler)
+        return self.world_size == 1 or isinstance(sampler_of(self), DistributedSampler)
 
     def batches(self, data: Iterable[Any]) -> Iterator[Batch]:
         """Return the batches of this rank from the position on, with their data."""

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from .dataset_state import get_states, is_stateful, set_states, stateful_parts
 from .loader import PLACEHOLDER, KeyedLoader, StreamLoader
 from .randomness import Generators, derive_seed, mix_seed
-from .sampled import keyed_twin, of_torchdata
+from .sampled import keyed_twin, of_torchdata, sampler_of
 from .sampler import Batch, Share
 from .workers import end_with_process, kept_from_group_signals, shut_down_workers
 
@@ -72,7 +72,7 @@ def open_source(
     read, share = loader, Share(split, seed, rank, world_size)
     if not isinstance(loader, (KeyedLoader, WindowLoader)):
         if reads:
-            _check_share(loader, split, (rank, world_size))
+            _check_share(loader, share)
         if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True) and rank == 0:
             logger.warning(
                 "The loader of split %r has in_order=False: batches come as workers finish, and a resumed run trains on them in another "
@@ -86,17 +86,21 @@ def open_source(
     return BatchSource(loader, read, share, reads=reads)
 
 
-def _check_share(loader: object, split: str, share: tuple[int, int]) -> None:
+def _check_share(loader: object, share: Share) -> None:
     """Refuse a sampler that divides a user's loader over other ranks than those that read different data."""
-    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    for sampler in samplers:
-        number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
-        if isinstance(number, int) and isinstance(rank, int) and number > 1 and (rank, number) != share:
-            raise ValueError(
-                f"Expected the sampler of split {split!r} to take share {share[0]} of {share[1]}, as this rank reads data. Received: "
-                f"{type(sampler).__name__} with rank={rank}, num_replicas={number}. Pass rank=self.data_domain.rank and "
-                "num_replicas=self.data_domain.size, or let the library build the loader from a dataset."
-            )
+    sampler = sampler_of(loader)
+    number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+    if (
+        isinstance(number, int)
+        and isinstance(rank, int)
+        and number > 1
+        and (rank, number) != (share.rank, share.world_size)
+    ):
+        raise ValueError(
+            f"Expected the sampler of split {share.split!r} to take share {share.rank} of {share.world_size}, as this rank reads data. "
+            f"Received: {type(sampler).__name__} with rank={rank}, num_replicas={number}. Pass rank=self.data_domain.rank and "
+            "num_replicas=self.data_domain.size, or let the library build the loader from a dataset."
+        )
 
 
 class BatchSource:
@@ -242,7 +246,10 @@ class BatchSource:
             batch: The first one of a pass.
         """
         loader = self.loader
-        reads_all = isinstance(loader, TorchDataLoader) and type(loader.sampler) in (RandomSampler, SequentialSampler)
+        reads_all = isinstance(loader, TorchDataLoader) and type(sampler_of(loader)) in (
+            RandomSampler,
+            SequentialSampler,
+        )
         return _describe(loader.dataset if reads_all else batch.data)
 
 
@@ -297,7 +304,7 @@ class LiveLoader:
 
     def is_even(self) -> bool:
         """Return whether every rank is known to get the same number of batches."""
-        return self.world_size == 1 or isinstance(getattr(self.loader, "sampler", None), DistributedSampler)
+        return self.world_size == 1 or isinstance(sampler_of(self.loader), DistributedSampler)
 
     def remaining_batches(self) -> int | None:
         """Return the batches from the position to the end of the pass, `None` if unknown."""
