@@ -476,13 +476,9 @@ def test_undeclared_keys_by_their_value() -> None:
 
 MISTAKES = {
     "--steps many": (TypeError, "Expected --steps to be an integer or none. Received: many"),
-    "--steps": (TypeError, "Expected --steps to be an integer or none. Received: no value"),
-    "--steps 1 2": (TypeError, "Expected --steps to be an integer or none. Received: 1 2"),
     "--tensorboard perhaps": (TypeError, "Expected --tensorboard to be true or false. Received: perhaps"),
     "--optim.lr fast": (TypeError, "Expected --optim.lr to be a number. Received: fast"),
     "--dataloader.train.batch_size big": (TypeError, "Expected --dataloader.train.batch_size to be an integer"),
-    "train.yaml": (ValueError, "--config train.yaml"),
-    "-steps 5": (ValueError, "Did you mean '--steps'"),
     "--seed 1 -steps 5": (ValueError, "Did you mean '--steps'"),
     "--accum-stps 3": (ValueError, "Did you mean 'accum_steps'"),
 }
@@ -493,27 +489,6 @@ def test_mistakes_on_the_command_line(words: str) -> None:
     kind, message = MISTAKES[words]
     with pytest.raises(kind, match=message):
         RunnerConfig().parse(words.split())
-
-
-USAGE = {
-    "--epoch 3": "Did you mean 'epochs'?",
-    "--epochs abc": "Expected --epochs to be an integer or none. Received: abc.",
-    "--config gone.yaml": "Received: 'gone.yaml', which does not exist.",
-    "--steps 3 --epochs 4": "Expected steps or epochs, not both.",
-}
-
-
-@pytest.mark.parametrize(("words", "said"), USAGE.items())
-def test_a_wrong_command_line_ends_with_usage_and_exit_code_2(
-    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
-    with pytest.raises(SystemExit) as left:
-        RunnerConfig().parse()
-    usage, error = capsys.readouterr().err.splitlines()
-    assert left.value.code == 2
-    assert usage == "usage: train.py [--config FILE ...] [--KEY VALUE ...]   (--help lists the keys)"
-    assert error.startswith("train.py: error: ") and said in error
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,11 +50,6 @@ def test_a_split_without_workers_is_not_asked_about_them() -> None:
         build(range(4), merge_settings(common, {"num_workers": 0, "persistent_workers": True}))
 
 
-def test_unknown_settings_are_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"Received: 'batchsize' for split 'train'\. Did you mean 'batch_size'\?"):
-        build(range(4), {"batchsize": 3})
-
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -185,16 +185,6 @@ def test_states_that_do_not_fit_are_refused() -> None:
         assert other.order.remaining_batches() == left
 
 
-def test_a_split_smaller_than_a_global_batch_is_refused() -> None:
-    message = r"at least one global batch of 32 samples \(batch_size 16 x 2 ranks\).*Received: 23"
-    with pytest.raises(ValueError, match=message):
-        make(batch_size=16, world_size=2, drop_last=True)
-
-
-def _ignored(signals: tuple[int, ...]) -> list[bool]:
-    return [signal.getsignal(number) is signal.SIG_IGN for number in signals]
-
-
 class Exhausted(Augmented):
     """A user's dataset whose items come from an iterator that ends before the length that it names."""
 
@@ -217,30 +207,23 @@ def test_an_item_that_ends_an_iterator_of_its_own_does_not_end_the_pass_in_silen
     loader.close()
 
 
-class SignalReport(Augmented):
+class SaidHello(Augmented):
     def __getitem__(self, index: int) -> Tensor:
-        parts = [*_ignored((signal.SIGTERM, signal.SIGINT)), os.environ.get("WORKER_SAID") == "hello"]
-        return torch.tensor(parts)
+        return super().__getitem__(index) if os.environ.get("WORKER_SAID") == "hello" else torch.zeros(4)
 
 
 def _say_hello(_: int) -> None:
     os.environ["WORKER_SAID"] = "hello"
 
 
-def test_workers_ignore_signals_and_call_the_users_function() -> None:
-    loader = make(2, dataset=SignalReport(4), batch_size=2, worker_init_fn=_say_hello)
-    assert all(batch.all() for batch in loader)
-    assert "WORKER_SAID" not in os.environ
-
-
-def test_workers_survive_a_signal_to_the_group(straight: list[Tensor]) -> None:
-    loader = make(2)
+def test_workers_survive_a_signal_to_the_group_and_call_the_users_function(straight: list[Tensor]) -> None:
+    loader = make(2, dataset=SaidHello(LENGTH), worker_init_fn=_say_hello)
     iterator = iter(loader)
     taken = [next(iterator)]
     for worker in iterator._workers:
         os.kill(worker.pid, signal.SIGTERM)
         os.kill(worker.pid, signal.SIGINT)
-    assert same(taken + list(iterator), straight[:6])
+    assert same(taken + list(iterator), straight[:6]) and "WORKER_SAID" not in os.environ
 
 
 SCRIPT = """

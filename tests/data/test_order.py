@@ -102,14 +102,3 @@ def test_inversions_and_fixed_points_are_those_of_a_random_permutation(length: i
         fixed += int((values == numpy.arange(length)).sum())
     # A Poisson count with a mean of one for each key.
     assert abs(fixed - 8) < 5 * math.sqrt(8)
-
-
-def test_short_lengths_draw_every_permutation_equally_often() -> None:
-    draws = 6000
-    counts: dict[tuple[int, ...], int] = {}
-    for key in range(draws):
-        found = tuple(epoch_order(3, key).indices(0, 3))
-        counts[found] = counts.get(found, 0) + 1
-    assert len(counts) == 6
-    chi = sum((count - draws / 6) ** 2 / (draws / 6) for count in counts.values())
-    assert chi < 5 + 5 * math.sqrt(10)
