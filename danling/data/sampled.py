@@ -39,8 +39,9 @@ def of_torchdata(name: str, module: str = "torchdata.stateful_dataloader") -> tu
 
 def sampler_of(loader: Any) -> Any:
     """Return the sampler that a loader asks for indices, within its batch samplers; `None` where it shows none."""
-    sampler = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader, "sampler", None) if sampler is None else sampler
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    if sampler is None:
+        sampler = getattr(loader, "sampler", None)
     while hasattr(sampler, "sampler") and not isinstance(sampler, DistributedSampler):
         sampler = sampler.sampler
     return sampler
