@@ -178,20 +178,6 @@ def idle_settings(
     return [f"{', '.join(keys)} has no effect: {reason}." for reason, keys in found.items()]
 
 
-def idle_mesh_settings(config: RunnerConfig, degrees: Mapping[str, int]) -> list[str]:
-    """Return a sentence for every setting of the parallel stack that the degrees leave without effect."""
-    changed = list(flatten(config.changed()))
-    if config.parallel.activation_checkpointing or config.compile.enable:
-        # Activation checkpointing and compilation work on blocks too.
-        changed = [key for key in changed if key != "fsdp.blocks"]
-    return [
-        f"{key} has no effect: parallel.axes.{axis} is 1."
-        for prefix, axis in (("fsdp.", "shard"), ("parallel.pipeline_", "pipeline"))
-        for key in changed
-        if key.startswith(prefix) and degrees[axis] == 1
-    ]
-
-
 def endless_streams(splits: Iterable[str], lengths: Mapping[str, int | None]) -> list[str]:
     """Return a sentence for every split to train on by epochs whose length is not known."""
     return [

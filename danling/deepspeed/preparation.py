@@ -237,13 +237,10 @@ class EngineModelStates(ModelStates):
             return
         if isinstance(state, EngineTag):
             state = self._whole(consolidated_optimizer, state.path, state.outline)
-        if self.runner.engine_stage:
-            self._load_divided(state)
-        else:
+        if not self.runner.engine_stage:
             super().load_optimizer(state)
-
-    def _load_divided(self, state: Mapping[str, Any]) -> None:
-        engine, here = self.runner.engine, self.runner.preparation.group_names
+            return
+        here = [group["params"] for group in self._named_groups()]
         names = [set(group["params"]) for group in state["param_groups"]]
         if sorted(map(sorted, names)) != sorted(map(sorted, here)):
             raise CheckpointMismatch(
@@ -253,4 +250,6 @@ class EngineModelStates(ModelStates):
         for group, own in zip(self.runner.optimizer.param_groups, here):
             stored = state["param_groups"][names.index(set(own))]
             group.update({key: value for key, value in stored.items() if key != "params"})
-        engines.load_full_states(engine, [(p, state["state"].get(name, {})) for name, p in self._trained().items()])
+        engines.load_full_states(
+            self.runner.engine, [(p, state["state"].get(name, {})) for name, p in self._trained().items()]
+        )

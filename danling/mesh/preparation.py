@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.config.checks import idle_mesh_settings
 from danling.data import derive_seed, seed_streams
 from danling.distributed import Domain
 from danling.training import peek_target, unpack_batch
@@ -18,6 +17,7 @@ from danling.training.evaluation import EvaluationForward
 from danling.training.keys import preserved_streams
 from danling.training.model_states import ModelStates
 from danling.training.preparation import ModelPreparation, NamedParameters
+from danling.utils.plain import flatten
 from danling.utils.tensors import canonical_name, is_sharded, shard_like, whole
 
 from .axes import axes_with
@@ -106,7 +106,16 @@ class MeshPreparation(ModelPreparation):
 
     def unused_settings(self) -> list[str]:
         """Return a sentence for every setting of the mesh that has no effect in this run. May be called on one rank."""
-        found = idle_mesh_settings(self.config, self.topology.axes.degrees)
+        changed = list(flatten(self.config.changed()))
+        if self.config.parallel.activation_checkpointing or self.config.compile.enable:
+            # Activation checkpointing and compilation work on blocks too.
+            changed = [key for key in changed if key != "fsdp.blocks"]
+        found = [
+            f"{key} has no effect: parallel.axes.{axis} is 1."
+            for prefix, axis in (("fsdp.", "shard"), ("parallel.pipeline_", "pipeline"))
+            for key in changed
+            if key.startswith(prefix) and self.topology.degree(axis) == 1
+        ]
         if not self.recomputes:
             found.append(
                 "parallel.activation_checkpointing has no effect: the model has no ModuleList whose layers could be computed again. Name "

@@ -21,7 +21,6 @@ from support.warm import interpreter
 
 import danling
 from danling.config import RunnerConfig
-from danling.config.checks import idle_mesh_settings
 from danling.config.inputs import help_texts
 from danling.config.names import BACKENDS
 from danling.config.runner_config import continued
@@ -833,15 +832,6 @@ def test_what_is_given_goes_over_what_is_stored() -> None:
 
 
 # Settings without effect
-
-
-def test_only_settings_of_the_sections_themselves_are_idle_on_a_mesh() -> None:
-    degrees = {"shard": 1, "pipeline": 1}
-    config = RunnerConfig({"fsdp": {"reshard_after_forward": True}, "fsdp_notes": {"by": "me"}})
-    assert [line.partition(" ")[0] for line in idle_mesh_settings(config, degrees)] == ["fsdp.reshard_after_forward"]
-    assert idle_mesh_settings(config, {"shard": 2, "pipeline": 1}) == []
-    blocks = RunnerConfig({"fsdp": {"blocks": ["Layer"]}, "compile": {"enable": True}})
-    assert idle_mesh_settings(blocks, degrees) == []
 
 
 _GROUP = "checkpoint.dedicated_async_process_group"
