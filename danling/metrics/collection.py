@@ -32,8 +32,14 @@ class MetricSet:
     """
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
+        _check_names(metrics)
         for name, metric in metrics.items():
-            _check_kind(name, metric)
+            methods = all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
+            if inspect.isclass(metric) or not (methods or callable(metric)):
+                raise ValueError(
+                    f"Expected metric {name!r} to be a callable (pred, target) or an object with update, compute and reset. Received: "
+                    f"{metric!r} ({type(metric).__name__})."
+                )
         self._functions = {name: metric for name, metric in metrics.items() if not hasattr(metric, "compute")}
         self._objects = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
         self._meters = Meters()
@@ -49,36 +55,30 @@ class MetricSet:
         exact: bool = False,
     ) -> MetricSet:
         """Return a `MetricSet` of whatever the user gave: `None`, one metric, or a mapping of metrics by name."""
-        if isinstance(metrics, MetricSet):
-            wrapped = metrics
-        elif metrics is None:
+        if metrics is None:
             wrapped = cls({})
         elif isinstance(metrics, (Mapping, nn.ModuleDict)) and not hasattr(metrics, "compute"):
             wrapped = cls(dict(metrics.items()))
+        elif isinstance(metrics, nn.ModuleDict):
+            wrapped = cls({"": metrics})
         else:
-            _check_kind("metrics", metrics)
-            wrapped = cls({_name_of(metrics): metrics})
-        wrapped.check(domain)
+            named = getattr(metrics, "name", None) or getattr(metrics, "__name__", None)
+            wrapped = cls({named if isinstance(named, str) else type(metrics).__name__.lower(): metrics})
         wrapped._meters.exact = exact
         for name, metric in wrapped._objects.items():
+            mergeable = bool(holders(metric)) or callable(getattr(metric, "merge_state", None))
+            if domain is not None and domain.size > 1 and not mergeable:
+                raise ValueError(
+                    f"Expected metric {name or 'metrics'!r} to hold torchmetrics states or to have merge_state(other), so that it can "
+                    f"be computed over {domain.size} ranks. Received: {metric!r} ({type(metric).__name__}). Derive it from "
+                    "torchmetrics.Metric, add merge_state, or use a callable that returns (sum, weight)."
+                )
             if device is not None and isinstance(metric, nn.Module):
                 wrapped._objects[name] = metric.to(device)
         return wrapped
 
     def __bool__(self) -> bool:
         return bool(self._functions or self._objects)
-
-    def check(self, domain: Domain | None) -> None:
-        """Raise a `ValueError` when a metric cannot be computed over the domain."""
-        if domain is None or domain.size == 1:
-            return
-        for name, metric in self._objects.items():
-            if not (holders(metric) or callable(getattr(metric, "merge_state", None))):
-                raise ValueError(
-                    f"Expected metric {name or 'metrics'!r} to hold torchmetrics states or to have merge_state(other), so that it can "
-                    f"be computed over {domain.size} ranks. Received: {metric!r} ({type(metric).__name__}). Derive it from "
-                    "torchmetrics.Metric, add merge_state, or use a callable that returns (sum, weight)."
-                )
 
     def reset(self) -> None:
         """Forget everything."""
@@ -110,10 +110,12 @@ class MetricSet:
 
         A metric that no member has data for is left out. Several values of one metric are called `name.key` or `name.0`.
         """
-        self.check(domain)
-        return self._meters.averages(domain) | self._compute_objects(domain)
+        result = self._meters.averages(domain) | self.compute_objects(domain)
+        _check_names(result)
+        return result
 
-    def _compute_objects(self, domain: Domain | None) -> dict[str, float]:
+    def compute_objects(self, domain: Domain | None = None) -> dict[str, float]:
+        """Return the metrics of objects over the domain; see `compute`. Call on all members."""
         result: dict[str, float] = {}
         for name, metric in self._objects.items():
             value = compute_metric(metric, domain, seen=self._has_seen)
@@ -162,11 +164,6 @@ class TrainMetrics(MetricSet):
         for metric in self._objects.values():
             metric.reset()
 
-    def compute(self, domain: Domain | None = None) -> dict[str, float]:
-        """Return the metrics of objects over the domain; see `MetricSet.compute`. Call on all members."""
-        self.check(domain)
-        return self._compute_objects(domain)
-
     def state_dict(self, domain: Domain | None = None) -> dict[str, Any]:
         """Return what the objects have seen on all members, as tensors and plain values. Call on all members."""
         return {name: merged_state(metric, domain) for name, metric in self._objects.items()}
@@ -187,12 +184,11 @@ class TrainMetrics(MetricSet):
         return put_back
 
 
-def _check_kind(name: str, metric: Any) -> None:
-    methods = all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
-    if inspect.isclass(metric) or not (methods or callable(metric)):
+def _check_names(metrics: Mapping[str, object]) -> None:
+    if "loss" in metrics:
         raise ValueError(
-            f"Expected metric {name!r} to be a callable (pred, target) or an object with update, compute and reset. Received: "
-            f"{metric!r} ({type(metric).__name__})."
+            "Expected metrics with names that are not taken. Received: a metric called 'loss', which is what the criterion returns. Call "
+            "it 'loss_of_...', or override `compute_loss`."
         )
 
 
@@ -210,13 +206,6 @@ def _needs_target(name: str, why: str) -> ValueError:
         f"is a mapping. Received: a batch without one, so that the metric was called with None ({why}). "
         "Return the target from the dataset or the collate function, next to the input."
     )
-
-
-def _name_of(metric: Any) -> str:
-    if isinstance(metric, nn.ModuleDict):
-        return ""
-    named = getattr(metric, "name", None) or getattr(metric, "__name__", None)
-    return named if isinstance(named, str) else type(metric).__name__.lower()
 
 
 def _as_totals(name: str, value: object, samples: float) -> tuple[Any, Any]:

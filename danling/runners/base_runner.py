@@ -81,9 +81,6 @@ Results = dict[int, dict[str, dict[str, float]]]
 SplitNames = str | Sequence[str] | None
 """One split, several, or `None` for those that the configuration or their names select."""
 
-RESERVED_FIGURES = ("loss",)
-"""Metrics that the runner makes itself, and that a meter of the same name would silently overwrite."""
-
 
 def _of_a_stack(verb: str, does: str) -> Callable[..., Any]:
     """Return a method that a stack implements."""
@@ -186,7 +183,7 @@ class BaseRunner(metaclass=MetaRunner):
         self.datasets: dict[str, Any] = {}
         self.dataloaders: dict[str, Any] = {}
         self.carry: Any = None
-        self.meters = Meters(reserved=RESERVED_FIGURES)
+        self.meters = Meters(reserved=("loss",))
         self.results: Results = {}
         self._session = TrainingSession()
         self.standing = BestScore(self, own=type(self).scores is not BaseRunner.scores)

@@ -52,8 +52,7 @@ from danling.training.checks import (
     ComponentChecks,
     FirstGradients,
     check_components,
-    check_metrics,
-    misnamed_overrides,
+    misnamed,
     untied,
 )
 from danling.training.evaluation import EvaluationForward, Evaluator, RunResults
@@ -65,7 +64,7 @@ from danling.training.run_state import StatePart, carry_of_all, component_parts,
 from danling.training.update import Recompute, RunWindow, UpdateStep
 from danling.utils.tensors import canonical_name
 
-from .base_runner import RESERVED_FIGURES, BaseRunner, Results, SplitNames
+from .base_runner import BaseRunner, Results, SplitNames
 from .extensions import is_asked, load
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ class TorchRunner(BaseRunner):
             self.optimizer = JointOptimizer(**self.optimizer)
         if isinstance(self.scheduler, Mapping):
             self.scheduler = JointScheduler(**self.scheduler)
-        check_components(self, reserved=RESERVED_FIGURES)
+        check_components(self)
         recorder = None if self._parts.audits is None else self._parts.audits.recorder
         if recorder is not None:
             recorder.prepare(self.model, self.criterion)
@@ -231,7 +230,7 @@ class TorchRunner(BaseRunner):
             *splits.idle_settings(),
             *self.preparation.unused_settings(),
             *([] if self.is_step_mode else endless_streams(trained, splits.lengths or {})),
-            *misnamed_overrides(type(self), vars(self), self._parts.checks.unset()),
+            *misnamed(self),
         ]
 
     def _overrides(self, hook: str) -> bool:
@@ -837,9 +836,7 @@ class TorchRunner(BaseRunner):
             split: The split that was evaluated.
             totals: Sums and weights of this rank.
         """
-        result, metrics = totals.averages(self.placement.metrics), self._parts.metrics.compute(self.placement.metrics)
-        check_metrics(metrics, RESERVED_FIGURES)
-        return result | metrics
+        return totals.averages(self.placement.metrics) | self._parts.metrics.compute(self.placement.metrics)
 
     @overload
     def infer(self, split: str | None = None, *, stream: Literal[False] = False) -> list[Any]: ...

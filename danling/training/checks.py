@@ -34,35 +34,14 @@ _ASSIGNED = ("model", "criterion", "optimizer", "scheduler", "datasets", "datalo
 # Components, before anything is made of them
 
 
-def check_components(given: TorchRunner, *, reserved: Iterable[str]) -> None:
+def check_components(runner: TorchRunner) -> None:
     """Refuse components of the wrong kind."""
-    _check_model(given.model, vars(given))
-    criterion, scheduler = given.criterion, given.scheduler
-    if isinstance(criterion, type):
-        name = criterion.__name__
-        raise ValueError(f"Expected `self.criterion` to be a loss. Received: the class {name}. Write {name}().")
-    if criterion is not None and not callable(criterion):
-        raise ValueError(
-            f"Expected `self.criterion` to be a callable (pred, target) -> loss. Received: criterion={criterion!r}. Assign a loss "
-            "module or a function."
-        )
-    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
-        raise ValueError(
-            f"Expected `self.scheduler` to be a scheduler with a method step(). Received: scheduler={scheduler!r}. Make one over "
-            "self.optimizer, or name it in `scheduler.type` and let the runner build it."
-        )
-    check_metrics(given.metrics, reserved)
-    _check_data(given)
-    if given.optimizer is not None:
-        _check_kind_of_optimizer(given.optimizer, given.named_parameters())
-
-
-def _check_model(model: object, present: Iterable[str]) -> None:
+    model, criterion, optimizer, scheduler = runner.model, runner.criterion, runner.optimizer, runner.scheduler
     if not isinstance(model, nn.Module):
         made = " Make an instance of it." if isinstance(model, type) else ""
         raise ValueError(
             f"Expected `self.model` to be a torch.nn.Module when __init__ ends. Received: model={model!r} ({type(model).__name__})."
-            f"{made or ' Assign it after super().__init__(config).'}{_did_you_mean('model', present)}"
+            f"{made or ' Assign it after super().__init__(config).'}{_did_you_mean('model', vars(runner))}"
         )
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
@@ -70,81 +49,72 @@ def _check_model(model: object, present: Iterable[str]) -> None:
             f"Expected a model whose weights are made. Received: {lazy!r} of a lazy layer, which is made by the first batch. Call the "
             "model once in __init__, such as self.model(torch.zeros(1, 3, 32, 32)), or give the layer its sizes."
         )
-
-
-def _check_data(given: TorchRunner) -> None:
-    for name in ("datasets", "dataloaders"):
-        value = getattr(given, name)
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                f"Expected `self.{name}` to be a mapping by split. Received: {name} of type {type(value).__name__}. Write "
-                f"self.{name} = {{'train': ..., 'val': ...}}."
-            )
-        for split, data in value.items():
-            if data is None or isinstance(data, (str, bytes, PathLike, type)):
-                raise ValueError(
-                    f"Expected `self.{name}[{split!r}]` to hold samples. Received: {data!r}. Make a dataset of it, or leave the split out."
-                )
-            if isinstance(data, Iterator) and given.epochs is not None and given.epochs > 1:
-                raise ValueError(
-                    f"Expected a loader of split {split!r} that can be iterated again in each of {given.epochs} epochs. Received: a "
-                    f"{type(data).__name__}, which ends for good. Pass an iterable with __iter__, such as a DataLoader."
-                )
-
-
-def _check_kind_of_optimizer(optimizer: object, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    if isinstance(optimizer, (list, tuple, Mapping)):
+    if isinstance(criterion, type) or not (criterion is None or callable(criterion)):
+        made = (
+            f" Write {criterion.__name__}()." if isinstance(criterion, type) else " Assign a loss module or a function."
+        )
+        raise ValueError(
+            f"Expected `self.criterion` to be a callable (pred, target) -> loss. Received: criterion={criterion!r}.{made}"
+        )
+    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
+        raise ValueError(
+            f"Expected `self.scheduler` to be a scheduler with a method step(). Received: scheduler={scheduler!r}. Make one over "
+            "self.optimizer, or name it in `scheduler.type` and let the runner build it."
+        )
+    if isinstance(optimizer, (list, tuple)):
         raise ValueError(
             f"Expected `self.optimizer` to be one optimizer. Received: a {type(optimizer).__name__} of {len(optimizer)}. Hold them "
             'together, danling.optim.JointOptimizer(first, second), or by name, {"first": first, "second": second}.'
         )
-    if isinstance(optimizer, (str, type)) or not hasattr(optimizer, "param_groups"):
+    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
         raise ValueError(
             f"Expected `self.optimizer` to be a torch.optim.Optimizer. Received: optimizer={optimizer!r}. Make one over "
             "self.model.parameters(), or name it in `optim.type` and let the runner build it."
         )
-    trainable = {id(parameter) for _, parameter in named_parameters if parameter.requires_grad}
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if trainable and not trainable & held:
-        raise ValueError(
-            f"Expected an optimizer over parameters of the model. Received: a {type(optimizer).__name__} over {len(held)} others, which "
-            "would train nothing of it. Make it over self.model.parameters(), after the model is complete."
-        )
+    for name in ("datasets", "dataloaders"):
+        splits = getattr(runner, name)
+        if not isinstance(splits, Mapping):
+            raise ValueError(
+                f"Expected `self.{name}` to be a mapping by split. Received: {name} of type {type(splits).__name__}. Write "
+                f"self.{name} = {{'train': ..., 'val': ...}}."
+            )
+        for split, data in splits.items():
+            if data is None or isinstance(data, (str, bytes, PathLike, type)):
+                raise ValueError(
+                    f"Expected `self.{name}[{split!r}]` to hold samples. Received: {data!r}. Make a dataset of it, or leave the split out."
+                )
+            if isinstance(data, Iterator) and runner.epochs is not None and runner.epochs > 1:
+                raise ValueError(
+                    f"Expected a loader of split {split!r} that can be iterated again in each of {runner.epochs} epochs. Received: a "
+                    f"{type(data).__name__}, which ends for good. Pass an iterable with __iter__, such as a DataLoader."
+                )
 
 
-def check_metrics(metrics: object, reserved: Iterable[str]) -> None:
-    """Refuse a metric whose name the library uses."""
-    taken = [name for name in reserved if isinstance(metrics, Mapping) and name in metrics]
-    if taken:
-        raise ValueError(
-            f"Expected metrics with names that are not taken. Received: a metric called {taken[0]!r}, which is what the criterion "
-            f"returns. Call it '{taken[0]}_of_...', or override `compute_loss`."
-        )
-
-
-def misnamed_overrides(runner_class: type, assigned: Iterable[str], unset: Iterable[str]) -> list[str]:
+def misnamed(runner: TorchRunner) -> list[str]:
     """Return a sentence for every method and attribute of the user's that looks like one of the library's and is not."""
-    own, known = _methods(runner_class, of_library=False), _methods(runner_class, of_library=True)
+    library, own = set[str](), set[str]()
+    for kind in type(runner).__mro__:
+        names = {name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")}
+        (library if kind.__module__.startswith("danling.") else own).update(names)
+    has_data = bool(runner.datasets or runner.dataloaders)
+    own_loss = runner._overrides("compute_loss") or runner._overrides("train_step")
+    given = {
+        "criterion": runner.criterion is not None or own_loss,
+        "optimizer": runner.optimizer is not None,
+        "scheduler": runner.scheduler is not None,
+        "datasets": has_data,
+        "dataloaders": has_data,
+    }
     sentences = []
-    for name in sorted(own - known):
-        meant = METHODS_ELSEWHERE.get(name) or slip_of(name, sorted(known))
-        made_anyway = meant in ("build_optimizer", "build_scheduler") and meant.removeprefix("build_") not in unset
+    for name in sorted(own - library):
+        meant = METHODS_ELSEWHERE.get(name) or slip_of(name, sorted(library))
+        made_anyway = meant in ("build_optimizer", "build_scheduler") and given[meant.removeprefix("build_")]
         if meant is not None and meant not in own and not made_anyway:
             sentences.append(f"The library does not call the method {name!r}: did you mean `{meant}`?")
-    for component in unset:
-        hint = _did_you_mean(component, assigned)
+    for component in (name for name, is_given in given.items() if not is_given):
+        hint = _did_you_mean(component, vars(runner))
         sentences += [f"`self.{component}` is not set.{hint}"] if hint else []
     return sentences
-
-
-def _methods(runner_class: type, *, of_library: bool) -> set[str]:
-    classes = [kind for kind in runner_class.__mro__ if kind.__module__.startswith("danling.") == of_library]
-    return {
-        name
-        for kind in classes
-        for name, value in vars(kind).items()
-        if callable(value) and not name.startswith("_") and not isinstance(value, type)
-    }
 
 
 def _did_you_mean(component: str, present: Iterable[str]) -> str:
@@ -192,7 +162,9 @@ class ComponentChecks(Observer):
         self.check_optimizer_given()
         run = self._runner
         kind = type(run.optimizer).__name__
-        if takes_closure(run.optimizer) and not (run._overrides("step") and run._overrides("optimizer_step")):
+        closure = inspect.signature(run.optimizer.step).parameters.get("closure")
+        needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+        if needs_closure and not (run._overrides("step") and run._overrides("optimizer_step")):
             raise ValueError(
                 f"Expected an optimizer whose step takes the gradient as it is. Received: {kind}, whose step calls a closure again and "
                 "again. Override both `step` and `optimizer_step` for it, or choose another."
@@ -235,20 +207,6 @@ class ComponentChecks(Observer):
         runner = self._runner
         interval, monitors = runner._parts.scheduler_interval(), "monitor" in runner.config.get("scheduler", {})
         check_metric_of_schedule(runner.scheduler, interval=interval, evaluates=evaluates, monitors=monitors)
-
-    def unset(self) -> list[str]:
-        """Return the components that neither the user nor the configuration has given."""
-        run = self._runner
-        own_loss = run._overrides("compute_loss") or run._overrides("train_step")
-        has_data = bool(run.datasets or run.dataloaders)
-        given = {
-            "criterion": run.criterion is not None or own_loss,
-            "optimizer": run.optimizer is not None,
-            "scheduler": run.scheduler is not None,
-            "datasets": has_data,
-            "dataloaders": has_data,
-        }
-        return [name for name, is_there in given.items() if not is_there]
 
     # Events
 
@@ -372,13 +330,6 @@ class FirstGradients(Observer):
                 "depend on them: use them in `forward`, or freeze them with requires_grad_(False).",
                 listed(names),
             )
-
-
-def takes_closure(optimizer: object) -> bool:
-    """Whether `optimizer.step` cannot be called without a closure, as that of LBFGS."""
-    step = getattr(type(optimizer), "step", None)
-    parameter = inspect.signature(step).parameters.get("closure") if step is not None else None
-    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _in_evaluation(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -494,7 +494,7 @@ class TrainingLoop:
             totals = runner.fault_tolerance.sum_totals(totals)
         metrics.update({name: total / weight for name, (total, weight) in totals.items() if weight})
         if trained is not None:
-            metrics.update(trained.compute(runner.placement.metrics))
+            metrics.update(trained.compute_objects(runner.placement.metrics))
             trained.reset()
         losses.reset()
         runner.meters.reset()

@@ -190,7 +190,7 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"model": nn.Linear(4, 2).requires_grad_(False)}, "Expected at least one parameter that requires a gradient"),
     ({"window": 3}, "where 'window' is a name of the library's"),
     ({"criterion": "mse"}, "Expected `self.criterion` to be a callable"),
-    ({"criterion": nn.MSELoss}, "Received: the class MSELoss. Write MSELoss()."),
+    ({"criterion": nn.MSELoss}, "MSELoss'>. Write MSELoss()."),
     ({"criterion": None, "datasets": {"train": DATA}}, "Expected a criterion, or a model that returns a loss."),
     (
         {"criterion": nn.CrossEntropyLoss(reduction="none"), "datasets": {"train": DATA}},
