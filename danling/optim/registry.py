@@ -6,7 +6,6 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -68,34 +67,23 @@ class Registry:
         """Whether the builder called `name` takes `option` by that very name."""
         return option in inspect.signature(self.lookup(name)).parameters
 
-    def check_options(
-        self, name: str | None, options: Iterable[str], *, of: str = "", more: Iterable[str] = ()
-    ) -> None:
-        """Refuse options that the builder called `name` does not take; `more` are taken as well."""
-        parameters = inspect.signature(self.lookup(name)).parameters
-        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return
-        valid = [option for option in parameters if option not in _PASSED]
-        for option in options:
-            if option not in valid and option not in more:
-                raise ValueError(
-                    f"Expected options of {of}{self.kind} {name!r} out of {', '.join(valid)}. Received: {option!r}."
-                    f"{did_you_mean(_OTHER_NAMES.get(option, option), valid)}"
-                )
-
-    def check_required(self, name: str | None, options: Iterable[str]) -> None:
-        """Refuse to build without an option that has no default."""
+    def check_options(self, name: str | None, options: Iterable[str], *, in_group: bool = False) -> None:
+        """Refuse options that the builder called `name` does not take, and, but for those of one group, to leave out what has no default."""
         parameters = inspect.signature(self.lookup(name)).parameters
         # A registered function may call its first argument what it likes.
-        given = {*options, *([option for option in parameters if option in _PASSED] or list(parameters)[:1])}
-        missing = [
-            option
-            for option, parameter in parameters.items()
-            if parameter.default is inspect.Parameter.empty
-            and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-            and option not in given
-        ]
-        if missing:
+        passed = [option for option in parameters if option in _PASSED] or list(parameters)[:1]
+        own = {option: parameter for option, parameter in parameters.items() if option not in passed}
+        named = [o for o, p in own.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in own.values())
+        for option in options:
+            if not (takes_any or option in named or (in_group and option in _GROUP_KEYS)):
+                of = "a parameter group of " if in_group else ""
+                raise ValueError(
+                    f"Expected options of {of}{self.kind} {name!r} out of {', '.join(named)}. Received: {option!r}."
+                    f"{did_you_mean(_OTHER_NAMES.get(option, option), named)}"
+                )
+        missing = [o for o in named if own[o].default is inspect.Parameter.empty and o not in options]
+        if missing and not in_group:
             raise ValueError(
                 f"Expected {self.kind} {name!r} to be given {', '.join(missing)}, which it has no default for. "
                 f"Received: {', '.join(options) or 'no options'}."
@@ -125,7 +113,6 @@ class OptimizerRegistry(Registry):
         Lists are taken where the optimizer wants a tuple, as for `betas`.
         """
         self.check_options(type, options)
-        self.check_required(type, options)
         builder = self.lookup(type)
         entries = _listed(params)
         if not _tensors(entries):
@@ -135,7 +122,7 @@ class OptimizerRegistry(Registry):
         for number, entry in enumerate(entries):
             if isinstance(entry, dict):
                 # torch keeps an unknown key of a group and does nothing with it.
-                self.check_options(type, entry, of="a parameter group of ", more=_GROUP_KEYS)
+                self.check_options(type, entry, in_group=True)
                 entries[number] = _with_tuples(builder, entry)
         options = _with_tuples(builder, options)
         if _can_fuse(builder, entries, options):
@@ -310,7 +297,6 @@ class SchedulerRegistry(Registry):
     def build(self, optimizer: object, type: str | None = None, **options: Any) -> Any:
         """Build a scheduler."""
         self.check_options(type, options)
-        self.check_required(type, options)
         builder = self.lookup(type)
         if "schedulers" in options:
             options["schedulers"] = [
@@ -347,25 +333,11 @@ def needs_metric(scheduler: object) -> bool:
 
 def is_told_its_place(scheduler: object) -> bool:
     """Whether a schedule is told the epoch or the update that it is at, as those of timm: `step(epoch)` and `step_update(num_updates)`."""
-    kind: Any = type(scheduler)
-    return bool(_is_told(kind))
-
-
-@lru_cache(maxsize=32)
-def _is_told(kind: object) -> bool:
-    step = getattr(kind, "step", None)
-    if step is None or not callable(getattr(kind, "step_update", None)):
+    step = getattr(type(scheduler), "step", None)
+    if step is None or not callable(getattr(scheduler, "step_update", None)):
         return False
     first = list(inspect.signature(step).parameters.values())[1:2]
     return bool(first) and first[0].name == "epoch" and first[0].default is inspect.Parameter.empty
-
-
-def advance_by_epoch(scheduler: Any, epochs: int) -> None:
-    """Advance a schedule after an epoch."""
-    if is_told_its_place(scheduler):
-        scheduler.step(epochs)
-    else:
-        scheduler.step()
 
 
 _schedules: dict[str, Any] = {

@@ -91,27 +91,16 @@ def check_kind(
 
     The options of its groups are all that torch stores of an optimizer's kind.
     """
-    for group, stored, member in zip(groups, stored_groups, _member_of_each_group(optimizer)):
-        lacks = set(getattr(member, "defaults", ())) - set(stored) - HOW - {_DECOUPLED}
-        foreign = (set(stored) - set(group) - HOW - OF_SCHEDULES) & _OPTIONS_OF_TORCH
+    for group, stored in zip(groups, stored_groups):
+        others = (set(group) ^ set(stored)) - HOW - OF_SCHEDULES - {_DECOUPLED}
         known = _DECOUPLED in stored and _DECOUPLED in group
-        if lacks or foreign or (known and bool(stored[_DECOUPLED]) != bool(group[_DECOUPLED])):
+        if others & _OPTIONS_OF_TORCH or (known and bool(stored[_DECOUPLED]) != bool(group[_DECOUPLED])):
             shown = (name for name in stored if name not in {"params", *HOW, *OF_SCHEDULES})
             raise ValueError(
-                f"Expected the state of {type(member).__name__}, the optimizer of this run. Received: that of another one, with "
+                f"Expected the state of {type(optimizer).__name__}, the optimizer of this run. Received: that of another one, with "
                 f"{', '.join(f'{name}={stored[name]}' for name in shown)}. Restore the optimizer, or add 'optimizer' to "
                 "checkpoint.exclude_from_loading to begin afresh with the new one."
             )
-
-
-def _member_of_each_group(optimizer: Any) -> list[Optimizer]:
-    """Return the optimizer that steps each group: of several in one, and inside of a wrapper."""
-    if isinstance(optimizer, JointOptimizer):
-        return [found for member in optimizer.optimizers for found in _member_of_each_group(member)]
-    inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, Optimizer):
-        return _member_of_each_group(inner)
-    return [optimizer] * len(optimizer.param_groups)
 
 
 def parameter_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:

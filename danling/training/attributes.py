@@ -10,7 +10,6 @@ import hashlib
 import io
 import logging
 import re
-import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -110,19 +109,6 @@ def _buffers(runner: BaseRunner) -> dict[str, tuple[nn.Module, str]]:
     }
 
 
-def _components(runner: BaseRunner) -> dict[str, object]:
-    """Return objects that other parts of a checkpoint save, by path."""
-    found: dict[str, object] = {"/": runner}
-    for name in runner.library_names & vars(runner).keys():
-        found[f"/{name}"] = vars(runner)[name]
-        found.update((f"/{name}/{part}", each) for part, each in _parts_of(vars(runner)[name]))
-    for at, module in _modules(runner):
-        found.update((f"/{at}{name}/module", each) for name, each in module.named_modules())
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        found.update((f"/{at}{canonical_name(name)}", each) for name, each in tensors)
-    return found
-
-
 def _parts_of(value: object) -> Iterator[tuple[str, object]]:
     """Yield what a component is made of: the entries of a mapping, the optimizers of several, the schedules of a sequence."""
     if isinstance(value, Mapping):
@@ -183,16 +169,18 @@ class Look:
         """Look at all that is saved where it has changed."""
         look, compared, declared = cls(runner), 0, _declared(runner, "saved")
         for name, parameter in _parameters(runner).items():
-            look.entries["requires_grad", name] = look._finished(Entry(parameter.requires_grad))
+            look.entries["requires_grad", name] = Entry(parameter.requires_grad)
         for name, (part, key) in _buffers(runner).items():
-            look.entries["buffers", name] = look._finished(Entry(look._tensor(part._buffers[key], name)))
+            look.entries["buffers", name] = Entry(look._tensor(part._buffers[key], name))
         for name, value in _own(runner).items():
             entry = look.attribute(name, value, declared=name in declared)
             if compared + entry.size > COMPARED_BYTES and name not in declared:
                 look.unseen[name] = f"is not compared beyond {COMPARED_BYTES >> 30} GiB in sum"
             else:
                 compared += entry.size
-                look.entries["attributes", name] = look._finished(entry)
+                look.entries["attributes", name] = entry
+        for entry in look.entries.values():
+            entry.digest = look._digest(entry.node)
         return look
 
     def attribute(self, name: str, value: object, *, declared: bool = False) -> Entry:
@@ -205,15 +193,19 @@ class Look:
         """Return the digest of an attribute; empty where there is none."""
         return self.entries.get(("attributes", name), Entry()).digest
 
-    def _finished(self, entry: Entry) -> Entry:
-        entry.digest = self._digest(entry.node)
-        return entry
-
     @cached_property
     def paths(self) -> dict[object, str]:
         """Paths of the objects that were met or are saved elsewhere, by the key of each object."""
-        self.objects.update(_components(self._runner))
-        return {key: path for path, each in self.objects.items() if (key := key_of(each)) is not None}
+        runner, found = self._runner, self.objects
+        found["/"] = runner
+        for name in runner.library_names & vars(runner).keys():
+            found[f"/{name}"] = vars(runner)[name]
+            found.update((f"/{name}/{part}", each) for part, each in _parts_of(vars(runner)[name]))
+        for at, module in _modules(runner):
+            found.update((f"/{at}{name}/module", each) for name, each in module.named_modules())
+            tensors = [*module.named_parameters(), *module.named_buffers()]
+            found.update((f"/{at}{canonical_name(name)}", each) for name, each in tensors)
+        return {key: path for path, each in found.items() if (key := key_of(each)) is not None}
 
     @cached_property
     def _keyed(self) -> set[int]:
@@ -248,7 +240,7 @@ class Look:
             return {"kind": kind, "value": data}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        if _is_array(value):
+        if own.__module__ == "numpy" and hasattr(value, "dtype"):
             return self._array(value, path)
         if own in _LISTS.values() or (isinstance(value, tuple) and hasattr(own, "_fields")):
             return self._list(value, path)
@@ -411,11 +403,6 @@ class Look:
             for key, item in node.items():
                 total.update(key.encode())
                 self._feed(total, item, seen)
-
-
-def _is_array(value: object) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value).__module__ == "numpy" and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
 def key_of(value: object) -> object:
@@ -646,7 +633,22 @@ class KeptAttributes:
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the entries of a checkpoint, those alone that are not empty. Called on all ranks."""
         world, now = self._runner.world, Look.at_all(self._runner).entries
-        mine = self._to_save(now)
+        kept = self._kept | {("attributes", name) for name in _declared(self._runner, "saved")}
+        mine, unsavable = set[Key](), list[str]()
+        for key, entry in now.items():
+            begun, left = self._begun.get(key, Entry()), entry.left.items()
+            unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path)]
+            if (entry.digest != begun.digest or key in kept) and entry.node != {"kind": "left"}:
+                # A restore needs the objects that `__init__` made.
+                if entry.needs.items() <= begun.needs.items():
+                    mine.add(key)
+                else:
+                    unsavable.append(key[1])
+        self._warn_of_unsaved(
+            unsavable,
+            "changed since the program set it, and a checkpoint cannot hold it: a resumed run goes on with another one. Make the object in "
+            "__init__ and give it `state_dict` and `load_state_dict`, or name the attribute in `not_saved` on the class",
+        )
         keys = sorted(set().union(*world.gather_objects(mine)))
         if not keys:
             return {}
@@ -661,35 +663,14 @@ class KeptAttributes:
         for key in keys:
             values = {str(rank): each[key] for rank, each in enumerate(nodes) if key in each}
             if key not in differing:
-                entry = {"value": now[key].node}
+                entries = {"value": now[key].node}
             elif key[0] != "attributes" and len(digests[key] - {None}) == 1:
                 # Parts of a pipeline have tensors of other names: what those have that have it is equal.
-                entry = {"value": next(iter(values.values()))}
+                entries = {"value": next(iter(values.values()))}
             else:
-                entry = {"of": world.size, "ranks": values}
-            found.setdefault(key[0], {})[key[1]] = entry
+                entries = {"of": world.size, "ranks": values}
+            found.setdefault(key[0], {})[key[1]] = entries
         return found
-
-    def _to_save(self, now: Mapping[Key, Entry]) -> set[Key]:
-        """Return what has changed and can be saved, and name the rest once."""
-        kept = self._kept | {("attributes", name) for name in _declared(self._runner, "saved")}
-        saved, unsavable = set(), []
-        for key, entry in now.items():
-            begun = self._begun.get(key, Entry())
-            left = entry.left.items()
-            unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path)]
-            if (entry.digest != begun.digest or key in kept) and entry.node != {"kind": "left"}:
-                # A restore needs the objects that `__init__` made.
-                if entry.needs.items() <= begun.needs.items():
-                    saved.add(key)
-                else:
-                    unsavable.append(key[1])
-        self._name(
-            unsavable,
-            "changed since the program set it, and a checkpoint cannot hold it: a resumed run goes on with another one. Make the object in "
-            "__init__ and give it `state_dict` and `load_state_dict`, or name the attribute in `not_saved` on the class",
-        )
-        return saved
 
     def before_training(self) -> None:
         """Warn of attributes that no checkpoint will contain, or that were set anew after a restore. May be called on one rank."""
@@ -700,21 +681,20 @@ class KeptAttributes:
             "set anew after the checkpoint was restored; the run goes on with the new value",
         )
         for path, reason in look.unseen.items():
-            self._name(
+            self._warn_of_unsaved(
                 [path],
                 f"{reason}. Name the attribute in `saved` on the class where training changes it, such as saved = ('teacher',), else in "
                 "`not_saved`",
             )
 
-    def _name(self, paths: Iterable[str], what: str) -> None:
+    def _warn(self, names: Collection[str], what: str, *, about: str = "") -> None:
+        if names and self._runner.is_main_process:
+            logger.warning("%s%s: %s.", about, ", ".join(f"self.{name}" for name in names), what)
+
+    def _warn_of_unsaved(self, paths: Iterable[str], why: str) -> None:
         names = [path for path in paths if path not in self._named]
         self._named.update(names)
-        if names and self._runner.is_main_process:
-            logger.warning("Not saved: %s: %s.", ", ".join(f"self.{path}" for path in names), what)
-
-    def _warn(self, names: Collection[str], what: str) -> None:
-        if names and self._runner.is_main_process:
-            logger.warning("%s: %s.", ", ".join(f"self.{name}" for name in names), what)
+        self._warn(names, why, about="Not saved: ")
 
     # Loading
 

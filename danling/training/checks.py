@@ -144,7 +144,6 @@ class ComponentChecks(Observer):
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner
         self._warned: set[str] = set()
-        self._parameters: dict[str, nn.Parameter] = {}
         self._highest_rate = 0.0
         self._times_low = 0
 
@@ -187,13 +186,7 @@ class ComponentChecks(Observer):
             )
         if run.distributed or run.stack != "ddp" or run.ema is not None:
             run.preparation.check_constructed(run.model)
-        if left_out:
-            self._warn(
-                "left out",
-                f"Expected every parameter that requires a gradient in the optimizer. Received: a {kind} without "
-                f"{listed(left_out)}, which stay as they are. Make the optimizer after the model is complete, or freeze them with "
-                "requires_grad_(False).",
-            )
+        self._warn_of_left_out(left_out)
         if foreign:
             self._warn(
                 "foreign",
@@ -213,7 +206,6 @@ class ComponentChecks(Observer):
     def training_started(self) -> None:
         """Look at the modes and the schedule that a training begins with."""
         runner, scheduler = self._runner, self._runner.scheduler
-        self._parameters = dict(runner.named_parameters())
         self._highest_rate = max(self._highest_rate, self._rate())
         frozen = [name for name, part in _in_evaluation(runner.unwrapped_model) if name and not _is_trained(part)]
         if frozen:
@@ -261,18 +253,16 @@ class ComponentChecks(Observer):
                 "whose rates stay as they are. Make the schedule over self.optimizer, after that is made.",
             )
         optimized = {id(parameter) for parameter in runner.preparation.optimized_parameters(runner.optimizer)}
-        replaced = [
-            name
-            for name, parameter in runner.named_parameters()
-            if parameter.requires_grad
-            and id(parameter) not in optimized
-            and self._parameters.get(name, parameter) is not parameter
-        ]
-        if replaced:
+        named = runner.named_parameters()
+        self._warn_of_left_out([name for name, p in named if p.requires_grad and id(p) not in optimized])
+
+    def _warn_of_left_out(self, names: list[str]) -> None:
+        if names:
             self._warn(
-                "parameters",
-                f"Parameters of the model were replaced while it trains: {listed(replaced)}. The optimizer goes on with the former ones, "
-                "and these are not trained. Write values in place, with torch.no_grad(): parameter.copy_(values).",
+                "left out",
+                "Expected every parameter that requires a gradient in the optimizer. Received: a "
+                f"{type(self._runner.optimizer).__name__} without {listed(names)}, which stay as they are. Make the optimizer after the "
+                "model is complete, freeze them with requires_grad_(False), and write new values in place: parameter.copy_(values).",
             )
 
     def _look_at_rate(self) -> None:

@@ -16,7 +16,7 @@ from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.distributed import Domain, all_arrive
 from danling.metrics import Meters, ScoreBoard, as_number
 from danling.optim import needs_metric
-from danling.optim.registry import advance_by_epoch
+from danling.optim.registry import is_told_its_place
 from danling.optim.state import evaluation_weights
 from danling.utils.tensors import canonical_name
 
@@ -502,7 +502,7 @@ class RunResults:
         if boundary in boundaries and by_metric:
             scheduler.step(self._monitored(metrics))
         elif boundary in boundaries:
-            advance_by_epoch(scheduler, self._runner.state.train.epoch)
+            scheduler.step(*([self._runner.state.train.epoch] if is_told_its_place(scheduler) else []))
 
     def _monitor(self) -> str | None:
         return (self._runner.config.get("scheduler", None) or {}).get("monitor", None)
