@@ -45,9 +45,7 @@ def accuracy(
 def _class_dim(pred: Tensor, target: Tensor) -> int:
     if pred.ndim == 2 and pred.shape[:1] == target.shape and pred.shape[1] > 1:
         return 1
-    fitting = [
-        d for d in sorted({1, pred.ndim - 1}) if pred.ndim == target.ndim + 1 and _without(pred, d) == target.shape
-    ]
+    fitting = [d for d in sorted({1, pred.ndim - 1}) if (*pred.shape[:d], *pred.shape[d + 1 :]) == tuple(target.shape)]
     if len(fitting) != 1 or pred.shape[fitting[0]] < 2:
         ways = "in two ways; pass dim" if len(fitting) > 1 else "in no way, or one class only"
         raise ValueError(
@@ -55,10 +53,6 @@ def _class_dim(pred: Tensor, target: Tensor) -> int:
             f"{tuple(pred.shape)} and target of shape {tuple(target.shape)}, which fit {ways}."
         )
     return fitting[0]
-
-
-def _without(pred: Tensor, dim: int) -> tuple[int, ...]:
-    return tuple(size for i, size in enumerate(pred.shape) if i != dim)
 
 
 def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, ignore_index: int = -100) -> tuple[Tensor, Tensor]:

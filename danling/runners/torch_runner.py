@@ -132,11 +132,6 @@ class TorchRunner(BaseRunner):
             )
         self.preparation = self.build_preparation()
         if isinstance(self.optimizer, Mapping):
-            strange = [name for name in self.optimizer if not isinstance(name, str)]
-            if strange:
-                raise ValueError(
-                    f"Expected names of optimizers, as text. Received: {strange[0]!r} in self.optimizer. Rename it."
-                )
             self.optimizer = JointOptimizer(**self.optimizer)
         if isinstance(self.scheduler, Mapping):
             self.scheduler = JointScheduler(**self.scheduler)

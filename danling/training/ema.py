@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from danling.checkpoints.errors import CheckpointMismatch
 from danling.utils.tensors import canonical_name, local_part
 
 
@@ -101,7 +102,7 @@ class EMA:
         if weights.keys() != self.weights.keys():
             missing = sorted(self.weights.keys() - weights.keys())
             unexpected = sorted(weights.keys() - self.weights.keys())
-            raise KeyError(
+            raise CheckpointMismatch(
                 f"Expected averaged weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]}."
             )
         for name, tensor in weights.items():

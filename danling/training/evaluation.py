@@ -281,11 +281,9 @@ class Evaluator:
 
     def infer(self, split: str) -> list[Any]:
         """Return the predictions of a split in the order of the dataset, the same on all ranks."""
-        runner, mine = self.runner, []
         with self._entered(split, "infer"):
-            for batch in self._pass_over(self._source(split)):
-                mine.append(self._predict(split, batch))
-        return self.forward.shared(gather_predictions(mine, runner.placement.data))
+            mine = [self._predict(split, batch) for batch in self._pass_over(self._source(split))]
+        return self.forward.shared(gather_predictions(mine, self.runner.placement.data))
 
     def stream_batches(self, split: str) -> Iterator[list[Any]]:
         """Yield the predictions of this rank by batch. Between two batches the caller may train or stop."""
@@ -437,13 +435,8 @@ class RunResults:
         standing, scheduler = self._runner.standing, self._runner.scheduler
         if standing.board is not None and standing.board.split in self.open and not standing.own:
             standing.board.check(self.open)
-        is_named = not standing.own or self._monitor() is not None
-        if (
-            is_named
-            and scheduler is not None
-            and not self._runner._parts.update.steps_scheduler
-            and needs_metric(scheduler)
-        ):
+        by_epochs = scheduler is not None and not self._runner._parts.update.steps_scheduler
+        if by_epochs and needs_metric(scheduler) and (self._monitor() or not standing.own):
             self._monitored(self.open)
 
     def close(self, boundary: Boundary) -> None:
@@ -473,11 +466,10 @@ class RunResults:
         self.advance_schedule(boundary, result)
         if board is not None and self.patience_exhausted():
             runner._session.stop_reason, waited = "patience", standing.evaluations_since_best
-            if runner.best_score is None:
-                logger.info("Stopping early: no evaluation had a score that can be the best.")
-            else:
-                better = f"no better score than {runner.best_score:.4g}"
-                logger.info("Stopping early: %s in %d evaluation%s.", better, waited, "s" * (waited != 1))
+            best = "NaN" if runner.best_score is None else f"{runner.best_score:.4g}"
+            logger.info(
+                "Stopping early: no better score than %s in %d evaluation%s.", best, waited, "s" * (waited != 1)
+            )
         self.write()
         ended = runner.progress >= 1 or runner._parts.loop.data_ended or runner._session.stop_reason is not None
         runner._reporter.log_result(runner, result, last=ended)
@@ -496,12 +488,12 @@ class RunResults:
         if scheduler is None or parts.update.steps_scheduler:
             return
         by_metric = needs_metric(scheduler)
-        boundaries: tuple[Boundary, ...] = ("epoch", "validation")
-        if parts.scheduler_interval() == "epoch" and not by_metric:
-            boundaries = ("epoch", "pass", "alone")
-        if boundary in boundaries and by_metric:
+        by_evaluation = by_metric or parts.scheduler_interval() == "validation"
+        if boundary not in (("epoch", "validation") if by_evaluation else ("epoch", "pass", "alone")):
+            return
+        if by_metric:
             scheduler.step(self._monitored(metrics))
-        elif boundary in boundaries:
+        else:
             scheduler.step(*([self._runner.state.train.epoch] if is_told_its_place(scheduler) else []))
 
     def _monitor(self) -> str | None:

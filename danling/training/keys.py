@@ -48,9 +48,10 @@ class RandomKeys:
         """Seed where a run begins or is restored, and after an evaluation: `(seed, "pass", updates attempted)`."""
         seed_streams(self._key("pass"), self._runner.device)
 
-    def begin_pass(self, split: str, number: int) -> None:
+    def begin_pass(self, split: str) -> None:
         """Seed where a pass begins, or goes on after a restore: `(seed, "pass", split, pass)`."""
-        seed_streams(mix_seed(_base(self._runner.seed, "pass", split), number), self._runner.device)
+        base, number = _base(self._runner.seed, "pass", split), self._runner.source(split).epoch
+        seed_streams(mix_seed(base, number), self._runner.device)
 
     def begin_micro_batch(self, data: object, place: tuple[int, ...], ordinal: int) -> None:
         """Seed for a micro-batch: `(seed, "train", updates attempted, *place)`, and the replica group."""

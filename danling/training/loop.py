@@ -278,7 +278,7 @@ class TrainingLoop:
                 self.has_jumped = False
                 for split in splits:
                     if not self._is_trained(split):
-                        self._begin_pass(split)
+                        runner._keys.begin_pass(split)
                         self._keep(split, runner.train_epoch(split))
                     if self._is_interrupted():
                         break
@@ -309,22 +309,22 @@ class TrainingLoop:
 
     def train_epoch_directly(self, split: str, train_epoch: Callable[[], object], splits: Sequence[str]) -> object:
         """Train a pass that no loop has asked for; the epoch is counted where every split to train on has had its pass."""
-        results, self.has_jumped = self._runner._parts.results, False
-        self._begin_pass(split)
+        runner, results, self.has_jumped = self._runner, self._runner._parts.results, False
+        runner._keys.begin_pass(split)
         metrics = train_epoch()
         self._keep(split, metrics)
         if not self._is_interrupted():
             if split not in splits:
-                self._runner.source(split).finish_pass()
+                runner.source(split).finish_pass()
                 del results.open[split]
             elif all(other in results.open for other in splits):
                 self._finish_epoch(splits, "alone")
         return metrics
 
     def _keep(self, split: str, metrics: object) -> None:
+        results = self._runner._parts.results
         if self._is_interrupted():
             return  # half-way through the pass
-        results = self._runner._parts.results
         if metrics is None:
             results.open.setdefault(split, {})
         else:
@@ -365,7 +365,7 @@ class TrainingLoop:
         for split in splits:
             if self._is_trained(split):
                 continue
-            self._begin_pass(split)
+            runner._keys.begin_pass(split)
             for outcome in self._updates(split):
                 self._last_split = split
                 self._after_update(outcome)
@@ -403,9 +403,6 @@ class TrainingLoop:
 
     # Both
 
-    def _begin_pass(self, split: str) -> None:
-        self._runner._keys.begin_pass(split, self._runner.source(split).epoch)
-
     def _is_trained(self, split: str) -> bool:
         """Whether the present pass is over for one of the splits."""
         runner = self._runner
@@ -425,7 +422,7 @@ class TrainingLoop:
         source = runner._data.of(split)
         runner._data.agree_lengths()
         runner._bind_reduction()
-        runner._parts.update.begin_pass(split)
+        runner._parts.update.split = split
         runner.observers.notify("pass_started", split)
 
         def read() -> Iterator[Batch]:

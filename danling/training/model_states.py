@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +74,7 @@ class ModelStates:
         if unexpected or (missing and not partial):
             raise CheckpointMismatch(
                 f"Expected the weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]} "
-                f"({len(missing)} and {len(unexpected)} in all). {_mend_names(missing, unexpected)}"
+                f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from, or rename the entries of the file."
             )
         here = model.state_dict()
         _check_shapes({name: here[names[name]] for name in state}, state)
@@ -93,10 +93,7 @@ class ModelStates:
             present = {canonical_name(name): value for name, value in self.runner.unwrapped_model.state_dict().items()}
             begun = {name: value for name, value in present.items() if name in ema.weights}
             state = {**state, "weights": {**begun, **weights}}
-        try:
-            ema.load_state_dict(state)
-        except KeyError as error:
-            raise CheckpointMismatch(str(error.args[0])) from error
+        ema.load_state_dict(state)
 
     def averages(self) -> EMA:
         """Return the EMA of the weights, or refuse if there is none."""
@@ -141,20 +138,6 @@ class ModelStates:
     def template(self) -> dict[str, Any] | None:
         """Return a state that says how tensors are laid out on this rank; `None` where they are read whole."""
         return None
-
-
-def _mend_names(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Name the prefix behind which the checkpoint has all that is missing, as checkpoints of Lightning do."""
-    first = missing[0] if missing else ""
-    for name in unexpected:
-        prefix = name.removesuffix(first)
-        if missing and name.endswith(f".{first}") and {f"{prefix}{other}" for other in missing} <= {*unexpected}:
-            return (
-                f"The checkpoint has these names behind the prefix {prefix!r}. Save its weights without it: "
-                f"torch.save({{name[{len(prefix)}:]: weight for name, weight in torch.load(path)['state_dict'].items() "
-                f"if name.startswith({prefix!r})}}, 'weights.pth')."
-            )
-    return "Load into the model they were saved from."
 
 
 def _check_shapes(here: Mapping[str, object], state: Mapping[str, object]) -> None:

@@ -211,7 +211,7 @@ class UpdateStep:
         """What records the first updates; see `danling.audit.layout_record`."""
         self.metrics: TrainMetrics | None = runner._parts.train_metrics
         self.losses = runner._parts.losses
-        self.split, self.reduces_later = "", False
+        self.split, self.reduces_later = "", runner._data.finds_micro_batch_size
         self.log_every = 1024
         self.steps_scheduler = self.tells_place = False
         self.rates: list[float] = []
@@ -220,10 +220,6 @@ class UpdateStep:
         self._unchecked: tuple[int, Tensor, float | Tensor] | None = None
 
     # Forward and backward
-
-    def begin_pass(self, split: str) -> None:
-        """Prepare for the updates of a pass over a split."""
-        self.split, self.reduces_later = split, self._runner._data.finds_micro_batch_size
 
     def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
         """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run."""

@@ -76,7 +76,7 @@ def test_a_schedule_sets_the_rates_of_all_members_also_after_a_restore() -> None
 
 def test_refuses_a_shared_parameter_no_member_and_a_closure() -> None:
     model = Pair()
-    with pytest.raises(ValueError, match="different parameters"):
+    with pytest.raises(ValueError, match="more than one parameter group"):
         JointOptimizer(Adam(model.parameters()), SGD(model.second.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="0 without a name and 0 by name"):
         JointOptimizer()

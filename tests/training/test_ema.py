@@ -7,6 +7,7 @@ import torch
 from support.toys import differences
 from torch import Tensor, nn
 
+from danling.checkpoints import CheckpointMismatch
 from danling.training import EMA
 
 
@@ -81,5 +82,5 @@ def test_what_was_saved_goes_on_as_if_nothing_had_been() -> None:
 def test_averages_of_another_model_are_refused() -> None:
     ema = EMA(model_of(1), decay=0.9)
     weights = {name: value for name, value in ema.weights.items() if name != "0.bias"}
-    with pytest.raises(KeyError, match=r"missing=\['0.bias'\], unexpected=\['head'\]"):
+    with pytest.raises(CheckpointMismatch, match=r"missing=\['0.bias'\], unexpected=\['head'\]"):
         ema.load_state_dict({"weights": {**weights, "head": torch.ones(1)}, "num_updates": 1})
