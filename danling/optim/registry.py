@@ -68,7 +68,7 @@ class Registry:
         return option in inspect.signature(self.lookup(name)).parameters
 
     def check_options(self, name: str | None, options: Iterable[str], *, in_group: bool = False) -> None:
-        """Refuse options that the builder called `name` does not take; but for those of one group, also a lack of those without a default."""
+        """Refuse options that the builder called `name` does not take; but for one group, also a lack of those without a default."""
         parameters = inspect.signature(self.lookup(name)).parameters
         # A registered function may call its first argument what it likes.
         passed = [option for option in parameters if option in _PASSED] or list(parameters)[:1]

@@ -74,7 +74,7 @@ class ModelStates:
         if unexpected or (missing and not partial):
             raise CheckpointMismatch(
                 f"Expected the weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]} "
-                f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from, or rename the entries of the file."
+                f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from, or rename the entries."
             )
         here = model.state_dict()
         _check_shapes({name: here[names[name]] for name in state}, state)
