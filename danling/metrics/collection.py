@@ -47,12 +47,7 @@ class MetricSet:
 
     @classmethod
     def wrap(
-        cls,
-        metrics: object,
-        *,
-        domain: Domain | None = None,
-        device: torch.device | None = None,
-        exact: bool = False,
+        cls, metrics: object, *, domain: Domain | None = None, device: torch.device | None = None, exact: bool = False
     ) -> MetricSet:
         """Return a `MetricSet` of whatever the user gave: `None`, one metric, or a mapping of metrics by name."""
         if metrics is None:

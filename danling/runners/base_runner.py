@@ -53,7 +53,6 @@ from danling.training.run_state import (
     check_given,
     check_payload,
     check_same_run,
-    in_order,
     loader_states,
     log_exclusions,
     restore_positions,
@@ -332,10 +331,7 @@ class BaseRunner(metaclass=MetaRunner):
         split, config = self._data.open_all(), self.config
         if split is not None or self.standing.own:  # else nothing is evaluated, of which a score could be made
             self.standing.board = ScoreBoard(
-                config.score_name,
-                mode=config.score_mode,
-                split=split or "",
-                min_delta=config.min_delta,
+                config.score_name, mode=config.score_mode, split=split or "", min_delta=config.min_delta
             )
 
     # Construction hooks
@@ -868,17 +864,14 @@ class BaseRunner(metaclass=MetaRunner):
 
         Loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
         """
-        sources = self._data.trained_sources()
-        return in_order(
-            {
-                "format_version": FORMAT_VERSION,
-                "runner": self.config.public(),
-                "state": {**self.state.state_dict(), **self.run_state.progress()},
-                **self.run_state.components(self.component_states()),
-                **self._attributes.state(),
-                "dataloaders": loader_states(self, sources),
-            }
-        )
+        return {
+            "format_version": FORMAT_VERSION,
+            "runner": self.config.public(),
+            "state": {**self.state.state_dict(), **self.run_state.progress()},
+            **self.run_state.components(self.component_states()),
+            **self._attributes.state(),
+            "dataloaders": loader_states(self, self._data.trained_sources()),
+        }
 
     def component_states(self) -> dict[str, Any]:
         """Return the states of the components by name, such as `model`; override it in a runner with its own loop."""

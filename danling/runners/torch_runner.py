@@ -48,13 +48,7 @@ from danling.training import (
 )
 from danling.training.batches import BatchLoss, criterion_setting, is_pair, returned_loss
 from danling.training.canonical import CanonicalReduction, CanonicalSum
-from danling.training.checks import (
-    ComponentChecks,
-    FirstGradients,
-    check_components,
-    misnamed,
-    untied,
-)
+from danling.training.checks import ComponentChecks, FirstGradients, check_components, misnamed, untied
 from danling.training.evaluation import EvaluationForward, Evaluator, RunResults
 from danling.training.loop import TrainingLoop
 from danling.training.model_states import FrozenWeights, ModelStates
@@ -180,10 +174,7 @@ class TorchRunner(BaseRunner):
         if self._parts.canonical is not None:
             self._parts.canonical.check()
         self._parts.metrics = MetricSet.wrap(
-            self.metrics,
-            domain=self.placement.metrics,
-            device=self.device,
-            exact=self._parts.canonical is not None,
+            self.metrics, domain=self.placement.metrics, device=self.device, exact=self._parts.canonical is not None
         )
         if self.config.train_metrics:
             self._parts.train_metrics = TrainMetrics(self._parts.metrics, self.config.train_metrics, self.meters)
@@ -278,11 +269,7 @@ class TorchRunner(BaseRunner):
         """Return the model that training calls: DistributedDataParallel when there are several ranks."""
         if self._parts.canonical is not None:
             # Gradients are added after the backward; ranks only begin alike.
-            for tensor in (
-                *model.parameters(),
-                *model.buffers(),
-                *self._criterion_tensors("parameters"),
-            ):
+            for tensor in (*model.parameters(), *model.buffers(), *self._criterion_tensors("parameters")):
                 self.world.broadcast(tensor.data)
             return model
         several = self.distributed and any(parameter.requires_grad for parameter in model.parameters())
@@ -931,11 +918,7 @@ class TorchRunner(BaseRunner):
                 lambda name: allows(f"optim.{name}") or allows("optim.param_groups"),
             )
             if self.is_main_process and not self._session.updated_once:
-                warn_if_replaced(
-                    options,
-                    options_of(self.optimizer),
-                    scheduled=self.scheduler is not None,
-                )
+                warn_if_replaced(options, options_of(self.optimizer), scheduled=self.scheduler is not None)
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights into the unwrapped model, by name without wrapper prefixes.

@@ -18,11 +18,7 @@ from .batches import (
 )
 from .ema import EMA
 from .loop import PassAgreement
-from .reduction import (
-    DDPReduction,
-    GradientReduction,
-    Precision,
-)
+from .reduction import DDPReduction, GradientReduction, Precision
 from .session import TrainingSession
 from .update import UNCOMMITTED, NonFiniteError, UpdateOutcome, Window
 

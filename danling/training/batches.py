@@ -478,16 +478,11 @@ class BatchLoss:
         if training and target is None and self._warns:
             self._warns = False
             if criterion_setting(self._runner.criterion, "ignore_index") is not None:
-                received = type(data).__name__
-                if isinstance(data, Mapping):
-                    received = f"a mapping with the keys {sorted(map(str, data))}"
-                elif isinstance(data, (tuple, list)):
-                    received = f"a sequence of length {len(data)}"
                 logger.warning(
                     "Expected a target in each batch, by which its loss is weighed. Received: %s. Its samples are counted instead, which "
                     "is another gradient where the loss is averaged over something else, such as targets or sample weights. Call the "
                     "target one of %s, or override `batch_weight(data, target)`.",
-                    received,
+                    _shapes(data),
                     ", ".join(TARGET_NAMES),
                 )
         return self._runner.batch_weight(data, target), samples

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -344,25 +345,24 @@ def _is_trained(module: nn.Module) -> bool:
 
 def untied(model: nn.Module, weights: Mapping[str, object]) -> list[str]:
     """Return a sentence for each weight that the model ties and the loaded weights do not, or the other way round."""
-    names: dict[int, list[str]] = {}
+    tied, shared = defaultdict[int, list[str]](list), defaultdict[tuple[int, object], list[str]](list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(canonical_name(name))
+        tied[id(parameter)].append(canonical_name(name))
     loaded = {name: value for name, value in weights.items() if isinstance(value, Tensor) and type(value) is Tensor}
-    found = []
-    for tied in names.values():
-        given = [name for name in tied if name in loaded]
+    for name, value in loaded.items():
+        if value.numel():
+            shared[value.data_ptr(), value.shape].append(name)
+    found, first = [], {name: names[0] for names in tied.values() for name in names}
+    for names in tied.values():
+        given = [name for name in names if name in loaded]
         if any(not loaded[given[0]].equal(loaded[name]) for name in given[1:]):
             found.append(
                 f"{listed(given)} are one weight of the model, and have different values in what was loaded: those of {given[-1]!r} count."
             )
-    shared: dict[tuple[int, object], list[str]] = {}
-    for name, value in loaded.items():
-        shared.setdefault((value.data_ptr(), value.shape), []).append(name)
-    first = {name: tied[0] for tied in names.values() for name in tied}
-    for tied in shared.values():
-        if loaded[tied[0]].numel() and len({first[name] for name in tied if name in first}) > 1:
+    for names in shared.values():
+        if len({first[name] for name in names if name in first}) > 1:
             found.append(
-                f"{listed(tied)} are one weight in what was loaded, and several in the model, which training makes "
-                "different. Tie them in __init__."
+                f"{listed(names)} are one weight in what was loaded, and several in the model, which training makes different. Tie them "
+                "in __init__."
             )
     return found

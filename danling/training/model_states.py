@@ -291,16 +291,12 @@ def bit_sum(tensor: Tensor) -> int:
     flat = local_part(tensor).detach().contiguous().reshape(-1)
     integers = _INTEGERS.get(flat.element_size())
     values = flat.view(torch.uint8 if integers is None else integers)
-    factors = _factors(min(values.numel(), _PIECE), values.device)
+    # An odd number for each place. They follow no line, on which several values could change places without a trace.
+    mixed = torch.arange(1, min(values.numel(), _PIECE) + 1, dtype=torch.int64, device=values.device) * _ODD
+    mixed = (mixed ^ (mixed >> 29)) * _ODD
+    factors = (mixed ^ (mixed >> 32)) | 1
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for piece in torch.split(values, _PIECE):
         # The sum so far is multiplied as well, so that equal places of two pieces count differently.
         total = total * _ODD + (piece * factors[: piece.numel()]).sum()
     return int(total)
-
-
-def _factors(number: int, device: torch.device) -> Tensor:
-    """Return an odd number for each place. They follow no line, on which several values could change places without a trace."""
-    mixed = torch.arange(1, number + 1, dtype=torch.int64, device=device) * _ODD
-    mixed = (mixed ^ (mixed >> 29)) * _ODD
-    return (mixed ^ (mixed >> 32)) | 1

@@ -38,22 +38,6 @@ _PATIENCE_SECONDS = 5.0
 """How long a rank whose evaluation failed waits to hear whether those of all ranks did."""
 _ATTEMPTS_TO_READ = 3
 
-_PAYLOAD_ORDER = (
-    "format_version",
-    "runner",
-    "state",
-    "attributes",
-    "requires_grad",
-    "buffers",
-    "model",
-    "optimizer",
-    "dataloaders",
-    "criterion",
-    "ema",
-    "scheduler",
-)
-"""Components in their order in a file, so that equal states of two versions give equal files."""
-
 
 @dataclass(frozen=True)
 class StatePart:
@@ -342,12 +326,6 @@ def share_of_rank(runner: BaseRunner, split: str, state: Mapping[str, Any]) -> M
 
 
 # Which checkpoints are refused
-
-
-def in_order(payload: Mapping[str, object]) -> dict[str, Any]:
-    """Return a payload with its components in their order in a file, those of a user's last."""
-    known = [name for name in _PAYLOAD_ORDER if name in payload]
-    return {name: payload[name] for name in dict.fromkeys([*known, *payload])}
 
 
 def check_complete(payload: Mapping[str, object], excluded: Collection[str], needed: Iterable[str]) -> None:

@@ -148,11 +148,7 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], dict[str, Any], bool]] = {
     "by-epoch": (step_by_epoch, {"scheduler": {"interval": "epoch"}}, False),
     "warm-up": (lambda o: torch.optim.lr_scheduler.LinearLR(o, 1e-7, 1.0, 30), {"epochs": 10}, False),
     "to-zero-at-the-end": (lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, 40), {"epochs": 10}, False),
-    "restarts": (
-        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
-        {"epochs": 10},
-        False,
-    ),
+    "restarts": (lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 4), {"epochs": 10}, False),
 }
 
 

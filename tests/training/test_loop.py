@@ -70,11 +70,7 @@ def updates(first: int, last: int) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "events", "recorded"),
     [
-        (
-            {"epochs": 2},
-            [*updates(1, 3), "evaluate val", "history", *updates(4, 6), "evaluate val", "history"],
-            [1, 2],
-        ),
+        ({"epochs": 2}, [*updates(1, 3), "evaluate val", "history", *updates(4, 6), "evaluate val", "history"], [1, 2]),
         (
             {"steps": 7, "evaluate_interval": 4, "checkpoint.interval": 2, "min_delta": 9.0},
             [

@@ -24,7 +24,6 @@ from danling.training.run_state import (
     check_given,
     check_payload,
     check_same_run,
-    in_order,
     loader_states,
     restore_positions,
     share_of_rank,
@@ -66,8 +65,6 @@ def test_components_are_saved_and_restored_in_the_order_of_the_table() -> None:
     assert run.restored == [("model", 10, {"model.head"}), ("optimizer", 20, {"model.head"})]
     with state.saved_elsewhere("model"):
         assert state.components() == {"optimizer": 20}
-    payload = {"mine": 1, "scheduler": 2, "dataloaders": 3, "model": 4, "format_version": 5}
-    assert list(in_order(payload)) == ["format_version", "model", "dataloaders", "scheduler", "mine"]
 
 
 def test_a_later_part_takes_the_place_of_an_earlier_one_and_what_is_lacking_has_a_default() -> None:
