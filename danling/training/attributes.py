@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
 from danling.checkpoints.errors import CheckpointMismatch
@@ -582,12 +582,6 @@ def _array_of(node: Mapping[str, Any], current: object) -> Any:
     return array.copy()
 
 
-def _changed_tensors(node: object, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(node, dict):
-        return {key: _changed_tensors(item, change) for key, item in node.items()}
-    return change(node) if isinstance(node, Tensor) else list(node) if isinstance(node, list) else node
-
-
 # A run
 
 
@@ -617,7 +611,7 @@ class KeptAttributes:
             entry = look.attribute(name, value)
             if size + entry.size <= REMEMBERED_BYTES:
                 size += entry.size
-                kept[name] = _changed_tensors(entry.node, Tensor.clone), value
+                kept[name] = tree_map_only(Tensor, Tensor.clone, entry.node), value
 
         def put_back() -> None:
             decoder = Decoder(look)
@@ -658,7 +652,7 @@ class KeptAttributes:
         nodes = []
         if differing:
             mine_of_these = {key: now[key].node for key in differing if key in now}
-            nodes = world.gather_objects(_changed_tensors(mine_of_these, Tensor.cpu))
+            nodes = world.gather_objects(tree_map_only(Tensor, Tensor.cpu, mine_of_these))
         found: dict[str, dict[str, Any]] = {}
         for key in keys:
             values = {str(rank): each[key] for rank, each in enumerate(nodes) if key in each}
