@@ -48,7 +48,12 @@ class WarmupScheduler(LRScheduler):
         if not final_lr_ratio >= 0:
             raise ValueError(f"Expected scheduler.final_lr_ratio >= 0. Received: final_lr_ratio={final_lr_ratio!r}.")
         self.final_lr_ratio = float(final_lr_ratio)
-        self._warn_of_long_warmup()
+        if self.warmup_steps > self.total_steps and self.final_lr_ratio != 1.0:
+            logger.warning(
+                "scheduler.warmup_steps=%d exceeds total_steps=%d: the learning rate never reaches its base.",
+                self.warmup_steps,
+                self.total_steps,
+            )
         super().__init__(optimizer, last_epoch)
 
     def _checked_total(self, total_steps: int | None) -> int:
@@ -59,25 +64,14 @@ class WarmupScheduler(LRScheduler):
             )
         return int(total_steps)
 
-    def _warn_of_long_warmup(self) -> None:
-        if self.warmup_steps > self.total_steps:
-            logger.warning(
-                "scheduler.warmup_steps=%d exceeds total_steps=%d: the learning rate never reaches its base.",
-                self.warmup_steps,
-                self.total_steps,
-            )
-
     def factor(self, step: int) -> float:
         """Return the share of the base rate after `step` updates."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        return self.final_lr_ratio + (1.0 - self.final_lr_ratio) * self.shape(self._done(step))
-
-    def _done(self, step: int) -> float:
-        start = self._start()
-        if step >= self.total_steps:
-            return 1.0
-        return (step - start) / (self.total_steps - start) if step > start else 0.0
+        start, done = self._start(), 1.0
+        if step < self.total_steps:
+            done = (step - start) / (self.total_steps - start) if step > start else 0.0
+        return self.final_lr_ratio + (1.0 - self.final_lr_ratio) * self.shape(done)
 
     def _start(self) -> int:
         return self.warmup_steps
@@ -150,9 +144,6 @@ class ConstantSchedule(WarmupScheduler):
     ) -> None:
         share = 0 < warmup_steps < 1
         super().__init__(optimizer, total_steps if share or total_steps else 1, warmup_steps, 1.0, last_epoch)
-
-    def _warn_of_long_warmup(self) -> None:
-        """Say nothing: the length of the run does not matter."""
 
     def shape(self, done: float) -> float:
         """Return 1."""

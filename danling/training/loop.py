@@ -70,13 +70,6 @@ class PassAgreement:
         over = source.remaining_batches() == 0
         return over if self.ends_alike(source) else bool(agree(self.domain, ("exhausted",) if over else ()))
 
-    def next_of_window(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
-        """Return the next micro-batch of an open window, `None` where the pass ends."""
-        batch = next(batches, None)
-        if not self.collective_forward or self.all_have(source, batch):
-            return batch
-        return None
-
     def compare(self, source: BatchSource, batch: Batch) -> None:
         """Say once a split where ranks that should read different data read the same."""
         if source.split in self._compared:

@@ -105,8 +105,12 @@ class RunState:
         before = ExcludedFromLoading((stored.get("checkpoint") or {}).get("exclude_from_loading"))
         outer = self._loaded_since
         if before.entries and self.excluded.entries:
-            differences, usual = runner.config_differences(payload), runner.config.completed({}).keys()
-            changed = changed_sections(differences, stored, runner.config.plain(), usual)
+            now, usual = runner.config.plain(), runner.config.completed({}).keys()
+            # The sections in which the configuration of the checkpoint is another one, budgets too.
+            changed = {line.partition(":")[0].partition(".")[0] for line in runner.config_differences(payload)}
+            changed |= {key for key in ("steps", "epochs") if stored.get(key) != now.get(key)}
+            if any(name in {*stored, *now} and name not in usual for name in changed):
+                changed.add(USERS_OWN)
             entries = ExcludedFromLoading(runner.config.checkpoint.exclude_from_loading)
             self._loaded_since = entries.loaded_since(before, changed)
         try:
@@ -391,16 +395,6 @@ def _differences_of_passes(runner: BaseRunner, stored: Mapping[str, object]) -> 
                 f"now of {loader.order.end} (drop_last leaves out what does not fill batch_size x ranks: keep that product too)"
             )
     return lines
-
-
-def changed_sections(
-    differences: Iterable[str], stored: Mapping[str, object], now: Mapping[str, object], usual: Collection[str]
-) -> set[str]:
-    """Return the sections in which the configuration of a checkpoint is another one, budgets too, and `USERS_OWN` for any of the user's."""
-    found = {line.partition(":")[0].partition(".")[0] for line in differences}
-    found |= {key for key in ("steps", "epochs") if stored.get(key) != now.get(key)}
-    is_users = any(name in {*stored, *now} and name not in usual for name in found)
-    return found | ({USERS_OWN} if is_users else set())
 
 
 def log_exclusions(excluded: ExcludedFromLoading, loaded_since: Collection[str], *, was_named: bool) -> None:

@@ -230,7 +230,9 @@ class UpdateStep:
         while batch is not None:
             consumed.append(batch)
             closes = len(consumed) == size if batch.closes is None else batch.closes
-            upcoming = None if closes else agreement.next_of_window(source, batches)
+            upcoming = None if closes else next(batches, None)
+            if not closes and agreement.collective_forward and not agreement.all_have(source, upcoming):
+                upcoming = None
             window.reduces = upcoming is None and not self.reduces_later
             run(batch, runner.train_step)
             batch = upcoming
