@@ -110,7 +110,6 @@ class OptimizerRegistry(Registry):
 
         Adam and AdamW are fused where all parameters are plain floating tensors on one CPU or CUDA device, unless `fused` or
         `foreach` (or `capturable`, `differentiable`) is given; that differs from the loop over tensors by rounding only.
-        Lists are taken where the optimizer wants a tuple, as for `betas`.
         """
         self.check_options(type, options)
         builder = self.lookup(type)
@@ -119,12 +118,10 @@ class OptimizerRegistry(Registry):
             raise ValueError(
                 f"Expected at least one parameter that requires a gradient for optimizer {type!r}. Received: none. Unfreeze a layer."
             )
-        for number, entry in enumerate(entries):
+        for entry in entries:
             if isinstance(entry, dict):
                 # torch keeps an unknown key of a group and does nothing with it.
                 self.check_options(type, entry, in_group=True)
-                entries[number] = _with_tuples(builder, entry)
-        options = _with_tuples(builder, options)
         if _can_fuse(builder, entries, options):
             options["fused"] = True
         optimizer: Optimizer = builder(entries, **options)
@@ -148,14 +145,6 @@ def _listed(params: Any) -> list[Any]:
 def _tensors(entries: Sequence[object]) -> list[Any]:
     members = [member for entry in entries for member in (entry["params"] if isinstance(entry, dict) else [entry])]
     return [member[1] if isinstance(member, tuple) else member for member in members]
-
-
-def _with_tuples(builder: Callable[..., object], options: Mapping[str, object]) -> dict[str, object]:
-    parameters = inspect.signature(builder).parameters
-    wanted = {name for name, parameter in parameters.items() if isinstance(parameter.default, tuple)}
-    return {
-        name: tuple(value) if name in wanted and isinstance(value, list) else value for name, value in options.items()
-    }
 
 
 def _can_fuse(builder: object, entries: Sequence[object], options: Mapping[str, object]) -> bool:

@@ -122,6 +122,16 @@ def not_one_loss(loss: object) -> ValueError:
     )
 
 
+def check_returned(returned: object, step: str) -> None:
+    """Refuse what a step returned in the place of prediction and loss."""
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        received = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
+        raise ValueError(
+            f"Expected `{step}` to return the prediction and the loss, each of which may be None. Received: {received}. End it with "
+            "`return pred, loss`."
+        )
+
+
 def note_batch(error: Exception, step: str, split: str, data: object) -> None:
     """Add to an error what a step was given, as a note; before Python 3.11 tracebacks do not print notes."""
     of_split = f" on split {split!r}" if split else ""
@@ -290,10 +300,8 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
         return float(count_samples(data))
     if target.is_floating_point():
         return _dense_weight(criterion, target)
-    if isinstance(criterion, nn.Module):
-        ignore_index, class_weight = getattr(criterion, "ignore_index", None), getattr(criterion, "weight", None)
-    else:
-        ignore_index, class_weight = (criterion_setting(criterion, name) for name in ("ignore_index", "weight"))
+    ignore_index: Any = criterion_setting(criterion, "ignore_index")
+    class_weight = criterion_setting(criterion, "weight")
     if isinstance(class_weight, Tensor):
         other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(
             criterion, (nn.CrossEntropyLoss, nn.NLLLoss)

@@ -22,6 +22,7 @@ from danling.utils.tensors import canonical_name
 
 from .batches import (
     call_model,
+    check_returned,
     count_samples,
     is_pair,
     nodes_of_graphs,
@@ -156,12 +157,7 @@ class Evaluator:
         """Return the prediction and the loss of a batch."""
         try:
             returned = self.runner._run_evaluate_step(self.runner.evaluate_step, data)
-            if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-                received = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
-                raise ValueError(
-                    "Expected `evaluate_step` to return the prediction and the loss, each of which may be None. Received: "
-                    f"{received}. End it with `return pred, loss`."
-                )
+            check_returned(returned, "evaluate_step")
         except Exception as error:
             note_batch(error, "evaluate_step", split, data)
             raise
@@ -455,13 +451,9 @@ class RunResults:
             if not math.isfinite(score) and not self._has_warned and runner.is_main_process:
                 self._has_warned = True
                 logger.warning(
-                    "Expected the score %s.%s to be finite. Received: %s at %d.%s See to it that the metric is defined on the whole split, "
-                    "or set score_name to another metric.",
-                    board.split,
-                    board.name,
-                    score,
-                    index,
-                    " NaN is never the best, and counts against patience." if math.isnan(score) else "",
+                    "Expected the score %s.%s to be finite. Received: %s at %d. NaN is never the best, and counts against patience. See "
+                    "to it that the metric is defined on the whole split, or set score_name to another metric.",
+                    *(board.split, board.name, score, index),
                 )
         self.advance_schedule(boundary, result)
         if board is not None and self.patience_exhausted():

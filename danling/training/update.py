@@ -24,7 +24,7 @@ from danling.optim import JointScheduler
 from danling.supervision.failures import is_out_of_memory
 from danling.utils.tensors import local_part
 
-from .batches import not_one_loss, note_batch, peek_target, prediction_of
+from .batches import check_returned, not_one_loss, note_batch, peek_target, prediction_of
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -319,12 +319,8 @@ class UpdateStep:
         runner.state.train.micro_step += 1
         return returned
 
-    def _measure(self, metrics: TrainMetrics, returned: object, data: object, samples: float) -> None:
-        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-            raise ValueError(
-                "Expected `train_step` to return the prediction and the loss, of which train_metrics are computed. Received: "
-                f"{type(returned).__name__}. End it with `return pred, loss`."
-            )
+    def _measure(self, metrics: TrainMetrics, returned: Any, data: object, samples: float) -> None:
+        check_returned(returned, "train_step")
         if returned[0] is None:
             return  # another stage of a pipeline has it
         pred = prediction_of(returned[0])
