@@ -47,13 +47,13 @@ from danling.training import (
     unpack_batch,
 )
 from danling.training.batches import BatchLoss, criterion_setting, is_pair, returned_loss
-from danling.training.canonical import CanonicalReduction, CanonicalSum
 from danling.training.checks import ComponentChecks, FirstGradients, check_components, misnamed, untied
 from danling.training.evaluation import EvaluationForward, Evaluator, RunResults
 from danling.training.loop import TrainingLoop
 from danling.training.model_states import FrozenWeights, ModelStates
 from danling.training.phases import PhasedModel, Phases, phases_of
 from danling.training.preparation import ModelPreparation
+from danling.training.reduction import CanonicalReduction, CanonicalSum
 from danling.training.run_state import StatePart, carry_of_all, component_parts, progress_parts
 from danling.training.update import Recompute, RunWindow, UpdateStep
 from danling.utils.tensors import canonical_name
