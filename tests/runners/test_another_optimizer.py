@@ -49,7 +49,7 @@ def train(place: Path, build: Build, *, steps: int, scheduled: bool = False, **m
         (lambda m: AdamW(m.parameters()), lambda m: SGD(m.parameters(), momentum=0.9), r"of SGD, .* another one, with lr=.*betas="),
         (lambda m: AdamW(m.parameters()), lambda m: Adam(m.parameters()), r"of Adam, .* another one, with .*decoupled_weight_decay=True"),
         (lambda m: Adam(m.parameters()), lambda m: Adamax(m.parameters()), r"of Adamax, .* another one, with .*amsgrad="),
-        (joint(AdamW, SGD), joint(SGD, AdamW), r"of SGD, .* another one, with .*betas="),
+        (joint(AdamW, SGD), joint(SGD, AdamW), r"of JointOptimizer, .* another one, with .*betas="),
         (two_groups, lambda m: AdamW(m.parameters()), r"1 groups here, 2 stored"),
         (lambda m: AdamW(m[2].parameters()), lambda m: AdamW(m.parameters()), r"without \['0.bias', '0.weight'\]"),
     ],
