@@ -66,14 +66,9 @@ class EMA:
                 lives.append(local_part(live))
             else:
                 self.weights[name].copy_(live)
-        torch._foreach_lerp_(averages, lives, 1.0 - self.current_decay())
-
-    def current_decay(self) -> float:
-        """Return the decay of the update that was counted last."""
-        if not self.warmup:
-            return self.decay
         rounds = self.num_updates // self.interval
-        return min(self.decay, (1 + rounds) / (10 + rounds))
+        decay = min(self.decay, (1 + rounds) / (10 + rounds)) if self.warmup else self.decay
+        torch._foreach_lerp_(averages, lives, 1.0 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -117,15 +117,13 @@ class ModelPreparation:
         """Return all parameter names of a model that this rank holds a part of, and whether they are trained; else `None`."""
         return None
 
-    def whole_weights(self, model: nn.Module, *, modify: bool) -> AbstractContextManager[None]:
-        """Return a context in which every rank has the weights whole."""
-        return self._broadcast_weights(model) if modify and self.world.size > 1 else nullcontext()
-
     @contextmanager
-    def _broadcast_weights(self, model: nn.Module) -> Iterator[None]:
+    def whole_weights(self, model: nn.Module, *, modify: bool) -> Iterator[None]:
+        """Return a context in which every rank has the weights whole."""
         yield
-        for parameter in model.parameters():
-            self.world.broadcast(parameter.data)
+        if modify and self.world.size > 1:
+            for parameter in model.parameters():
+                self.world.broadcast(parameter.data)
 
     def broadcast_buffers(self, model: object, more: Sequence[Tensor] = ()) -> None:
         """Give all ranks the buffers of the first one, which DistributedDataParallel does at the next training forward only."""
@@ -151,8 +149,7 @@ class ModelPreparation:
 
     def averaged(self, ema: EMA) -> AbstractContextManager[None]:
         """Return the context in which the model has the EMA weights."""
-        applied: AbstractContextManager[None] = ema.applied()
-        return applied
+        return ema.applied()
 
     def update_averages(self, ema: EMA, model: nn.Module) -> None:
         """Update the EMA of the weights after an update."""
