@@ -251,7 +251,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: setattr(dl.RunnerConfig().freeze(), "epochs", 3), "Call defrost()."),
     (lambda: Toy(settings()).evaluate("vall"), "Expected a split out of ['train', 'val']. Received: split='vall'."),
     (lambda: Toy(settings()).evaluate_steps("val", -1), "steps=-1"),
-    (lambda: train(settings(pretrained=_lightning())), "Load into the model they were saved from, or rename the entries."),
+    (lambda: train(settings(pretrained=_lightning())), "or rename the entries."),
     (lambda: Toy(settings()).load_checkpoint("latst"), "Received: 'latst'."),
     (lambda: (Toy(settings(dir="run")), Toy(settings(dir="run"))), "Received: a directory that is in use by process"),
     (lambda: train(settings(resume=_bare())), "which has no format_version. Load bare weights with `pretrained`"),
