@@ -50,7 +50,9 @@ class MetricSet:
         cls, metrics: object, *, domain: Domain | None = None, device: torch.device | None = None, exact: bool = False
     ) -> MetricSet:
         """Return a `MetricSet` of whatever the user gave: `None`, one metric, or a mapping of metrics by name."""
-        if metrics is None:
+        if isinstance(metrics, MetricSet):
+            wrapped = metrics
+        elif metrics is None:
             wrapped = cls({})
         elif isinstance(metrics, (Mapping, nn.ModuleDict)) and not hasattr(metrics, "compute"):
             wrapped = cls(dict(metrics.items()))
