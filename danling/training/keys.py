@@ -134,7 +134,8 @@ class RandomKeys:
 
     def _key(self, *parts: int | str, place: tuple[int, ...] = ()) -> int:
         """Return the key `(seed, *parts, updates attempted, *place)`."""
-        key = mix_seed(_base(self._runner.seed, *parts), self._runner.state.train.attempted)
+        train = self._runner.state.train
+        key = mix_seed(_base(self._runner.seed, *parts), train.global_step + train.skipped_updates)
         for index in place:
             key = mix_seed(key, index)
         return key
