@@ -54,12 +54,10 @@ class ModelStates:
         Where the optimizer has other weights in training than to evaluate, those to evaluate are returned, as copies: readers of a
         checkpoint expect them. Those of training are in the state of the optimizer.
         """
-        if not modal(self.runner.optimizer):
-            return {canonical_name(name): value for name, value in self.runner.unwrapped_model.state_dict().items()}
+        copies = bool(modal(self.runner.optimizer))
         with evaluation_weights(self.runner.optimizer):
-            return {
-                canonical_name(name): value.clone() for name, value in self.runner.unwrapped_model.state_dict().items()
-            }
+            state = self.runner.unwrapped_model.state_dict()
+            return {canonical_name(name): value.clone() if copies else value for name, value in state.items()}
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights by canonical name; see `TorchRunner.load_model`. Called on all ranks."""
