@@ -138,7 +138,7 @@ def copies(run: Run, store: RemoteStore) -> tuple[list[float], list[float]]:
         run.manager.wait_for_mirror()
         ours.append(file.stat().st_size / 1e6 / (time.perf_counter() - begin))
         begin = time.perf_counter()
-        obstore.put(store._client(), "plain", file, chunk_size=store.settings.part_size, max_concurrency=4)
+        obstore.put(store._client, "plain", file, chunk_size=store.settings.part_size, max_concurrency=4)
         plain.append(file.stat().st_size / 1e6 / (time.perf_counter() - begin))
     return plain, ours
 

@@ -166,19 +166,9 @@ class Writer:
         return writer if 0 < writer.seconds <= _LONGEST_SECONDS else None
 
     @property
-    def is_here(self) -> bool:
-        """Whether it ran, or runs, where this process can see it."""
-        return bool(self.machine) and self.machine == _machine()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it is seen to run."""
-        return self.is_here and _born(self.pid) == self.born
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether it is seen to have ended."""
-        return self.is_here and not self.is_alive
+    def runs(self) -> bool | None:
+        """Whether the process runs; `None` where this process cannot see it."""
+        return _born(self.pid) == self.born if self.machine and self.machine == _machine() else None
 
 
 _FIELDS = {"token": str, "host": str, "machine": str, "pid": int, "born": str, "seconds": float}
@@ -204,10 +194,11 @@ class Lease:
     """The right to write a run in a store."""
 
     def __init__(self, store: RemoteStore, key: str, *, seconds: float = SECONDS, again: bool = False) -> None:
-        self._again = again
         self.store = store
         self.key = key
         self.seconds = seconds
+        self._again = again
+        self._run = f"{store.url}/{key.rpartition('/')[0]}"
         self._tag: Tag | None = None
         self._unanswered: bytes | None = None
         self._error: RemoteError | None = None
@@ -230,7 +221,10 @@ class Lease:
             )
             return
         waits: Tag | None = None
-        while not self._try():
+        while True:
+            with suppress(RemoteExists):
+                self._tag = self.store.put_if_absent(self.key, Writer.me(self.seconds).text())
+                break
             try:
                 content, tag = self.store.get_tagged(self.key)
                 # For how many seconds it was not renewed, by the clock of the store.
@@ -238,12 +232,13 @@ class Lease:
             except RemoteMissing:
                 continue
             holder = Writer.parse(content)
-            follows = self._again and holder is not None and holder.is_alive and holder.pid == os.getpid()
-            if holder is None or holder.is_dead or age > holder.seconds or follows:
-                if self._take_over(tag):
+            follows = self._again and holder is not None and bool(holder.runs) and holder.pid == os.getpid()
+            if holder is None or holder.runs is False or age > holder.seconds or follows:
+                with suppress(RemoteConflict, RemoteMissing):
+                    self._tag = self.store.put_if_match(self.key, Writer.me(self.seconds).text(), tag)
                     break
                 continue
-            if waits is None and not holder.is_alive:
+            if waits is None and not holder.runs:
                 waits = tag
                 logger.info(
                     "%s/%s is leased by process %d on %s, which may be gone: waiting until its lease ends, in %.0f s.",
@@ -255,41 +250,29 @@ class Lease:
                 )
             if tag != waits:
                 raise RemoteConflict(
-                    f"Expected to be the one process that writes {self.store.url}/{self.key.rpartition('/')[0]}. Received: another one, "
-                    f"process {holder.pid} on {holder.host}. End it, or give this run another lineage."
+                    f"Expected to be the one process that writes {self._run}. Received: another one, process {holder.pid} on "
+                    f"{holder.host}. End it, or give this run another lineage."
                 )
             time.sleep(min(_LOOK_SECONDS, self.seconds / _RENEWALS))
         self._renewed = time.monotonic()
         self._thread = threading.Thread(target=self._renew, name="danling-lease", daemon=True)
         self._thread.start()
 
-    def _try(self) -> bool:
-        try:
-            self._tag = self.store.put_if_absent(self.key, Writer.me(self.seconds).text())
-        except RemoteExists:
-            return False
-        return True
-
-    def _take_over(self, tag: Tag) -> bool:
-        try:
-            self._tag = self.store.put_if_match(self.key, Writer.me(self.seconds).text(), tag)
-        except (RemoteConflict, RemoteMissing):
-            return False
-        return True
-
     def _renew(self) -> None:
         while not self._end.wait(self.seconds / _RENEWALS):
             try:
                 begun = time.monotonic()
-                if self._unanswered is not None:
-                    # The store may have taken this one before it fell silent: then it is found there, and is no other writer's.
-                    self._put(self._unanswered)
-                self._put(Writer.me(self.seconds).text())
+                # The store may have taken the last one before it fell silent: then it is found there, and is no other writer's.
+                for content in filter(None, (self._unanswered, Writer.me(self.seconds).text())):
+                    self._unanswered = content
+                    assert self._tag is not None
+                    self._tag = self.store.put_if_match(self.key, content, self._tag)
+                    self._unanswered = None
                 self._renewed = begun
             except RemoteConflict as error:
                 self._error = RemoteConflict(
-                    f"Expected to be the one process that writes {self.store.url}/{self.key.rpartition('/')[0]}. Received: another one, "
-                    f"which has taken over while this one was silent ({error}). End one of them."
+                    f"Expected to be the one process that writes {self._run}. Received: another one, which has taken over while this "
+                    f"one was silent ({error}). End one of them."
                 )
                 logger.error("%s", self._error)
                 return
@@ -297,19 +280,13 @@ class Lease:
                 # Such as a store that cannot be reached: the uploads say so. If another process takes over, the next renewal finds it.
                 continue
 
-    def _put(self, content: bytes) -> None:
-        assert self._tag is not None
-        self._unanswered = content
-        self._tag = self.store.put_if_match(self.key, content, self._tag)
-        self._unanswered = None
-
     @property
     def lost(self) -> RemoteError | None:
         """Why nothing may be written now, or any more; `None` while this process is the writer."""
         if self._error is None and self._thread is not None and time.monotonic() - self._renewed > self.seconds:
             return RemoteUnavailable(
-                f"Expected the right to write {self.store.url}/{self.key.rpartition('/')[0]} to be renewed in {self.seconds:.0f} s. "
-                "Received: no answer of the store. Look whether it can be reached."
+                f"Expected the right to write {self._run} to be renewed in {self.seconds:.0f} s. Received: no answer of the store. Look "
+                "whether it can be reached."
             )
         return self._error
 
@@ -343,13 +320,11 @@ def _now_there(store: RemoteStore, key: str) -> datetime:
 def remove_probes(store: RemoteStore, key: str) -> None:
     """Remove the objects with which processes that were killed have tried a store."""
     found = [entry for entry in store.list(key.rpartition("/")[0], after=key) if entry.key.startswith(f"{key}{_PROBE}")]
-    now = _now_there(store, key) if found else None
+    if found:
+        now = _now_there(store, key)
     for entry in found:
         with suppress(RemoteMissing):
             writer = Writer.parse(store.get(entry.key))
-            if (
-                writer is None
-                or writer.is_dead
-                or (now is not None and (now - entry.modified).total_seconds() > SECONDS)
-            ):
+            age = (now - entry.modified).total_seconds()
+            if writer is None or writer.runs is False or age > SECONDS:
                 store.delete(entry.key)

@@ -7,7 +7,7 @@ S3 and what speaks its protocol, Google Cloud Storage, Azure and local directori
 used. No reader ever sees a part of an object: a `put` of any size is atomic.
 
 The client must not be used in a process that was forked from one that has used it: its threads do not exist there, and every request
-would hang. It says so instead. A `RemoteStore` may be pickled; a spawned process makes its own connections."""
+would hang. It says so instead."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -161,30 +160,22 @@ class RemoteStore:
         self.settings = settings
         self.bare_tags = False
         self.starting = False
-        self._credentials = credentials
-        self._opened: ObjectStore | None = None
         check_url(url)
         _obstore()
-        self._client()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
+        try:
+            self._client = _open(self.url, settings, credentials)
+        except Exception as error:
+            raise RemoteError(
+                f"Expected a URL of an object store, such as s3://bucket/prefix. Received: {url}: {_first_line(error)}. Mend it."
+            ) from error
 
     def put(self, key: str, content: bytes | Path) -> None:
         """Store an object, in place of what was there. It is seen whole or not at all."""
-        settings = self.settings
-        several = (len(content) if isinstance(content, bytes) else content.stat().st_size) > settings.part_size
+        size = self.settings.part_size
         self._ask(
             "put",
             key,
-            lambda store: _obstore().put(
-                store,
-                key,
-                content,
-                use_multipart=several,
-                chunk_size=settings.part_size,
-                max_concurrency=_PARTS_AT_ONCE,
-            ),
+            lambda store: _obstore().put(store, key, content, chunk_size=size, max_concurrency=_PARTS_AT_ONCE),
         )
 
     def put_if_absent(self, key: str, content: bytes) -> Tag:
@@ -230,8 +221,8 @@ class RemoteStore:
             found = _obstore().get(store, key)
             return bytes(found.bytes()), Tag.of(found.meta)
 
-        content, tag = self._ask("get", key, read)
-        return content, tag
+        found: tuple[bytes, Tag] = self._ask("get", key, read)
+        return found
 
     def chunks(self, key: str, size: int = 8 << 20) -> Iterator[memoryview]:
         """Yield the contents of an object piece by piece; a large one need not fit into memory."""
@@ -246,8 +237,7 @@ class RemoteStore:
     def directories(self, prefix: str = "") -> list[str]:
         """Return the names directly below a prefix that have further keys below them, sorted."""
         found = self._ask("list", prefix, lambda store: _obstore().list_with_delimiter(store, prefix or None))
-        found = found["common_prefixes"]
-        return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
+        return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found["common_prefixes"])
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[RemoteObject]:
         """Yield the objects below a prefix, as directories do: `a/b` does not list `a/bc`. In order of keys on most stores."""
@@ -261,27 +251,10 @@ class RemoteStore:
             yield from (_object(entry) for entry in page)
             page = self._ask("list", prefix, lambda _: next(pages, None), patient=False)
 
-    def delete(self, keys: str | Iterable[str]) -> None:
-        """Remove objects, one after the other in the order given; those that are gone already are no error."""
-        for key in [keys] if isinstance(keys, str) else keys:
-            with suppress(RemoteMissing):
-                self._ask("delete", key, partial(_obstore().delete, paths=key))
-
-    def _client(self) -> ObjectStore:
-        global _user
-        if _user is not None and _user != os.getpid():
-            raise RemoteError(
-                f"Expected {self.url} to be used by the process that opened it. Received: a process that was forked from it, in which the "
-                "client hangs. Start processes that use an object store by 'spawn' or 'forkserver'."
-            )
-        if self._opened is None:
-            try:
-                self._opened = _open(self.url, self.settings, self._credentials)
-            except Exception as error:
-                raise RemoteError(
-                    f"Expected a URL of an object store, such as s3://bucket/prefix. Received: {self.url}: {_first_line(error)}. Mend it."
-                ) from error
-        return self._opened
+    def delete(self, key: str) -> None:
+        """Remove an object; one that is gone already is no error."""
+        with suppress(RemoteMissing):
+            self._ask("delete", key, lambda store: _obstore().delete(store, key))
 
     def _ask(
         self,
@@ -294,11 +267,15 @@ class RemoteStore:
     ) -> Any:
         """Return what a call of the client returns; its errors become those of this library."""
         global _user
-        store, end = self._client(), math.inf
-        _user = os.getpid()
+        if _user not in (None, os.getpid()):
+            raise RemoteError(
+                f"Expected {self.url} to be used by the process that opened it. Received: a process that was forked from it, in which the "
+                "client hangs. Start processes that use an object store by 'spawn' or 'forkserver'."
+            )
+        _user, end = os.getpid(), math.inf
         while True:
             try:
-                return call(store)
+                return call(self._client)
             except RemoteError:
                 raise
             except Exception as error:
