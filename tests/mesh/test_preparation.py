@@ -143,6 +143,10 @@ def test_what_communicates_and_what_has_no_effect() -> None:
             reasons[axis] = prepared.forward_communicates(nn.Identity())
         assert reasons.pop("replicate") is None
         assert reasons == {axis: f"parallel.axes.{axis}=4" for axis in reasons}
+        cut = runner_on(Topology({"pipeline": 2, "shard": 2}))
+        cut.build_mixed_precision_policy = cut.build_offload_policy = lambda: None
+        with pytest.raises(ValueError, match="fsdp.reshard_after_forward=True.*pipeline=2"):
+            dl.ParallelRunner.fsdp_kwargs(cut)
     finally:
         dist.destroy_process_group()
     alone = MeshPreparation(runner_on(Topology({})))
