@@ -35,9 +35,9 @@ from torch import nn
 import danling as dl
 from danling.checkpoints import CheckpointSettings, FileCheckpointManager
 from danling.distributed import LocalDomain
-from danling.remote import RemoteStore, RunLayout, open_store
 from danling.remote.mirror import RunMirror
-from danling.remote.stored_run import StoredRun
+from danling.remote.store import RemoteStore, open_store
+from danling.remote.stored_run import RunLayout, StoredRun
 
 ROUNDS = 5
 SECONDS_OF_TRAINING = 4.0

@@ -120,8 +120,8 @@ def _examine_program(program: Sequence[str], updates: int, timeout: float) -> It
 def _examine_store(url: str) -> Iterator[Check]:
     """Try what a run asks of a store: nothing is left there."""
     # Only a user with a store needs this.
-    from danling.remote import open_store
     from danling.remote.lease import trials
+    from danling.remote.store import open_store
 
     for name, trial in trials(open_store(url)).items():
         check = _timed(name, trial)

@@ -13,7 +13,7 @@ from danling.utils.plain import parse_yaml
 
 from .mirror import RunMirror
 from .sources import RemoteSources, bring_files, local_copy
-from .store import RemoteMissing, RemoteSettings, RemoteStore, is_url, open_store
+from .store import RemoteMissing, RemoteSettings, RemoteStore, open_store
 from .stored_run import RunLayout, StoredRun, place_of, runs_of_id
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class RemoteStores:
 
     def stored_seed(self, asked: str | None) -> int | None:
         """Return the seed of the checkpoint that a run on an empty machine will resume from; `None` where there is none."""
-        place = place_of(str(asked)) if is_url(asked) else None
+        place = place_of(asked) if asked and "://" in asked else None
         run = self.home if place is None else StoredRun(self.connect(place.base), place.layout)
         try:
             settings = parse_yaml(run.store.get(run.layout.file("metadata/config.full.yaml")).decode())

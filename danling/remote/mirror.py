@@ -173,12 +173,13 @@ class RunMirror:
         for _, group in groupby(missing, key=lambda pair: (pair[0].sequence, isinstance(pair[1], TargetStore))):
             pairs = list(group)
             record, store = pairs[0]
-            saved = Saved(record.sequence, record.step, tuple(r.name for r, _ in pairs))
+            names = tuple(r.name for r, _ in pairs)
             if isinstance(store, TargetStore):
                 target = store.target(store.path(record.name))
                 own = tuple(sorted(storage.names(target) - {SUMS}))
-                saved = Saved(saved.sequence, saved.step, saved.names, target.name, own)
-            self.saved(saved)
+                self.saved(Saved(record.sequence, record.step, names, target.name, own))
+            else:
+                self.saved(Saved(record.sequence, record.step, names))
 
     # What the manager calls
 

@@ -64,7 +64,6 @@ Credentials = Callable[[], Mapping[str, Any] | None]
 """Returns credentials in the form that obstore takes, such as `access_key_id`, `secret_access_key`, `token` and `expires_at` for S3; `None`
 leaves them to the environment."""
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _MEMORY: dict[str, ObjectStore] = {}
 """Stores in memory by URL: two clients of this process with one URL see the same objects."""
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
@@ -138,11 +137,6 @@ class RemoteObject:
     key: str
     size: int
     modified: datetime
-
-
-def is_url(text: object) -> bool:
-    """Whether a text, such as a setting or an argument, is a URL and no path."""
-    return isinstance(text, str) and _URL.match(text) is not None
 
 
 def open_store(
@@ -309,9 +303,8 @@ def _obstore() -> Any:
 
 def check_url(url: str) -> None:
     """Refuse a URL that names no store."""
-    found = _URL.match(url)
-    scheme = found.group(1).lower() if found else ""
     parts = urlsplit(url)
+    scheme = parts.scheme if "://" in url else ""
     place = parts.path.strip("/") if scheme in ("file", "memory") else parts.netloc
     if scheme not in SCHEMES or (not place and scheme != "memory"):
         raise RemoteError(
@@ -332,7 +325,7 @@ def _open(url: str, settings: RemoteSettings, credentials: Credentials | None) -
     if parts.fragment or parts.query:
         # Else what comes after it would be left out, and the objects would be at another place.
         raise ValueError("a '#' is written as %23 in a URL, and a '?' as %3F")
-    scheme, path = parts.scheme.lower(), unquote(parts.path)
+    scheme, path = parts.scheme, unquote(parts.path)
     if scheme == "file":
         return LocalStore(path, mkdir=True)
     if scheme == "memory":

@@ -16,8 +16,8 @@ from danling.checkpoints import CheckpointDamaged, import_weights
 from danling.checkpoints.dcp import parse_index
 from danling.checkpoints.manifest import Manifest
 from danling.cli.main import main
-from danling.remote import RunLayout
 from danling.remote.store import open_store
+from danling.remote.stored_run import RunLayout
 
 HOSTILE = (
     "", ".", "..", "/", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "./a", "a\0b", "a\nb", "C:x", "c:/x", "a\\b", "x" * 256, "\ud800",

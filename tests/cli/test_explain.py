@@ -20,7 +20,8 @@ from support.toys import TracingRunner
 
 from danling.cli.explain import explain
 from danling.cli.main import main
-from danling.remote import RunLayout, open_store
+from danling.remote.store import open_store
+from danling.remote.stored_run import RunLayout
 from danling.workspace.runs import Run
 
 MORE = {"scheduler": {"type": "cosine", "warmup_steps": 3}, "max_grad_norm": 0.5, "pretrained": None}

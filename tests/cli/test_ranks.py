@@ -10,7 +10,8 @@ from support.remote_runs import upload_run
 
 from danling.cli.main import main
 from danling.cli.plot import group
-from danling.remote import RunLayout, open_store
+from danling.remote.store import open_store
+from danling.remote.stored_run import RunLayout
 from danling.workspace.runs import Run
 
 RANKS: dict[str, list[object]] = {

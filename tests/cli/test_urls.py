@@ -14,7 +14,8 @@ from support.remote_runs import upload_run
 from support.toys import TracingRunner
 
 from danling.cli.main import main
-from danling.remote import RunLayout, open_store
+from danling.remote.store import open_store
+from danling.remote.stored_run import RunLayout
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")

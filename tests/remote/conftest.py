@@ -1,4 +1,4 @@
-"""What the tests of object stores share: a proxy in front of the server of `tests/conftest.py`."""
+"""What the tests of object stores share: a proxy in front of the server of `tests/conftest.py`, and a bucket behind it."""
 
 from __future__ import annotations
 
@@ -16,3 +16,11 @@ pytest.importorskip("moto")
 def proxy(moto: ObjectServer) -> Iterator[FaultProxy]:
     with fault_proxy(moto.endpoint) as proxy:
         yield proxy
+
+
+@pytest.fixture
+def url(moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of a prefix in a new bucket, which clients find through the proxy."""
+    for name, value in moto.environment(proxy.endpoint).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{moto.make_bucket()}/runs"

@@ -13,7 +13,8 @@ from support.toys import TracingRunner
 
 from danling.checkpoints import CheckpointError, CheckpointMismatch
 from danling.cli.main import main
-from danling.remote import RemoteDenied, RemoteError, RemoteMissing, RunLayout, open_store
+from danling.remote.store import RemoteDenied, RemoteError, RemoteMissing, open_store
+from danling.remote.stored_run import RunLayout
 
 
 def settings(root: Path, url: str, **changes: Any) -> dict[str, Any]:

@@ -15,10 +15,6 @@ from support.remote_runs import copied
 from support.toys import TracingRunner
 
 from danling.cli.main import main
-from danling.remote import RemoteConflict, open_store
-from danling.remote.lease import Lease, Writer
-
-KEY = "line/run/lock"
 
 
 @pytest.fixture(params=["google", "azure"])
@@ -67,22 +63,6 @@ def test_a_run_goes_on_on_a_server_that_ignores_if_match(
         keys = server.objects(bucket)
     assert caplog.text.count("ignores the condition If-Match") == 2, "once at each start"
     assert any("/checkpoints/latest" in key for key in keys) and not [key for key in keys if "/lock" in key]
-
-
-def test_one_writer_is_kept_apart_from_another(cloud: Cloud) -> None:
-    store = open_store(cloud.url)
-    # Long enough that a busy machine does not miss a renewal, after which another one may take over.
-    first = Lease(store, KEY, seconds=4.0)
-    first.acquire()
-    assert first.is_exclusive
-    with pytest.raises(RemoteConflict, match="Received: another one"):
-        Lease(store, KEY).acquire()
-    # Another one takes over: the next renewal of the first finds its condition unmet.
-    store.put(KEY, Writer.me(60.0).text())
-    assert first._thread is not None
-    first._thread.join(30)
-    assert isinstance(first.lost, RemoteConflict)
-    first.release()
 
 
 def test_the_examination_finds_no_fault(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,16 +7,17 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from support.fault_proxy import FaultProxy
 from support.object_servers import ObjectServer
+from support.patience import until
 
-from danling.remote import RemoteConflict, RemoteSettings, RemoteStore, open_store
 from danling.remote.lease import Lease, Writer, unkept
+from danling.remote.store import RemoteConflict, RemoteSettings, RemoteStore, open_store
 
 KEY = "line/run/lock"
 
@@ -204,11 +205,3 @@ def test_a_store_that_does_not_answer_is_not_waited_for_at_the_end(store: Remote
     begun = time.monotonic()
     lease.release()
     assert time.monotonic() - begun < 10, "a request lasts 20 seconds"
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)

@@ -106,11 +106,8 @@ def train(place: str, disks: list[str] | None, url: str | None, stack: dict[str,
     ],
 )
 def test_a_run_goes_on_where_one_machine_or_all_were_replaced(
-    stack: str, moto: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stack: str, moto: ObjectServer, url: str, tmp_path: Path
 ) -> None:
-    for name, value in moto.environment().items():
-        monkeypatch.setenv(name, value)
-    url = f"s3://{moto.make_bucket()}/runs"
     places = {name: tmp_path / name for name in ("alone", "machine", "a", "b", "c", "d", "e")}
     for place in places.values():
         place.mkdir()

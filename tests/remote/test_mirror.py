@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,15 @@ import pytest
 import torch
 from support.fault_proxy import FaultProxy, Request
 from support.object_servers import ObjectServer
+from support.patience import until
 
 from danling import RunnerConfig
 from danling.checkpoints import CheckpointError, CheckpointSettings, FileCheckpointManager, storage
 from danling.checkpoints.manifest import Manifest
 from danling.distributed import LocalDomain
-from danling.remote import RemoteError, RemoteSettings, RunLayout, open_store
 from danling.remote.mirror import RunMirror
-from danling.remote.stored_run import StoredRun
+from danling.remote.store import RemoteError, RemoteSettings, open_store
+from danling.remote.stored_run import RunLayout, StoredRun
 
 LAYOUT = RunLayout("line", "run")
 QUICK = RemoteSettings(part_size=5 << 20, timeout_seconds=20.0, retries=0)
@@ -89,14 +88,6 @@ def save(manager: FileCheckpointManager, step: int, **names: bool) -> None:
 def mirror_of(manager: FileCheckpointManager) -> RunMirror:
     assert isinstance(manager.mirror, RunMirror)
     return manager.mirror
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def is_manifest(request: Request) -> bool:

@@ -9,27 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.object_servers import ObjectServer
 from support.remote_runs import upload_run
 from support.toys import TracingRunner, differences, whole_state
 
 import danling as dl
-from danling.remote import RunLayout, open_store
-
-pytest.importorskip("obstore")
-pytest.importorskip("moto")
-
-
-@pytest.fixture
-def server(moto: ObjectServer) -> ObjectServer:
-    return moto
-
-
-@pytest.fixture
-def url(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    return f"s3://{server.make_bucket()}/runs"
+from danling.remote.store import open_store
+from danling.remote.stored_run import RunLayout
 
 
 def settings(root: Path, url: str | None = None, backend: str = "file", **changes: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.remote import RemoteError
+from danling.remote.store import RemoteError
 
 
 class Toy(dl.TorchRunner):
@@ -37,13 +37,6 @@ def config(url: str | None, root: Path, **changes: Any) -> dl.RunnerConfig:
     made = dl.RunnerConfig(epochs=3, seed=1, dataloader={"batch_size": 8}, optim={"type": "sgd", "lr": 0.1})
     made.merge({"checkpoint.remote.url": url, "checkpoint.remote.retries": 0, "workspace_root": str(root), **changes})
     return made
-
-
-@pytest.fixture
-def url(moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in moto.environment(proxy.endpoint).items():
-        monkeypatch.setenv(name, value)
-    return f"s3://{moto.make_bucket()}/runs"
 
 
 def test_the_copy_has_what_the_run_directory_has(

@@ -20,20 +20,13 @@ from danling import RunnerConfig
 from danling.checkpoints.directory import TargetStore
 from danling.checkpoints.manager import Saved
 from danling.checkpoints.manifest import Manifest, Record
-from danling.remote import RemoteError, RemoteSettings, RunLayout, open_store
 from danling.remote.attach import RemoteStores
 from danling.remote.mirror import RunMirror
-from danling.remote.stored_run import StoredRun
+from danling.remote.store import RemoteError, RemoteSettings, open_store
+from danling.remote.stored_run import RunLayout, StoredRun
 
 LAYOUT = RunLayout("line", "run")
 FILES = {0: ["__0_0.distcp", ".metadata", "index.json"], 1: ["__1_0.distcp"]}
-
-
-@pytest.fixture
-def url(moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in moto.environment(proxy.endpoint).items():
-        monkeypatch.setenv(name, value)
-    return f"s3://{moto.make_bucket()}/runs"
 
 
 def write_target(directory: Path, sequence: int, names: tuple[str, ...]) -> list[Saved]:
@@ -61,7 +54,9 @@ def two_mirrors(url: str, directory: Path) -> list[RunMirror]:
     return [RunMirror(StoredRun(store, LAYOUT), manager, directory / "run", settings) for manager in managers]
 
 
-def test_a_target_counts_when_the_files_of_all_ranks_are_there(moto: ObjectServer, url: str, tmp_path: Path) -> None:
+def test_a_target_counts_when_the_files_of_all_ranks_are_there(
+    moto: ObjectServer, proxy: FaultProxy, url: str, tmp_path: Path
+) -> None:
     first, second = two_mirrors(url, tmp_path)
     bucket, prefix = url.split("/")[2], f"runs/{LAYOUT.checkpoints}/"
     of_first, of_second = write_target(tmp_path, 1, ("ckpt-s000000000001", "latest"))
@@ -78,6 +73,9 @@ def test_a_target_counts_when_the_files_of_all_ranks_are_there(moto: ObjectServe
     for file in (*FILES[0], *FILES[1]):
         content = (tmp_path / "targets" / str(of_first.target) / file).read_bytes()
         assert moto.read(bucket, f"{prefix}targets/{of_first.target}/{file}") == content
+    # The manifest goes before the pointers, and after all else.
+    puts = [request.path.rpartition("/")[2] for request in proxy.requests if request.method == "PUT"]
+    assert puts[-3:] == ["manifest.sha256", "ckpt-s000000000001", "latest"] and len(puts) == 3 + 4
 
 
 def test_files_of_a_rank_that_is_ahead_are_not_removed(moto: ObjectServer, url: str, tmp_path: Path) -> None:
@@ -96,16 +94,6 @@ def test_files_of_a_rank_that_is_ahead_are_not_removed(moto: ObjectServer, url: 
     assert targets == {"00000002-00000002", str(of_second.target)}
     first.saved(of_first)
     first.close(), second.close()
-
-
-def test_the_manifest_goes_before_the_pointers_and_after_all_else(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
-    first, second = two_mirrors(url, tmp_path)
-    for mirror, saved in zip((second, first), reversed(write_target(tmp_path, 1, ("best", "latest")))):
-        mirror.saved(saved)
-        mirror.close()
-    puts = [request.path.partition("/checkpoints/")[2] for request in proxy.requests if request.method == "PUT"]
-    puts = [path.partition("?")[0].rpartition("/")[2] for path in puts]
-    assert puts[-3:] == ["manifest.sha256", "best", "latest"] and len(puts) == 3 + 4
 
 
 def settings(root: str, url: str | None, **changes: Any) -> dict[str, Any]:
@@ -147,7 +135,9 @@ STACKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("stack", ["ddp", "parallel", pytest.param("deepspeed", marks=needs_deepspeed)])
-def test_two_ranks_go_on_bitwise_on_an_empty_machine(moto: ObjectServer, url: str, tmp_path: Path, stack: str) -> None:
+def test_two_ranks_go_on_bitwise_on_an_empty_machine(
+    moto: ObjectServer, proxy: FaultProxy, url: str, tmp_path: Path, stack: str
+) -> None:
     assert run_processes(lose_machine, str(tmp_path), url, STACKS[stack], timeout=170.0) == [[], []]
     bucket = url.split("/")[2]
     keys = list(moto.objects(bucket))
@@ -156,6 +146,10 @@ def test_two_ranks_go_on_bitwise_on_an_empty_machine(moto: ObjectServer, url: st
     complete = {key.split("/targets/")[1].split("/")[0] for key in keys if key.endswith("/manifest.sha256")}
     assert of_targets == complete and bool(complete) == (stack != "ddp")
     assert any("__1_0.distcp" in key for key in keys) == (stack == "parallel")
+    # Both ranks read what their machine has downloaded once.
+    read = [r.path for r in proxy.requests if r.method == "GET" and ("/objects/" in r.path or "/targets/" in r.path)]
+    read = [path for path in read if not path.endswith(".sha256")]
+    assert read and len(read) == len({*read})
 
 
 def train_in_haste(root: str, url: str) -> int:

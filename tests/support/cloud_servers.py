@@ -42,13 +42,12 @@ class Stored:
 
 @dataclass
 class Cloud:
-    """A server (`google` or `azure`) with one bucket, the URL of a prefix in it as a user writes it, and every request that came."""
+    """A server (`google` or `azure`) with one bucket, and the URL of a prefix in it as a user writes it."""
 
     kind: str
     endpoint: str = ""
     url: str = ""
     objects: dict[str, Stored] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     uploads: dict[str, dict[str, bytes]] = field(default_factory=dict)
     puts: int = 0
@@ -89,7 +88,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         self.cloud = self.server.cloud
         with self.cloud.lock:
-            self.cloud.asked.append(f"{self.command} {self.path}")
             if bucket != BUCKET:
                 self.refuse(404, self.missing)
             elif self.is_special():
@@ -102,7 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
                 del self.cloud.objects[self.key]
                 self.reply(204 if self.cloud.kind == "google" else 202)
             else:
-                self.read()
+                found = self.cloud.objects[self.key]
+                self.reply(200, found.content, named=found)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle
 
@@ -124,17 +123,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.refuse(status, "PreconditionFailed" if status == 412 else "BlobAlreadyExists")
         else:
             self.reply(200 if self.cloud.kind == "google" else 201, named=self.cloud.store(self.key, self.body))
-
-    def read(self) -> None:
-        found = self.cloud.objects[self.key]
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or self.headers.get("x-ms-range") or "")
-        if asked is None:
-            self.reply(200, found.content, named=found)
-            return
-        size, first = len(found.content), int(asked[1])
-        last = min(int(asked[2] or size - 1), size - 1)
-        headers = {"Content-Range": f"bytes {first}-{last}/{size}"}
-        self.reply(206, found.content[first : last + 1], headers, named=found)
 
     def listing(self) -> tuple[list[tuple[str, Stored]], list[str]]:
         """Return what is to be listed: objects, and common prefixes."""
@@ -248,7 +236,7 @@ class _Azure(_Handler):
             self.batch()
 
     def batch(self) -> None:
-        """Delete objects that are named in one request of many parts."""
+        """Delete objects that are named in one request of many parts, as the client does it also for one."""
         answers = []
         for number, path in enumerate(re.findall(r"^DELETE (\S+)", self.body.decode(), re.MULTILINE)):
             key = unquote(path).lstrip("/").partition("/")[2]

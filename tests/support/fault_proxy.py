@@ -25,7 +25,6 @@ class Request:
     headers: dict[str, str]
     received: int = 0
     sent: int = 0
-    status: int = 0
 
     @property
     def is_upload(self) -> bool:
@@ -43,14 +42,14 @@ When = Callable[[Request], bool]
 
 @dataclass
 class Fault:
-    """What happens to some requests: an error is answered, the request or the answer is cut after so many bytes, it waits."""
+    """What happens to some requests: an error is answered, the request is cut after so many bytes, the answer is lost, it waits."""
 
     when: When
     times: int
     status: int = 0
     code: str = ""
     cut_request: int | None = None
-    cut_answer: int | None = None
+    loses_answer: bool = False
     waits: bool = False
     changes: Callable[[dict[str, str]], object] | None = None
     came: threading.Event = field(default_factory=threading.Event)
@@ -94,7 +93,7 @@ class FaultProxy:
 
     def lose_answer(self, *, when: When, times: int = 1) -> Fault:
         """Do what is asked for, and close the connection without an answer."""
-        return self._add(Fault(when, times, cut_answer=0))
+        return self._add(Fault(when, times, loses_answer=True))
 
     def hold(self, *, when: When = always, times: int = _NEVER) -> Fault:
         """Let requests hang until the fault is released, which forwards them."""
@@ -192,16 +191,15 @@ class _Handler(BaseHTTPRequestHandler):
                 fault.changes(headers)
         told = next((f for f in faults if f.status), None)
         if told is not None:
-            self._refuse(request, told)
+            self._refuse(told)
             return
-        self._forward(request, headers, body, next((f.cut_answer for f in faults if f.cut_answer is not None), None))
+        self._forward(request, headers, body, loses_answer=any(fault.loses_answer for fault in faults))
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle
 
-    def _refuse(self, request: Request, fault: Fault) -> None:
+    def _refuse(self, fault: Fault) -> None:
         code = fault.code or "Error"
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>told to</Message></Error>".encode()
-        request.status = fault.status
         self.send_response(fault.status)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(text)))
@@ -209,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(text)
 
-    def _forward(self, request: Request, headers: dict[str, str], body: bytes, cut: int | None) -> None:
+    def _forward(self, request: Request, headers: dict[str, str], body: bytes, *, loses_answer: bool) -> None:
         connection = HTTPConnection(self.server.proxy.target, timeout=_GIVE_UP_SECONDS)
         try:
             kept = {name: value for name, value in headers.items() if name not in ("connection", "content-length")}
@@ -217,18 +215,16 @@ class _Handler(BaseHTTPRequestHandler):
             answer = connection.getresponse()
             content = answer.read()
         except (OSError, HTTPException):
-            self._hang_up()
-            return
+            loses_answer = True
         finally:
             connection.close()
-        with suppress(OSError):
-            self._answer(request, answer, content, cut)
-
-    def _answer(self, request: Request, answer: HTTPResponse, content: bytes, cut: int | None) -> None:
-        if cut == 0:
+        if loses_answer:
             self._hang_up()
             return
-        request.status = answer.status
+        with suppress(OSError):
+            self._answer(request, answer, content)
+
+    def _answer(self, request: Request, answer: HTTPResponse, content: bytes) -> None:
         self.send_response_only(answer.status, answer.reason)
         for name, value in answer.getheaders():
             if name.lower() not in _HOP:
@@ -236,13 +232,10 @@ class _Handler(BaseHTTPRequestHandler):
         length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
         self.send_header("Content-Length", length or "0")
         self.end_headers()
-        sent = content if cut is None else content[:cut]
         if self.command != "HEAD":
             # Before the client has it all, and the test looks.
-            request.sent = len(sent)
-            self.wfile.write(sent)
-        if len(sent) < len(content):
-            self._hang_up()
+            request.sent = len(content)
+            self.wfile.write(content)
 
     def _hang_up(self) -> None:
         self.close_connection = True

@@ -11,8 +11,8 @@ from typing import Any
 
 from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS
 from danling.checkpoints.manifest import Manifest, is_name
-from danling.remote import RemoteStore, RunLayout
-from danling.remote.stored_run import FILE_SUMS
+from danling.remote.store import RemoteStore
+from danling.remote.stored_run import FILE_SUMS, RunLayout
 
 
 def copied(root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
