@@ -8,14 +8,12 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
-import torch
 from torch import Tensor
 
 from danling.utils.files import open_file, read_text, sync_directory, write_all, write_error
@@ -255,29 +253,17 @@ def _serialize(object_id: str, tensors: Mapping[str, Tensor]) -> bytes:
     """Return the file of an object; safetensors refuses some dtypes, and tensors that share memory."""
     import safetensors.torch
 
-    if _RESERVED in tensors:
-        raise TypeError(
-            f"Expected names that safetensors does not use itself in object {object_id!r}. Received: {_RESERVED!r}. Call it otherwise."
-        )
-    for name, tensor in tensors.items():
-        if not _can_hold(tensor.dtype):
-            raise TypeError(
-                f"Expected dtypes that safetensors can hold in object {object_id!r}. Received: {name!r} of {tensor.dtype}. "
-                "Return it from capture in another, such as the real and imaginary parts of complex128 by view_as_real."
-            )
     storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
     plain = dict(tensors) if len(set(storages)) == len(storages) else owned(tensors)
     about = json.dumps({"object": object_id, "checksum": checksum(object_id, plain)})
-    data: bytes = safetensors.torch.save(plain, metadata={_KEY: about})
-    return data
-
-
-@cache
-def _can_hold(dtype: torch.dtype) -> bool:
-    import safetensors.torch
-
     try:
-        safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})
-    except Exception:  # its own error differs between versions: KeyError, ValueError, SafetensorError
-        return False
-    return True
+        if _RESERVED in tensors:
+            raise KeyError(_RESERVED)
+        data: bytes = safetensors.torch.save(plain, metadata={_KEY: about})
+        return data
+    except (KeyError, ValueError, safetensors.SafetensorError) as error:  # it differs between versions
+        received = ", ".join(f"{name!r} of {tensor.dtype}" for name, tensor in tensors.items())
+        raise TypeError(
+            f"Expected names and dtypes that safetensors can hold in object {object_id!r}. Received: {received} ({error!r}). Return them "
+            "from capture otherwise, such as the real and imaginary parts of complex128 by view_as_real."
+        ) from error

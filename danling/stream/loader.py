@@ -118,21 +118,12 @@ class StreamLoader(WindowLoader):
         prefetch: int = 2,
         idle_timeout: float = 600.0,
     ) -> None:
+        may_skip = on_gap == "error" or (on_gap, retain) == ("skip", "step")
         for name, value, is_right, expected in (
-            ("batch_size", batch_size, _is_count(batch_size), "a positive integer"),
-            (
-                "global_batch_size",
-                global_batch_size,
-                global_batch_size is None or _is_count(global_batch_size),
-                "a positive integer, or None",
-            ),
+            ("batch_size", batch_size, batch_size > 0, "a positive integer"),
+            ("global_batch_size", global_batch_size, global_batch_size is None or global_batch_size > 0, "positive"),
             ("retain", retain, retain in get_args(Retain), "'checkpoint', 'step' or 'all'"),
-            (
-                "on_gap",
-                on_gap,
-                on_gap == "error" or (on_gap, retain) == ("skip", "step"),
-                "'error', or 'skip' with retain='step'",
-            ),
+            ("on_gap", on_gap, may_skip, "'error', or 'skip' with retain='step'"),
             ("prefetch", prefetch, prefetch >= 0, "a number of micro-batches, 0 for none"),
             ("idle_timeout", idle_timeout, idle_timeout > 0, "seconds above 0"),
         ):
@@ -473,7 +464,15 @@ class StreamLoader(WindowLoader):
     def free(self) -> None:
         """Free the features that are due; called in the thread that reads."""
         durable = self._durable
-        if not self._owns or durable <= self._freed:
+        if not self._place.is_main or durable <= self._freed:
+            return
+        if self._owns is None:  # nothing was read, since the run had come to its end before
+            try:
+                self._check_log()
+                self._claim()
+            except (RuntimeError, ValueError):
+                return
+        if not self._owns:
             return
         committed, position = self.channel.committed(), min(durable, self.channel.published())
         if position > committed:
@@ -506,7 +505,3 @@ class StreamLoader(WindowLoader):
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
         self.free()
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value > 0

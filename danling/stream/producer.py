@@ -411,16 +411,9 @@ class FeatureProducer(Runner):
                     self.channel.name,
                     self._last_skipped,
                 )
+            production.skipped = 0
         if self.is_main_process:
             self._end("complete")
-
-    def stop_production(self, reason: str) -> None:
-        """Say in the log that nothing comes any more for now, unless it has ended already. May be called on one rank.
-
-        Args:
-            reason: Who does not want more.
-        """
-        self._end("stopped", reason)
 
     def fail_production(self, error: BaseException) -> None:
         """Say in the log that the producer has failed, and why; an error of the log does not hide the failure. May be called on one rank.
@@ -436,6 +429,7 @@ class FeatureProducer(Runner):
             )
 
     def _end(self, kind: str, reason: str = "") -> None:
+        """Say in the log how the production has ended, unless that says so already. May be called on one rank."""
         self.channel.end(kind, reason, part=self.part, parts=self.parts)
         self._write_standing()
 
@@ -605,9 +599,9 @@ def run_together(producer: FeatureProducer, trainer: BaseRunner, *, split: str |
     try:
         results = trainer.train()
     except BaseException as error:
-        producer.stop_production(f"its trainer ended with {type(error).__name__}: {error}")
+        producer._end("stopped", f"its trainer ended with {type(error).__name__}: {error}")
         raise
     finally:
         loader.pump = None
-    producer.stop_production("its trainer has finished")
+    producer._end("stopped", "its trainer has finished")
     return results

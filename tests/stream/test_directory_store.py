@@ -17,13 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.forked import fork, kill, wait
-from torch import Tensor
+from support.streams import reference
 
-from danling.stream import DirectoryStore, SampleRef, TensorSpec
-
-
-def reference(object_id: str, tensors: dict[str, Tensor]) -> SampleRef:
-    return SampleRef("sample 7", object_id, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+from danling.stream import DirectoryStore
 
 
 def files(store: DirectoryStore) -> list[Path]:
@@ -89,7 +85,7 @@ def test_further_dtypes_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_what_the_format_cannot_hold_is_refused_by_name_before_anything_is_written(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
-    with pytest.raises(TypeError, match="in object 'a'. Received: 'phase' of torch.complex128"):
+    with pytest.raises(TypeError, match=r"in object 'a'. Received: .*'phase' of torch.complex128 \(KeyError"):
         store.put("a", {"x": torch.ones(1), "phase": torch.ones(2, dtype=torch.complex128)})
     with pytest.raises(TypeError, match="in object 'a'. Received: '__metadata__'"):
         store.put("a", {"__metadata__": torch.ones(1)})

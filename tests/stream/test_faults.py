@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from support.faults import Crash, FaultyOs
+from support.streams import reference
 
-from danling.stream import DirectoryStore, FileChannel, SampleRef, StreamEnd, TensorSpec, directory_store, file_channel
+from danling.stream import DirectoryStore, FileChannel, StreamEnd, directory_store, file_channel
 from danling.utils import files, locks
 
 MODULES = (file_channel, directory_store, files, locks)
@@ -52,10 +53,6 @@ def bytes_of(store: DirectoryStore) -> int:
     return sum(path.stat().st_size for path in (store.path / "objects").rglob("*") if path.is_file())
 
 
-def reference(name: str) -> SampleRef:
-    return SampleRef(name, name, {key: TensorSpec.of(tensor) for key, tensor in TENSORS.items()})
-
-
 @pytest.mark.parametrize(
     ("what", "fault"),
     [(what, fault) for what in ("put", "discard") for fault in ("enospc", "eio", "crash")] + [("put", "half")],
@@ -80,13 +77,13 @@ def test_a_store_is_right_after_a_fault_at_any_call(tmp_path: Path, fault: str, 
         # The process that has "died" is this one, which still has the lock on its file.
         assert fault == "crash" or list((store.path / "writing").iterdir()) == []
         try:
-            there = torch.equal(store.get(reference("a"))["x"], TENSORS["x"])
+            there = torch.equal(store.get(reference("a", TENSORS, "a"))["x"], TENSORS["x"])
         except KeyError:
             there = False
         assert not ended or there == (what == "put")
-        assert torch.equal(store.get(reference("before"))["x"], TENSORS["x"])
+        assert torch.equal(store.get(reference("before", TENSORS, "before"))["x"], TENSORS["x"])
         store.put("a", TENSORS)
-        assert torch.equal(store.get(reference("a"))["x"], TENSORS["x"])
+        assert torch.equal(store.get(reference("a", TENSORS, "a"))["x"], TENSORS["x"])
         store.discard(["a", "before"])
         assert store.usage() == bytes_of(store) == 0
 
@@ -98,11 +95,11 @@ def test_a_log_is_right_after_a_fault_at_any_call(tmp_path: Path, fault: str, wh
 
     def make() -> Callable[[], object]:
         channel = FileChannel(tmp_path / str(next(places)))
-        channel.append([reference("before")])
+        channel.append([reference("before", TENSORS, "before")])
         if what == "reopen":
             channel.end("failed")
         actions: dict[str, Callable[[], Any]] = {
-            "append": lambda: channel.append([reference("a"), reference("b")]),
+            "append": lambda: channel.append([reference("a", TENSORS, "a"), reference("b", TENSORS, "b")]),
             "end": lambda: channel.end("failed", "why"),
             "reopen": channel.reopen,
         }
@@ -121,7 +118,9 @@ def test_a_log_is_right_after_a_fault_at_any_call(tmp_path: Path, fault: str, wh
         assert end in (None, StreamEnd("failed", 1, "why" if what == "end" else ""))
         assert not ended or (end is not None) == (what == "end")
         channel.reopen()
-        assert channel.append([reference("a"), reference("b"), reference("c")]) == 4 - len(found)
+        assert channel.append(
+            [reference("a", TENSORS, "a"), reference("b", TENSORS, "b"), reference("c", TENSORS, "c")]
+        ) == 4 - len(found)
         assert [ref.id for ref in FileChannel(tmp_path / str(number)).read(0, 10)] == ["before", "a", "b", "c"]
 
 
@@ -132,7 +131,7 @@ def test_no_descriptor_is_left_open_by_a_fault(tmp_path: Path) -> None:
 
     def make() -> Callable[[], object]:
         store, channel = DirectoryStore(tmp_path / f"s{next(places)}"), FileChannel(tmp_path / f"c{next(places)}")
-        return lambda: (store.put("a", TENSORS), channel.append([reference("a")]), store.discard(["a"]))
+        return lambda: (store.put("a", TENSORS), channel.append([reference("a", TENSORS, "a")]), store.discard(["a"]))
 
     for at in calls(make).candidates("enospc"):
         struck(make, "enospc", at)

@@ -57,9 +57,6 @@ def test_what_is_freed_lies_behind_the_checkpoint_that_is_on_the_disk_at_that_mo
     assert store.usage() == 0
 
 
-# A producer that dies without a word
-
-
 # A damaged object
 
 

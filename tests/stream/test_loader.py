@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ from danling.stream import (
     MemoryChannel,
     MemoryStore,
     Sample,
-    SQLiteChannel,
     StreamLoader,
 )
 
@@ -388,6 +386,16 @@ def test_a_runner_that_does_not_train_leaves_the_stream_to_its_trainer(tmp_path:
     assert (store.usage(), trainer.committed()) == (before, 0)
 
 
+def test_a_run_that_had_ended_frees_what_a_kill_has_left(tmp_path: Path) -> None:
+    for _ in range(2):  # the second time, as if it had been killed between its last checkpoint and the freeing
+        store, channel = stream(19)
+        with Draft(settings(tmp_path, steps=3), store, channel) as runner:
+            runner.train()
+        assert channel.committed() == 12
+        with pytest.raises(KeyError):
+            store.get(channel.read(11, 12)[0])
+
+
 def test_several_passes_over_what_is_kept(tmp_path: Path) -> None:
     found = stream(19)
     with Draft(settings(tmp_path, steps=None, epochs=2), *found, retain="all") as runner:
@@ -477,17 +485,3 @@ def test_two_streams_of_a_run_have_metrics_of_their_own(tmp_path: Path, caplog: 
     assert shown[0]["train/stream_in_flight"] == 8 and shown[0]["train_code/stream_in_flight"] == 5
     assert all(line["train_code/stream_wait_seconds"] >= 0 for line in shown)
     assert "in_flight 13" in caplog.text
-
-
-def test_two_trainers_on_one_live_log_are_refused(tmp_path: Path) -> None:
-    store = MemoryStore()
-    publish(store, SQLiteChannel(tmp_path / "log"), range(4), end=False)
-    first = Draft(settings(tmp_path / "a", accum_steps=1), store, SQLiteChannel(tmp_path / "log"), stop_at=1)
-    second = Draft(settings(tmp_path / "b", accum_steps=1), store, SQLiteChannel(tmp_path / "log"))
-    with pytest.raises(Stopped):
-        first.train()
-    with pytest.raises(RuntimeError, match=f"live stream {re.escape(str(tmp_path / 'log'))}"):
-        second.train()
-    for runner in (first, second):
-        runner.close()
-        runner.dataloaders["train"].channel.close()

@@ -10,16 +10,12 @@ import pytest
 import torch
 from support.mooncake import WHY_NOT, free_ports, lender, mooncake_master
 from support.programs import python
-from torch import Tensor
+from support.streams import reference
 
-from danling.stream import MooncakeStore, SampleRef, TensorSpec
+from danling.stream import MooncakeStore
 from danling.stream.mooncake_store import BufferPool
 
 needs_mooncake = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-
-
-def reference(object_id: str, tensors: dict[str, Tensor]) -> SampleRef:
-    return SampleRef("sample 7", object_id, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.forked import fork, wait
 from support.mooncake import WHY_NOT, mooncake_master
+from support.streams import reference
 from torch import Tensor
 
 from danling.stream import DirectoryStore, FeatureStore, MemoryStore, MooncakeStore, SampleRef, TensorSpec
@@ -73,10 +74,6 @@ def features(seed: int = 0, rows: int = 3) -> dict[str, Tensor]:
     }
 
 
-def reference(object_id: str, tensors: dict[str, Tensor], sample_id: str = "sample") -> SampleRef:
-    return SampleRef(sample_id, object_id, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
-
-
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return list(one) == list(other) and all(
         one[name].dtype == other[name].dtype
@@ -119,7 +116,7 @@ def test_an_object_that_was_discarded_or_never_put_is_a_key_error(make: Make) ->
     store.put("b", tensors)
     store.discard(["a", "never", "a"])
     for name in ("a", "never"):
-        with pytest.raises(KeyError, match=f"features of sample 'sample'.*no object '{name}'"):
+        with pytest.raises(KeyError, match=f"features of sample 'sample 7'.*no object '{name}'"):
             store.get(reference(name, tensors))
     assert same(store.get(reference("b", tensors)), tensors)
 
@@ -294,7 +291,7 @@ def test_no_damage_of_values_comes_back_as_a_sample(make: Make, damage: Callable
     store.put("a", pair)
     for _ in range(60):
         _strike(store, pair, partial(damage, draw=draw))
-        with pytest.raises(ValueError, match="sample 'sample' in .*Received: a damaged object: its checksum"):
+        with pytest.raises(ValueError, match="sample 'sample 7' in .*Received: a damaged object: its checksum"):
             store.get(reference("a", pair))
         if isinstance(store, MemoryStore):
             store._objects["a"][0]["one"].copy_(pair["one"])
@@ -308,5 +305,5 @@ def test_features_with_each_others_names_are_damage(make: Make) -> None:
     store, pair = make(), _pair()
     store.put("a", pair)
     _swap_names(store, pair)
-    with pytest.raises(ValueError, match="sample 'sample' in .*Received: a damaged object: its checksum"):
+    with pytest.raises(ValueError, match="sample 'sample 7' in .*Received: a damaged object: its checksum"):
         store.get(reference("a", pair))

@@ -107,10 +107,15 @@ def publish(store: FeatureStore, channel: RefChannel, indices: Sequence[int], *,
         with torch.no_grad():
             features = {"input": point, "target": target(point)}
         store.put(f"object-{index}", features)
-        specs = {name: TensorSpec.of(tensor) for name, tensor in features.items()}
-        channel.append([SampleRef(str(index), f"object-{index}", specs, meta)])
+        ref = reference(f"object-{index}", features, str(index))
+        channel.append([SampleRef(ref.id, ref.object_id, ref.tensors, meta)])
     if end:
         channel.end()
+
+
+def reference(object_id: str, tensors: Mapping[str, Tensor], sample: str = "sample 7") -> SampleRef:
+    """Return what a log says of a sample with these features."""
+    return SampleRef(sample, object_id, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
 
 
 def assert_same(one: Any, other: Any) -> None:
