@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from danling.distributed import ReplicaDriftError
+from danling.distributed import HostCopy, ReplicaDriftError
 from danling.optim.state import to_parts
 from danling.reporting.trackers import JsonLines, bounded_lines, read_jsonl
 from danling.utils.files import open_file
@@ -45,21 +45,14 @@ class DigestLine:
         return sum(value for name, value in self.digests.items() if name != "samples") % (1 << 64)
 
 
-class DigestFile:
+class DigestFile(JsonLines):
     """Writes the digests of a run; what an earlier attempt wrote after the step that the run resumes from is cut off."""
 
-    def __init__(self, file: str | os.PathLike[str], *, resume_step: int) -> None:
-        self._lines = JsonLines(file, resume_step=resume_step)
-
-    def write(self, line: DigestLine) -> None:
+    def add(self, line: DigestLine) -> None:
         """Append a line; floats are written so that they are read back exactly, those that are not finite as texts."""
         values = {"step": line.step, "loss": _exact(line.loss), "grad_norm": _exact(line.grad_norm)}
         digests = {name: f"{value:016x}" for name, value in line.digests.items()}
-        self._lines.write({**values, "total": f"{line.total:016x}", **digests})
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
+        self.write({**values, "total": f"{line.total:016x}", **digests})
 
 
 def read_digests(run: str | os.PathLike[str], problems: list[str] | None = None) -> dict[int, DigestLine]:
@@ -91,9 +84,7 @@ def _line(record: Mapping[str, object]) -> DigestLine | None:
 
 
 def _exact(value: float | None) -> float | str | None:
-    if value is None or json.dumps(value) not in ("NaN", "Infinity", "-Infinity"):
-        return value
-    return str(value)
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 # The table of all ranks
@@ -265,7 +256,7 @@ class UpdateAudit(Observer):
         self._groups: set[str] = set()
         self._waiting: _Taken | None = None
         self._sent: _Taken | None = None
-        self._landed: tuple[_Taken, Tensor, torch.cuda.Event | None] | None = None
+        self._landed: tuple[_Taken, HostCopy] | None = None
 
     # Within an update
 
@@ -348,25 +339,9 @@ class UpdateAudit(Observer):
         """Take the sum over the ranks of what `values` returned. Called on all ranks."""
         taken, self._sent = self._sent, None
         assert taken is not None
-        together = torch.cat([sums.to(self._device), taken.figures])
+        self._landed = taken, HostCopy(torch.cat([sums.to(self._device), taken.figures]))
         if self._device.type == "cpu":
-            self._conclude(taken, together)
-            return
-        host = torch.empty(together.shape, dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        host.copy_(together, non_blocking=True)
-        event = None
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._landed = taken, host, event
-
-    def _read_landed(self) -> None:
-        landed, self._landed = self._landed, None
-        if landed is not None:
-            taken, sums, event = landed
-            if event is not None:
-                event.synchronize()
-            self._conclude(taken, sums)
+            self._read_landed()
 
     def results_needed(self) -> None:
         """Compare what has not been compared yet. Called on all ranks, before anything is evaluated or saved."""
@@ -376,10 +351,13 @@ class UpdateAudit(Observer):
             self.take(self._domain.all_reduce(values))
             self._read_landed()
 
-    def _conclude(self, taken: _Taken, together: Tensor) -> None:
-        """Write the line of an update, or raise the error of copies that differ. Called on all ranks."""
-        assert self._table is not None
-        *sums, loss, norm = together.tolist()
+    def _read_landed(self) -> None:
+        """Write the line of an update that has landed, or raise the error of copies that differ. Called on all ranks."""
+        landed, self._landed = self._landed, None
+        if landed is None or self._table is None:
+            return
+        taken, numbers = landed
+        *sums, loss, norm = numbers.read()
         rows = self._table.unpacked(sums)
         drift = self._table.drift(rows)
         if drift is not None:
@@ -391,7 +369,7 @@ class UpdateAudit(Observer):
             # A column without tensors has no digest.
             totals = self._table.totals(rows)
             shown = {name: value for name, value in totals.items() if value or name == "samples"}
-            self._file.write(DigestLine(taken.step, loss, norm if taken.has_norm else None, shown))
+            self._file.add(DigestLine(taken.step, loss, norm if taken.has_norm else None, shown))
 
     def _error(self, taken: _Taken, drift: Drift) -> ReplicaDriftError:
         """Return the error that names the ranks and the first tensor. Called on all ranks: they exchange the digests of single tensors."""

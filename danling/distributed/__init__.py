@@ -11,12 +11,13 @@ from .environment import (
     select_device,
     set_collective_timeout,
 )
-from .step_sync import REQUESTS, GradientNorms, ReplicaDriftError, StepSync, StepTotals, agree
+from .step_sync import REQUESTS, GradientNorms, HostCopy, ReplicaDriftError, StepSync, StepTotals, agree
 
 __all__ = [
     "REQUESTS",
     "Domain",
     "GradientNorms",
+    "HostCopy",
     "JointLeave",
     "LaunchEnvironment",
     "LocalDomain",

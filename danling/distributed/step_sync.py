@@ -35,6 +35,27 @@ class StepTotals:
     requests: frozenset[str] = field(default_factory=frozenset)
 
 
+class HostCopy:
+    """Numbers on their way to the host, which does not wait for the device before it reads them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._host, self._event = values, None
+        if values.device.type != "cpu":
+            is_cuda = values.device.type == "cuda"
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
+            self._host.copy_(values, non_blocking=True)
+            if is_cuda:
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._event.record()
+
+    def read(self) -> list[float]:
+        """Return the numbers; wait for them if need be."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[float] = self._host.tolist()
+        return found
+
+
 class Rider(Protocol):
     """Sums numbers over the ranks in the collective of an update."""
 
@@ -66,7 +87,7 @@ class GradientNorms:
         self.largest_spread = largest_spread
         self._noted: tuple[int, float | Tensor] | None = None
         self._sent: tuple[int, float | Tensor] | None = None
-        self._landed: tuple[tuple[int, float | Tensor], Tensor, torch.cuda.Event | None] | None = None
+        self._landed: tuple[tuple[int, float | Tensor], HostCopy] | None = None
 
     def note(self, step: int, norm: float | Tensor) -> None:
         """Note the norm of a committed update, 0-dim. Called on all ranks, or on none.
@@ -95,16 +116,9 @@ class GradientNorms:
         """
         sent, self._sent = self._sent, None
         assert sent is not None
+        self._landed = sent, HostCopy(sums)
         if self.device.type == "cpu":
-            self._landed = sent, sums, None
             self._read_landed()
-            return
-        host = torch.empty(2, dtype=torch.float64, pin_memory=self.device.type == "cuda")
-        host.copy_(sums, non_blocking=True)
-        event = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        if event is not None:
-            event.record()
-        self._landed = sent, host, event
 
     def settle(self) -> None:
         """Compare now what has not been compared, before a save. Called on all ranks; one small collective after an update.
@@ -121,10 +135,8 @@ class GradientNorms:
         landed, self._landed = self._landed, None
         if landed is None:
             return
-        (step, norm), sums, event = landed
-        if event is not None:
-            event.synchronize()
-        total, squares = sums.tolist()
+        (step, norm), sums = landed
+        total, squares = sums.read()
         mean = total / self.domain.size
         # The root of the summed squares of the deviations is never less than the largest one. A norm that is not finite compares as false:
         # the check of the update itself deals with it.
@@ -160,7 +172,7 @@ class StepSync:
         self.device = device
         self.reports_loss, self.reports_samples = reports
         self.riders: list[Rider] = []
-        self._in_flight: tuple[Tensor, torch.cuda.Event] | None = None
+        self._in_flight: HostCopy | None = None
 
     def reduce(self, own: StepTotals) -> StepTotals:
         """Sum this rank's share of a window with those of the others. Call on all ranks of the domain.
@@ -186,11 +198,7 @@ class StepSync:
         scalars = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in mine]
         on_device = torch.tensor(flags, dtype=torch.float64).to(self.device, non_blocking=True)
         sums = self._sum(torch.cat([torch.stack(scalars), on_device]), riding)
-        host = torch.empty(len(flags), dtype=torch.float64, pin_memory=True)
-        host.copy_(sums[4:], non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._in_flight = (host, event)
+        self._in_flight = HostCopy(sums[4:])
         return StepTotals(sums[0], sums[1], sums[2], sums[3], heard)
 
     def _sum(self, own: Tensor, riding: list[tuple[Rider, Tensor]]) -> Tensor:
@@ -204,12 +212,8 @@ class StepSync:
 
     def take_pending_requests(self) -> frozenset[str]:
         """Return the requests of the last update that have not been handed out yet."""
-        if self._in_flight is None:
-            return frozenset()
-        host, event = self._in_flight
-        self._in_flight = None
-        event.synchronize()
-        return _names(host.tolist())
+        pending, self._in_flight = self._in_flight, None
+        return frozenset() if pending is None else _names(pending.read())
 
 
 def agree(domain: Domain, requests: Iterable[str]) -> frozenset[str]:

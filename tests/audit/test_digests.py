@@ -19,7 +19,7 @@ LINES = [
 def test_lines_are_read_back_as_they_were(tmp_path: Path) -> None:
     file = DigestFile(tmp_path / FILE, resume_step=0)
     for line in LINES:
-        file.write(line)
+        file.add(line)
     file.close()
     assert read_digests(tmp_path) == {line.step: line for line in LINES}
     assert LINES[0].total == 2 and read_digests(tmp_path / "none") == {}
@@ -28,10 +28,10 @@ def test_lines_are_read_back_as_they_were(tmp_path: Path) -> None:
 def test_what_stood_behind_the_step_of_a_resume_is_cut_off_and_an_unfinished_line_is_left_out(tmp_path: Path) -> None:
     first = DigestFile(tmp_path / FILE, resume_step=0)
     for line in LINES:
-        first.write(line)
+        first.add(line)
     first.close()
     second = DigestFile(tmp_path / FILE, resume_step=20)
-    second.write(DigestLine(25, 4.0, None, {}))
+    second.add(DigestLine(25, 4.0, None, {}))
     second.close()
     with open(tmp_path / FILE, "a") as broken:
         broken.write('{"step": 35, "loss": "no number"}\n{"step": 40, "lo')

@@ -162,7 +162,7 @@ def write(step):
     if kind == "metrics":
         lines.log({"train/loss": float(step)}, step)
     else:
-        lines.write(DigestLine(step, float(step), None, {"samples": step, "weights": step}))
+        lines.add(DigestLine(step, float(step), None, {"samples": step, "weights": step}))
 write(1)
 size = file.stat().st_size
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))

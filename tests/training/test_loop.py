@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from danling import TorchRunner
-from danling.distributed.step_sync import REQUESTS
+from danling.distributed.step_sync import REQUESTS, HostCopy
 from danling.training.session import EvaluationStopped, IntactStateError, TrainingAbandoned
 
 
@@ -134,7 +133,7 @@ def test_requests_that_the_device_still_has_at_a_stop_are_not_left_to_the_next_t
     asked = torch.tensor([float(name == "stop") for name in REQUESTS], dtype=torch.float64)
 
     def on_device() -> None:
-        sync._in_flight = asked, SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment]
+        sync._in_flight = HostCopy(asked)
 
     runner.at = {"update 1": runner.stop, "update 2": on_device}
     with runner:
