@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from danling.mesh.axes import AXES, axes_with
 
-from .output import OK, add_json, as_bytes, at_least, print_json, print_table
+from .output import OK, add_json, as_bytes, at_least, print_json, print_table, with_unit
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -88,16 +87,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         model = Model.from_shapes(model_shapes(options.checkpoint))
     degrees = {axis: getattr(options, axis) for axis in AXES}
-    parts = bytes_per_rank(
-        model,
-        degrees,
-        stage=options.stage,
-        optimizer=options.optimizer,
-        precision=options.precision,
-        gradients=options.grad_precision,
-        master=options.master,
-        ema=options.ema,
-    )
+    names = ("stage", "optimizer", "precision", "grad_precision", "master", "ema")
+    parts = bytes_per_rank(model, degrees, **{name: getattr(options, name) for name in names})
     ranks, parameters = math.prod(degrees.values()), model.dense + model.experts
     if options.json:
         facts = {"layout": {**degrees, "stage": options.stage}, "world_size": ranks}
@@ -113,11 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 def count(text: str) -> float:
     """Return the number that `7e9`, `7B` or `350M` mean."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E[+]?\d+)?)([KMBT]?)", text.strip().upper())
-    value = float(match.group(1)) * _SCALES[match.group(2)] if match else 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"Expected a number of parameters such as 7e9 or 350M. Received: {text!r}.")
-    return value
+    return with_unit(text, _SCALES, "a number of parameters such as 7e9 or 350M")
 
 
 def model_shapes(source: str) -> dict[str, tuple[int, ...]]:
@@ -125,7 +112,7 @@ def model_shapes(source: str) -> dict[str, tuple[int, ...]]:
 
     Of a checkpoint with an optimizer, only what it updates counts as a parameter, so that buffers do not.
     """
-    from .inspection import read_contents
+    from .inspect import read_contents
 
     contents = read_contents(source)
     own = contents.kind in ("file", "sharded")
@@ -166,7 +153,7 @@ def bytes_per_rank(
     stage: int = 3,
     optimizer: str = "adamw",
     precision: str = "fp32",
-    gradients: str | None = None,
+    grad_precision: str | None = None,
     master: bool = False,
     ema: bool = False,
 ) -> dict[str, int]:
@@ -182,7 +169,7 @@ def bytes_per_rank(
     kept_bytes = DTYPE_BYTES["fp32" if master else precision]
     parts = {
         "parameters": weights,
-        "gradients": (divided if stage >= 2 else whole) * DTYPE_BYTES[gradients or precision],
+        "gradients": (divided if stage >= 2 else whole) * DTYPE_BYTES[grad_precision or precision],
         "optimizer": kept * tensors * kept_bytes + scalars * SCALAR_BYTES * len(model.shapes),
         "master": kept * DTYPE_BYTES["fp32"] if master and precision != "fp32" else 0,
         "ema": weights if ema else 0,

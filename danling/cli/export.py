@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ from danling.checkpoints.directory import FILE_SUMS, TARGETS, FileStore, has_sum
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.reading import locate
 
-from .inspection import read_contents
-from .output import OK, add_json, as_bytes, print_json
+from .inspect import read_contents
+from .output import OK, add_json, as_bytes, print_json, with_unit
 from .source import checkpoint_at
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 _SUFFIXES = ("", ".safetensors", ".pth", ".pt", ".bin", ".ckpt")
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +174,4 @@ def read_weights(
 
 def size_in_bytes(text: str) -> int:
     """Return the bytes that `5GB`, `2GiB` or `1000` mean."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
-    if match is None or float(match.group(1)) <= 0:
-        raise argparse.ArgumentTypeError(f"Expected a size such as 5GB or 2GiB. Received: {text!r}.")
-    return int(float(match.group(1)) * _UNITS[match.group(2) or ""])
+    return int(with_unit(text, _UNITS, "a size such as 5GB or 2GiB"))

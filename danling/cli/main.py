@@ -28,27 +28,29 @@ from danling.utils.messages import did_you_mean, without_controls
 
 from .output import DAMAGED, INTERRUPTED, MISSING_PACKAGE, NOTHING_THERE, WRONG_USAGE
 
-SUBCOMMANDS = {
-    "env": ("environment", "print what a bug report should say"),
-    "doctor": ("doctor", "stop, kill and resume a training on two local processes, and say what works here"),
-    "runs": ("runs", "list runs: steps, best scores, and where their settings differ"),
-    "explain": ("explain", "say on one screen what a run trained, and what it keeps on disk"),
-    "audit": ("audit", "train a stretch of a run again, and say whether its end is bitwise the stored one"),
-    "check-layout": ("check_layout", "compare the gradients of a program on a layout with those in one process"),
-    "diff": ("diff", "compare two runs: settings, versions, code, and the first step at which their figures differ"),
-    "ranks": ("ranks", "print the times of each rank of a run, the slowest rank first"),
-    "plot": ("plot", "draw curves of runs as a PNG or as one HTML report"),
-    "inspect": ("inspection", "show the content of a checkpoint without loading it"),
-    "verify": ("verify", "compare checkpoints with their SHA-256 checksums"),
-    "export": ("export", "write weights as a plain torch file or safetensors"),
-    "estimate": ("estimate", "estimate the memory on each rank in a layout"),
-}
-"""By name: the module, and what it does in one line."""
+SUBCOMMANDS = (
+    *(
+        "env",
+        "doctor",
+        "runs",
+        "explain",
+        "audit",
+        "check-layout",
+        "diff",
+        "ranks",
+        "plot",
+        "inspect",
+        "verify",
+        "export",
+    ),
+    "estimate",
+)
+"""Each has a module of its name, whose docstring says what it does."""
 WITH_PROGRAM = frozenset({"audit", "check-layout", "doctor"})
 """Commands that start the program after `--`, which is in `options.program`."""
 
 
-def parser(chosen: str | None = None) -> argparse.ArgumentParser:
+def parser(chosen: str = "") -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     root = argparse.ArgumentParser(
         prog="danling",
@@ -57,13 +59,17 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"danling {__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module_name, summary) in SUBCOMMANDS.items():
-        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if chosen in (None, name):
-            module = import_module(f"danling.cli.{module_name}")
-            command.description = module.__doc__
-            module.add_arguments(command)
-            command.set_defaults(run=module.run, command_parser=command)
+    for name in SUBCOMMANDS if chosen not in SUBCOMMANDS else (chosen,):
+        module = import_module(f"danling.cli.{name.replace('-', '_')}")
+        text = str(module.__doc__)
+        command = commands.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, command_parser=command)
     return root
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from danling.utils.messages import table_lines
@@ -37,6 +38,15 @@ def at_least(low: float, kind: type[int] | type[float] = int) -> Callable[[str],
         return value
 
     return parse
+
+
+def with_unit(text: str, units: Mapping[str, float], example: str) -> float:
+    """Return the number that a text such as `7B`, `2.5GiB` or `7e9` means."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:E[+]?\d+)?)\s*([A-Z]*)", text.strip().upper())
+    value = float(found.group(1)) * units.get(found.group(2), 0) if found else 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"Expected {example}. Received: {text!r}.")
+    return value
 
 
 def print_json(value: object) -> None:

@@ -14,7 +14,7 @@ from support.recorded import danling, record_run
 from torch import nn
 
 from danling.checkpoints.reading import locate, read_payload
-from danling.cli.inspection import read_contents
+from danling.cli.inspect import read_contents
 from danling.cli.main import main
 
 

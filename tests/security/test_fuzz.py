@@ -40,7 +40,7 @@ from danling.checkpoints import (
 from danling.checkpoints.manifest import Manifest
 from danling.checkpoints.reading import read_payload
 from danling.checkpoints.storage import hash_file
-from danling.cli.inspection import read_contents
+from danling.cli.inspect import read_contents
 from danling.cli.main import main
 from danling.distributed import LocalDomain
 

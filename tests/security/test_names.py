@@ -50,7 +50,7 @@ FUNCTIONS = {
         "TargetStore.publish",
         "TargetStore.sweep",
     ],
-    "cli/inspection": ["read_safetensors"],
+    "cli/inspect": ["read_safetensors"],
     "cli/main": ["_main"],
     "cli/plot": ["run"],
     "data/packing": ["document_lengths"],
