@@ -24,6 +24,7 @@ from io import TextIOWrapper
 from typing import Any, TextIO
 
 from danling import __version__
+from danling.checkpoints.errors import CheckpointError
 from danling.utils.messages import did_you_mean, without_controls
 
 from .output import DAMAGED, INTERRUPTED, MISSING_PACKAGE, NOTHING_THERE, WRONG_USAGE
@@ -143,20 +144,15 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
-def _is_named(error: Exception, name: str) -> bool:
-    """Whether an error is of a class, which is not imported for those that raise none of it."""
-    return any(kind.__name__ == name for kind in type(error).__mro__)
-
-
 def _explained(error: Exception) -> int:
     """Say what went wrong in one line and return its exit code; what no user can mend keeps its traceback."""
     if isinstance(error, ImportError) and str(error).startswith("Expected"):
         code = MISSING_PACKAGE
-    elif isinstance(error, FileNotFoundError) or _is_named(error, "RemoteMissing"):
+    elif isinstance(error, FileNotFoundError) or type(error).__name__ == "RemoteMissing":  # of an extension
         code = NOTHING_THERE
     elif isinstance(error, (ValueError, OSError)):
         code = WRONG_USAGE
-    elif _is_named(error, "CheckpointError"):
+    elif isinstance(error, CheckpointError):
         code = DAMAGED
     else:
         raise error

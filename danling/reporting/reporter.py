@@ -58,7 +58,6 @@ class Reporter(Observer):
         self._runner: TorchRunner | None = None
         """The runner while it trains."""
         self._log: RunLog | None = None
-        self._doing: list[str] = []
         self._result_lines = self._stream_lines = Paced(0.0)
 
     def open_log(self, file: Path | None) -> None:
@@ -80,7 +79,7 @@ class Reporter(Observer):
 
     def begin(self, runner: TorchRunner) -> None:
         """Begin to measure and to show a training. Called on all ranks."""
-        self._runner, self._doing = runner, []
+        self._runner = runner
         self.telemetry.begin(runner)
         seconds = runner.config.log_seconds
         self._result_lines, self._stream_lines = Paced(seconds, burst=_RESULT_LINES), Paced(seconds)
@@ -142,28 +141,22 @@ class Reporter(Observer):
         self._show_doing(split)
 
     def evaluation_batch_started(self, split: str, number: int) -> None:
-        if self.bar is not None:
-            self.bar.doing(f"{split} {number}")
+        self._show_doing(f"{split} {number}")
 
     def evaluation_ended(self, split: str) -> None:
-        self._show_doing(None)
+        self._show_doing("")
 
     def save_started(self) -> None:
         self._show_doing("checkpoint")
 
     def save_ended(self) -> None:
-        self._show_doing(None)
+        self._show_doing("")
         if self._owner._session.running:  # else they are flushed at the end
             self.trackers.flush()
 
-    def _show_doing(self, what: str | None) -> None:
-        """Show what begins on the bar; `None` for what was under way before."""
-        if what is not None:
-            self._doing.append(what)
-        elif self._doing:
-            self._doing.pop()
+    def _show_doing(self, what: str) -> None:
         if self.bar is not None:
-            self.bar.doing(self._doing[-1] if self._doing else "")
+            self.bar.doing(what)
 
     # Metrics
 

@@ -1,22 +1,18 @@
-"""`danling explain` says what runs trained, from what they have written: one process, two, a killed one, one without a record."""
+"""`danling explain` says what runs trained, from what they have written: one process, two, one without a record."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.processes import run_outcomes, run_processes
+from support.processes import run_processes
 from support.recorded import record_run
 from support.remote_runs import upload_run
-from support.toys import TracingRunner
 
 from danling.cli.explain import explain
 from danling.cli.main import main
@@ -27,25 +23,8 @@ from danling.workspace.runs import Run
 MORE = {"scheduler": {"type": "cosine", "warmup_steps": 3}, "max_grad_norm": 0.5, "pretrained": None}
 
 
-class Killed(TracingRunner):
-    """Kills its process in the tenth update."""
-
-    def train_step(self, data: Any) -> tuple[Any, Any]:
-        if self.state.train.global_step == 9:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().train_step(data)
-
-
 def recorded(root: Path) -> str:
     return str(record_run(root, lineage="two", checkpoint={"backend": "dcp"}, **MORE))
-
-
-def killed(root: Path) -> None:
-    config = {"steps": 12, "dir": str(root), "seed": 3, "log_interval": 3, "dataloader": {"batch_size": 4}}
-    with Killed(
-        {**config, "optim": {"type": "sgd", "lr": 0.1}, "checkpoint": {"interval": 4, "async_enabled": False}}
-    ) as runner:
-        runner.train()
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +75,6 @@ def test_two_processes_with_sharded_checkpoints(tmp_path: Path, capsys: pytest.C
     assert found["layout"] == "stack ddp, processes 2, data_replicas 2, device cpu"
     used = sum(file.stat().st_size for file in Path(place, "checkpoints", "targets").rglob("*") if file.is_file())
     assert f"checkpoints take {used / 1000:.3g} kB" in found["disk"]
-
-
-def test_a_killed_run_says_how_far_it_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (outcome,) = run_outcomes(killed, tmp_path / "run", world_size=1)
-    assert outcome.exit_code == -signal.SIGKILL
-    found = sections(tmp_path / "run", capsys)
-    assert found["run"].startswith("trained to step 9 of 12")
-    assert "last, at 8: train/loss" in found["results"]  # of the evaluation before the kill
 
 
 def test_a_run_without_a_record_says_what_is_unknown(run: Path, tmp_path: Path) -> None:
