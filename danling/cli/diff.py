@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-
-from danling.audit.divergence import Comparison, Divergence, Pair, compare_runs
+from typing import TYPE_CHECKING
 
 from .output import DAMAGED, NOTHING_THERE, OK, add_json, name_problems, print_json, print_table
 from .source import one_run
+
+if TYPE_CHECKING:
+    from danling.audit.divergence import Comparison, Divergence, Pair
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print where the runs diverge."""
+    from danling.audit.divergence import compare_runs  # torch
+
     with one_run(options.first) as first, one_run(options.second) as second:
         found = compare_runs(first, second)
         problems = name_problems([first, second])

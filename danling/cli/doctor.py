@@ -20,9 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from danling.config.names import BACKENDS
-from danling.graph.compiler import cxx_command, cxx_version
-
 from .output import DAMAGED, OK, add_json, at_least, print_json
 
 _UPDATES = 6
@@ -48,6 +45,8 @@ class Check:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
+    from danling.config.names import BACKENDS  # torch
+
     parser.add_argument("--skip", nargs="+", default=[], choices=(*BACKENDS, "compile"), help="leave out")
     parser.add_argument(
         "--timeout", type=at_least(1, float), default=180.0, help="seconds that one check may take (default: 180)"
@@ -94,6 +93,8 @@ def run(options: argparse.Namespace) -> int:
 
 def examine(skip: set[str], timeout: float) -> Iterator[Check]:
     """Yield the checks as they end."""
+    from danling.config.names import BACKENDS  # torch
+
     for backend in BACKENDS:
         if backend not in skip:
             # The doctor's own program, which writes one kind of checkpoints.
@@ -141,6 +142,8 @@ def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:
 
 def _try_compiler(timeout: float) -> tuple[str, str]:
     """Compile a function in a process, where there is a compiler."""
+    from danling.graph.compiler import cxx_command, cxx_version  # torch
+
     found = cxx_version()
     if found is None:
         return (

@@ -75,7 +75,7 @@ def explain(run: Run) -> dict[str, list[str]]:
         results.append(f"last, at {last_index}: {', '.join(figures)}")
     sections["results"] = results
     directory = run.path / str(config.get("checkpoint.dir_name", "checkpoints"))
-    sizes = checkpoint_sizes(Path(config.get("checkpoint_dir") or directory))
+    sizes = checkpoint_sizes(Path(str(config.get("checkpoint_dir") or directory)))
     disk = f"checkpoints take {as_bytes(sum(sizes))}; the last one {as_bytes(sizes[-1])}" if sizes else ""
     sections["disk"] = [disk or "no checkpoint here"]
     if not run.record:

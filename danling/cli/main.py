@@ -69,8 +69,9 @@ def parser(chosen: str = "") -> argparse.ArgumentParser:
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, command_parser=command)
+        if name == chosen:
+            module.add_arguments(command)
+            command.set_defaults(run=module.run, command_parser=command)
     return root
 
 

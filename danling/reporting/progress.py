@@ -100,8 +100,8 @@ class Progress:
         seconds = self._seconds_a_step()
         if seconds:
             speed = speed or f"{format_count(1 / seconds)} steps/s"
-            left = self._left()
-            speed += f", {left} left" if left else ""
+            if self.total:
+                speed += f", {format_duration(seconds * (self.total - step))} left"
         self._withheld = "  ".join(part for part in (head, format_scores(values), speed, note) if part)
         if self._lines.due():
             self.write_last()
