@@ -5,6 +5,7 @@ Files are hashed while they are written, and read without running anything.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
@@ -16,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
     _StorageInfo,
+    _StoragePrefix,
 )
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -59,7 +61,7 @@ from . import storage
 from .directory import SUMS
 from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError
 from .manager import CollectiveCheckpointManager, SnapshotBuffers, count_bytes, to_host
-from .manifest import Manifest, Record, archive_complaints
+from .manifest import Manifest, Record, archive_complaints, find_problems, read_manifest
 from .reading import READ_WHOLE, Entry, Outline, without_tensors
 from .torch_files import check_format, check_values
 from .writer_process import Address, WriterProcess
@@ -70,10 +72,19 @@ METADATA = ".metadata"
 INDEX = "index.json"
 FORMAT = "danling-index 1"
 
-_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
+_OF_RANK = re.compile(r"(?:\d+)?__(\d+)_\d+\.distcp")
 _DEEPEST = 200
 _MOST_CUTS = 8
 """Dimensions of a tensor that may be cut; each doubles the corners that are compared."""
+
+
+@dataclass(frozen=True)
+class SavedAhead:
+    """A target that was written before an evaluation, and the SHA-256 of this rank's part of each tensor in it, by dotted name."""
+
+    target: str
+    step: int
+    sums: dict[str, str]
 
 
 class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
@@ -85,6 +96,8 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
 
     The stock `python -m torch.distributed.checkpoint.format_utils dcp_to_torch TARGET FILE` converts a target.
     """
+
+    _ahead: SavedAhead | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -129,7 +142,9 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
                     "checkpoint.backend='file', which keeps it as it is, or quantize the model after the training."
                 )
 
-    def _save(self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int) -> None:
+    def _save(
+        self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
+    ) -> None:
         if self.settings.load_only:
             return
         self._executor.wait()
@@ -137,18 +152,21 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         record = self.on_main(lambda: self._open_target(count_bytes(payload), epoch, global_step))
         if not self._background:
             plain = self.on_all(lambda: to_host(payload))
-            self.on_all(lambda: self._write(plain, record, names))
+            self.on_all(lambda: self._write(plain, record, names, ahead))
             return
         # A rank that cannot copy keeps all of them from writing, which takes all.
         copied, release = self.on_all(lambda: self._buffers.copy(payload))
-        self._executor.submit(partial(self._write, copied, record, names), reliable=True, release=release)
+        self._executor.submit(partial(self._write, copied, record, names, ahead), reliable=True, release=release)
 
-    def _write(self, payload: dict[str, Any], record: Record, names: list[str]) -> None:
+    def _write(self, payload: dict[str, Any], record: Record, names: list[str], ahead: bool) -> None:
         """Write a target together with the other ranks; then, on rank 0, let the names lead to it and prune."""
         # Another process may have another working directory by then.
-        path = self.store.path(record.name).absolute()
+        path, before = self.store.path(record.name).absolute(), self._ahead
+        self._ahead = None
         try:
             writer = TargetWriter(path, record)
+            if before is not None and before.step == record.step and "latest" in names:
+                writer.reuse(before.target, self._unchanged(payload, before))
             if self._process is None:
                 save_target(payload, writer, group=self._group, alone=self.domain.size == 1)
             else:
@@ -158,6 +176,8 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
                     self._process.join(self._meeting, self._meetings, rank=rank, size=size)
                 # The copy is in shared memory, so that the process takes it over without another one.
                 self._process.write(partial(save_target, alone=size == 1), payload, writer)
+            if ahead:
+                self._ahead = SavedAhead(record.name, record.step, tensor_sums(payload))
         except BaseException as error:
             if self.domain.rank == 0:
                 self.store.give_up(record.name)
@@ -169,6 +189,19 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         own = [name for name in files if written_by(name) == self.domain.rank]
         self._publish(record, names, payload, own, put_off=put_off)
         self._follow(record.sequence, self._exchange)
+
+    def _unchanged(self, payload: dict[str, Any], before: SavedAhead) -> frozenset[str]:
+        """Return the tensors that the last save has written and that are unchanged on every rank."""
+        target, earlier = self.store.path(before.target), before.sums
+        try:
+            problems = find_problems(read_manifest(target / SUMS, f"{before.target}/{SUMS}"), target, "size")
+        except (CheckpointError, OSError) as error:
+            problems = [str(error)]
+        # The contents are compared, so that a tensor that the evaluation has changed, such as a buffer, is saved again.
+        sums = tensor_sums(payload)
+        same = {name for name, value in sums.items() if not problems and earlier.get(name) == value}
+        ranks = self._exchange((same, sums.keys() - same))
+        return frozenset().union(*(kept for kept, _ in ranks)).difference(*(changed for _, changed in ranks))
 
     def _end(self, timeout: float | None) -> None:
         super()._end(timeout)
@@ -186,6 +219,20 @@ def _explained(error: CheckpointException, path: object) -> CheckpointError:
     told = {rank: str(f) if isinstance(f, CheckpointError) else repr(f) for rank, f in failures.items()}
     reasons = "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
     return kind(f"Expected {path} to be written. Received: {reasons}")
+
+
+def tensor_sums(payload: Mapping[str, object]) -> dict[str, str]:
+    """Return the SHA-256 of this rank's part of each dense tensor of a state, with dtype and shape, by dotted name."""
+    sums = {}
+    for name, leaf in flatten(payload)[0].items():
+        if not isinstance(leaf, Tensor) or local_part(leaf).layout != torch.strided:
+            continue
+        local = local_part(leaf)
+        digest = hashlib.sha256(f"{leaf.dtype} {tuple(leaf.shape)} {tuple(local.shape)}".encode())
+        plain = local.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        digest.update(plain.view(torch.uint8).numpy().data)
+        sums[name] = digest.hexdigest()
+    return sums
 
 
 # Writing
@@ -231,6 +278,20 @@ class TargetWriter(FileSystemWriter):
         super().__init__(path, overwrite=False)
         self.fs: HashingFileSystem = HashingFileSystem()
         self.record = record
+        self.earlier = ""
+        self.taken_over: frozenset[str] = frozenset()
+
+    def reuse(self, target: str, names: frozenset[str]) -> None:
+        """Link tensors of these dotted names from another target, next to the new one, instead of writing them again."""
+        self.earlier, self.taken_over = target, names
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the files of all ranks, otherwise than those that are taken over."""
+        named = super().prepare_global_plan(plans)
+        if not self.taken_over:
+            return named
+        prefixes = (_StoragePrefix(f"{self.record.sequence}__{rank}_") for rank in range(len(named)))
+        return [replace(plan, storage_data=prefix) for plan, prefix in zip(named, prefixes)]
 
     def write_data(self, plan: SavePlan, planner: TorchSavePlanner) -> Future[list[WriteResult]]:
         """Write the share of this rank."""
@@ -248,14 +309,38 @@ class TargetWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata`, the index and the manifest; on the coordinator, when all ranks have written."""
         path = Path(self.path)
+        files: dict[str, tuple[int, str]] = {}
+        if self.taken_over:
+            metadata, kept, files = self._take_over(metadata, path)
+            results = [*results, kept]
         super().finish(metadata, results)
-        files = {METADATA: self.fs.written[f"{METADATA}.tmp"]}
+        files[METADATA] = self.fs.written[f"{METADATA}.tmp"]
         for result in (result for of_rank in results for result in of_rank):
             files.update(result.written if isinstance(result, HashedResult) else {})
         files[INDEX] = storage.write_new_text(path / INDEX, index_text(metadata))
         storage.sync_directory(path)
         storage.sync_directory(path.parent)
         storage.write_text(path / SUMS, Manifest(self.record, files).text())
+
+    def _take_over(
+        self, metadata: Metadata, path: Path
+    ) -> tuple[Metadata, list[WriteResult], dict[str, tuple[int, str]]]:
+        """Link the tensor files of the earlier target; return the index with their entries, their places, and their checksums."""
+        source, names = path.parent / self.earlier, self.taken_over
+        manifest, other = read_manifest(source / SUMS, f"{self.earlier}/{SUMS}"), read_index(source)
+        assert metadata.planner_data is not None and other.planner_data is not None and other.storage_data is not None
+        places = {index: place for index, place in other.storage_data.items() if index.fqn in names}
+        files = {place.relative_path: manifest.files[place.relative_path] for place in places.values()}
+        for name in files:
+            storage.link(source / name, path / name)
+        entries = {name: other.state_dict_metadata[name] for name in names}
+        paths = {name: other.planner_data[name] for name in names}
+        whole = replace(
+            metadata,
+            state_dict_metadata={**metadata.state_dict_metadata, **entries},
+            planner_data={**metadata.planner_data, **paths},
+        )
+        return whole, [WriteResult(index, place.length, place) for index, place in places.items()], files
 
     def storage_meta(self) -> StorageMeta:
         """Return what `.metadata` says of this place: its name, not the path that it has on this machine."""
@@ -265,10 +350,16 @@ class TargetWriter(FileSystemWriter):
 class SavePlanner(DefaultSavePlanner):
     """Plans a save of a nested state, flattened by `flatten`; the stock loaders and converters restore the nesting."""
 
+    def __init__(self, left_out: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self.left_out = left_out
+
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         self.state_dict, self.mappings = flatten(state_dict)
+        for name in self.left_out & self.state_dict.keys():
+            del self.state_dict[name], self.mappings[name]
         self.is_coordinator = is_coordinator
 
 
@@ -280,7 +371,7 @@ def save_target(
         save(
             payload,
             storage_writer=writer,
-            planner=SavePlanner(),
+            planner=SavePlanner(writer.taken_over),
             process_group=group,
             no_dist=alone,
         )

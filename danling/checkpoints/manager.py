@@ -237,8 +237,7 @@ class SaveExecutor:
         self._changed = threading.Condition()
         self._running = False
         self._ending = False
-        self.error: BaseException | None = None
-        """The first error that `take_error` has not returned yet."""
+        self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -285,14 +284,14 @@ class SaveExecutor:
             # Not kept while the next one is awaited: they refer to the copy of a whole state.
             del run, release
             with self._changed:
-                self.error = self.error or error
+                self._error = self._error or error
                 self._running = False
                 self._changed.notify_all()
 
     def take_error(self) -> BaseException | None:
         """Return the first error since the last call, once."""
         with self._changed:
-            error, self.error = self.error, None
+            error, self._error = self._error, None
         return error
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -507,11 +506,6 @@ class CheckpointManager(ABC):
         self._executor.wait()
         self._surface()
 
-    def is_written(self) -> bool:
-        """Wait for the last save, and return whether it is complete. No communication: may be called on one rank."""
-        self._executor.wait()
-        return self._executor.error is None
-
     def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:  # noqa: B027
         """Refuse weights that no checkpoint of this kind can hold, with `ValueError`, before anything is trained. No communication."""
 
@@ -660,10 +654,27 @@ class FileCheckpointManager(CheckpointManager):
 
 
 class CollectiveCheckpointManager(CheckpointManager):
-    """A manager of targets. Its saves take all ranks."""
+    """A manager of targets. Its saves take all ranks, and one whose evaluation failed finds no other: they save before it."""
 
     store_class: ClassVar[type[TargetStore]] = TargetStore
     store: TargetStore
+    _ahead: object | None = None
+    """What the next save takes over from the last one, where that one was made ahead of an evaluation."""
+
+    def save_ahead(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
+        """Save a state as `latest` before an evaluation; the save after it writes again only what has changed. Call on all ranks."""
+        self._save(payload, ["latest"], epoch=epoch, global_step=global_step, ahead=True)
+
+    def is_saved_ahead(self) -> bool:
+        """Whether the last save was one ahead and is complete, which is waited for. No communication: may be called on one rank."""
+        self._executor.wait()
+        return self._ahead is not None
+
+    @abstractmethod
+    def _save(
+        self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
+    ) -> None:
+        """Write a payload under names, now or in the background; `ahead` of an evaluation, remember what the next save may take over."""
 
     def _open_target(self, needed: int, epoch: int, global_step: int) -> Record:
         record = self._open_save(["latest"], needed=needed, epoch=epoch, global_step=global_step)[0]

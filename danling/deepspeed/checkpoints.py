@@ -121,11 +121,14 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         super().__init__(*args, **kwargs)
         self._engine = engine
 
-    def _save(self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int) -> None:
+    def _save(
+        self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
+    ) -> None:
         if self.settings.load_only:
             return
         if self.mirror is not None:
             self._surface()
+        self._ahead = None
         exported = "model" in payload
         parameters = [] if exported else self._engine.module.parameters()
         # Weights, float32 copies and two moments.
@@ -162,6 +165,8 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
             if is_main:
                 self.store.give_up(record.name)
             raise
+        if ahead:
+            self._ahead = record.name
 
     def _open_target(self, needed: int, epoch: int, global_step: int) -> Record:
         record = super()._open_target(needed, epoch, global_step)

@@ -537,16 +537,16 @@ class RunSaver:
         if runner.world_size > 1 and runner.fault_tolerance is None:
             manager = runner.checkpoint_manager
             alone = hasattr(manager, "save_alone")
-            if alone or settings.before_evaluation:
+            if alone or (settings.before_evaluation and hasattr(manager, "save_ahead")):
                 # Gathered now, since a rank that fails finds no other rank to gather it from.
                 with runner._session.saving():
                     runner._parts.update.raise_pending_error()
                     payload = runner.checkpoint_state()
                     if not alone:
-                        manager.save_checkpoint(payload, epoch=epoch, global_step=step)
+                        manager.save_ahead(payload, epoch=epoch, global_step=step)
                 if alone:
                     return lambda: bool(manager.save_alone(payload, epoch=epoch, global_step=step))
-                return lambda: bool(manager.is_written())
+                return lambda: bool(manager.is_saved_ahead())
         return self._save_together
 
     def _save_together(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from support.processes import run_processes
 from support.toys import differences
+from support.warm import interpreter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -69,15 +71,78 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path, mode: str) -> None:
     manager.close()
 
 
-def test_a_state_is_saved_before_and_after_an_evaluation(tmp_path: Path) -> None:
+# A save ahead of an evaluation
+
+
+def _ahead(manager: Any, step: int) -> tuple[dict[str, Any], Path]:
+    """Save ahead, and return the payload and its target."""
+    payload = _payload(step)
+    payload["model"]["1.weight"] = torch.arange(50_000.0)
+    manager.save_ahead(payload, epoch=0, global_step=step)
+    manager.wait()
+    assert manager.is_saved_ahead()
+    return payload, _targets(manager.directory)[-1]
+
+
+def test_what_was_lost_is_of_another_step_or_shape_is_written_again(tmp_path: Path) -> None:
+    manager = _manager(tmp_path)
+    payload, before = _ahead(manager, 3)
+    (before / "__0_0.distcp").unlink()
+    manager.save_checkpoint(payload, epoch=1, global_step=3)
+    assert differences(_manager(tmp_path).load_checkpoint("latest"), payload) == []
+    payload, _ = _ahead(manager, 4)
+    manager.save_checkpoint(payload, epoch=0, global_step=5)
+    assert not manager.is_saved_ahead()
+    for changed in (torch.zeros(5, 3), torch.zeros(3, 5), torch.zeros(3, 5, dtype=torch.int32)):
+        manager.save_ahead(payload, epoch=0, global_step=6)
+        payload["model"]["0.weight"] = changed
+    manager.save_checkpoint(payload, epoch=0, global_step=6, history=True)
+    assert differences(_manager(tmp_path).load_checkpoint("ckpt-s000000000006"), payload) == []
+
+
+def test_retention_counts_no_save_ahead(tmp_path: Path) -> None:
     manager = _manager(tmp_path, keep_latest_k=2)
     for step in range(1, 5):
-        _save(manager, step)
-        assert manager.is_written() and _step(_manager(tmp_path), "latest") == step
-        _save(manager, step, history=True, best=step == 1)
+        payload, _ = _ahead(manager, step)
+        manager.save_checkpoint(payload, epoch=0, global_step=step, history=True, best=step == 1)
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
     assert names == ["best", "ckpt-s000000000001", "ckpt-s000000000003", "ckpt-s000000000004", "latest"]
     assert [_step(manager, name) for name in names] == [1, 1, 3, 4, 4] and len(_targets(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_after_one_ahead_writes_again_what_has_changed_and_links_the_rest(tmp_path: Path, mode: str) -> None:
+    manager = _manager(tmp_path, async_mode=mode)
+    payload, before = _ahead(manager, 3)
+    assert differences(_manager(tmp_path).load_checkpoint("latest"), payload) == []
+    inode = (before / "__0_0.distcp").stat().st_ino
+    payload["state"] = {"step": 3, "pair": [torch.ones(2), 4], "figures": {1: {"val": {"loss": 0.5}}}}
+    payload["model"]["0.weight"] = torch.arange(15.0).view(5, 3)
+    manager.save_checkpoint(payload, epoch=1, global_step=3, history=True, best=True)
+    manager.close()
+    (target,) = _targets(tmp_path)
+    assert target != before
+    assert (target / "__0_0.distcp").stat().st_ino == inode
+    assert (target / f"{int(target.name.split('-')[0])}__0_0.distcp").stat().st_size < 20_000
+    reader = _manager(tmp_path, verify="full")
+    for name in ("latest", "best", "ckpt-s000000000003"):
+        assert differences(reader.load_checkpoint(name), payload) == []
+    subprocess.run(
+        [interpreter(), "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", target, tmp_path / "stock"],
+        check=True,
+    )
+    stock = torch.load(tmp_path / "stock", weights_only=True)
+    assert differences(stock["model"], payload["model"]) == []
+    assert stock["state"]["figures"] == payload["state"]["figures"]
+    _flip(target / "__0_0.distcp")
+    with pytest.raises(CheckpointDamaged, match="__0_0.distcp has another SHA-256"):
+        reader.load_checkpoint("latest")
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("content", ["../../elsewhere\n", "/etc\n", "", "00000001-00000000\n", "targets\n"])

@@ -139,8 +139,8 @@ class Failing(TracingRunner, dl.Runner):
 
     def save_checkpoint(self, **options: Any) -> None:
         self._maybe_fail("save")
-        if self._is_to_fail("manifest"):
-            storage.write_text = kill
+        if self._is_to_fail("link"):
+            storage.link = kill
         super().save_checkpoint(**options)
 
 
@@ -237,7 +237,7 @@ def slow(*values: Any) -> Any:
         slow(RuntimeError, 0, "metric", {"stack": "deepspeed", "deepspeed": zero(1)}),
         slow(RuntimeError, 1, "summary", {"stack": "deepspeed", "deepspeed": zero(3), **NOT_DUE}),
         # A kill, also between the save before an evaluation and the one with its figures.
-        (Killed, 0, "manifest", {**DCP, **SYNCHRONOUS}),
+        (Killed, 0, "link", {**DCP, **SYNCHRONOUS}),
         slow(Killed, 1, "step", {}),
         slow(Killed, 0, "save", {**SHARDED, **SYNCHRONOUS}),
         slow(Killed, 0, "save", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}),
