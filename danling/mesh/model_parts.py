@@ -144,12 +144,13 @@ def _even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
             "parallel.module_fqns_per_model_part=None. Set it, give the model a method `pipeline_modules(num_stages)` that returns such "
             "lists, or override `build_pipeline_model_parts`."
         )
-    names = [name for name, _ in model.named_children()]
+    # Not `named_children`, which leaves out a module that is there for the second time, such as one activation for all layers.
+    names = list(model._modules)
     if len(names) < num_parts:
         raise ValueError(
             f"Expected at least {num_parts} modules for as many stages. Received: {len(names)} ({', '.join(names)}). Use fewer stages."
         )
-    sizes = [1 + sum(p.numel() for p in child.parameters()) for child in model.children()]
+    sizes = [1 + sum(p.numel() for p in child.parameters()) for child in model]
     parts: list[list[str]] = [[] for _ in range(num_parts)]
     total, done, part = sum(sizes), 0, 0
     for index, (name, size) in enumerate(zip(names, sizes)):
@@ -163,7 +164,8 @@ def _even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
 
 
 def _check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
-    modules = dict(model.named_modules())
+    # What has two names is looked for under both.
+    modules = dict(model.named_modules(remove_duplicate=False))
     listed = [name for part in parts for name in part]
     unknown = [name for name in listed if name not in modules or not name]
     twice = sorted({name for name in listed if listed.count(name) > 1})
@@ -176,7 +178,8 @@ def _check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
     def is_in_part(path: str) -> bool:
         return any(f"{path}.".startswith(f"{name}.") for name in listed)
 
-    loose = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if not is_in_part(name)]
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    loose = [name for name, _ in tensors if not is_in_part(name)]
     for path, module in modules.items():
         is_holder = any(name.startswith(f"{path}.") for name in listed)
         if path and not is_in_part(path) and not is_holder and not isinstance(module, nn.Identity):
@@ -209,9 +212,9 @@ def take_part(model: nn.Module, part: Sequence[str], *, keep: bool = False) -> n
 
 
 def _prune(module: nn.Module, prefix: str, part: set[str]) -> None:
-    for name, child in module.named_children():
+    for name, child in list(module._modules.items()):
         path = f"{prefix}{name}"
-        if path in part:
+        if path in part or child is None:
             continue
         # Keep a container, since `forward` may go through it, and replace the modules in it.
         listing = type(child) is nn.Sequential or isinstance(child, (nn.ModuleList, nn.ModuleDict))

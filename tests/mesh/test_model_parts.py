@@ -50,3 +50,19 @@ def test_stages_that_hold_nothing_of_a_container(parts: list[list[str]]) -> None
         x = stage(x)
     assert not names
     torch.testing.assert_close(x, expected, rtol=0, atol=0)
+
+
+def test_a_module_with_two_names_is_in_both_places_or_refused() -> None:
+    act = nn.Tanh()
+    model, x = nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act), torch.randn(2, 3)
+    stage = x
+    for part in choose_parts(model, 2):
+        stage = take_part(copy.deepcopy(model), part)(stage)
+    assert torch.equal(stage, model(x))
+    nested = nn.Sequential(nn.Sequential(nn.Linear(3, 3), act), nn.Sequential(nn.Linear(3, 3), act))
+    with pytest.raises(ValueError, match="1.1 in none"):
+        choose_parts(nested, 2, [["0"], ["1.0"]])
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh()))
+    tied[1].register_parameter("extra", tied[0].weight)
+    with pytest.raises(ValueError, match="1.extra in none"):
+        choose_parts(tied, 2, [["0"], ["1.0"]])
