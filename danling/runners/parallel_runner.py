@@ -72,6 +72,8 @@ class ParallelRunner(TorchRunner):
     _initialized = 0
 
     topology: Topology
+    parallel_context: Topology
+    """What `parallelize` gets: the topology."""
     pipeline_domain: Domain
     preparation: MeshPreparation
     pipeline: Pipeline | None = None
@@ -82,7 +84,7 @@ class ParallelRunner(TorchRunner):
     # Place
 
     def build_placement(self) -> Placement:
-        self.topology = self.build_topology()
+        self.topology = self.parallel_context = self.build_topology()
         if not isinstance(self.topology, Topology):
             raise _returned_nothing("build_topology", "the place of this rank on the mesh", self.topology)
         settings = self.config.parallel
@@ -111,6 +113,10 @@ class ParallelRunner(TorchRunner):
         """Override it to make more process groups, right after the mesh is built; the default makes none."""
 
     def build_preparation(self) -> MeshPreparation:
+        if "topology" not in vars(self):
+            raise ValueError(
+                "Expected `build_placement` to build the mesh. Received: none. Call super().build_placement() in it."
+            )
         return MeshPreparation(self)
 
     # Model
@@ -226,7 +232,7 @@ class ParallelRunner(TorchRunner):
                 f"Expected a model that knows how to be divided over {active}. Received: {type(model).__name__} without a method "
                 "`parallelize(topology)`. Write one, or override `parallelize_model`."
             )
-        transform(self.topology)
+        transform(self.parallel_context)
 
     def _check_divided(self, parts: Sequence[nn.Module]) -> None:
         """Refuse an axis over which nothing was divided: its ranks would all do the same work."""

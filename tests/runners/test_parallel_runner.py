@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import danling as dl
 from danling.checkpoints import CheckpointMismatch
+from danling.distributed import Placement
 from danling.utils.tensors import is_sharded, local_part, whole
 
 
@@ -335,6 +337,20 @@ class Undivided(LayoutRunner):
         self.model.parallelize = lambda context: None
 
 
+class DividedByHand(LayoutRunner):
+    """Asks for the mesh, and does nothing with it."""
+
+    def parallelize_model(self, model: nn.Module) -> None:
+        assert self.parallel_context.mesh("tensor").size() == self.parallel_context.degree("tensor") == 2
+
+
+class Misplaced(PlainRunner):
+    """Takes all ranks for alike, without a mesh."""
+
+    def build_placement(self) -> Placement:
+        return Placement.alike(self.world)
+
+
 class Averages(nn.Module):
     """Loses the samples' dimension."""
 
@@ -430,6 +446,8 @@ def test_bad_settings_are_refused_on_all_ranks(
         (Tied, PIPELINE, ["tied", "0.weight"]),
         (Branched, PIPELINE, ["module_fqns_per_model_part"]),
         (Undivided, {"tensor": 2}, ["divide parameters over tensor"]),
+        (partial(DividedByHand, model={}), {"tensor": 2}, ["`parallelize_model` to divide parameters over tensor"]),
+        (Misplaced, FSDP, ["Call super().build_placement()"]),
         (Lost, FSDP, ["train nothing"]),
     ],
 )
