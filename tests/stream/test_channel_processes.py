@@ -161,6 +161,9 @@ def test_a_reader_and_its_watermark_go_on_while_a_producer_hangs_in_an_append(
         assert reader.published() == 2 and ids(reader) == ["a", "b"] and reader.ended() is None
         reader.commit(2)
         assert FileChannel(log).committed() == 2
+        with monkeypatch.context() as patch:  # what was seen before is read without asking for the lock
+            patch.setattr("danling.stream.file_channel.shared", None)
+            assert [found.id for found in reader.read(0, 2)] == ["a", "b"]
     finally:
         assert kill(producer) == -signal.SIGKILL
     assert ids(reader) == ["a", "b", "c", "d"]
