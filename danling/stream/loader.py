@@ -225,8 +225,8 @@ class StreamLoader(WindowLoader):
 
     def _check_log(self) -> None:
         """Refuse another log than the one that the position was taken in, before anything of it is freed."""
-        if not self.consumed and not self.epoch:
-            return
+        if not self.consumed and (self.epoch == 0 or self.retain == "all"):
+            return  # where features are kept, the pass before may have been left before its end
         stop = self.consumed or self.channel.published()
         before = self.channel.read(max(stop - 1, 0), stop)
         if before and self._last_id in ("", before[0].id):
@@ -284,21 +284,21 @@ class StreamLoader(WindowLoader):
 
     def _read(self) -> Iterator[Batch]:
         known: deque[tuple[Batch, list[SampleRef]]] = deque()
-        ahead: deque[tuple[Batch, Future[list[Sample]]]] = deque()
+        ahead: deque[tuple[Batch, list[SampleRef], Future[list[Sample]] | None]] = deque()
         while True:
             while len(ahead) <= self.prefetch:
                 if not known:
                     known.extend(self._open(wait=not ahead))
                 if not known:
                     break
-                if self._pool is None:
+                if self._pool is None and self.prefetch:
                     self._pool = ThreadPoolExecutor(1, thread_name_prefix="danling-stream")
                 batch, refs = known.popleft()
-                ahead.append((batch, self._pool.submit(self._fetch, refs)))
+                ahead.append((batch, refs, self._pool.submit(self._fetch, refs) if self._pool is not None else None))
             if not ahead:
                 return
-            batch, fetched = ahead.popleft()
-            samples = fetched.result()
+            batch, refs, fetched = ahead.popleft()
+            samples = self._fetch(refs) if fetched is None else fetched.result()
             if self.collate_fn is None:
                 yield batch._replace(data=default_collate([dict(sample) for sample in samples]))
             else:

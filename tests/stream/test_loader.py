@@ -404,6 +404,23 @@ def test_several_passes_over_what_is_kept(tmp_path: Path) -> None:
     assert found[0].usage() > 0
 
 
+def test_a_pass_that_was_left_early_is_followed_by_a_whole_one_where_features_are_kept() -> None:
+    loader = StreamLoader(*stream(8), 2, retain="all", collate_fn=as_they_are)
+    assert len([batch for batch, _ in zip(loader, range(2))]) == 2
+    loader.set_epoch(1)
+    assert len(read(loader)) == 4
+    loader.close()
+
+
+def test_without_prefetch_features_are_read_in_the_thread_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may belong to one thread."""
+    store, channel = stream(4)
+    get, threads = store.get, set()
+    monkeypatch.setattr(store, "get", lambda ref: (threads.add(threading.get_ident()), get(ref))[1])
+    assert len(read(StreamLoader(store, channel, 2, prefetch=0))) == 2
+    assert threads == {threading.get_ident()}
+
+
 def test_features_that_are_freed_at_each_step(tmp_path: Path, whole: Any) -> None:
     found = stream(19)
     assert_same(run(tmp_path / "run", found, retain="step"), whole)
