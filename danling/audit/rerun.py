@@ -86,6 +86,23 @@ class AuditResult:
         """Whether the end is bitwise the stored one, and all figures on the way are."""
         return not self.differences and not self.comparison.divergences
 
+    def beyond(self, tolerance: float) -> list[str]:
+        """Return what differs by more than a share of the stored value: losses, metrics, entries by the norm of each tensor.
+
+        Samples, counters and all that has no such share must be the same. Entries that a checkpoint has for each rank are left out
+        where the number of ranks is another one, and how an optimizer computes and names its parameters always is.
+        """
+        shares: dict[str, float | None] = {}
+        for found in self.differences:
+            parts = found.path.split("/")
+            if parts[:2] == ["optimizer", "param_groups"] and _OF_IMPLEMENTATION.intersection(parts[2:]):
+                continue
+            if self.ranks[0] == self.ranks[1] or not f"{found.path}/".startswith(_OF_RANKS):
+                shares[found.path] = found.share
+        shares |= self.comparison.shares
+        samples = [divergence.figure for divergence in self.comparison.divergences if divergence.figure == "samples"]
+        return samples + [name for name, share in shares.items() if share is None or not share <= tolerance]
+
 
 # The stretch
 
@@ -233,6 +250,10 @@ def audit_runner(runner: TorchRunner, start: int | None, end: int | None, scratc
 
 _NOT_COMPARED = frozenset({"runner", "format_version", "state/elastic", "state/attempts"})
 """What says by whom and how a checkpoint was made."""
+_OF_RANKS = "state/train/weight_reference/"
+"""Entries that a checkpoint has for each rank, which so differ where the number of ranks does."""
+_OF_IMPLEMENTATION = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+"""How an optimizer computes and calls its parameters, which each layout does in its own way."""
 
 
 def differences_of(stored: object, trained: object, path: str = "") -> list[Difference]:

@@ -4,7 +4,7 @@ The program is started as it is, with DANLING_SETTINGS in its environment, which
 scratch directory to the update TO. Nothing is written into the run. No code is taken from a checkpoint.
 
 Ends with 0 if the end is bitwise the stored one and all figures on the way are, with 1 if not, with 2 if the program failed before
-it came there. On another number of processes sums have another order: what is printed then says by how much the ends differ.
+it came there. With --tolerance it ends with 0 if nothing differs by more than this share, as on another number of processes.
 
 Example: danling audit experiments/lin/run:1000..2000 -- torchrun --nproc-per-node 2 train.py
 """
@@ -35,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scratch", type=Path, help="directory to train in, which is kept (default: one that is removed)"
     )
     parser.add_argument("--timeout", type=at_least(0, float), help="seconds that the program may take")
+    parser.add_argument(
+        "--tolerance",
+        type=at_least(0, float),
+        help="accept differences of at most this share of the stored value: of losses, metrics, and the norm of each tensor",
+    )
     add_json(parser)
     parser.epilog = "After `--` comes the program that trained the run, as you start it."
 
@@ -47,12 +52,15 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="danling-audit-") as temporary:
         scratch = options.scratch or Path(temporary)
         found = audit_run(place, options.program, scratch=scratch, start=start, end=end, timeout=options.timeout)
+    beyond = found.beyond(options.tolerance or 0.0)
+    is_accepted = found.is_same or (options.tolerance is not None and not beyond)
     if options.json:
         print_json(
             {
                 "from": 0 if found.start is None else found.start.step,
                 "to": found.end.step,
                 "same": found.is_same,
+                "accepted": is_accepted,
                 "failed": found.failed,
                 "ranks": found.ranks,
                 "differing": found.differing,
@@ -62,15 +70,18 @@ def run(options: argparse.Namespace) -> int:
                 "settings": found.comparison.settings,
             }
         )
-        return OK if found.is_same else DAMAGED
+        return OK if is_accepted else DAMAGED
     _show(found)
+    if options.tolerance is not None and not found.is_same:
+        verdict = "Accepted" if is_accepted else "Not accepted"
+        print(f"{verdict} with a tolerance of {options.tolerance:g}{f': {_some(beyond)}' if beyond else ''}.")
     if found.failed is not None:
         last = found.failed.strip().rpartition("\n")[2]
         print(
             f"The program failed after this stretch, which is not compared: {last} A checkpoint that the stretch does not make may be "
             "missing there; --scratch keeps what it printed."
         )
-    return OK if found.is_same else DAMAGED
+    return OK if is_accepted else DAMAGED
 
 
 def _show(found: AuditResult) -> None:
@@ -96,7 +107,7 @@ def _show(found: AuditResult) -> None:
     if before != now:
         print(
             f"Processes: {before} stored, {now} here. They add up samples in another order, so that the end is not promised to be bitwise "
-            "the same."
+            "the same; see --tolerance."
         )
 
 

@@ -170,17 +170,22 @@ def test_by_how_much_entries_differ(first: object, second: object, share: float 
     assert found.path == "model/a" and found.share == (share if share is None else pytest.approx(share))
 
 
-def test_on_another_number_of_processes_it_is_said_by_how_much_the_ends_differ(
+def test_another_number_of_processes_is_within_a_tolerance_and_a_disturbed_update_is_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GLOBAL", "1")
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", "global"]
     subprocess.run([interpreter(), "train.py", "global"], check=True, capture_output=True)
-    assert main(["audit", "global", "--json", "--", interpreter(), *words]) == 1
-    facts = json.loads(capsys.readouterr().out)
-    shares = [share for name, share in facts["shares"].items() if name.startswith(("model/", "train/loss"))]
-    assert facts["ranks"] == [1, 2] and shares and max(shares) < 1e-5
-    monkeypatch.setenv("DISTURB", "10")
-    assert main(["audit", "global", "--", interpreter(), *words]) == 1
+    assert main(["audit", "global", "--tolerance", "1e-5", "--", interpreter(), *words]) == 0
     said = capsys.readouterr().out
+    assert "not the same as" in said and "Accepted with a tolerance of 1e-05." in said
     assert "Processes: 1 stored, 2 here." in said and "of their norm (" in said
+    monkeypatch.setenv("DISTURB", "10")
+    program = [interpreter(), "train.py", "global"]
+    assert main(["audit", "global", "--tolerance", "1e-5", "--json", "--", *program]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert not facts["accepted"] and facts["ranks"] == [1, 1] and facts["shares"]["grad_norm"] > 1e-3
+    assert main(["audit", "global", "--tolerance", "0.5", "--", *program]) == 0
+    with pytest.raises(SystemExit):
+        main(["audit", "global", "--tolerance", "-1", "--", interpreter(), *words])
+    assert "--tolerance: Expected a number of at least 0" in capsys.readouterr().err
