@@ -263,7 +263,7 @@ class RunnerConfig(TopLevelConfig):
                     self._refuse_undeclared({key: None}, " ".join((f"--{name}", *given)))
                     set_option(self, key, given)
         if of_program:
-            self.__dict__["_has_command_line"] = True
+            self.__dict__["_command_line"] = options
         if boot:
             self.boot()
         with usage_errors(of_program):

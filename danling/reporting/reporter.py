@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from danling.utils.messages import Paced, format_count
 from danling.utils.observers import Observer
+from danling.utils.secrets import hide_secrets, names_secret, secret_values
 
 from .logging import RunLog, beside_bar
 from .progress import Progress, format_number, format_scores
@@ -33,6 +34,8 @@ _RESULT_LINES = 100
 """Results of epochs or evaluations that are printed at any pace."""
 _WIDTH = 98
 """A line of the log has a time before it, and a terminal 120 columns."""
+_CHOSEN = ("dir", "auto_resume", "resume", "pretrained")
+"""Settings that the command to resume sets itself."""
 
 
 class Reporter(Observer):
@@ -287,12 +290,26 @@ def _how_to_resume(runner: TorchRunner, latest: Path) -> str:
         more["steps" if runner.is_step_mode else "epochs"] = 2 * done
     if reason == "patience":
         more["patience"] = runner.standing.evaluations_since_best + max(1, int(runner.config.patience))
-    if not runner.config.__dict__.get("_has_command_line"):
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    given = runner.config.__dict__.get("_command_line")
+    if given is None or (spec is None and file is None):  # as in a notebook
         changed = f", {more}" if more else ""
         return f"{type(runner).__name__}.from_checkpoint({_shown(latest)!r}{changed}).train()"
-    options = ["--dir", _shown(runner.workspace.dir), "--auto_resume", "true"]
-    options += [word for key, value in more.items() for word in (f"--{key}", str(value))]
-    return f"the same command with {shlex.join(options)}"
+    # The options of torchrun itself, such as the address of the first machine, are not known to the processes that it starts.
+    command = ["python"] if runner.world_size == 1 else ["torchrun", "..."]
+    command += ["-m", spec.name] if spec is not None else [_shown(Path(str(file)))]
+    listed = runner.config.secret_keys or ()
+    secrets = secret_values(runner.config.plain(), listed)
+    for name, words in given:
+        key = name.replace("-", "_")
+        if key not in (*_CHOSEN, *more):
+            is_secret = names_secret(key, listed) or any(secret in word for word in words for secret in secrets)
+            shown = ["..."] if is_secret else [hide_secrets(word, listed) for word in words]
+            is_joined = bool(shown) and shown[0].startswith("-")  # else it would be read as an option
+            command += [f"--{name}={shown[0]}", *shown[1:]] if is_joined else [f"--{name}", *shown]
+    command += ["--dir", _shown(runner.workspace.dir), "--auto_resume", "true"]
+    return shlex.join(command + [word for key, value in more.items() for word in (f"--{key}", str(value))])
 
 
 def _shown(path: Path) -> str:

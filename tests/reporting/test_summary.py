@@ -1,11 +1,13 @@
-"""The last lines of a training: the best score and the commands to go on, which depend on how it was started."""
+"""The last lines of a training: the best score and the commands to go on, which are those of how it was started."""
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,51 +28,73 @@ def run() -> Path:
     return directory.absolute()
 
 
-def lines(run: Path, has_command_line: bool = True, **more: Any) -> list[str]:
+def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
     """Return what is said of a run that has come to the end of its budget, unless `more` says something else."""
 
     class Mine(SimpleNamespace):
         """A runner."""
 
-    config = dl.RunnerConfig({"score_name": "acc", "epochs": 10, "patience": 2})
-    config.__dict__["_has_command_line"] = has_command_line
-    board = SimpleNamespace(split="val", name="acc")
-    standing = SimpleNamespace(board=board, evaluations_since_best=2)
-    given = {"is_step_mode": False, "steps": None, "epochs": 10, "progress": 1.0, "world_size": 1, "stack": "ddp"}
-    paths = SimpleNamespace(dir=run, checkpoints=run / "checkpoints")
-    session = SimpleNamespace(stop_reason=more.pop("stop_reason", None))
-    best = {"best_score": 0.98333, "best_index": 7}
-    runner: Any = Mine(**{**given, **best, **more}, workspace=paths, standing=standing, config=config, _session=session)
-    return describe_end(runner)
+    own = {"note": "", "tags": [], "hub": {}, "url": "", "phrase": ""}
+    config = dl.RunnerConfig({"score_name": "acc", "epochs": 10, "patience": 2, "secret_keys": ["phrase"], **own})
+    main = ModuleType("__main__")
+    main.__spec__, file = more.pop("spec", None), more.pop("file", "train.py")
+    if file is not None:
+        main.__file__ = file
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "__main__", main)
+        patch.setattr("sys.argv", ["train.py", *(words.split("|") if words else [])])
+        if words is not None:
+            config.parse()
+        board = SimpleNamespace(split="val", name="acc")
+        standing = SimpleNamespace(board=board, evaluations_since_best=2)
+        given = {"is_step_mode": False, "steps": None, "epochs": 10, "progress": 1.0, "world_size": 1, "stack": "ddp"}
+        paths = SimpleNamespace(dir=run, checkpoints=run / "checkpoints")
+        session = SimpleNamespace(stop_reason=more.pop("stop_reason", None))
+        best = {"best_score": 0.98333, "best_index": 7}
+        made = {"workspace": paths, "standing": standing, "config": config, "_session": session}
+        runner: Any = Mine(**{**given, **best, **more}, **made)
+        return describe_end(runner)
 
 
 @pytest.mark.parametrize(
-    ("has_command_line", "more", "command"),
+    ("words", "more", "command"),
     [
         (
-            True,
-            {"progress": 0.5, "stop_reason": "terminate"},
-            "the same command with --dir 'runs/a b' --auto_resume true",
+            "--epochs|10|--resume|old.pth",
+            {"world_size": 2, "progress": 0.5, "stop_reason": "terminate"},
+            "torchrun ... train.py --epochs 10 --dir 'runs/a b' --auto_resume true",
         ),
         (
-            True,
-            {"progress": 0.5, "stop_reason": "patience"},
-            "the same command with --dir 'runs/a b' --auto_resume true --patience 4",
+            "--patience|2|--epochs=9",
+            {"progress": 0.5, "stop_reason": "patience", "file": "my runs/train.py"},
+            "python 'my runs/train.py' --epochs 9 --dir 'runs/a b' --auto_resume true --patience 4",
         ),
-        (False, {}, "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"),
+        (
+            "--auto-resume=true|--dir|x|--note=-5 %|--tags|a|b",
+            {"file": "/opt/tool/__main__.py", "spec": ModuleSpec("tool.__main__", None)},
+            "python -m tool.__main__ '--note=-5 %' --tags a b --dir 'runs/a b' --auto_resume true --epochs 20",
+        ),
+        (
+            "--hub.token|longer1|--hub.api-key=ab|--hub.more|{'token': 'ab'}|--url|x?k=longer1|--phrase|a b",
+            {"progress": 0.5},
+            "python train.py --hub.token ... --hub.api-key ... --hub.more "
+            """'{'"'"'token'"'"': '"'"'...'"'"'}' --url ... --phrase ... --dir 'runs/a b' --auto_resume true""",
+        ),
+        (None, {}, "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"),
+        ("", {"file": None}, "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"),
     ],
-    ids=["stopped", "out of patience", "no command line"],
+    ids=["stopped", "out of patience", "a module", "secrets", "no command line", "no script"],
 )
-def test_what_ended_the_run_is_given_more(
-    run: Path, has_command_line: bool, more: dict[str, Any], command: str
+def test_the_command_to_go_on_can_be_pasted_and_shows_no_secret(
+    run: Path, words: str | None, more: dict[str, Any], command: str
 ) -> None:
-    assert lines(run, has_command_line, **more)[1] == f"go on    {command}"
+    assert lines(run, words, **more)[1] == f"go on    {command}"
 
 
 def test_the_commands_have_the_place_of_the_run(run: Path) -> None:
     assert lines(run) == [
         "best     val.acc 0.9833 at epoch 7: runs/a b/checkpoints/best.pth",
-        "go on    the same command with --dir 'runs/a b' --auto_resume true --epochs 20",
+        "go on    python train.py --dir 'runs/a b' --auto_resume true --epochs 20",
         "curves   danling plot 'runs/a b' -o curves.png",
         "weights  danling export 'runs/a b/checkpoints/best.pth' model.safetensors",
     ]
