@@ -25,6 +25,8 @@ _JUDGED_SECONDS = 60.0
 _CERTAIN = 3.0
 """Standard deviations by which a rank must differ beyond what the largest of so many even ones does."""
 _FEWEST_SAMPLES = 20
+_STRETCH_SECONDS = 10.0
+"""Over how much time at least a table adds up what each rank cost: of times that were sampled one is always the largest."""
 
 
 def lost_times(times: Sequence[Sequence[float]]) -> list[tuple[float, str]]:
@@ -132,7 +134,7 @@ def rank_table(records: Sequence[Mapping[str, Any]]) -> list[RankRow]:
     totals: dict[tuple[int, str | None], list[float]] = {}
     lost: defaultdict[tuple[int, str | None], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     training = 0.0
-    for times, hosts in _attempts(records):
+    for times, hosts in _stretches(records):
         training += max(map(sum, times))
         for rank, (row, (seconds, cause)) in enumerate(zip(times, lost_times(times))):
             key = rank, hosts[rank] if rank < len(hosts) else None
@@ -147,20 +149,26 @@ def rank_table(records: Sequence[Mapping[str, Any]]) -> list[RankRow]:
     return sorted(rows, key=lambda row: (-row.lost, row.rank))
 
 
-def _attempts(records: Sequence[Mapping[str, Any]]) -> list[tuple[list[list[float]], list[str | None]]]:
-    """Return the sums of the times of ranks in each attempt, whose first line names the machines; lines without times are left out."""
-    attempts: list[tuple[list[list[float]], list[str | None]]] = []
+def _stretches(records: Sequence[Mapping[str, Any]]) -> list[tuple[list[list[float]], list[str | None]]]:
+    """Return the times of ranks, and their machines, summed over so many lines that what looks have missed evens out.
+
+    The first line of an attempt names the machines; lines without times are left out.
+    """
+    stretches: list[tuple[list[list[float]], list[str | None]]] = []
+    times: list[list[float]] = []
+    hosts: list[str | None] = []
     for record in records:
         ranks: Any = record.get("ranks")
         try:
             rows = [list(map(float, row)) for row in zip(*(ranks[name] for name in ACTIVITIES), strict=True)]
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             continue
         listed = ranks.get("hosts")
-        if isinstance(listed, list) or not attempts or len(attempts[-1][0]) != len(rows):
-            hosts = [host if isinstance(host, str) else None for host in listed] if isinstance(listed, list) else []
-            attempts.append((rows, hosts))
-        else:
-            times, hosts = attempts[-1]
-            attempts[-1] = [[a + b for a, b in zip(*pair)] for pair in zip(times, rows)], hosts
-    return [(times, hosts) for times, hosts in attempts if times]
+        if isinstance(listed, list):
+            hosts = [host if isinstance(host, str) else None for host in listed]
+        if isinstance(listed, list) or len(times) != len(rows) or max(map(sum, times)) > _STRETCH_SECONDS:
+            times = [[0.0] * len(row) for row in rows]
+            stretches.append((times, hosts))
+        for row, more in zip(times, rows):
+            row[:] = [a + b for a, b in zip(row, more)]
+    return [(times, hosts) for times, hosts in stretches if times]

@@ -88,3 +88,16 @@ def test_a_table_knows_the_machine_of_each_attempt_and_skips_lines_that_have_no_
     ]
     assert table[0].cause == "computing" and table[0].seconds["computing"] == 18.0 and table[-1].cause is None
     assert rank_table(lines[:1]) == []
+
+
+def test_ranks_that_are_slow_in_turn_are_each_named() -> None:
+    halves = [[EVEN, SLOW], [SLOW, EVEN]]
+    lines = [
+        {"ranks": {n: [row[i] for row in half] for i, n in enumerate(ACTIVITIES)}} for half in halves for _ in "12"
+    ]
+    assert [(row.rank, row.lost, row.cause) for row in rank_table(lines)] == [
+        (0, 6.0, "computing"),
+        (1, 6.0, "computing"),
+    ]
+    lines[0]["ranks"]["data"] = [10**400, 0.0]
+    assert [row.lost for row in rank_table(lines)] == [3.0, 0.0]
