@@ -43,7 +43,7 @@ class HostCopy:
         if values.device.type != "cpu":
             is_cuda = values.device.type == "cuda"
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
-            self._host.copy_(values, non_blocking=True)
+            self._host.copy_(values, non_blocking=is_cuda)  # elsewhere nothing would say when it is there
             if is_cuda:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record()
