@@ -155,7 +155,7 @@ def _try_compiler(timeout: float) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no end in {timeout:g} s, with {found}") from None
     if done.returncode:
-        raise RuntimeError(cause(done.stderr) or f"exit code {done.returncode}")
+        raise RuntimeError(f"{cause(done.stderr) or f'exit code {done.returncode}'}, with {found}")
     return "ok", f"forward and backward, with {found}"
 
 

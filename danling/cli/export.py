@@ -24,7 +24,8 @@ from .source import checkpoint_at
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 _SUFFIXES = ("", ".safetensors", ".pth", ".pt", ".bin", ".ckpt")
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_UNITS |= {f"{unit}B": size for unit, size in _UNITS.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,20 +30,18 @@ from danling.utils.messages import did_you_mean, without_controls
 from .output import DAMAGED, INTERRUPTED, MISSING_PACKAGE, NOTHING_THERE, WRONG_USAGE
 
 SUBCOMMANDS = (
-    *(
-        "env",
-        "doctor",
-        "runs",
-        "explain",
-        "audit",
-        "check-layout",
-        "diff",
-        "ranks",
-        "plot",
-        "inspect",
-        "verify",
-        "export",
-    ),
+    "env",
+    "doctor",
+    "runs",
+    "explain",
+    "audit",
+    "check-layout",
+    "diff",
+    "ranks",
+    "plot",
+    "inspect",
+    "verify",
+    "export",
     "estimate",
 )
 """Each has a module of its name, whose docstring says what it does."""

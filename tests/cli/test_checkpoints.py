@@ -137,7 +137,7 @@ def test_an_export_stays_out_of_the_checkpoints(run: Path, capsys: pytest.Captur
 
 def test_an_exported_directory_is_inspected_and_estimated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = weights_of(run, "model")
-    assert main(["export", str(run), "weights", "--ema", "beside", "--max-shard-size", "200B"]) == 0
+    assert main(["export", str(run), "weights", "--ema", "beside", "--max-shard-size", "0.2k"]) == 0
     assert {entry.name for entry in read_contents("weights").entries} == set(model)
     assert main(["inspect", "weights"]) == 0 and main(["estimate", "weights"]) == 0
 
