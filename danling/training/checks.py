@@ -72,6 +72,14 @@ def check_components(runner: TorchRunner) -> None:
             f"Expected `self.optimizer` to be a torch.optim.Optimizer. Received: optimizer={optimizer!r}. Make one over "
             "self.model.parameters(), or name it in `optim.type` and let the runner build it."
         )
+    if optimizer is not None:
+        trained = {id(parameter) for _, parameter in runner.named_parameters() if parameter.requires_grad}
+        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if trained and not trained & optimized:
+            raise ValueError(
+                f"Expected an optimizer over parameters of the model. Received: a {type(optimizer).__name__} over {len(optimized)} others, "
+                "which would train nothing of it. Make it over self.model.parameters(), after the model is complete."
+            )
     for name in ("datasets", "dataloaders"):
         splits = getattr(runner, name)
         if not isinstance(splits, Mapping):
@@ -95,7 +103,11 @@ def misnamed(runner: TorchRunner) -> list[str]:
     """Return a sentence for every method and attribute of the user's that looks like one of the library's and is not."""
     library, own = set[str](), set[str]()
     for kind in type(runner).__mro__:
-        names = {name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")}
+        names = {
+            name
+            for name, value in vars(kind).items()
+            if callable(value) and not (name.startswith("_") or isinstance(value, type))
+        }
         (library if kind.__module__.startswith("danling.") else own).update(names)
     has_data = bool(runner.datasets or runner.dataloaders)
     own_loss = runner._overrides("compute_loss") or runner._overrides("train_step")
@@ -145,6 +157,7 @@ class ComponentChecks(Observer):
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner
         self._warned: set[str] = set()
+        self._left_out: set[str] = set()
         self._highest_rate = 0.0
         self._times_low = 0
 
@@ -257,10 +270,12 @@ class ComponentChecks(Observer):
         named = runner.named_parameters()
         self._warn_of_left_out([name for name, p in named if p.requires_grad and id(p) not in optimized])
 
-    def _warn_of_left_out(self, names: list[str]) -> None:
+    def _warn_of_left_out(self, left_out: Iterable[str]) -> None:
+        names = [name for name in left_out if name not in self._left_out]
+        self._left_out.update(names)
         if names:
             self._warn(
-                "left out",
+                f"left out: {names}",
                 "Expected every parameter that requires a gradient in the optimizer. Received: a "
                 f"{type(self._runner.optimizer).__name__} without {listed(names)}, which stay as they are. Make the optimizer after the "
                 "model is complete, freeze them with requires_grad_(False), and write new values in place: parameter.copy_(values).",

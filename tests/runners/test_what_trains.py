@@ -65,6 +65,17 @@ def test_averages_belong_to_the_model_of_construction(tmp_path: Path) -> None:
             runner.train()
 
 
+class Foreign(Trained):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+
+
+def test_an_optimizer_of_another_model_is_refused_before_a_verb_can_be_called(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a SGD over 4 others, which would train nothing of it"):
+        Foreign(settings(tmp_path, steps=3, optim={}))
+
+
 class Replaced(Trained):
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -78,6 +78,10 @@ def replace_all(runner: Small) -> None:
     runner.optimizer.add_param_group({"params": [runner.unwrapped_model[2].weight]})  # type: ignore[index]
 
 
+def left_out(runner: Small) -> None:
+    runner.optimizer = torch.optim.SGD(runner.model[2].parameters(), lr=0.1)
+
+
 def evaluate_part(runner: Small) -> None:
     runner.unwrapped_model[1].eval()  # type: ignore[index]
 
@@ -103,6 +107,13 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "replaced": (
         {"done": replace},
         ["Expected every parameter that requires a gradient in the optimizer. Received: a SGD without 2.weight,"],
+    ),
+    "replaced-besides-one-left-out": (
+        {"made": left_out, "done": replace},
+        [
+            f"Expected every parameter that requires a gradient in the optimizer. Received: a SGD without {n}"
+            for n in ("0.weight", "2.weight,")
+        ],
     ),
     "replaced-and-optimized": ({"done": replace_all}, []),
 }
