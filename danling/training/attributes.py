@@ -240,7 +240,7 @@ class Look:
             return {"kind": kind, "value": data}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        if own.__module__ == "numpy" and hasattr(value, "dtype"):
+        if own.__module__ == "numpy" and hasattr(value, "tobytes"):
             return self._array(value, path)
         if own in _LISTS.values() or (isinstance(value, tuple) and hasattr(own, "_fields")):
             return self._list(value, path)

@@ -43,6 +43,7 @@ class Keeping(Small):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.counts, self.size, self.late = Counts(), torch.Size([1]), 0
+        self.limits = numpy.finfo("float32")  # has a dtype and is no array
         self.second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         self.second[1].weight = self.second[0].weight
 
