@@ -38,6 +38,11 @@ class JointOptimizer(Optimizer):
             )
         self.named = named
         self.optimizers = optimizers or tuple(named.values())
+        for member in self.optimizers:
+            if not isinstance(member, Optimizer):
+                raise ValueError(
+                    f"Expected every member to be a torch.optim.Optimizer. Received: {member!r}. Make one over the parameters of its part."
+                )
         # torch refuses a parameter that two of them have.
         super().__init__([group for member in self.optimizers for group in member.param_groups], {})
         self._share()

@@ -110,6 +110,7 @@ class OptimizerRegistry(Registry):
 
         Adam and AdamW are fused where all parameters are plain floating tensors on one CPU or CUDA device, unless `fused` or
         `foreach` (or `capturable`, `differentiable`) is given; that differs from the loop over tensors by rounding only.
+        Lists are taken where the optimizer wants a tuple, as for `betas`.
         """
         self.check_options(type, options)
         builder = self.lookup(type)
@@ -118,10 +119,12 @@ class OptimizerRegistry(Registry):
             raise ValueError(
                 f"Expected at least one parameter that requires a gradient for optimizer {type!r}. Received: none. Unfreeze a layer."
             )
-        for entry in entries:
+        for number, entry in enumerate(entries):
             if isinstance(entry, dict):
                 # torch keeps an unknown key of a group and does nothing with it.
                 self.check_options(type, entry, in_group=True)
+                entries[number] = _with_tuples(builder, entry)
+        options = _with_tuples(builder, options)
         if _can_fuse(builder, entries, options):
             options["fused"] = True
         optimizer: Optimizer = builder(entries, **options)
@@ -145,6 +148,15 @@ def _listed(params: Any) -> list[Any]:
 def _tensors(entries: Sequence[object]) -> list[Any]:
     members = [member for entry in entries for member in (entry["params"] if isinstance(entry, dict) else [entry])]
     return [member[1] if isinstance(member, tuple) else member for member in members]
+
+
+def _with_tuples(builder: Callable[..., object], options: Mapping[str, object]) -> dict[str, object]:
+    """Return options with tuples where the builder has one by default: its state is the same from a file and from a program."""
+    parameters = inspect.signature(builder).parameters
+    wanted = {name for name, parameter in parameters.items() if isinstance(parameter.default, tuple)}
+    return {
+        name: tuple(value) if name in wanted and isinstance(value, list) else value for name, value in options.items()
+    }
 
 
 def _can_fuse(builder: object, entries: Sequence[object], options: Mapping[str, object]) -> bool:

@@ -80,5 +80,7 @@ def test_refuses_a_shared_parameter_no_member_and_a_closure() -> None:
         JointOptimizer(Adam(model.parameters()), SGD(model.second.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="0 without a name and 0 by name"):
         JointOptimizer()
+    with pytest.raises(ValueError, match="every member to be a torch.optim.Optimizer. Received: 'adam'"):
+        JointOptimizer(generator="adam")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no closure"):
         JointOptimizer(*members(model)).step(lambda: 0.0)

@@ -64,6 +64,13 @@ def test_the_users_choice_of_implementation_stands(options: dict[str, Any]) -> N
     assert not grouped.defaults["fused"]
 
 
+def test_lists_from_a_file_become_tuples() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    assert OPTIMIZERS.build(params=[parameter], type="adamw", betas=[0.8, 0.9]).defaults["betas"] == (0.8, 0.9)
+    group = OPTIMIZERS.build(params=[{"params": [parameter], "betas": [0.8, 0.9]}], type="adamw").param_groups[0]
+    assert group["betas"] == (0.8, 0.9)
+
+
 def test_generators_and_named_parameters_are_taken() -> None:
     model = nn.Linear(3, 2)
     assert len(OPTIMIZERS.build(params=model.parameters(), type="AdamW").param_groups[0]["params"]) == 2
