@@ -692,7 +692,7 @@ class BaseRunner(metaclass=MetaRunner):
 
         Args:
             values: Metrics by name, usually `split/name`.
-            step: Global step; `None` is that of `train_state`.
+            step: Global step; `None` is that of `train_state`, which in `train_step` does not count the present update yet.
         """
         self.open_trackers()
         self._reporter.trackers.log(values, self.state.train.global_step if step is None else step)

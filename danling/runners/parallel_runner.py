@@ -358,15 +358,16 @@ class ParallelRunner(TorchRunner):
     def manager_class(self) -> Callable[..., CheckpointManager]:
         """Return the class of the checkpoint manager: DCP by default; files only where every rank holds the whole model."""
         asked = self.config.checkpoint.backend
-        if asked != "file":
-            return manager_named("dcp" if asked == "auto" else asked)
+        manager = manager_named("dcp" if asked == "auto" else asked)
+        if not issubclass(manager, FileCheckpointManager):
+            return manager
         if self.topology.axes.world_size != self.topology.degree(*axes_with(divides_parameters=False)):
             raise ValueError(
-                "Expected checkpoint.backend='dcp' where parameters are divided. Received: checkpoint.backend='file', "
+                f"Expected checkpoint.backend='dcp' where parameters are divided. Received: checkpoint.backend={asked!r}, "
                 f"{self.topology.axes.describe()}. Unset it; the export of the weights, checkpoint.last_save_model_only, can be converted "
                 "by `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`."
             )
-        return FileCheckpointManager
+        return manager
 
     def build_model_states(self) -> ModelStates:
         return ShardedModelStates(self)

@@ -520,8 +520,10 @@ class TorchRunner(BaseRunner):
     def train_step(self, data: Any) -> tuple[Any, Any]:
         """Run one micro-batch forward and backward. Called on all ranks, `accum_steps` times an update.
 
-        Override it to compute the loss in your own way, and call `self.backward(loss)` with the mean-reduced loss of the batch. Called by
-        a user, it runs one micro-batch of the open window, moved to the device and weighted as in the loops; `step()` makes the update.
+        Override it to compute the loss in your own way, and call `self.backward(loss)` with the mean-reduced loss of the batch. Enter
+        `forward_context`, which is autocast, and `train_context`, in which only the last micro-batch communicates, as the default does.
+        Called by a user, it runs one micro-batch of the open window, moved to the device and weighted as in the loops; `step()` makes the
+        update.
 
         Returns:
             The prediction and the loss; in an override both may be `None`.

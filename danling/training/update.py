@@ -373,7 +373,7 @@ class UpdateStep:
         grad_norm = runner.gradient_norm(gradients)
         if session.observers:
             session.observers.notify("gradients_ready", agreed, grad_norm)
-        reason = self._objection(agreed, grad_norm, step)
+        reason = self._reason_to_skip(agreed, grad_norm, step)
         if reason is None:
             window.is_first = False
             runner.clip_gradients(grad_norm)
@@ -386,7 +386,7 @@ class UpdateStep:
         outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, grad_norm, reason)
         return outcome, agreed.requests
 
-    def _objection(self, totals: StepTotals, grad_norm: Tensor, step: int) -> str | None:
+    def _reason_to_skip(self, totals: StepTotals, grad_norm: Tensor, step: int) -> str | None:
         """Return why the update must not be made, `None` if it is made.
 
         On the CPU the result of the check is available at once. On an accelerator, a run that may not skip updates does not wait for the
