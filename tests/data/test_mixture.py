@@ -191,6 +191,12 @@ def test_labels_of_each_form_of_sample() -> None:
         Mixture({"only": [7]}, weights, labelled=True)[0]
 
 
+def test_what_is_measured_is_summed_by_source() -> None:
+    mixture = Mixture({"web": range(2), "code": range(2), "rest": range(2)}, {"web": 1, "code": 1, "rest": 1})
+    found = mixture.by_source(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 0, 1]))
+    assert found == {"web": (2.0, 1.0), "code": (5.0, 2.0), "rest": (0.0, 0.0)}
+
+
 # Mistakes
 
 

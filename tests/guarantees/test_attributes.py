@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import random
+import signal
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from support.processes import run_processes
+from support.processes import run_outcomes, run_processes
 from support.stacks import needs_deepspeed
 from support.toys import settings as toy_settings
 from torch import Tensor, nn
@@ -218,9 +220,11 @@ class Keeping(dl.Runner):
     queue: Tensor
 
     saved = ("frozen_teacher",)
+    not_saved = ("dies_at",)
 
-    def __init__(self, config: Mapping[str, Any], *, constant: int = 1) -> None:
+    def __init__(self, config: Mapping[str, Any], *, constant: int = 1, dies_at: int | None = None) -> None:
         super().__init__(config)
+        self.dies_at = dies_at
         torch.manual_seed(1)
         self.model: Any = nn.Sequential(Recurrent(), nn.Linear(4, 2))
         if self.stack != "deepspeed":  # an engine divides what is trained from the beginning on
@@ -244,6 +248,8 @@ class Keeping(dl.Runner):
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         step = self.state.train.global_step + 1
+        if step == self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         for name, (_, change) in CASES.items():
             setattr(self, name, change(self, getattr(self, name), step))
         self.api_token += "t"
@@ -354,6 +360,13 @@ def test_a_resumed_run_has_what_the_uninterrupted_one_has(layout: str, tmp_path:
         tokens = [found["left out"][0].count("t") for found in (whole, parts)]
         assert tokens[0] - 1 == 3 * (tokens[1] - 1) and whole["left out"][1] == "here" + "/x" * (tokens[0] - 1)
         assert (whole["left out"][2], parts["left out"][2]) == (1, 2)
+
+
+def test_a_killed_run_goes_on_with_the_attributes_of_its_last_save(tmp_path: Path) -> None:
+    (killed,) = run_outcomes(keep, "ddp", str(tmp_path / "parts"), dies_at=7, world_size=1, timeout=120)
+    assert killed.exit_code == -signal.SIGKILL
+    whole, parts = keep("ddp", str(tmp_path / "whole")), _rest("ddp", str(tmp_path))
+    assert [what for what in WHAT if parts[what] != whole[what]] == []
 
 
 def _refused(stack: str, root: str) -> str:

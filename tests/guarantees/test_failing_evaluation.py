@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_outcomes, run_processes
+from support.saves import make_manager
 from support.stacks import needs_deepspeed, zero
 from support.toys import NoisyPoints, TracingRunner, differences, whole_state
 from support.toys import settings as toy_settings
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import danling as dl
 from danling.checkpoints import storage
+from danling.training import run_state
 from danling.utils.tensors import local_part
 
 MODES: dict[str, dict[str, Any]] = {"epochs": {"epochs": 3}, "steps": {"steps": 12, "evaluate_interval": 4}}
@@ -89,6 +92,27 @@ def test_the_trial_leaves_no_trace(mode: str, runner_class: Any, tmp_path: Path)
             runner.train()
             ends.append((whole_state(runner), runner.trace, runner.results, runner.id))
     assert not differences(ends[0], ends[1])
+
+
+def test_a_figure_that_one_batch_does_not_define_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Perplexing(TracingRunner):
+        def summarize(self, split: str, totals: Any) -> dict[str, float]:
+            if totals.totals()["loss"][1] < 7:
+                raise ValueError("only one class")
+            return super().summarize(split, totals)
+
+    with caplog.at_level(logging.WARNING, logger="danling"), Perplexing(settings(tmp_path / "run", "epochs")) as runner:
+        assert len(runner.train()) == 3
+    (said,) = [message for message in caplog.messages if "Of one batch" in message]
+    assert "only one class" in said
+
+
+def test_a_source_whose_batches_are_given_once_is_not_tried(tmp_path: Path) -> None:
+    batches = [{"input": torch.randn(4, 6), "target": torch.zeros(4).long(), "index": torch.arange(4)}]
+    with TracingRunner(settings(tmp_path / "run", "epochs", epochs=1)) as runner:
+        runner.datasets.pop("val")
+        runner.dataloaders["val"] = iter(batches)
+        assert set(runner.train()[1]["val"]) == {"loss", "acc"}
 
 
 class Killed(BaseException):
@@ -194,6 +218,16 @@ def test_what_was_trained_is_saved_and_goes_on_bitwise(
     assert rest["results"] == whole["results"]
 
 
+def test_a_run_that_may_not_write_fails_with_the_error_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("failure", "on_rank", "where"):
+        monkeypatch.setattr(Failing, name, getattr(Failing, name))
+    with pytest.raises(ValueError, match="in an evaluation"):
+        failing(str(tmp_path), "epochs", ValueError, 0, "step", {"checkpoint.load_only": True})
+    assert not list(tmp_path.rglob("*.pth"))
+
+
 def test_the_best_stays_the_best_when_a_later_evaluation_fails(tmp_path: Path) -> None:
     class Falling(TracingRunner):
         def evaluate_step(self, data: Any) -> Any:
@@ -259,3 +293,20 @@ def test_one_rank_fails_while_the_others_wait_for_it(
     for rank in range(2):
         assert not differences(rest[rank]["state"], whole[rank]["state"])
         assert rest[rank]["results"] == whole[rank]["results"]
+
+
+def failing_without_a_save_before(root: str) -> None:
+    """Fail on both ranks and go on, then fail on one of them."""
+    more = {**DCP, **NOT_DUE, "checkpoint.before_evaluation": False}
+    with pytest.raises(RuntimeError, match="in an evaluation"):
+        failing(f"{root}/all", "epochs", RuntimeError, None, "step", more)
+    assert resumed(f"{root}/all", "epochs", more)["from"] == 4
+    run_state._PATIENCE_SECONDS = 0.5
+    failing(f"{root}/one", "epochs", RuntimeError, 1, "step", more)
+
+
+def test_without_a_save_before_an_evaluation_it_is_saved_where_all_ranks_fail(tmp_path: Path) -> None:
+    ends = run_outcomes(failing_without_a_save_before, str(tmp_path), world_size=2, grace=10.0)
+    assert any("in an evaluation" in str(end.error) for end in ends)
+    found = make_manager("dcp", tmp_path / "elsewhere").load_checkpoint(tmp_path / "one" / "checkpoints" / "latest")
+    assert found["state"]["train"]["global_step"] == 2

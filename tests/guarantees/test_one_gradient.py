@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.language import NextTokens, OwnTokens, TinyForCausalLM, TinyForMaskedLM, UntoldTokens, encode, sentences
 from support.processes import run_processes
-from support.toys import KeepsGradients
+from support.toys import KeepsGradients, settings
 from torch import Tensor, nn
 
 import danling as dl
@@ -210,3 +210,33 @@ def test_labels_that_may_be_shifted_are_refused_where_the_weight_matters(
 
 def test_where_the_weight_does_not_matter_nothing_need_be_said(tmp_path: Path) -> None:
     assert first_gradient(Untold, tmp_path, None, 16, 1)[0].abs().sum() > 0
+
+
+class OwnNames(dl.TorchRunner):
+    """A mapping by names of the user's, and a criterion that leaves some targets out."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Linear(2, 3), nn.CrossEntropyLoss()
+        self.datasets = {"train": [{"points": torch.ones(2), "kinds": index % 3} for index in range(8)]}
+
+    def train_step(self, data: Any) -> Any:
+        loss = self.criterion(self.model(data["points"]), data["kinds"])
+        self.backward(loss)
+        return None, loss
+
+
+class OwnWeights(OwnNames):
+    def batch_weight(self, data: Any, target: Any) -> float:
+        return float((data["kinds"] != -100).sum())
+
+
+@pytest.mark.parametrize("runner_class", [OwnNames, OwnWeights])
+def test_a_criterion_that_ignores_targets_and_finds_none_is_warned_of_once(
+    runner_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with runner_class(settings(tmp_path, epochs=2, dataloader={"batch_size": 2})) as runner:
+        runner.train()
+    said = [message for message in caplog.messages if "Expected a target in each batch" in message]
+    assert len(said) == (runner_class is OwnNames)
+    assert all("'kinds': int64" in message and "batch_weight" in message for message in said)

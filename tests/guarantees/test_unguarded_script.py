@@ -137,3 +137,11 @@ def test_a_writer_heeds_no_signals_is_replaced_when_it_dies_and_ends_with_its_ma
     assert len(list((tmp_path / "checkpoints" / "targets").iterdir())) == 2
     manager.close()
     assert gone(second, 0.1)
+
+
+def test_a_python_that_cannot_be_started_is_refused_at_construction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "")
+    with pytest.raises(ValueError, match="Set checkpoint.async_mode='async'"):
+        make_manager("dcp", tmp_path, mode="async_with_pinned_mem")

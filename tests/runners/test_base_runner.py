@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import run_processes
 from torch.utils.data import TensorDataset
 
 import danling as dl
@@ -17,9 +18,9 @@ from danling.reporting import read_jsonl
 
 
 class LeastSquares(dl.BaseRunner):
-    def __init__(self, config: Any, *, signal_at: int | None = None) -> None:
+    def __init__(self, config: Any, *, signal_at: int | None = None, fails_at: int | None = None) -> None:
         super().__init__(config)
-        self.signal_at = signal_at
+        self.signal_at, self.fails_at = signal_at, fails_at
         inputs = torch.randn(22, 3)
         self.datasets = {"train": TensorDataset(inputs, inputs.sum(1))}
         self.weights = torch.zeros(3)
@@ -45,6 +46,8 @@ class LeastSquares(dl.BaseRunner):
                     self.log_figures({"train/loss": error.square().mean().item()})
                     if state.global_step == self.signal_at and self.rank == self.world_size - 1:
                         signal.raise_signal(signal.SIGTERM)
+                    if state.global_step == self.fails_at:
+                        raise RuntimeError("no further")
                     if self.boundary():
                         return
                 source.finish_pass()
@@ -91,6 +94,33 @@ def test_a_run_that_a_signal_ended_goes_on_bitwise(signal_at: int, tmp_path: Pat
     assert steps == list(range(1, 19))
 
 
+def test_a_failure_saves_nothing_and_the_last_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no further"), LeastSquares(settings(tmp_path), fails_at=8) as runner:
+        runner.train()
+    with LeastSquares(settings(tmp_path, auto_resume=True)) as runner:
+        assert runner.train_state.global_step == 6
+
+
+def trained(root: Path) -> list[tuple[int, list[float]]]:
+    """Train whole, to a signal on the last rank, and on from there."""
+    ends = []
+    runs = {"whole": {}, "signalled": {"signal_at": 4}, "resumed": {}}
+    for name, options in runs.items():
+        place = root / ("whole" if name == "whole" else "parts")
+        with LeastSquares(settings(place, auto_resume=name == "resumed"), **options) as runner:
+            try:
+                runner.train()
+            except SystemExit as ended:
+                assert (name, ended.code) == ("signalled", 143)
+            ends.append((runner.train_state.global_step, runner.weights.tolist()))
+    return ends
+
+
+def test_a_signal_on_one_rank_stops_all_of_them(tmp_path: Path) -> None:
+    for whole, signalled, resumed in run_processes(trained, tmp_path, world_size=2):
+        assert signalled[0] == 4 and resumed == whole
+
+
 def test_a_payload_is_loaded_as_a_file_is(tmp_path: Path) -> None:
     with LeastSquares(settings(tmp_path / "a", epochs=1)) as runner:
         runner.train()
@@ -100,3 +130,20 @@ def test_a_payload_is_loaded_as_a_file_is(tmp_path: Path) -> None:
         assert runner.train_state.epoch == 1 and torch.equal(runner.weights, payload["model"]["weights"])
         with pytest.raises(CheckpointMismatch, match=r"with the entries 'runner' and 'state'"):
             runner.load_checkpoint({"weights": runner.weights})
+
+
+class Wrapping(LeastSquares):
+    """Wraps its weights, as another stack does with a model."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = {"module": self.weights}
+
+    def unwrap(self, model: Any) -> Any:
+        return model["module"] if isinstance(model, dict) else model
+
+
+def test_another_stack_leaves_the_users_model(tmp_path: Path) -> None:
+    with Wrapping(settings(tmp_path)) as runner:
+        assert isinstance(runner.model, dict)
+    assert runner.model is runner.weights

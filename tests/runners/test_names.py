@@ -99,6 +99,17 @@ def test_what_the_contract_lets_users_set_stays(tmp_path: Path) -> None:
         assert (runner.lr, runner.width, runner.rate) == (0.1, 3, 3)
 
 
+@pytest.mark.parametrize("name", ["model", "ema", "criterion", "optimizer", "scheduler", "metrics"])
+def test_a_property_may_stand_for_a_component(name: str, tmp_path: Path) -> None:
+    def write(self: Any, value: Any) -> None:
+        self.kept_component = value
+
+    kept = type("Kept", (Named,), {name: property(lambda self: self.kept_component, write)})
+    with Named(settings(tmp_path / "plain")) as plain, kept(settings(tmp_path / "kept")) as runner:
+        assert type(getattr(runner, name)) is type(getattr(plain, name))
+        assert runner.train() == plain.train()
+
+
 def test_a_name_that_is_missing_is_an_error_as_ever_also_inside_of_a_property(tmp_path: Path) -> None:
     class Wrong(Named):
         @property

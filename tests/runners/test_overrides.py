@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import danling as dl
+from danling.runners import RunnerState
 
 
 class OwnLoss(Line):
@@ -280,6 +281,69 @@ def test_weights_that_an_override_adds_come_back(stack: str, tmp_path: Path) -> 
         runner.train()
     with Adding(settings(tmp_path, steps=2, stack=stack, auto_resume=True)) as runner:
         assert runner.table.tolist() == [7.0, 7.0, 7.0]
+
+
+def test_accumulation_that_changes_in_a_pass(tmp_path: Path) -> None:
+    windows: list[float] = []
+
+    class Changing(Line):
+        def step(self) -> Any:
+            if self.state.train.global_step == 1:
+                self.config.accum_steps = 2
+            outcome = super().step()
+            windows.append(outcome.weight)
+            return outcome
+
+    with Changing(settings(tmp_path, epochs=1)) as runner:
+        runner.train()
+    assert windows == [4, 4, 8]
+
+
+class Noting(RunnerState):
+    noted = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "noted": self.noted}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.noted = state["noted"]
+
+
+class Partly(Line):
+    """Has a state of another class, and names some components only."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.state = Noting(self.state.train, self.state.elastic, self.state.rng)
+
+    def component_states(self) -> dict[str, Any]:
+        return {"model": self.model_state_dict(), "optimizer": self.optimizer_state_dict()}
+
+
+def test_another_state_comes_back_and_components_that_an_override_leaves_out_are_saved(tmp_path: Path) -> None:
+    config = settings(tmp_path, ema={"enabled": True}, scheduler={"type": "cosine"})
+    with Partly({**config, "steps": 1}) as runner:
+        runner.state.noted = 7
+        runner.train()
+        assert {"model", "optimizer", "ema", "scheduler"} <= runner.read_checkpoint("latest").keys()
+    with Partly({**config, "steps": 2, "auto_resume": True}) as runner:
+        assert (runner.state.noted, runner.state.train.global_step) == (7, 1)
+
+
+def test_a_checkpoint_that_was_asked_for_survives_a_boundary_by_hand(tmp_path: Path) -> None:
+    saved: list[int] = []
+
+    class Saving(Line):
+        def save_checkpoint(self, **how: Any) -> None:
+            saved.append(self.state.train.global_step)
+            super().save_checkpoint(**how)
+
+    with Saving(settings(tmp_path, epochs=3)) as runner:
+        runner.request_checkpoint()
+        assert not runner.boundary()
+        runner.train_epoch()
+        assert saved and saved[0] == 1
 
 
 def own_loader(root: str) -> None:

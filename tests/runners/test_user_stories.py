@@ -109,6 +109,32 @@ def test_what_init_draws_is_drawn_again_when_the_run_goes_on(tmp_path: Path) -> 
         assert runner.seed != first[0]
 
 
+class Ignoring(dl.TorchRunner):
+    """The second batch has no target that counts."""
+
+    not_saved = ("reasons",)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Linear(3, 4), nn.CrossEntropyLoss()
+        targets = torch.tensor([1, 2, -100, -100, 3, 0, 1, 1])
+        self.datasets = {"train": TensorDataset(torch.randn(8, 3), targets)}
+        self.reasons: list[str | None] = []
+
+    def step(self) -> Any:
+        outcome = super().step()
+        self.reasons.append(outcome.reason)
+        return outcome
+
+
+def test_a_window_without_targets_is_left_out_under_fp16_too(tmp_path: Path) -> None:
+    loader = {"batch_size": 2, "shuffle": False}
+    with Ignoring(settings(tmp_path, steps=3, precision="fp16", dataloader=loader)) as runner:
+        runner.train()
+        assert runner.reasons == [None, "weightless", None, None]
+        assert runner.precision.scaler is not None and runner.precision.scaler.get_scale() == 2.0**16
+
+
 def test_a_schedule_by_epoch_advances_in_step_mode(tmp_path: Path) -> None:
     scheduler = {"type": "steplr", "step_size": 1, "gamma": 0.5, "interval": "epoch"}
     with Story(settings(tmp_path, steps=9, scheduler=scheduler)) as runner:

@@ -234,6 +234,20 @@ def test_a_batch_is_evaluated_and_predicted_as_in_a_whole_evaluation(tmp_path: P
         assert runner.model.training and runner.mode == "train" and torch.equal(torch.get_rng_state(), state)
 
 
+class OwnEvaluation(Toy):
+    def evaluate_step(self, data: Any) -> Any:
+        return (self.mode, self.model.training, torch.is_grad_enabled()), None
+
+    def infer_step(self, data: Any) -> Any:
+        return self.mode, self.model.training, torch.is_grad_enabled()
+
+
+def test_overrides_are_called_in_the_same_surroundings(tmp_path: Path) -> None:
+    with OwnEvaluation(settings(tmp_path)) as runner:
+        assert runner.evaluate_step([])[0] == ("evaluate", False, False)
+        assert runner.infer_step([]) == ("infer", False, False)
+
+
 def test_data_that_is_added_after_construction_is_trained_on_and_evaluated(tmp_path: Path) -> None:
     with Toy(settings(tmp_path)) as runner:
         runner.dataloaders["train_more"] = DataLoader(points(9), batch_size=3)

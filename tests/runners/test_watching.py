@@ -144,6 +144,21 @@ def test_a_tracker_of_ones_own_gets_every_figure_in_every_training() -> None:
     assert notes.calls.count("close") == 1 and notes.calls[-1] == "close"
 
 
+class Failing(Line):
+    def optimizer_step(self) -> None:
+        if self.train_state.global_step == 2:
+            raise RuntimeError("no further")
+        super().optimizer_step()
+
+
+def test_a_tracker_is_flushed_and_closed_after_a_failure() -> None:
+    notes = Notes()
+    with pytest.raises(RuntimeError, match="no further"), Failing({**CONFIG, "log_interval": 1}) as runner:
+        runner.add_tracker(notes)
+        runner.train()
+    assert len(notes.lines) == 2 and notes.calls[-2:] == ["flush", "close"]
+
+
 def test_what_is_no_tracker_or_there_already_is_refused() -> None:
     with Line(CONFIG) as runner:
         with pytest.raises(TypeError, match=r"without log, flush, close"):
@@ -200,6 +215,18 @@ def test_the_heartbeat_begins_before_the_model_is_built_and_counts_the_last_epoc
         runner.train()
     last = beat_of("run")
     assert (last["status"], last["global_step"], last["epoch"]) == ("stopped", 8, 2)
+
+
+class Moving(Line):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.config.dir = "other"
+
+
+def test_the_heartbeat_follows_the_directory() -> None:
+    with Moving({**CONFIG, "heartbeat": {"enabled": True}}):
+        assert beat_of("other")["status"] == "running"
+    assert beat_of("run")["status"] == "stopped"
 
 
 class Diverged(Line):
