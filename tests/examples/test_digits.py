@@ -1,4 +1,4 @@
-"""The example of the digits: as a program, on one process and on two."""
+"""The example of the digits as a program; README, which is run, has it on two processes."""
 
 from __future__ import annotations
 
