@@ -47,6 +47,23 @@ def sampler_of(loader: Any) -> Any:
     return sampler
 
 
+def batch_samplers() -> tuple[Any, ...]:
+    """Return the batch samplers of torch and torchdata."""
+    return (BatchSampler, *of_torchdata("BatchSampler", "torchdata.stateful_dataloader.sampler"))
+
+
+def divides_evenly(loader: Any) -> bool:
+    """Return whether every rank is known to get as many batches of a loader: those of a user's class may be of any number."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if batches is None else batches
+    if type(sampler) in batch_samplers():
+        sampler = sampler.sampler
+    return type(sampler) in (
+        DistributedSampler,
+        *of_torchdata("StatefulDistributedSampler", "torchdata.stateful_dataloader.sampler"),
+    )
+
+
 class SampledBatches(Sampler[BatchKey]):
     """Keys of the batches of one rank in the order of a sampler, from any position of any pass on.
 
@@ -112,7 +129,7 @@ class SampledBatches(Sampler[BatchKey]):
 
     def is_even(self) -> bool:
         """Return whether every rank is known to get the same number of batches."""
-        return self.world_size == 1 or isinstance(sampler_of(self), DistributedSampler)
+        return self.world_size == 1 or divides_evenly(self)
 
     def batches(self, data: Iterable[Any]) -> Iterator[Batch]:
         """Return the batches of this rank from the position on, with their data."""
@@ -235,8 +252,7 @@ class _Drawn:
         self._chunks = 0
         sampler = batches.sampler
         # Of a sampler that draws an order for one rank; one of which each rank takes a part draws alike on all.
-        known = (BatchSampler, *of_torchdata("BatchSampler", "torchdata.stateful_dataloader.sampler"))
-        inner = sampler.sampler if type(sampler) in known else sampler
+        inner = sampler.sampler if type(sampler) in batch_samplers() else sampler
         apart = (batches.rank,) if type(inner) in (RandomSampler, WeightedRandomSampler, SubsetRandomSampler) else ()
         self._order_seed = derive_seed(batches.seed, "order", batches.split, batches.epoch, *apart)
         self._generators = Generators({"sampler": sampler})

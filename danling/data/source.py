@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from .dataset_state import get_states, is_stateful, set_states, stateful_parts
 from .loader import PLACEHOLDER, KeyedLoader, StreamLoader
 from .randomness import Generators, derive_seed, mix_seed
-from .sampled import keyed_twin, of_torchdata, sampler_of
+from .sampled import divides_evenly, keyed_twin, of_torchdata, sampler_of
 from .sampler import Batch, Share
 from .workers import end_with_process, kept_from_group_signals, shut_down_workers
 
@@ -304,7 +304,7 @@ class LiveLoader:
 
     def is_even(self) -> bool:
         """Return whether every rank is known to get the same number of batches."""
-        return self.world_size == 1 or isinstance(sampler_of(self.loader), DistributedSampler)
+        return self.world_size == 1 or divides_evenly(self.loader)
 
     def remaining_batches(self) -> int | None:
         """Return the batches from the position to the end of the pass, `None` if unknown."""

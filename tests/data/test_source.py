@@ -181,10 +181,26 @@ def test_lengths_and_evenness() -> None:
     assert source_of([1, 2]).remaining_batches() == 2
     assert source_of(stateful_loader(Stream(4))).remaining_batches() is None
     assert source_of([1], world_size=1).even and not source_of([1], world_size=2).even
-    assert source_of(TorchDataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=1)), world_size=2).even
     assert not source_of(TorchDataLoader(data), world_size=2).even
     with pytest.raises(ValueError, match=r"split 'train' to be iterable\. Received: loader=3 \(int\)"):
         source_of(3)
+
+
+class Bucketed(BatchSampler):
+    """A batch sampler of the user's, whose batches may be of another number on each rank."""
+
+
+class Loader(TorchDataLoader[Any]):
+    """A loader of the user's."""
+
+
+@pytest.mark.parametrize("kind", ["built", TorchDataLoader, Loader])
+def test_ranks_are_known_to_end_together_only_where_nothing_of_the_users_divides(kind: Any) -> None:
+    data = Augmented(LENGTH)
+    divided = DistributedSampler(data, num_replicas=2, rank=1)
+    for batches, even in ((BatchSampler(divided, 4, False), True), (Bucketed(divided, 4, False), False)):
+        own = source_over(data, 1, 2, batch_sampler=batches) if kind == "built" else kind(data, batch_sampler=batches)
+        assert (own if kind == "built" else source_of(own, rank=1, world_size=2)).even == even
 
 
 def test_batches_out_of_order_are_named(caplog: pytest.LogCaptureFixture) -> None:
