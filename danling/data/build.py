@@ -80,6 +80,14 @@ def build_dataloader(
             f"Expected micro-batches of a number of samples for split {split!r} with gradient_sum='canonical'. Received: a TokenBudget, "
             "whose batches have any number. Pack the documents with dl.data.Packed, or set gradient_sum='fast'."
         )
+    for name in ("batch_size", *sorted(SIZES)):
+        size = settings.get(name)
+        is_open = size is None or (name == "micro_batch_size" and size == AUTO)
+        if not is_open and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(
+                f"Expected dataloader.{name} of split {split!r} to be a positive integer. Received: {name}={size!r} "
+                f"({type(size).__name__})."
+            )
     # Where updates have one size at any number of processes, so have the samples.
     keyed = settings.get("keyed") or ("batch" if settings.get("global_batch_size") is None else "sample")
     given, division = divide_updates(
@@ -185,6 +193,13 @@ def divide_updates(
         ValueError: If the settings contradict one another, or there are more ranks than samples.
     """
     samples, held = settings.get("global_batch_size"), settings.get("micro_batch_size")
+    if (
+        train and samples is not None and settings.get("batch_size") is not None
+    ):  # a program may set them in its constructor
+        raise ValueError(
+            f"Expected dataloader.batch_size or dataloader.global_batch_size, not both. Received: batch_size={settings['batch_size']!r}, "
+            f"global_batch_size={samples!r} for split {split!r}. Set one of them to none."
+        )
     most = held if isinstance(held, int) else None
     loading = {name: value for name, value in settings.items() if name not in OWN}
     division: Division

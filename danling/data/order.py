@@ -145,15 +145,16 @@ def length_of(dataset: Any, name: str) -> int:
     Raises:
         ValueError: If it is no map-style dataset, or empty.
     """
+    cause: TypeError | None = None
     try:
         length = len(dataset)
-    except TypeError:
-        length = -1
+    except TypeError as error:  # also one of the dataset's own
+        length, cause = -1, error
     if length < 0 or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise ValueError(
             f"Expected {name} to be a map-style dataset, with __len__ and __getitem__. Received: {type(dataset).__name__}. Define them. "
             "A stream is an IterableDataset in `self.datasets`; a loader of your own goes into `self.dataloaders`."
-        )
+        ) from cause
     if not length:
         raise ValueError(
             f"Expected {name} to have samples. Received: an empty dataset ({type(dataset).__name__} of length 0). Check the path or the "

@@ -50,6 +50,32 @@ def test_a_split_without_workers_is_not_asked_about_them() -> None:
         build(range(4), merge_settings(common, {"num_workers": 0, "persistent_workers": True}))
 
 
+class Unsized(list[int]):
+    def __len__(self) -> int:
+        return len(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "settings", "message"),
+    [
+        (range(4), {"batch_size": 0}, r"positive integer\. Received: batch_size=0 \(int\)"),
+        (range(4), {"global_batch_size": "4"}, r"positive integer\. Received: global_batch_size='4' \(str\)"),
+        (
+            range(4),
+            {"global_batch_size": 4, "batch_size": 2},
+            r"not both\. Received: batch_size=2, global_batch_size=4",
+        ),
+        (range(4), {"num_workers": 2, "in_order": False}, "in_order=True for split 'train'"),
+        (range(4), {"generator": torch.Generator()}, r"no dataloader\.generator for split 'train'"),
+        (Unsized(), {}, "split 'train' to be a map-style dataset"),
+    ],
+)
+def test_bad_datasets_and_settings_are_refused(dataset: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        build(dataset, settings)
+    assert "NoneType" in str(refused.value.__cause__) or not isinstance(dataset, Unsized)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
