@@ -554,3 +554,27 @@ def test_a_compiled_model_trains_as_an_eager_one(axes: dict[str, int], tmp_path:
     (one,) = run_processes(train, settings(tmp_path / "one", None), {}, world_size=1, timeout=60)
     config = settings(tmp_path / "mesh", axes, compile={"enable": True, "backend": "aot_eager"})
     check_equal(one, run_processes(train, config, {}, world_size=2, timeout=90))
+
+
+class SingleRunner(PlainRunner):
+    """Trains in float32 under autocast."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model.float()
+
+    def to_device(self, data: Any) -> Any:
+        data = super().to_device(data)
+        return (data[0].float(), data[1]) if isinstance(data, (tuple, list)) else data
+
+
+def single(config: Mapping[str, Any]) -> float:
+    with SingleRunner(config) as runner:
+        return float(runner.train()[4]["train"]["loss"])
+
+
+def test_autocast_passes_between_stages(tmp_path: Path) -> None:
+    one = single(settings(tmp_path / "one", None, precision="bf16"))
+    ranks = run_processes(single, settings(tmp_path / "mesh", PIPELINE, precision="bf16"), world_size=2, timeout=60)
+    assert ranks == pytest.approx([one, one], abs=2e-2)
+    assert one == pytest.approx(1.0, abs=0.3)
