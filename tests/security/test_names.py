@@ -25,6 +25,7 @@ FUNCTIONS = {
     "checkpoints/dcp": [
         "HashingFileSystem.create_stream",
         "HashingFileSystem.rename",
+        "TargetWriter._take_over",
         "TargetWriter.finish",
     ],
     "checkpoints/exchange": ["_put", "_read_safetensors", "_write_safetensors", "export_weights", "write_description"],
