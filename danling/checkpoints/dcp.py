@@ -173,6 +173,10 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
                 rank, size = self.domain.rank, self.domain.size
                 if not all(self._exchange(self._process.is_ready)):
                     self._meetings += 1
+                    # One that dies as it starts is told on all ranks: the others would wait for it.
+                    problems = [problem for problem in self._exchange(self._process.renew()) if problem is not None]
+                    if problems:
+                        raise CheckpointError(problems[0])
                     self._process.join(self._meeting, self._meetings, rank=rank, size=size)
                 # The copy is in shared memory, so that the process takes it over without another one.
                 self._process.write(partial(save_target, alone=size == 1), payload, writer)

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,19 @@ class WriterProcess:
         """Whether it lives and is in a group with those of the other ranks."""
         return self._joined and self._process.poll() is None
 
+    def renew(self) -> str | None:
+        """Wait until it can join a group, another one if it has died or its last group has lost one, and return what went wrong."""
+        try:
+            if self._joined or self._process.poll() is not None:
+                self.end()
+                self.start()
+            self._ask(make_ready)
+        except (CheckpointError, OSError) as error:
+            return str(error)
+        return None
+
     def join(self, address: Address | None, group: int, *, rank: int, size: int) -> None:
-        """Form a group with the processes of all other ranks; one whose last group has lost one is replaced. One rank has no address."""
-        if self._joined or self._process.poll() is not None:
-            self.end()
-            self.start()
+        """Form a group with the processes of all other ranks, after `renew`. One rank has no address."""
         if address is not None:
             self._ask(join_group, address, group, rank, size)
         self._joined = True
@@ -162,6 +171,11 @@ def _answer(action: Callable[..., None], *arguments: Any) -> BaseException | Non
             return CheckpointError(f"{type(error).__name__}: {error}")
         return error
     return None
+
+
+def make_ready() -> None:
+    """Import what a save needs, which takes seconds."""
+    import_module("danling.checkpoints.dcp")
 
 
 def join_group(address: Address, group: int, rank: int, size: int) -> None:

@@ -507,6 +507,15 @@ def test_tied_tensors_stay_tied_and_slices_stay_small() -> None:
     assert host["whole"].data_ptr() == weight.data_ptr()
 
 
+def test_memory_is_used_again_only_when_it_is_free() -> None:
+    buffers, state = SnapshotBuffers(), {"a": torch.zeros(8), "b": torch.zeros(8)}
+    (first, release), (second, _) = buffers.copy(state), buffers.copy(state)
+    addresses = {tensor.data_ptr() for tensor in first.values()}
+    assert not addresses & {tensor.data_ptr() for tensor in second.values()}
+    release()
+    assert addresses == {tensor.data_ptr() for tensor in buffers.copy(state)[0].values()}
+
+
 def test_other_types_are_made_plain_or_refused_by_name() -> None:
     class Color(enum.IntEnum):
         RED = 2

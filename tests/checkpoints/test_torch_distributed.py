@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -351,6 +353,30 @@ def _fail_on_one_rank(directory: Path, mode: str) -> list[str]:
 def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path, mode: str) -> None:
     seen = run_processes(_fail_on_one_rank, tmp_path, mode, world_size=2, init_process_group=True)
     assert seen == [[True, 1, 3]] * 2
+
+
+def _lose_a_starting_process(directory: Path, victim: int) -> list[str]:
+    manager = _manager(directory, async_mode="async_with_pinned_mem")
+    process: Any = manager._process
+    if manager.domain.rank == victim:
+        process._ask = lambda *_: (os.kill(process.pid, signal.SIGKILL), type(process)._ask(process, *_))
+    seen = []
+    for step in (1, 2):
+        try:
+            _save(manager, step)
+            manager.wait()
+            seen.append(str(_step(manager, "latest")))
+        except CheckpointError as error:
+            seen.append("ended by SIGKILL" if "ended by SIGKILL" in str(error) else str(error))
+        vars(process).pop("_ask", None)
+    manager.close()
+    return seen
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_dies_as_it_starts_is_told_on_all_ranks(tmp_path: Path, victim: int) -> None:
+    seen = run_processes(_lose_a_starting_process, tmp_path, victim, world_size=2, init_process_group=True)
+    assert seen == [["ended by SIGKILL", "2"]] * 2
 
 
 def _many_saves(directory: Path) -> list[int]:
