@@ -204,7 +204,7 @@ def test_one_warning_names_the_rank_that_the_others_wait_for(where: str, rank: i
     step = AT + (where == "data")
     assert [file.name for file in files] == [f"step-{step:012d}-rank-{number:05d}.txt" for number in range(4)]
     inside = files[rank].read_text()
-    assert "until_said" in inside and ("in waiting" in inside) == (where == "data")
+    assert "until_said" in inside and ("in __getitem__" in inside) == (where == "data")
     assert "loss.backward()" in files[1].read_text()
 
 
