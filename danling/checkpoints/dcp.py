@@ -158,7 +158,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         copied, release = self.on_all(lambda: self._buffers.copy(payload))
         self._executor.submit(partial(self._write, copied, record, names, ahead), reliable=True, release=release)
 
-    def _write(self, payload: dict[str, Any], record: Record, names: list[str], ahead: bool) -> None:
+    def _write(self, payload: dict[str, object], record: Record, names: list[str], ahead: bool) -> None:
         """Write a target together with the other ranks; then, on rank 0, let the names lead to it and prune."""
         # Another process may have another working directory by then.
         path, before = self.store.path(record.name).absolute(), self._ahead
@@ -194,7 +194,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         self._publish(record, names, payload, own, put_off=put_off)
         self._follow(record.sequence, self._exchange)
 
-    def _unchanged(self, payload: dict[str, Any], before: SavedAhead) -> frozenset[str]:
+    def _unchanged(self, payload: dict[str, object], before: SavedAhead) -> frozenset[str]:
         """Return the tensors that the last save has written and that are unchanged on every rank."""
         target, earlier = self.store.path(before.target), before.sums
         try:
@@ -359,7 +359,7 @@ class SavePlanner(DefaultSavePlanner):
         self.left_out = left_out
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, object], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         self.state_dict, self.mappings = flatten(state_dict)
         for name in self.left_out & self.state_dict.keys():
@@ -368,7 +368,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def save_target(
-    payload: dict[str, Any], writer: TargetWriter, *, group: dist.ProcessGroup | None = None, alone: bool = False
+    payload: dict[str, object], writer: TargetWriter, *, group: dist.ProcessGroup | None = None, alone: bool = False
 ) -> None:
     """Write a target. Call on all ranks of the group."""
     with quiet():

@@ -581,7 +581,7 @@ class CheckpointDirectory:
 
     # Object stores
 
-    def look_in(self, sources: Callable[[], Any], *, own: bool) -> None:
+    def look_in(self, sources: Callable[[], object], *, own: bool) -> None:
         """Look for checkpoints in object stores as well, after the run's own directory."""
         self._open_sources = sources
         if own:

@@ -137,7 +137,7 @@ def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, T
     return _canonical(found)
 
 
-def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
+def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, object]) -> dict[str, Tensor]:
     """Return the weights of a checkpoint of this library, or of what another program wrote. Call on all ranks.
 
     Args:

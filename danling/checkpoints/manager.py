@@ -333,7 +333,7 @@ class CheckpointManager(ABC):
         run_id: str,
         settings: CheckpointSettings,
         step_mode: bool,
-        compare: Callable[[Mapping[str, Any]], list[str]] | None = None,
+        compare: Callable[[Mapping[str, object]], list[str]] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.domain = domain
@@ -646,7 +646,7 @@ class FileCheckpointManager(CheckpointManager):
             self._write(to_host(payload), records)
         return True
 
-    def _write(self, payload: dict[str, Any], records: list[Record]) -> None:
+    def _write(self, payload: dict[str, object], records: list[Record]) -> None:
         self.store.write(lambda writer: torch.save(payload, writer), records)  # type: ignore[arg-type]
         names = [record.name for record in records]
         self._mirrored(records[0], names, put_off=False)
@@ -680,7 +680,7 @@ class CollectiveCheckpointManager(CheckpointManager):
         record = self._open_save(["latest"], needed=needed, epoch=epoch, global_step=global_step)[0]
         return replace(record, name=new_target(record.sequence))
 
-    def _is_mirror_behind(self, exchange: Callable[[object], list[Any]]) -> bool:
+    def _is_mirror_behind(self, exchange: Callable[[object], list[object]]) -> bool:
         """Whether a save waits to be copied on any rank: they are to copy the same saves. Called on all ranks."""
         return self.mirror is not None and self.domain.size > 1 and any(exchange(self.mirror.is_behind))
 

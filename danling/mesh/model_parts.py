@@ -28,7 +28,7 @@ class ModelParts(nn.Module):
         self.answer: Callable[..., Any] | None = None
         """What a step that runs now gets from its call of the model."""
 
-    def inputs_of(self, step: Callable[[Any], Any], data: object) -> tuple[Any, ...]:
+    def inputs_of(self, step: Callable[[object], object], data: object) -> tuple[Any, ...]:
         """Return what a step calls the model with; the step is left there."""
         with self._answering(_leave):
             try:
@@ -46,7 +46,7 @@ class ModelParts(nn.Module):
             "tensors of the batch, or train on another axis than `pipeline`."
         )
 
-    def output_is(self, step: Callable[[Any], Any], data: object, output: object) -> Any:
+    def output_is(self, step: Callable[[object], object], data: object, output: object) -> Any:
         """Run a step whose call of the model returns `output`, and return what the step returns."""
         calls = 0
 
@@ -65,7 +65,7 @@ class ModelParts(nn.Module):
         return returned
 
     @contextmanager
-    def _answering(self, answer: Callable[..., Any]) -> Iterator[None]:
+    def _answering(self, answer: Callable[..., object]) -> Iterator[None]:
         self.answer = answer
         try:
             yield
@@ -107,7 +107,7 @@ class ModelParts(nn.Module):
 class _ModelCalled(BaseException):
     """Leaves a step at its call of the model. No `Exception`: a step may catch those."""
 
-    def __init__(self, arguments: tuple[Any, ...], keywords: tuple[str, ...]) -> None:
+    def __init__(self, arguments: tuple[object, ...], keywords: tuple[str, ...]) -> None:
         self.arguments, self.keywords = arguments, keywords
 
 

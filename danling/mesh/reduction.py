@@ -211,7 +211,7 @@ class CanonicalReduceScatter(ReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: object,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Exchange a micro-batch of each rank. Called on all ranks of the group."""

@@ -28,7 +28,7 @@ _OTHER_NAMES = {"learning_rate": "lr", "base_lr": "lr", "wd": "weight_decay", "a
 class Registry:
     """Builders by name; case, `-` and `_` do not matter."""
 
-    def __init__(self, kind: str, known: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(self, kind: str, known: Mapping[str, Callable[..., object]]) -> None:
         self.kind = kind
         self._known = {_key(name): (name, builder) for name, builder in known.items()}
 

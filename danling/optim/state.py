@@ -85,7 +85,7 @@ _OPTIONS_OF_TORCH = frozenset(
 
 
 def check_kind(
-    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], stored_groups: Iterable[Mapping[str, Any]]
+    optimizer: Optimizer, groups: Sequence[Mapping[str, object]], stored_groups: Iterable[Mapping[str, object]]
 ) -> None:
     """Refuse the state of another kind of optimizer, which torch would take in and fail over in the next update, or never.
 
@@ -308,7 +308,7 @@ def put_training_weights(optimizer: object, weights: list[tuple[Tensor, Tensor]]
     _put(weights)
 
 
-def _copies(members: list[Any]) -> list[tuple[Tensor, Tensor]]:
+def _copies(members: list[object]) -> list[tuple[Tensor, Tensor]]:
     return [(parameter, parameter.detach().clone()) for parameter in _parameters(members)]
 
 

@@ -254,7 +254,7 @@ class RemoteStore:
         self,
         operation: str,
         key: str,
-        call: Callable[[ObjectStore], Any],
+        call: Callable[[ObjectStore], object],
         *,
         refused: type[RemoteError] = RemoteUnavailable,
         patient: bool = True,

@@ -457,7 +457,7 @@ class ReplicaMember:
         return laid_out
 
 
-def laid_out_like(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
+def laid_out_like(state: Mapping[str, object], own: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return plain tensors divided as those of the same name and shape are divided on this rank; anything else as it is."""
     found = dict(state)
     for name, value in state.items():
