@@ -262,7 +262,7 @@ def release_accelerator() -> None:
 class WrapperOptions:
     """The arguments of DistributedDataParallel, as Accelerate asks its handlers for them."""
 
-    def __init__(self, options: Mapping[str, object], given: object = None) -> None:
+    def __init__(self, options: Mapping[str, object], given: Any = None) -> None:
         # Accelerate names the device itself.
         self.options = {name: value for name, value in options.items() if name not in ("device_ids", "output_device")}
         self.given = given

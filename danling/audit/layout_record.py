@@ -110,7 +110,7 @@ def divide_for_check(runner: BaseRunner) -> DividedSettings:
         config.seed = 0
     replicas, accum_steps = int(section.replicas), int(config.accum_steps)
 
-    def divided(settings: Mapping[str, Any], divides_itself: bool) -> Mapping[str, Any]:
+    def divided(settings: Mapping[str, Any], divides_itself: bool) -> Mapping[str, object]:
         batch: int | None = settings.get("batch_size")
         samples = section.samples
         if replicas == 1 and samples is None:
@@ -217,7 +217,7 @@ class LayoutRecorder(Observer):
         self._counts = False
         self._draws |= any(not torch.equal(before, after) for before, after in zip(self._streams, _streams()))
 
-    def _watch(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def _watch(self, name: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             # Checkpointing calls modules again within a backward.
             if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():

@@ -135,7 +135,7 @@ def read_payload(
     sections: frozenset[str] | None = None,
     mmap: bool = False,
     trust: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the payload of a checkpoint file; see `reading.read_payload`."""
     payload = check_format(read_file(path, mmap=mmap), path)
     return {name: value for name, value in payload.items() if sections is None or name in sections}

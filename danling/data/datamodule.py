@@ -41,7 +41,7 @@ class LoaderSettings:
         settings: Arguments of a loader, by the names that they have under `dataloader`.
     """
 
-    def __init__(self, dataset: object, settings: Mapping[str, object]) -> None:
+    def __init__(self, dataset: Any, settings: Mapping[str, object]) -> None:
         self.dataset = dataset
         self.settings = dict(settings)
 
@@ -156,7 +156,7 @@ def _agreed(failure: str | None, launch: LaunchEnvironment) -> str | None:
     return told
 
 
-def _named(split: str, loaders: object) -> dict[str, Any]:
+def _named(split: str, loaders: Any) -> dict[str, Any]:
     if isinstance(loaders, Mapping):
         several = {f"{split}_{name}": loader for name, loader in loaders.items()}
     elif isinstance(loaders, (list, tuple)):

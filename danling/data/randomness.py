@@ -183,7 +183,7 @@ class Generators:
         seed_host_streams(seed)
 
 
-def _held_by(path: str, value: object) -> Iterator[tuple[str, Any]]:
+def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the items and attributes of an object, by path."""
     if isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", item) for key, item in list(itertools.islice(value.items(), _WIDTH)))

@@ -34,7 +34,7 @@ _VALUES = 64
 
 
 def open_source(
-    loader: object,
+    loader: Any,
     *,
     split: str,
     rank: int = 0,
@@ -286,7 +286,7 @@ class LiveLoader:
     is_rank_local = True
     foreseen = False
 
-    def __init__(self, loader: object, share: Share) -> None:
+    def __init__(self, loader: Any, share: Share) -> None:
         self.loader = loader
         self.split, self.seed, self.rank, self.world_size = share
         self.kind = "stateful" if is_stateful(loader) else "counted"

@@ -45,7 +45,7 @@ class Compilation:
     """
 
     def __init__(
-        self, settings: Mapping[str, object], *, distributed: bool = False, artifacts: ArtifactDirectory | None = None
+        self, settings: Mapping[str, Any], *, distributed: bool = False, artifacts: ArtifactDirectory | None = None
     ) -> None:
         names = ("backend", "fullgraph", "dynamic", "mode", "options")
         self.options = {name: settings[name] for name in names if settings.get(name) is not None}
@@ -152,7 +152,7 @@ def _call(forward: Any, *args: Any, **kwargs: Any) -> object:
 
 
 @contextmanager
-def forwards_replaced(forwards: Sequence[tuple[nn.Module, Callable[..., object]]]) -> Iterator[None]:
+def forwards_replaced(forwards: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Call other functions in the place of the forwards of modules inside, which stay as they are."""
     before = [(module, vars(module).get("forward", _ABSENT)) for module, _ in forwards]
     for module, forward in forwards:
@@ -279,7 +279,7 @@ class GraphCompilation(Compilation):
         super().after_first_update(is_main=is_main)
 
 
-def _recomputing(forward: Callable[..., object]) -> Callable[..., Any]:
+def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 

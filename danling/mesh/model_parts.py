@@ -28,7 +28,7 @@ class ModelParts(nn.Module):
         self.answer: Callable[..., Any] | None = None
         """What a step that runs now gets from its call of the model."""
 
-    def inputs_of(self, step: Callable[[object], object], data: object) -> tuple[Any, ...]:
+    def inputs_of(self, step: Callable[[object], object], data: object) -> tuple[object, ...]:
         """Return what a step calls the model with; the step is left there."""
         with self._answering(_leave):
             try:

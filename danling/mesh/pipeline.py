@@ -149,7 +149,7 @@ class Pipeline:
     shape and one mode.
     """
 
-    def __init__(self, runner: ParallelRunner, parts: Sequence[nn.Module], schedule: object) -> None:
+    def __init__(self, runner: ParallelRunner, parts: Sequence[nn.Module], schedule: Any) -> None:
         settings = runner.config.parallel
         self.plan = plan = runner.stage_plan
         self.parts = list(parts)
@@ -241,7 +241,7 @@ class Pipeline:
         """Run the forward of the open batch. Call on all ranks of the pipeline, without gradients."""
         return self._run(self._prepared(train=False).eval)
 
-    def _run(self, step: Callable[..., object]) -> Any:
+    def _run(self, step: Callable[..., Any]) -> Any:
         cut, args = self.cut, self._args
         missing = (cut.number - cut.real) * cut.size
         if missing and args:

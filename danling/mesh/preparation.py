@@ -180,11 +180,11 @@ class MeshForward(EvaluationForward):
         with self.runner.forward_context() or nullcontext():
             return pipeline.evaluate()
 
-    def counted(self, predictions: list[object]) -> list[Any]:
+    def counted(self, predictions: list[Any]) -> list[Any]:
         """Return the predictions of a batch on the ranks with the last stage; the others have made none."""
         return predictions if self.runner.pipeline is None or self.runner.stage_plan.has_last else []
 
-    def shared(self, predictions: list[object]) -> list[Any]:
+    def shared(self, predictions: list[Any]) -> list[Any]:
         """Return the predictions of a split on all stages, from the rank with the last one."""
         pipeline = self.runner.pipeline
         if pipeline is None:

@@ -28,7 +28,7 @@ _MOST_PARTS = 12
 """So many parts of a model are named, the largest first."""
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, object]:
     """Return what this process is made of, which `danling diff` compares: versions, processor, switches of torch, variables."""
     return {
         "danling": danling.__version__,
@@ -90,7 +90,7 @@ class RunRecorder(Observer):
             }
             runner.workspace.write_record(record)
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self) -> dict[str, object]:
         """Describe the model. Ranks with other parameters, as the stages of a pipeline have, are added. One small collective."""
         runner = self._runner
         named = list(runner.named_parameters())
@@ -117,7 +117,7 @@ class RunRecorder(Observer):
             ],
         }
 
-    def _split(self, split: str) -> dict[str, Any]:
+    def _split(self, split: str) -> dict[str, object]:
         """Describe the data of a split; its length is `None` where the dataset has none."""
         runner = self._runner
         dataset, loader = runner.datasets.get(split), runner.dataloaders.get(split)

@@ -111,7 +111,7 @@ class CodeIdentity:
         short_sha = self.sha[:_SHORT] if self.sha else None
         return short_sha if self.diff_sha is None else f"{short_sha}-d{self.diff_sha}"
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Return the content of `git.yaml`: plain values, without the diff itself; `None` for what only git knows, where there is none."""
         return {
             "code_id": self.code_id,
@@ -313,7 +313,7 @@ class RunPlace:
         ft, checkpoint = self._runner.config.ft, self._runner.config.checkpoint
         return f"{checkpoint.ft_dataloader_checkpoint_prefix}-{ft.replica_id}" if ft.enabled else None
 
-    def _places(self) -> tuple[Any, ...]:
+    def _places(self) -> tuple[object, ...]:
         config = self._runner.config
         named = (config.get("dir", None), config.get("checkpoint_dir", None), config.workspace_root, config.lineage)
         return (*named, config.resume, config.auto_resume, config.checkpoint.dir_name, self._part())
