@@ -98,7 +98,7 @@ class WriterProcess:
             self._ask(join_group, address, group, rank, size)
         self._joined = True
 
-    def write(self, save: Callable[[Any, Any], None], payload: dict[str, Any], writer: Any) -> None:
+    def write(self, save: Callable[..., None], payload: dict[str, object], writer: object) -> None:
         """Write a target together with the processes of all other ranks; `save` is a function of a module."""
         self._ask(write_target, save, payload, writer)
 
@@ -186,7 +186,7 @@ def join_group(address: Address, group: int, rank: int, size: int) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore(str(group), store), rank=rank, world_size=size)  # type: ignore[attr-defined]
 
 
-def write_target(save: Callable[[Any, Any], None], payload: dict[str, Any], writer: Any) -> None:
+def write_target(save: Callable[..., None], payload: dict[str, object], writer: Any) -> None:
     """Write a target under a lock of this process."""
     # That of the run falls when the parent is killed, and this process may be in the middle of a call then: a restart waits until it has
     # ended as well.

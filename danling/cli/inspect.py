@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     return OK
 
 
-def describe(contents: Outline) -> dict[str, Any]:
+def describe(contents: Outline) -> dict[str, object]:
     """Return the known facts about a checkpoint in a few plain values."""
     state = contents.plain.get("state", {}) if contents.is_own else {}
     scores = state.get("scores") or {}

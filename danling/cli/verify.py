@@ -131,7 +131,7 @@ def _verdict(path: Path, level: str, remote: CheckpointStore | None = None) -> d
     return found
 
 
-def _facts_of_a_copy(path: Path, level: str) -> dict[str, Any]:
+def _facts_of_a_copy(path: Path, level: str) -> dict[str, object]:
     """Return the facts about a file that was copied without its checksums, which those inside of it verify."""
     note = f"{path.name}{FILE_SUMS} is missing: compared with the CRC-32 checksums inside of the file"
     try:

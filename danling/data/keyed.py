@@ -67,7 +67,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         """Return the items of a key, or what `collate_fn` makes of them."""
         return self._get(key, single=False)
 
-    def _get(self, key: BatchKey, *, single: bool) -> Any:
+    def _get(self, key: BatchKey, *, single: bool) -> object:
         is_first, self._epoch = key.epoch != self._epoch, key.epoch
         if is_first:
             self._parts = stateful_parts(self.dataset) if get_worker_info() is not None else {}
@@ -88,7 +88,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         is_new = is_first and self._generators is not None and self._generators.look()
         return self._read(key, single) if is_new else data
 
-    def _read(self, key: BatchKey, single: bool) -> Any:
+    def _read(self, key: BatchKey, single: bool) -> object:
         dataset, indices = self.dataset, key.indices
         generators = self._generators
         if generators is not None:
@@ -188,7 +188,7 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
         if info is not None:
             yield self._worker, self.place(), None
 
-    def _take(self, number: int) -> list[Any]:
+    def _take(self, number: int) -> list[object]:
         """Return the next items, fewer at the end."""
         items: list[Any] = []
         while len(items) < number and not self._over:
@@ -212,7 +212,7 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
     def _derived(self, purpose: str, *more: int) -> int:
         return derive_seed(self.share.seed, purpose, self.share.split, self.epoch, *more)
 
-    def place(self) -> dict[str, Any]:
+    def place(self) -> dict[str, object]:
         """Return the number of items, and the state of the dataset or its iterator where they have one."""
         dataset, iterator = self._read, self._iterator
         held = iterator is not dataset and is_stateful(dataset)

@@ -169,7 +169,7 @@ class _Grouped(OrderedDataset):
         sizes, falling = sizes.sort(descending=True, stable=True)
         return list(map(Piece, documents[falling].tolist(), starts[falling].tolist(), sizes.tolist()))
 
-    def _read(self, pieces: Sequence[Piece]) -> list[Any]:
+    def _read(self, pieces: Sequence[Piece]) -> list[object]:
         """Return the documents of some pieces."""
         indices = [piece.document for piece in pieces]
         if reads_batches(self.dataset):
@@ -310,7 +310,7 @@ class TokenBudget(_Grouped):
         self.pad = pad
         super().__init__(dataset, tokens, lengths, keys, chunk=chunk, shuffle=shuffle, splits=False)
 
-    def __getitem__(self, position: int) -> list[Any]:
+    def __getitem__(self, position: int) -> list[object]:
         """Return the documents of the batch at a position of the epoch."""
         pieces = self.pieces(position)
         documents = self._read(pieces)

@@ -68,7 +68,7 @@ class Profiler(Observer):
         if profile is not None:
             profile.stop()
 
-    def _export(self, profile: Any) -> None:
+    def _export(self, profile: torch.profiler.profile) -> None:
         name = f"rank-{self._runner.rank:05d}-step-{self._runner.state.train.global_step:012d}.pt.trace.json"
         path, staged = self.directory / name, self.directory / f".{name}.tmp"
         profile.export_chrome_trace(str(staged))

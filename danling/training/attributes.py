@@ -213,7 +213,7 @@ class Look:
         generators = Generators({"datasets": runner.datasets, "dataloaders": runner.dataloaders}).found
         return set(map(id, generators.values()))
 
-    def _encode(self, value: object, path: str, name: str = "") -> Any:
+    def _encode(self, value: object, path: str, name: str = "") -> object:
         if type(value) in _NUMBERS:
             return value
         key = key_of(value)
@@ -227,7 +227,7 @@ class Look:
         self._encoded[path] = node
         return node
 
-    def _node(self, value: Any, path: str, name: str = "") -> Any:
+    def _node(self, value: Any, path: str, name: str = "") -> object:
         own: Any = type(value)
         kind = own.__name__
         if own is str:
@@ -284,7 +284,7 @@ class Look:
             del self.paths[key]
         return self._leave(path, digest)
 
-    def _tensor(self, value: Any, path: str) -> Any:
+    def _tensor(self, value: Any, path: str) -> object:
         if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
             return self._leave(path, id(value))
         local = local_part(value.detach())
@@ -294,7 +294,7 @@ class Look:
             return {"kind": "shard", "value": local}
         return local if local.device.type == "cpu" else {"kind": "tensor", "device": local.device.type, "value": local}
 
-    def _array(self, value: Any, path: str) -> Any:
+    def _array(self, value: Any, path: str) -> object:
         import numpy
 
         if value.dtype.kind not in "biufcmMSU":
@@ -306,7 +306,7 @@ class Look:
         kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
         return {"kind": kind, "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
 
-    def _list(self, value: Any, path: str) -> Any:
+    def _list(self, value: Any, path: str) -> object:
         node: dict[str, Any] = {"kind": type(value).__name__}
         if isinstance(value, (set, frozenset)):
             if not all(type(item) in _SCALARS for item in value):
@@ -318,7 +318,7 @@ class Look:
             node["kind"], self._entry.needs[path] = "namedtuple", type(value).__name__
         return {**node, "items": self._items(dict(enumerate(value)), path)}
 
-    def _dict(self, value: Any, path: str) -> Any:
+    def _dict(self, value: Any, path: str) -> object:
         parts = [part for key in value for part in (key if type(key) is tuple else (key,))]
         if not all(type(part) in _SCALARS for part in parts):
             return self._leave(path, f"dict of {len(value)}")
@@ -330,7 +330,7 @@ class Look:
                 self._entry.needs[path] = "defaultdict"
         return {**node, "items": self._items(value, path)}
 
-    def _items(self, values: Mapping[Any, Any], path: str, form: str = "{}[{!r}]") -> Any:
+    def _items(self, values: Mapping[Any, Any], path: str, form: str = "{}[{!r}]") -> object:
         """Return a list where all values are plain, else a mapping by number: a sharded checkpoint takes mappings apart, but no lists."""
         self._entry.size += 8 * len(values)
         items = [
@@ -340,7 +340,7 @@ class Look:
         is_flat = not any(isinstance(item, (dict, Tensor)) for item in items)
         return items if is_flat else {str(number): item for number, item in enumerate(items)}
 
-    def _stateful(self, value: Any, path: str) -> Any:
+    def _stateful(self, value: Any, path: str) -> object:
         kind = type(value).__name__
         try:
             state = value.state_dict()
@@ -366,7 +366,7 @@ class Look:
         self._entry.left = others
         return node
 
-    def _object(self, value: object, path: str) -> Any:
+    def _object(self, value: object, path: str) -> object:
         held = getattr(value, "__dict__", None)
         if not isinstance(held, dict) or self._depth >= _DEPTH or isinstance(value, io.IOBase):
             return self._leave(path, id(value))

@@ -48,7 +48,7 @@ class ModelStates:
 
     # Model
 
-    def model_state(self) -> dict[str, object]:
+    def model_state(self) -> dict[str, Any]:
         """Return parameters and persistent buffers by canonical name. Called on all ranks.
 
         Where the optimizer has other weights in training than to evaluate, those to evaluate are returned, as copies: readers of a
@@ -104,7 +104,7 @@ class ModelStates:
 
     # Optimizer
 
-    def optimizer_state(self) -> dict[str, object]:
+    def optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's state by parameter name. Called on all ranks."""
         optimizer = self.runner.optimizer
         state = named_state_dict(optimizer, self.runner.named_parameters())
@@ -133,7 +133,7 @@ class ModelStates:
         """Return a payload whose components can be taken apart where parts of them are left out of the load."""
         return payload
 
-    def template(self) -> dict[str, object] | None:
+    def template(self) -> dict[str, Any] | None:
         """Return a state that says how tensors are laid out on this rank; `None` where they are read whole."""
         return None
 
@@ -242,7 +242,7 @@ class FrozenWeights:
         self._sums = {name: bit_sum(tensor) for name, tensor in frozen.items()}
         self._digest = frozenset(frozen), found
 
-    def loadable(self, state: Mapping[str, Any], present: Callable[[], Mapping[str, Any]]) -> Mapping[str, object]:
+    def loadable(self, state: Mapping[str, Any], present: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         """Return the weights to load: what a checkpoint lacks is as `present` returns it. Called on all ranks."""
         if self.leaves_out() and not self._stored_without:
             # Frozen after they were trained, or changed by hand: a model that is made from the base lacks such values.
@@ -251,7 +251,7 @@ class FrozenWeights:
             self._trained |= {name for name in names if digest_of({"": state[name]}) != digest_of({"": here[name]})}
         return self.completed(state, present()) if self._stored_without else state
 
-    def completed(self, state: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, object]:
+    def completed(self, state: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the frozen weights of `here` to a state if the checkpoint has only trained weights, and return it."""
         if not self._stored_without:
             return state
