@@ -55,7 +55,7 @@ def batch_samplers() -> tuple[Any, ...]:
 def divides_evenly(loader: Any) -> bool:
     """Return whether every rank is known to get as many batches of a loader: those of a user's class may be of any number."""
     batches: Any = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader, "sampler", None) if batches is None else batches
+    sampler: Any = getattr(loader, "sampler", None) if batches is None else batches
     if type(sampler) in batch_samplers():
         sampler = sampler.sampler
     return type(sampler) in (

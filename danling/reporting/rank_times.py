@@ -129,7 +129,7 @@ class RankRow:
     seconds: Mapping[str, float]
 
 
-def rank_table(records: Sequence[Mapping[str, Any]]) -> list[RankRow]:
+def rank_table(records: Sequence[Mapping[str, object]]) -> list[RankRow]:
     """Return what each rank of a run cost, the one that cost most first; a rank that went on on another machine has a row for each."""
     totals: dict[tuple[int, str | None], list[float]] = {}
     lost: defaultdict[tuple[int, str | None], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -149,7 +149,7 @@ def rank_table(records: Sequence[Mapping[str, Any]]) -> list[RankRow]:
     return sorted(rows, key=lambda row: (-row.lost, row.rank))
 
 
-def _stretches(records: Sequence[Mapping[str, Any]]) -> list[tuple[list[list[float]], list[str | None]]]:
+def _stretches(records: Sequence[Mapping[str, object]]) -> list[tuple[list[list[float]], list[str | None]]]:
     """Return the times of ranks, and their machines, summed over so many lines that what looks have missed evens out.
 
     The first line of an attempt names the machines; lines without times are left out.
