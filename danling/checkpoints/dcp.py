@@ -174,7 +174,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
                 if not all(self._exchange(self._process.is_ready)):
                     self._meetings += 1
                     # One that dies as it starts is told on all ranks: the others would wait for it.
-                    problems = [problem for problem in self._exchange(self._process.renew()) if problem is not None]
+                    problems = [problem for problem in self._exchange(self._process.renew(__name__)) if problem]
                     if problems:
                         raise CheckpointError(problems[0])
                     self._process.join(self._meeting, self._meetings, rank=rank, size=size)

@@ -81,13 +81,13 @@ class WriterProcess:
         """Whether it lives and is in a group with those of the other ranks."""
         return self._joined and self._process.poll() is None
 
-    def renew(self) -> str | None:
-        """Wait until it can join a group, another one if it has died or its last group has lost one, and return what went wrong."""
+    def renew(self, module: str) -> str | None:
+        """Wait until it has imported a module and can join a group, after a death or in a second group another one; return its error."""
         try:
             if self._joined or self._process.poll() is not None:
                 self.end()
                 self.start()
-            self._ask(make_ready)
+            self._ask(import_module, module)
         except (CheckpointError, OSError) as error:
             return str(error)
         return None
@@ -171,11 +171,6 @@ def _answer(action: Callable[..., None], *arguments: Any) -> BaseException | Non
             return CheckpointError(f"{type(error).__name__}: {error}")
         return error
     return None
-
-
-def make_ready() -> None:
-    """Import what a save needs, which takes seconds."""
-    import_module("danling.checkpoints.dcp")
 
 
 def join_group(address: Address, group: int, rank: int, size: int) -> None:
