@@ -41,4 +41,4 @@ if command -v timeout >/dev/null; then
   limit=(timeout --kill-after=30 "${TEST_SYSTEM_SECONDS:-900}")
 fi
 ${limit[@]+"${limit[@]}"} "$venv/bin/python" -m pytest -q -n 2 --dist worksteal -m "not slow" \
-  tests/security tests/checkpoints/test_{exchange,hostile_names,neighbours,rank_files,saves,torch_distributed}.py
+  tests/security tests/checkpoints/test_{exchange,hostile_names,neighbours,saves,torch_distributed}.py
