@@ -300,17 +300,18 @@ def unpack(memory: Tensor, object_id: str) -> dict[str, Tensor]:
     if not begin.startswith(_MAGIC) or 16 + length > memory.numel():
         raise ValueError("a damaged object: it has no header")
     try:
-        about = dict(parse_json(bytes(memory[16 : 16 + length].tolist())))
-    except ValueError as error:
-        raise ValueError(f"a damaged object: {error}") from error
+        about = parse_json(bytes(memory[16 : 16 + length].tolist()))
+        owner, written = about["object"], about["checksum"]
+        found = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in about["tensors"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"a damaged object: {type(error).__name__}: {error}") from error
+    if owner != object_id:
+        raise ValueError(f"object {owner!r}")
     start = _aligned(16 + length)
-    if about["object"] != object_id:
-        raise ValueError(f"object {about['object']!r}")
-    found = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in about["tensors"]}
     if start + sum(_aligned(spec.nbytes) for spec in found.values()) > memory.numel():
         raise ValueError(f"a damaged object: {memory.numel()} bytes are too few")
     tensors = _places(memory, start, found)
-    check_sum(object_id, tensors, about["checksum"])
+    check_sum(object_id, tensors, written)
     return tensors
 
 

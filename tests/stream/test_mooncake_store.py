@@ -13,7 +13,8 @@ from support.programs import python
 from support.streams import reference
 
 from danling.stream import MooncakeStore
-from danling.stream.mooncake_store import BufferPool
+from danling.stream.mooncake_store import BufferPool, pack, packed_size, unpack
+from danling.stream.store import specs_of
 
 needs_mooncake = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
@@ -227,3 +228,20 @@ def test_a_pool_uses_memory_again_and_keeps_no_more_than_it_was_told() -> None:
     assert sum(store.memory.values()) <= 300_000
     pool.close()
     assert store.memory == {}
+
+
+def test_any_bit_that_is_flipped_is_damage_or_padding() -> None:
+    tensors = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.tensor(1)}
+    whole = torch.zeros(packed_size("a", specs_of(tensors)), dtype=torch.uint8)
+    pack(whole, "a", tensors)
+    refused = 0
+    for bit in range(8 * whole.numel()):
+        memory = whole.clone()
+        memory[bit // 8] ^= 1 << bit % 8
+        try:
+            found = unpack(memory, "a")
+        except ValueError:
+            refused += 1
+        else:
+            assert list(found) == list(tensors) and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert refused > 8 * (16 + 24 + 8), "at least the beginning and the values"
