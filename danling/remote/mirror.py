@@ -27,7 +27,7 @@ from danling.workspace.workspace import is_unfinished
 
 from .lease import Lease
 from .store import RemoteError, RemoteUnavailable
-from .stored_run import FILE_SUMS, OBJECTS, RUN_FILES, StoredRun, owner_of, target_key, visible_key
+from .stored_run import OBJECTS, RUN_FILES, StoredRun, owner_of, target_key, visible_key
 
 if TYPE_CHECKING:
     from danling.config.schema import RemoteConfig
@@ -227,10 +227,10 @@ class RunMirror:
         directory = self._manager.directory
         visible = {}
         for name in saved.names:
-            sums = directory / f"{name}{FILE_SUMS}"
-            manifest = read_manifest(sums, sums.name)
-            visible[sums.name] = manifest.text()
-        file = f"{name}{SUFFIX}"
+            file = f"{name}{SUFFIX}"
+            sums = visible_key(file)
+            manifest = read_manifest(directory / sums, sums)
+            visible[sums] = manifest.text()
         link = directory / f"{storage.UPLOADING}{uuid.uuid4().hex}"
         storage.link(directory / file, link)
         size, digest = manifest.files[file]

@@ -28,8 +28,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from danling.checkpoints import storage
-from danling.checkpoints.directory import FILE_SUMS as SUMS_OF_FILE
-from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS, is_target
+from danling.checkpoints.directory import FILE_SUMS, SUFFIX, SUMS, TARGETS, is_target
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
 from danling.checkpoints.manifest import Manifest, Record, is_name, newest, on_line, to_delete
 
@@ -39,7 +38,6 @@ CHECKPOINTS = "checkpoints"
 FILES = "files"
 LOCK = "lock"
 OBJECTS = "objects"
-FILE_SUMS = f"{SUFFIX}{SUMS_OF_FILE}"
 RUN_FILES = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.json", "digests.jsonl")
 """The files of a run that are neither checkpoints nor in one of its directories."""
 
@@ -89,7 +87,7 @@ def visible_key(entry: str) -> str:
     """Return the key of the object that makes an entry count: a manifest, or the pointer itself."""
     if is_target(entry):
         return target_key(entry, SUMS)
-    return f"{entry}{SUMS_OF_FILE}" if entry.endswith(SUFFIX) else entry
+    return f"{entry}{FILE_SUMS}" if entry.endswith(SUFFIX) else entry
 
 
 class Described(NamedTuple):
@@ -139,7 +137,7 @@ class StoredRun:
 
     def entries(self) -> list[str]:
         """Return what counts: files, pointers, and targets that no pointer leads to. Keys of no known form are left out."""
-        files = {key.removesuffix(SUMS_OF_FILE) for key in self.sizes if key.endswith(FILE_SUMS)}
+        files = {key.removesuffix(FILE_SUMS) for key in self.sizes if key.endswith(f"{SUFFIX}{FILE_SUMS}")}
         files = {file for file in files if is_name(file.removesuffix(SUFFIX))}
         pointers = set(filter(is_name, self.sizes))
         owners = {owner for key in self.sizes if (owner := owner_of(key)) and key == visible_key(owner)}

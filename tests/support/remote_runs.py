@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS
+from danling.checkpoints.directory import FILE_SUMS, SUFFIX, SUMS, TARGETS
 from danling.checkpoints.manifest import Manifest, is_name
 from danling.remote.store import RemoteStore
-from danling.remote.stored_run import FILE_SUMS, RunLayout
+from danling.remote.stored_run import RunLayout
 
 
 def copied(root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
@@ -32,10 +32,9 @@ def copied(root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: An
 def upload_run(directory: Path, store: RemoteStore, layout: RunLayout, *, checkpoints: str = "checkpoints") -> None:
     """Copy a run directory as it is now: contents first, then manifests, then pointers, then the other files."""
     place, below = directory / checkpoints, layout.checkpoints
-    for sums in sorted(place.glob(f"*{FILE_SUMS}")):
-        name = sums.name.removesuffix(FILE_SUMS)
+    for sums in sorted(place.glob(f"*{SUFFIX}{FILE_SUMS}")):
         ((_, digest),) = Manifest.parse(sums.read_text()).files.values()
-        store.put(f"{below}/objects/{digest}", place / f"{name}{SUFFIX}")
+        store.put(f"{below}/objects/{digest}", place / sums.name.removesuffix(FILE_SUMS))
         store.put(f"{below}/{sums.name}", sums)
     for target in sorted((place / TARGETS).glob("*")):
         for file in sorted(target.iterdir(), key=lambda path: path.name == SUMS):
