@@ -43,7 +43,10 @@ def bring_files(store: RemoteStore, prefix: str, directory: Path) -> int:
 def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: Path) -> bool:
     """Bring an object to a directory, unless as much of it is there already; return whether it was brought."""
     path = directory / name
-    if not is_plain_path(name) or (storage.size_of(path) or -1) >= found.size:
+    if not is_plain_path(name):
+        return False
+    here = storage.size_of(path)
+    if here is not None and here >= found.size:
         return False
     storage.make_directory(path.parent)
     staged = storage.staged_name(path.parent)

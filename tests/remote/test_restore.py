@@ -13,6 +13,7 @@ from support.remote_runs import upload_run
 from support.toys import TracingRunner, differences, whole_state
 
 import danling as dl
+from danling.remote.sources import bring_files
 from danling.remote.store import open_store
 from danling.remote.stored_run import RunLayout
 
@@ -101,6 +102,16 @@ def test_urls_are_taken_wherever_a_path_is(tmp_path: Path, url: str, backend: st
         assert runner.state.train.global_step == 4 and runner.seed == 3
         assert runner.config.checkpoint.remote.url is None
     assert not list(tmp_path.rglob(".staged-*"))
+
+
+def test_a_file_that_is_here_is_not_brought_again(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    for name, content in (("empty.log", b""), ("full.log", b"a line")):
+        store.put(f"files/logs/{name}", content)
+    assert [bring_files(store, "files", tmp_path / "run") for _ in range(2)] == [2, 0]
+    (tmp_path / "run" / "logs" / "full.log").write_bytes(b"a")
+    assert bring_files(store, "files", tmp_path / "run") == 1
+    assert (tmp_path / "run" / "logs" / "full.log").read_bytes() == b"a line"
 
 
 def test_plain_weights_at_a_url_are_loaded(tmp_path: Path, url: str) -> None:
