@@ -163,6 +163,8 @@ def _stretches(records: Sequence[Mapping[str, object]]) -> list[tuple[list[list[
             rows = [list(map(float, row)) for row in zip(*(ranks[name] for name in ACTIVITIES), strict=True)]
         except (KeyError, TypeError, ValueError, OverflowError):
             continue
+        if not rows:
+            continue
         listed = ranks.get("hosts")
         if isinstance(listed, list):
             hosts = [host if isinstance(host, str) else None for host in listed]
@@ -171,4 +173,4 @@ def _stretches(records: Sequence[Mapping[str, object]]) -> list[tuple[list[list[
             stretches.append((times, hosts))
         for row, more in zip(times, rows):
             row[:] = [a + b for a, b in zip(row, more)]
-    return [(times, hosts) for times, hosts in stretches if times]
+    return stretches
