@@ -318,7 +318,7 @@ def _now_there(store: RemoteStore, key: str) -> datetime:
 
 
 def remove_probes(store: RemoteStore, key: str) -> None:
-    """Remove the objects with which processes that were killed have tried a store."""
+    """Remove what killed processes left of their trial of a store's conditions."""
     found = [entry for entry in store.list(key.rpartition("/")[0], after=key) if entry.key.startswith(f"{key}{_PROBE}")]
     if found:
         now = _now_there(store, key)

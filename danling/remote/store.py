@@ -173,14 +173,14 @@ class RemoteStore:
         )
 
     def put_if_absent(self, key: str, content: bytes) -> Tag:
-        """Store a small object where there is none. Its contents must differ from anybody else's: see below.
+        """Store a small object where there is none. No other writer may store the same contents: see below.
 
         Where the answer of the store was lost, the object is read back, and if it has these contents it counts as stored.
         """
         return self._put_on_condition(key, content, "create", RemoteExists)
 
     def put_if_match(self, key: str, content: bytes, tag: Tag) -> Tag:
-        """Replace a small object, if it is the one with this tag. Its contents must differ from anybody else's, as in `put_if_absent`."""
+        """Replace a small object, if it is the one with this tag. No other writer may store the same contents, as in `put_if_absent`."""
         return self._put_on_condition(key, content, (tag.bare if self.bare_tags else tag).condition, RemoteConflict)
 
     def _put_on_condition(self, key: str, content: bytes, mode: object, refused: type[RemoteError]) -> Tag:

@@ -93,7 +93,7 @@ def test_a_prefix_of_another_run(bucket: str, tmp_path: Path) -> None:
     config = settings(tmp_path / "own", f"s3://{bucket}")
     with TracingRunner(config | {"checkpoint": {}}) as runner:
         own = runner.workspace.dir
-    # Somebody has copied the objects of one run to the place of the other.
+    # As if a user had copied the objects of one run to the place of the other.
     upload_run(other, open_store(f"s3://{bucket}"), RunLayout(own.parent.name, own.name))
     said = refusal(config | {"workspace_root": str(tmp_path / "empty")}, CheckpointMismatch)
     assert f"s3://{bucket}/{own.parent.name}" in said

@@ -60,7 +60,7 @@ class Place:
         return [key.removeprefix("objects/") for key in self.keys() if key.startswith("objects/")]
 
     def step(self, name: str) -> int:
-        """Return the step of what is visible under a name, and hold its contents against the digest."""
+        """Return the step of what is visible under a name, after comparing its contents with the digest."""
         root = f"pre/{LAYOUT.checkpoints}"
         manifest = Manifest.parse(self.server.read(self.bucket, f"{root}/{name}.pth.sha256").decode())
         size, digest = manifest.files[f"{name}.pth"]
@@ -321,7 +321,7 @@ def test_a_run_from_scratch_does_not_write_over_one_that_is_there(place: Place, 
     assert place.step("latest") == 7
 
 
-def test_what_lies_on_the_disk_is_copied_before_the_first_save(place: Place) -> None:
+def test_what_is_on_the_disk_is_copied_before_the_first_save(place: Place) -> None:
     alone = FileCheckpointManager(
         place.directory / "checkpoints",
         domain=LocalDomain(),

@@ -100,7 +100,7 @@ def test_local_bytes_come_first_and_a_newer_save_of_the_store_wins(remote: Remot
     remote.train(3)
     manager = remote.manager(tmp_path / "second" / "checkpoints")
     assert resume(manager) == 3
-    # What lies here is not asked for again.
+    # What is here is not asked for again.
     shutil.rmtree(
         tmp_path / "bucket" / LAYOUT.root / "checkpoints" / ("objects" if remote.kind == "file" else "targets")
     )

@@ -135,7 +135,7 @@ def test_a_full_disk_of_the_store_stops_both_and_they_go_on_when_there_is_room(
     before = channel.published()
     with ThreadPoolExecutor(2) as pool:
         producing = pool.submit(run_processes, produce, *arguments, world_size=1)
-        # The failure stands in the log until the producer has opened it again.
+        # The failure stays in the log until the producer has opened it again.
         while channel.ended() is not None and not producing.done():
             time.sleep(0.01)
         ((end, committed, left),) = run_processes(train, *arguments, world_size=1)

@@ -259,7 +259,7 @@ def test_the_claim_of_a_trainer_ends_with_its_process(open_channel: Open) -> Non
     with pytest.raises(RuntimeError, match="one trainer at a time"):
         third.claim("run-a")
     open_channel().end()
-    assert not third.claim("run-a")  # complete: it may be read beside the trainer
+    assert not third.claim("run-a")  # complete: it may be read while the trainer reads it
     second.close()
     assert third.claim("run-a")
     third.close()
@@ -288,7 +288,7 @@ def test_a_channel_goes_on_on_both_sides_of_a_fork(open_channel: Open) -> None:
     channel.close()
 
 
-def test_forks_beside_a_thread_that_writes_neither_hang_nor_lose(open_channel: Open) -> None:
+def test_forks_during_the_writes_of_a_thread_neither_hang_nor_lose(open_channel: Open) -> None:
     channel = open_channel()
     stop = threading.Event()
     written: list[str] = []

@@ -1,4 +1,4 @@
-"""Losses and weights are bit for bit the same, wherever features and log lie, and whoever makes them when."""
+"""Losses and weights are bit for bit the same with every store and log, in one process and in two."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def produce(way: str, root: Path, mooncake: tuple[str, str] | None, kind: type[T
 
 
 def trained(root: Path, store: FeatureStore, channel: RefChannel, producer: Target | None = None) -> Any:
-    """Train to the end of the stream, beside a producer or without."""
+    """Train to the end of the stream, with a producer in this process or without one."""
     with Draft(settings(root / "draft", steps=100), store, channel, idle_timeout=60) as draft:
         run_together(producer, draft) if producer is not None else draft.train()
         end = draft.end()

@@ -1,4 +1,4 @@
-"""Hidden states by forward hooks, beside those that a model of transformers returns itself."""
+"""Hidden states by forward hooks, compared with those that a model of transformers returns itself."""
 
 from __future__ import annotations
 

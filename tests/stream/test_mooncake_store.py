@@ -66,7 +66,7 @@ def test_what_was_read_or_asked_for_a_moment_ago_is_freed_all_the_same(store: Mo
     store.put("a", tensors)
     store.get(reference("a", tensors))
     assert store._store.is_exist(store._key("a")) == 1
-    assert store._store.remove(store._key("a")) == -706  # the lease of whoever has read or asked
+    assert store._store.remove(store._key("a")) == -706  # the lease of a process that has read or asked
     store.discard(["a"])
     assert store.usage() == 0
     with pytest.raises(KeyError, match="sample 'sample 7'.*no object 'a'"):
