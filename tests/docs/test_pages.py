@@ -99,6 +99,15 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
+@pytest.mark.parametrize("recipe", ["Makefile", *sorted(f"scripts/{file.name}" for file in ROOT.glob("scripts/*.sh"))])
+def test_files_that_a_recipe_names_exist(recipe: str) -> None:
+    """The shell expands the braces."""
+    named = re.findall(r"(?<![\w/.])(?:benchmarks|examples|scripts|tests)/\w[\w./{},]*", (ROOT / recipe).read_text())
+    assert named
+    listed = subprocess.run(["bash", "-c", f"ls -d {' '.join(named)}"], capture_output=True, text=True, cwd=ROOT)
+    assert listed.returncode == 0, listed.stderr
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/guarantees.md"])
 def test_tests_that_a_guarantee_names_exist(page: str) -> None:
     named = set(re.findall(r"`(?:tests/guarantees/)?(test_\w+\.py)`", (ROOT / page).read_text()))
