@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked import child, wait_for
+from support.forked import child
+from support.patience import until
 from support.saves import KINDS, go_on, load, make_manager, record_saves
 
 from danling.checkpoints import CheckpointDamaged, storage
@@ -292,6 +293,6 @@ def test_a_kill_within_a_load_changes_nothing(kind: str, tmp_path: Path) -> None
         count.write_text("")
         # The process does nothing but load, so that it is killed within a load, each time after another number of them.
         with child(lambda: _load_for_ever(kind, place, count)):
-            wait_for(lambda number=number: count.stat().st_size > number)
+            until(lambda number=number: count.stat().st_size > number)
     assert {path: (path.stat().st_ino, path.read_bytes()) for path in place.rglob("*") if path.is_file()} == before
     assert go_on(kind, place, 4)[0] == 3

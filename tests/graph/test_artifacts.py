@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.forked import child, wait_for
+from support.forked import child
+from support.patience import until
 from support.toys import Small
 from torch import nn
 
@@ -89,7 +90,7 @@ def test_two_runs_share_a_folder_and_one_is_killed(
         time.sleep(60)
 
     with child(compile_until_killed):
-        wait_for((tmp_path / "compiled").exists)
+        until((tmp_path / "compiled").exists)
         other = folder(tmp_path)
         (path / "of_the_other.so").write_bytes(b"code")
         if closed_first:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked import child, hold, wait_for
+from support.forked import child, hold
+from support.patience import until
 from support.process_tree import descendants, kill_all
 from support.processes import run_processes
 from support.programs import python, run_python
@@ -207,7 +208,7 @@ def test_a_writer_in_the_background_that_outlives_its_run_is_waited_for(tmp_path
     run = trained(dir="mine", checkpoint={"backend": "dcp"})
     file = run / "checkpoints" / f"{WRITING}here-1"
     with child(lambda: hold(file, tmp_path / "held")) as pid:
-        wait_for((tmp_path / "held").exists)
+        until((tmp_path / "held").exists)
         config = {**settings(dir="mine", auto_resume=True), "comm": {"init_timeout_seconds": 1.0}}
         with pytest.raises(RunInUseError, match=rf"in the background by process {pid} "):
             Small(config)
@@ -222,11 +223,11 @@ def test_a_program_that_copies_its_own_run_directory_stays_its_writer_or_is_told
         shutil.copytree("mine", "copy")  # which closes the file of the lock, and so gives it up
         runner.save_checkpoint()
         with child(lambda: _report_taken(tmp_path / "asked")):
-            wait_for((tmp_path / "asked").exists)
+            until((tmp_path / "asked").exists)
         assert (tmp_path / "asked").read_text() == "True"
         shutil.copytree("mine", "again")
         with child(lambda: hold(Path("mine/.lock"), tmp_path / "held")) as pid:
-            wait_for((tmp_path / "held").exists)
+            until((tmp_path / "held").exists)
             with pytest.raises(
                 CheckpointError, match=f"process {pid} on .* has taken since this program opened and closed"
             ):

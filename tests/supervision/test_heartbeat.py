@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.patience import until
 from support.warm import interpreter
 
 from danling.runners.state import TrainState
@@ -29,13 +30,6 @@ def read(heartbeat: Heartbeat) -> dict[str, Any]:
     return dict(json.loads(heartbeat.file.read_text()))
 
 
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
-
-
 def test_says_who_and_where(tmp_path: Path) -> None:
     heartbeat = begun(tmp_path / "heartbeats", 0.02, 3)
     first = read(heartbeat)
@@ -45,7 +39,7 @@ def test_says_who_and_where(tmp_path: Path) -> None:
     train = heartbeat._runner.state.train
     train.global_step, train.epoch = 17, 2
     heartbeat.beat()
-    wait_for(lambda: read(heartbeat)["global_step"] == 17)
+    until(lambda: read(heartbeat)["global_step"] == 17)
     assert read(heartbeat)["epoch"] == 2
     assert abs(read(heartbeat)["last_step_time"] - time.time()) < 5
     heartbeat.stop()
@@ -57,7 +51,7 @@ def test_says_who_and_where(tmp_path: Path) -> None:
 def test_tells_of_a_main_thread_that_hangs_and_ends_its_own_at_once(tmp_path: Path) -> None:
     heartbeat = begun(tmp_path, 0.02)
     heartbeat.beat()
-    wait_for(lambda: read(heartbeat)["seconds_without_step"] >= 0.2)
+    until(lambda: read(heartbeat)["seconds_without_step"] >= 0.2)
     heartbeat.stop()
     heartbeat = begun(tmp_path, 3600)
     heartbeat.stop(timeout=60)
@@ -94,7 +88,7 @@ def test_a_file_that_cannot_be_written_is_told_once(
 
     monkeypatch.setattr("danling.supervision.heartbeat.write_atomically", full_disk)
     with caplog.at_level(logging.WARNING, logger="danling"):
-        wait_for(lambda: caplog.messages)
+        until(lambda: caplog.messages)
         time.sleep(0.05)
         heartbeat.stop()
     assert len(caplog.messages) == 1

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.patience import until
 
 from danling.config import RunnerConfig
 from danling.runners.state import TrainState
@@ -39,13 +39,6 @@ def watched(directory: Path, seconds: float = 0.001, **more: Any) -> RankWatch:
         _reporter=SimpleNamespace(rank_times=None),
     )
     return RankWatch(runner, seconds=seconds, **more)
-
-
-def until(found: Any) -> None:
-    end = time.monotonic() + 20
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_the_events_say_which_part_of_a_training_is_under_way(tmp_path: Path) -> None:

@@ -56,13 +56,6 @@ def child(body: Callable[[], None]) -> Iterator[int]:
         kill(pid)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def hold(file: Path, marker: Path) -> None:
     """Take a lock, and keep it until the process is killed."""
     lock = FileLock(file)

@@ -12,8 +12,8 @@ def patience(seconds: float) -> float:
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that another thread or process does."""
     end = time.monotonic() + patience(30)
     while not condition():
         assert time.monotonic() < end

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.forked import child, hold, wait_for
+from support.forked import child, hold
+from support.patience import until
 
 from danling.utils import locks
 from danling.utils.locks import FileLock
@@ -36,7 +37,7 @@ def test_a_second_process_is_told_who_holds_it_and_a_kill_gives_it_back_at_once(
     file, marker = tmp_path / "run" / ".lock", tmp_path / "held"
     mine = FileLock(file)
     with child(lambda: hold(file, marker)) as pid:
-        wait_for(marker.exists)
+        until(marker.exists)
         assert not mine.acquire()
         assert (mine.holder.pid, mine.holder.host) == (pid, socket.gethostname())
         assert mine.holder.since.endswith(" UTC")
@@ -63,7 +64,7 @@ def test_what_the_holder_has_forked_does_not_keep_it(tmp_path: Path) -> None:
         time.sleep(60)
 
     with child(with_a_worker):
-        wait_for(lambda: marker.exists() and marker.read_text() != "")
+        until(lambda: marker.exists() and marker.read_text() != "")
         assert not FileLock(file).acquire()
     worker = int(marker.read_text())
     os.kill(worker, 0)  # it lives
@@ -104,7 +105,7 @@ def test_a_start_waits_for_the_one_that_is_still_dying_and_says_so(
         time.sleep(60)
 
     with child(dying) as pid:
-        wait_for(marker.exists)
+        until(marker.exists)
         mine = FileLock(file)
         assert mine.wait(30)
         assert [str(pid) in line for line in caplog.messages if "waiting up to 30 seconds" in line] == [True]
