@@ -3,7 +3,7 @@
 #   scripts/release.sh PYTHON DIST
 # PYTHON has hatchling, and its release makes the fresh environment; DIST is where the files go. They are removed from there first.
 set -euo pipefail
-trap 'echo "release: failed; what went wrong stands above (line $LINENO of $0)" >&2' ERR
+trap 'echo "release: failed; the error is printed above (line $LINENO of $0)" >&2' ERR
 
 python=$1
 dist=$2

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Run the tests of checkpoints with the system's own Python, in a virtual environment of its own.
+# Run the tests of checkpoints with the system's own Python, in a separate virtual environment.
 #   scripts/test_system_python.sh PYTHON VENV TORCH_VERSION
 # PYTHON is that of the other tests. What a pickle looks like depends on the patch release: Debian 12's 3.11.2 writes enumerations as
 # no newer one does. SYSTEM_PYTHON names another interpreter than /usr/bin/python3; TEST_SYSTEM_SECONDS limits the tests (default: 900).
 set -euo pipefail
-trap 'echo "test-system: failed; what went wrong stands above (line $LINENO of $0)" >&2' ERR
+trap 'echo "test-system: failed; the error is printed above (line $LINENO of $0)" >&2' ERR
 
 python=$1
 venv=$2
@@ -24,7 +24,7 @@ echo "test-system: Python $("$system" -c "$release")"
 
 if [ ! -x "$venv/bin/pip" ]; then
   rm -rf "$venv"
-  # Debian keeps what venv needs in a package of its own; virtualenv brings it along.
+  # Debian keeps what venv needs in a separate package; virtualenv brings it along.
   if ! "$system" -m venv "$venv" 2>/dev/null; then
     rm -rf "$venv"
     "$python" -m venv "$venv-maker"

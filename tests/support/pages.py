@@ -2,11 +2,11 @@
 
 Conventions of a page, which `tests/docs/test_blocks.py` holds it to:
 
-- blocks of ``python`` run one after another in one namespace, in a directory of the page's own;
+- blocks of ``python`` run one after another in one namespace, in a directory that only this page uses;
 - a block with ``title="name"`` is written to that file of the directory instead, and a command of the page has to use it;
-- blocks of ``bash`` run by ``bash -euo pipefail`` in that directory, beside which `examples` and `benchmarks` lie;
+- blocks of ``bash`` run by ``bash -euo pipefail`` in that directory, which has links to `examples` and `benchmarks`;
 - ``text title="output"`` is what the block before it prints: every line must be there, in order; whole numbers exactly, others to 2 %;
-- ``text title="error"`` is what the block before it raises; `...` stands for anything;
+- ``text title="error"`` is what the block before it raises; `...` matches anything;
 - ``diff`` shows a program before and after, whole: both run, and their last lines must be the same;
   the first is left out where it imports what is not installed;
 - ``console`` and any other ``text`` is for reading, and the sentence before it says why it is not run.
@@ -74,7 +74,7 @@ def prints(expected: str, output: str) -> str | None:
 
 
 def alike(wanted: str, line: str) -> bool:
-    """Whether a line reads as `wanted`: `...` stands for anything, and a number with a point or an exponent may be 2 % off.
+    """Whether a line reads as `wanted`: `...` matches anything, and a number with a point or an exponent may be 2 % off.
 
     Such numbers move a little with the machine; whole ones count something, and do not.
     """
