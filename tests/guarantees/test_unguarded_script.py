@@ -6,11 +6,11 @@ import os
 import runpy
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patience import until
 from support.processes import ProcessFailure, run_outcomes, run_processes
 from support.saves import load, make_manager, save
 
@@ -64,17 +64,12 @@ def writer_of(manager: Any) -> int:
     return manager._process.pid
 
 
-def gone(pid: int, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
 
 
 def save_and_die() -> None:
@@ -89,7 +84,7 @@ def save_and_die() -> None:
 def test_the_writer_ends_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     (outcome,) = run_outcomes(save_and_die, world_size=1)
     assert isinstance(outcome.error, ProcessFailure)
-    assert gone(int(Path("writer").read_text()))
+    until(lambda: gone(int(Path("writer").read_text())))
     manager = make_manager("dcp", Path("checkpoints"))
     assert manager.load_checkpoint("latest")["state"]["step"] in (1, 2)
 
@@ -136,7 +131,7 @@ def test_a_writer_heeds_no_signals_is_replaced_when_it_dies_and_ends_with_its_ma
     # Two are kept, and nothing is left of the one that was not written.
     assert len(list((tmp_path / "checkpoints" / "targets").iterdir())) == 2
     manager.close()
-    assert gone(second, 0.1)
+    assert gone(second)
 
 
 def test_a_python_that_cannot_be_started_is_refused_at_construction(
