@@ -41,26 +41,34 @@ def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 class AskingRunner(TracingRunner):
+    not_saved = ("saved_at",)
+
     def __init__(self, config: dict[str, Any], what: str) -> None:
         super().__init__(config)
         self.what = what
+        self.saved_at: list[int] = []
 
     def train_step(self, data: Any) -> Any:
         if self.rank == self.world_size - 1 and self.state.train.global_step == 2:
             self.stop() if self.what == "stop" else self.request_checkpoint()
         return super().train_step(data)
 
+    def save_checkpoint(self, **options: Any) -> None:
+        self.saved_at.append(self.state.train.global_step)
+        super().save_checkpoint(**options)
 
-def train_asking(config: dict[str, Any], what: str) -> tuple[int, bool]:
+
+def train_asking(config: dict[str, Any], what: str) -> list[int]:
     with AskingRunner(config, what) as runner:
         runner.train()
-    return runner.state.train.global_step, (runner.workspace.checkpoints / "latest.pth").exists()
+    assert (runner.workspace.checkpoints / "latest.pth").exists()
+    return runner.saved_at
 
 
-@pytest.mark.parametrize(("what", "steps"), [("stop", 3), ("save", 6)])
-def test_what_one_rank_asks_all_do(what: str, steps: int, tmp_path: Path) -> None:
-    config = settings(tmp_path, **{"checkpoint.interval": 100})
-    assert run_processes(train_asking, config, what, world_size=2) == [(steps, True)] * 2
+@pytest.mark.parametrize(("what", "saved_at"), [("stop", [3]), ("save", [3, 6])])
+def test_what_one_rank_asks_all_do(what: str, saved_at: list[int], tmp_path: Path) -> None:
+    config = settings(tmp_path, evaluate_interval=100, **{"checkpoint.interval": 100})
+    assert run_processes(train_asking, config, what, world_size=2) == [saved_at] * 2
 
 
 class UnevenRunner(TracingRunner):
