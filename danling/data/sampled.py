@@ -47,18 +47,17 @@ def sampler_of(loader: Any) -> Any:
     return sampler
 
 
-def batch_samplers() -> tuple[Any, ...]:
-    """Return the batch samplers of torch and torchdata."""
-    return (BatchSampler, *of_torchdata("BatchSampler", "torchdata.stateful_dataloader.sampler"))
+def order_of(loader: Any) -> Any:
+    """Return the sampler that decides the order of a loader: within a batch sampler, only where that is one of torch or torchdata."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(loader, "sampler", None) if batches is None else batches
+    known = (BatchSampler, *of_torchdata("BatchSampler", "torchdata.stateful_dataloader.sampler"))
+    return sampler.sampler if type(sampler) in known else sampler
 
 
 def divides_evenly(loader: Any) -> bool:
     """Return whether every rank is known to get as many batches of a loader: those of a user's class may be of any number."""
-    batches: Any = getattr(loader, "batch_sampler", None)
-    sampler: Any = getattr(loader, "sampler", None) if batches is None else batches
-    if type(sampler) in batch_samplers():
-        sampler = sampler.sampler
-    return type(sampler) in (
+    return type(order_of(loader)) in (
         DistributedSampler,
         *of_torchdata("StatefulDistributedSampler", "torchdata.stateful_dataloader.sampler"),
     )
@@ -252,8 +251,8 @@ class _Drawn:
         self._chunks = 0
         sampler = batches.sampler
         # Of a sampler that draws an order for one rank; one of which each rank takes a part draws alike on all.
-        inner = sampler.sampler if type(sampler) in batch_samplers() else sampler
-        apart = (batches.rank,) if type(inner) in (RandomSampler, WeightedRandomSampler, SubsetRandomSampler) else ()
+        draws_apart = type(order_of(batches)) in (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+        apart = (batches.rank,) if draws_apart else ()
         self._order_seed = derive_seed(batches.seed, "order", batches.split, batches.epoch, *apart)
         self._generators = Generators({"sampler": sampler})
         self._items = self._begin()

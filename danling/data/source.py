@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from .dataset_state import get_states, is_stateful, set_states, stateful_parts
 from .loader import PLACEHOLDER, KeyedLoader, StreamLoader
 from .randomness import Generators, derive_seed, mix_seed
-from .sampled import divides_evenly, keyed_twin, of_torchdata, sampler_of
+from .sampled import divides_evenly, keyed_twin, of_torchdata, order_of, sampler_of
 from .sampler import Batch, Share
 from .workers import end_with_process, kept_from_group_signals, shut_down_workers
 
@@ -246,10 +246,8 @@ class BatchSource:
             batch: The first one of a pass.
         """
         loader = self.loader
-        reads_all = isinstance(loader, TorchDataLoader) and type(sampler_of(loader)) in (
-            RandomSampler,
-            SequentialSampler,
-        )
+        order = order_of(loader.order if isinstance(loader, KeyedLoader) else loader)
+        reads_all = isinstance(loader, TorchDataLoader) and type(order) in (RandomSampler, SequentialSampler)
         return _describe(loader.dataset if reads_all else batch.data)
 
 
@@ -352,7 +350,7 @@ class LiveLoader:
 
     def _derived(self, purpose: str) -> int:
         # Another sampler may draw one permutation for all ranks and take a part of it, for which all must draw the same.
-        own = type(getattr(self.loader, "sampler", None)) in (RandomSampler, SequentialSampler, DistributedSampler)
+        own = type(order_of(self.loader)) in (RandomSampler, SequentialSampler, DistributedSampler)
         return derive_seed(self.seed, purpose, self.split, self.epoch, *((self.rank,) if own else ()))
 
     def _iterate(self) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.datasets import Augmented, Stream, drain, ids, share_of, source_over, stateful_loader
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -36,19 +36,36 @@ class EveryOther:
         return iter(torch.randperm(LENGTH).tolist()[self.rank :: 2])
 
 
+class InBatches(BatchSampler):
+    """Divides the batches in place of the sampler that it was made with."""
+
+    def __init__(self, sampler: EveryOther) -> None:
+        super().__init__(SequentialSampler(range(LENGTH)), 4, False)
+        self.own = BatchSampler(sampler, 4, False)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.own)
+
+
+class Loader(TorchDataLoader[Any]):
+    """A loader of the user's."""
+
+
 SHARES: dict[str, Any] = {
     "sampler": lambda data, sampler: TorchDataLoader(data, batch_size=4, sampler=sampler),
     "batches": lambda data, sampler: TorchDataLoader(data, batch_sampler=BatchSampler(sampler, 4, False)),
+    "batches of its own": lambda data, sampler: TorchDataLoader(data, batch_sampler=InBatches(sampler)),
+    "batches in a loader": lambda data, sampler: Loader(data, batch_sampler=BatchSampler(sampler, 4, False)),
     "built": lambda data, sampler: source_over(data, sampler.rank, 2, batch_size=4, sampler=sampler).loader,
 }
 
 
 @pytest.mark.parametrize("kind", SHARES)
 def test_a_sampler_that_divides_one_permutation_sees_one_permutation(kind: str) -> None:
-    orders, first = [], []
+    orders, first, data = [], [], torch.arange(LENGTH)[:, None]
     for rank in range(2):
         seed_streams(rank)
-        source = source_of(SHARES[kind](Augmented(LENGTH), EveryOther(rank)), rank=rank, world_size=2)
+        source = source_of(SHARES[kind](data, EveryOther(rank)), rank=rank, world_size=2)
         first.append(source.described(next(source.batches())))
         source.rewind()
         orders += ids(drain(source))
@@ -188,10 +205,6 @@ def test_lengths_and_evenness() -> None:
 
 class Bucketed(BatchSampler):
     """A batch sampler of the user's, whose batches may be of another number on each rank."""
-
-
-class Loader(TorchDataLoader[Any]):
-    """A loader of the user's."""
 
 
 @pytest.mark.parametrize("kind", ["built", TorchDataLoader, Loader])
