@@ -193,9 +193,8 @@ def divide_updates(
         ValueError: If the settings contradict one another, or there are more ranks than samples.
     """
     samples, held = settings.get("global_batch_size"), settings.get("micro_batch_size")
-    if (
-        train and samples is not None and settings.get("batch_size") is not None
-    ):  # a program may set them in its constructor
+    # Settings that a program changes in its constructor are checked only here.
+    if train and samples is not None and settings.get("batch_size") is not None:
         raise ValueError(
             f"Expected dataloader.batch_size or dataloader.global_batch_size, not both. Received: batch_size={settings['batch_size']!r}, "
             f"global_batch_size={samples!r} for split {split!r}. Set one of them to none."
