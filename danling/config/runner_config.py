@@ -71,16 +71,18 @@ class RunnerConfig(TopLevelConfig):
         known = fields_of(type(self)).keys() | OLDER_KEYS.keys()
         own_init = type(self).__init__ is not RunnerConfig.__init__
 
-        def early(settings: Mapping[str, Any]) -> dict[str, Any]:
-            waits = {
-                name for name in settings if own_init and place_of(str(name), RunnerConfig, in_code=True) is not None
-            }
-            if file is not None and settings is given:
-                waits = {name for name, value in settings.items() if not isinstance(value, Mapping)}
-            return {name: value for name, value in settings.items() if name in known or name not in waits}
+        def is_early(name: object, value: object, *, of_file: bool) -> bool:
+            if name in known:
+                return True
+            if of_file and not isinstance(value, Mapping):
+                return False
+            return not own_init or place_of(str(name), RunnerConfig, in_code=True) is None
 
-        self._merge_settings(early(given), file)
-        self.merge(early(kwargs))
+        of_file = file is not None
+        self._merge_settings(
+            {key: value for key, value in given.items() if is_early(key, value, of_file=of_file)}, file
+        )
+        self.merge({key: value for key, value in kwargs.items() if is_early(key, value, of_file=False)})
         # From here to `__post_init__`, a subclass's `__init__` declares what it sets.
         self.__dict__["_given"] = (file, given, kwargs)
 

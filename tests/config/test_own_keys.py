@@ -83,10 +83,12 @@ def test_what_a_program_declares_is_its_own(tmp_path: Path) -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.depth, self.lr = 2, 0.1
+            self.optimizer = {"kind": "x"}
 
     file = tmp_path / "settings.yaml"
-    file.write_text("depth: 7\nwidth: 5\nlr: 0.2\nmodel:\n  layers: 2\n")
-    assert (Declared(file).depth, Declared(file).width, Declared(file).lr) == (7, 5, 0.2)
+    file.write_text("depth: 7\nwidth: 5\nlr: 0.2\nmodel:\n  layers: 2\noptimizer:\n  kind: y\n")
+    read = Declared(file)
+    assert (read.depth, read.width, read.lr, read.model.layers, read.optimizer.kind) == (7, 5, 0.2, 2, "y")
     parsed = Declared().parse(["--width", "4", "--depth", "5", "--lr", "0.4", "--net.kind", "b", "--net.size", "3"])
     assert (parsed.width, parsed.depth, parsed.lr, parsed.net.kind) == (4, 5, 0.4, "b")
     before = dl.RunnerConfig()
