@@ -1,6 +1,6 @@
 """Print what a bug report should say: versions, system, devices.
 
-Nothing is imported but the standard library, so it also works where torch does not.
+torch is not imported, so it also works where torch does not.
 """
 
 from __future__ import annotations
