@@ -144,7 +144,7 @@ class FileChannel(RefChannel):
                 self._done.add(int(record["part"]))
             else:
                 self._end = StreamEnd.stored(record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(
                 f"Expected a sample or an end as one line of JSON at byte {self._scanned} of {self._log}. Received: {line[:200]!r} "
                 f"({error}). Bring the file back from a copy, or begin another stream in an empty directory."

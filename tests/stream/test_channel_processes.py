@@ -179,7 +179,9 @@ def test_a_log_is_read_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: 
     assert ids(FileChannel(tmp_path)) == ["a"]
 
 
-@pytest.mark.parametrize("line", ["{}", "", '{"object":1}', '{"end":"part"}', '{"end":', "\0\0"])
+@pytest.mark.parametrize(
+    "line", ["{}", "", '{"object":1}', '{"end":"part"}', '{"end":"part","parts":Infinity}', '{"end":', "\0\0"]
+)
 def test_a_line_that_is_none_is_named_with_its_place(tmp_path: Path, line: str) -> None:
     FileChannel(tmp_path).append([ref("a")])
     log = tmp_path / "log.jsonl"
