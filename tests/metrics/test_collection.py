@@ -77,6 +77,14 @@ def test_names() -> None:
     assert list(_updated({"all": collection})[0].compute()) == ["all.bin_BinaryAUROC"]
 
 
+def test_the_name_of_the_loss_is_refused_also_from_an_object_that_names_its_metrics_itself() -> None:
+    with pytest.raises(ValueError, match="a metric called 'loss'"):
+        MetricSet.wrap({"loss": _error})
+    wrapped, _, _ = _updated(torchmetrics.MetricCollection({"loss": BinaryAUROC()}))
+    with pytest.raises(ValueError, match="a metric called 'loss'"):
+        wrapped.compute()
+
+
 def test_several_values_of_one_metric_are_numbered() -> None:
     wrapped = MetricSet.wrap(
         {"f1": MulticlassF1Score(3, average=None), "table": torchmetrics.ConfusionMatrix("binary")}
