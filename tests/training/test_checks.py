@@ -82,6 +82,15 @@ def left_out(runner: Small) -> None:
     runner.optimizer = torch.optim.SGD(runner.model[2].parameters(), lr=0.1)
 
 
+def frozen(runner: Small) -> None:
+    left_out(runner)
+    runner.model[0].requires_grad_(False)
+
+
+def unfreeze(runner: Small) -> None:
+    runner.unwrapped_model[0].requires_grad_()  # type: ignore[index]
+
+
 def evaluate_part(runner: Small) -> None:
     runner.unwrapped_model[1].eval()  # type: ignore[index]
 
@@ -113,6 +122,12 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             f"Expected every parameter that requires a gradient in the optimizer. Received: a SGD without {n}"
             for n in ("0.weight", "2.weight,")
+        ],
+    ),
+    "unfrozen": (
+        {"made": frozen, "done": unfreeze},
+        [
+            "Expected every parameter that requires a gradient in the optimizer. Received: a SGD without 0.weight, 0.bias,"
         ],
     ),
     "replaced-and-optimized": ({"done": replace_all}, []),
