@@ -42,7 +42,7 @@ def _waits_in_two_trainings() -> list[str]:
         if asked and world.rank == 1:
             session.request("stop")
         try:
-            for _ in range(1000 if asked else 3):
+            for _ in range(60_000 if asked else 3):  # a minute at least, since the other rank may be slow
                 session.leave_wait(4, world)
                 time.sleep(0.001)
             ends.append("waits")
