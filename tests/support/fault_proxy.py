@@ -23,7 +23,6 @@ class Request:
     path: str
     query: dict[str, str]
     headers: dict[str, str]
-    received: int = 0
     sent: int = 0
 
     @property
@@ -118,10 +117,6 @@ class FaultProxy:
         """Return the bytes of objects that were sent to the client; listings do not count."""
         return sum(r.sent for r in self.requests if r.method == "GET" and not r.is_listing)
 
-    def uploaded(self) -> int:
-        """Return the bytes of objects that were received."""
-        return sum(r.received for r in self.requests if r.is_upload)
-
     def _add(self, fault: Fault) -> Fault:
         with self._lock:
             self._faults.append(fault)
@@ -179,11 +174,10 @@ class _Handler(BaseHTTPRequestHandler):
         cut = next((f.cut_request for f in faults if f.cut_request is not None), None)
         length = int(headers.get("content-length", "0"))
         if cut is not None:
-            request.received = len(self.rfile.read(min(cut, length)))
+            self.rfile.read(min(cut, length))
             self._hang_up()
             return
         body = self.rfile.read(length)
-        request.received = len(body)
         for fault in faults:
             if fault.waits:
                 fault.wait_here()

@@ -45,7 +45,7 @@ class FaultyOs:
         self._fail_at = fail_at
         self._fault = fault
         self._directory = directory
-        self._dead = False
+        self.dead = False
         self._changing: list[bool] = []
 
     def candidates(self, fault: str) -> list[int]:
@@ -57,10 +57,6 @@ class FaultyOs:
     @property
     def struck(self) -> bool:
         return self._fail_at is not None and len(self.calls) > self._fail_at
-
-    @property
-    def dead(self) -> bool:
-        return self._dead
 
     def mend(self) -> None:
         """Bring a directory back that has vanished; what was written in its place meanwhile is under it, as under a mount."""
@@ -79,7 +75,7 @@ class FaultyOs:
             return original
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._dead:
+            if self.dead:
                 raise Crash(name)
             self.calls.append((name, args[0]))
             self._changing.append(_changes(name, args))
@@ -97,7 +93,7 @@ class FaultyOs:
             return original(*args, **kwargs)
         if self._fault == "crash":
             original(*args, **kwargs)
-            self._dead = True
+            self.dead = True
             raise Crash(name)
         if self._fault == "half" and name == "write":
             original(args[0], args[1][: len(args[1]) // 2])
