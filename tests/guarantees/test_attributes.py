@@ -367,6 +367,7 @@ def test_a_killed_run_goes_on_with_the_attributes_of_its_last_save(tmp_path: Pat
     assert killed.exit_code == -signal.SIGKILL
     whole, parts = keep("ddp", str(tmp_path / "whole")), _rest("ddp", str(tmp_path))
     assert [what for what in WHAT if parts[what] != whole[what]] == []
+    assert len(parts["left out"][0]) < len(whole["left out"][0]), "begun anew"
 
 
 def _refused(stack: str, root: str) -> str:
