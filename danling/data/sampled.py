@@ -37,16 +37,6 @@ def of_torchdata(name: str, module: str = "torchdata.stateful_dataloader") -> tu
     return (getattr(loaded, name),) if loaded is not None else ()
 
 
-def sampler_of(loader: Any) -> Any:
-    """Return the sampler that a loader asks for indices, within its batch samplers; `None` where it shows none."""
-    sampler: Any = getattr(loader, "batch_sampler", None)
-    if sampler is None:
-        sampler = getattr(loader, "sampler", None)
-    while hasattr(sampler, "sampler") and not isinstance(sampler, DistributedSampler):
-        sampler = sampler.sampler
-    return sampler
-
-
 def order_of(loader: Any) -> Any:
     """Return the sampler that decides the order of a loader: within a batch sampler, only where that is one of torch or torchdata."""
     batches: Any = getattr(loader, "batch_sampler", None)

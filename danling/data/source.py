@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from .dataset_state import get_states, is_stateful, set_states, stateful_parts
 from .loader import PLACEHOLDER, KeyedLoader, StreamLoader
 from .randomness import Generators, derive_seed, mix_seed
-from .sampled import divides_evenly, keyed_twin, of_torchdata, order_of, sampler_of
+from .sampled import divides_evenly, keyed_twin, of_torchdata, order_of
 from .sampler import Batch, Share
 from .workers import end_with_process, kept_from_group_signals, shut_down_workers
 
@@ -88,7 +88,9 @@ def open_source(
 
 def _check_share(loader: object, share: Share) -> None:
     """Refuse a sampler that divides a user's loader over other ranks than those that read different data."""
-    sampler = sampler_of(loader)
+    sampler = order_of(loader)
+    while hasattr(sampler, "sampler") and not isinstance(sampler, DistributedSampler):
+        sampler = sampler.sampler
     number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
     if (
         isinstance(number, int)
