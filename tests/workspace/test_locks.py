@@ -92,23 +92,28 @@ def test_a_second_lock_of_one_process_is_refused_and_does_not_drop_the_first(tmp
 
 
 def test_a_start_waits_for_the_one_that_is_still_dying_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, marker = tmp_path / "run" / ".lock", tmp_path / "held"
+    file, marker, told, lines = tmp_path / "run" / ".lock", tmp_path / "held", tmp_path / "told", []
 
     def dying() -> None:
         lock = FileLock(file)
         assert lock.acquire()
         marker.touch()
-        time.sleep(1.0)
+        wait_for(told.exists)
         lock.release()
         time.sleep(60)
 
+    def warn(text: str, *values: object) -> None:
+        lines.append(text % values)
+        told.touch()
+
+    monkeypatch.setattr(locks.logger, "warning", warn)
     with child(dying) as pid:
         until(marker.exists)
         mine = FileLock(file)
         assert mine.wait(30)
-        assert [str(pid) in line for line in caplog.messages if "waiting up to 30 seconds" in line] == [True]
+        assert [str(pid) in line and "waiting up to 30 seconds" in line for line in lines] == [True]
         mine.release()
     assert not file.exists()
 
