@@ -227,8 +227,8 @@ def count_bytes(value: object) -> int:
 class SaveExecutor:
     """One thread that writes checkpoints, one at a time, in order; nothing that goes wrong is lost.
 
-    One save waits at most. A reliable one is always written, and `submit` waits until it has begun. Any other gives way to what comes
-    after it.
+    One save waits at most. A reliable one is always written: the next `submit` waits until it has begun. Any other gives way to the next
+    one.
     """
 
     def __init__(self) -> None:

@@ -82,7 +82,7 @@ class WriterProcess:
         return self._joined and self._process.poll() is None
 
     def renew(self, module: str) -> str | None:
-        """Wait until it has imported a module and can join a group, after a death or in a second group another one; return its error."""
+        """Replace a process that has died or is in a group; wait until it has imported a module and can join one; return its error."""
         try:
             if self._joined or self._process.poll() is not None:
                 self.end()
@@ -183,8 +183,8 @@ def join_group(address: Address, group: int, rank: int, size: int) -> None:
 
 def write_target(save: Callable[..., None], payload: dict[str, object], writer: Any) -> None:
     """Write a target under a lock of this process."""
-    # That of the run falls when the parent is killed, and this process may be in the middle of a call then: a restart waits until it has
-    # ended as well.
+    # A kill of the parent releases the lock of the run, while this process may be in the middle of a call: a restart waits for this
+    # lock as well.
     own = FileLock(Path(writer.path).parent.parent / f"{WRITING}{socket.gethostname()}-{os.getpid()}")
     own.acquire()
     try:

@@ -106,7 +106,7 @@ class RunState:
         outer = self._loaded_since
         if before.entries and self.excluded.entries:
             now, usual = runner.config.plain(), runner.config.completed({}).keys()
-            # The sections in which the configuration of the checkpoint is another one, budgets too.
+            # The sections in which the configuration differs from that of the checkpoint; a changed budget counts too.
             changed = {line.partition(":")[0].partition(".")[0] for line in runner.config_differences(payload)}
             changed |= {key for key in ("steps", "epochs") if stored.get(key) != now.get(key)}
             if any(name in {*stored, *now} and name not in usual for name in changed):
@@ -269,9 +269,9 @@ def _load_carry(runner: TorchRunner, stored: Mapping[str, Any] | None) -> None:
         runner.carry = map_carry(stored["ranks"][runner.rank], lambda tensor: tensor.to(runner.device))
     elif any(source.consumed and source.remaining_batches() != 0 for source in sources):
         raise CheckpointMismatch(
-            f"Expected {len(stored['ranks'])} ranks, {stored['replicas']} of which read different data: each has a self.carry of its "
-            f"own in the middle of this pass. Received: {runner.world_size}, of which {runner.placement.data_replicas} read different "
-            "data. Go on with the same number, or from a checkpoint at the end of a pass."
+            f"Expected {len(stored['ranks'])} ranks, {stored['replicas']} of which read different data: each has its own self.carry in "
+            f"the middle of this pass. Received: {runner.world_size}, of which {runner.placement.data_replicas} read different data. Go on "
+            "with the same number, or from a checkpoint at the end of a pass."
         )
 
 

@@ -50,8 +50,8 @@ class RunInUseError(RuntimeError):
 class RunDirectory:
     """The directory of a run, which the constructor chooses, and the right to write into it. Used on one rank for all.
 
-    A directory that is named, or resumed in, is not touched before `enter`. A start from scratch in the default place makes a directory of
-    its own at once, and is its writer.
+    A directory that is named, or resumed in, is not touched before `enter`. A start from scratch in the default place makes a new directory
+    at once, and is its writer.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ def check_end(kind: str, place: Path) -> None:
 
 
 def some(calls: list[Any]) -> list[Any]:
-    """Return all of them where chaos is asked for, else some that lie at equal distances."""
+    """Return all of them where chaos is asked for, else some at equal distances."""
     return calls if ASKED else calls[:: -(-len(calls) // SOME)]
 
 

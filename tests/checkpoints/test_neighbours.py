@@ -1,4 +1,4 @@
-"""A restart finds the newest good checkpoint whatever lies beside it, names what it passes over, and the next save makes its way."""
+"""A restart finds the newest good checkpoint whatever is next to it, names what it passes over, and the next save makes its way."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_strange_thing_in_the_way_of_the_next_save(
     assert [verdict["problems"] for verdict in verdicts] == [[]]
     if strange in ("a directory", "a named pipe") and (kind == "file" or which == "latest"):
         aside = next(place.glob("*.aside-*"))
-        assert any(str(aside) in record.message for record in caplog.records), "nobody was told where it lies"
+        assert any(str(aside) in record.message for record in caplog.records), "no line says where it is now"
 
 
 @pytest.mark.parametrize("strange", STRANGE)
@@ -151,7 +151,7 @@ def test_verify_judges_every_checkpoint_and_goes_on(
 def test_a_named_pipe_hangs_no_reader(kind: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replace(part(place, "latest"), os.mkfifo)
     assert main(["verify", str(place)]) == 1
-    # The sums of a file lie beside it still, and say that there was one.
+    # The sums of a file are still next to it, and say that there was one.
     assert main(["verify", str(part(place, "latest"))]) == (1 if kind == "file" else 3)
     assert main(["inspect", str(part(place, "latest"))]) == 3
     if kind == "dcp":
@@ -183,7 +183,7 @@ def test_a_strange_thing_that_was_renamed_is_no_longer_mentioned(
 
 
 class BrokenPaths:
-    """An `os` on which every call fails that reads or looks at what lay at a path, under whatever name: a bad inode."""
+    """An `os` on which every call fails that reads or looks at what was at a path, under whatever name: a bad inode."""
 
     def __init__(self, code: int, broken: Path) -> None:
         self._code = code

@@ -285,7 +285,7 @@ def test_random_damage(originals: list[Original], tmp_path: Path, capsys: pytest
 
 
 def _snapshot(root: Path) -> dict[str, tuple[int, int, int] | bytes]:
-    """Return what lies around the directory of a case: contents of files, and what tells that one was replaced."""
+    """Return what is around the directory of a case: contents of files, and what tells that one was replaced."""
     around = [
         path for path in sorted(root.rglob("*")) if path.is_file() and "case" not in path.relative_to(root).parts[:1]
     ]
@@ -337,7 +337,7 @@ def test_forged_checkpoints(originals: list[Original], tmp_path: Path, capsys: p
     (tmp_path / "around" / "below").mkdir(parents=True)
     victim = tmp_path / "victim.txt"
     for file in (victim, tmp_path / "around" / "below" / victim.name):
-        file.write_text("somebody's work")
+        file.write_text("a user's work")
 
     def change(directory: Path, random: Random) -> list[str]:
         return forge(directory, random, victim)

@@ -130,9 +130,9 @@ def inflated(path: Path) -> None:
 
 
 def _stored(path: Path, content: bytes) -> Path:
-    beside = path.with_name("whole.zip")
-    beside.write_bytes(content)
-    return beside
+    stored = path.with_name("whole.zip")
+    stored.write_bytes(content)
+    return stored
 
 
 def test_a_file_that_inflates_is_refused_before_it_does(run: Path, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
         data = next(record for record in archive.infolist() if "/data/0" in record.filename)
     content = path.read_bytes()
     entry = content.rindex(b"PK\x01\x02", 0, content.rindex(data.filename.encode()))
-    # Another entry of the directory, for the same bytes, in place of none: its size alone is what is read here.
+    # The entry of the same bytes with another size, which is all that is read of it here.
     spoiled = bytearray(content)
     spoiled[entry + 20 : entry + 28] = (1 << 31).to_bytes(4, "little") * 2
     path.write_bytes(spoiled)

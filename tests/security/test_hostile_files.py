@@ -57,7 +57,7 @@ def pipe(path: Path) -> None:
 
 
 ALIASES = "a0: &a0 [x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]\n" for i in range(1, 41))
-"""About 2 kB that stand for 8**40 values."""
+"""About 2 kB that expand to 8**40 values."""
 SELF = "a: &a\n  b: *a\n"
 DIGITS = "1" + "0" * 400
 DEEP_END = '{"end":' + "[" * 9999
@@ -187,7 +187,7 @@ def test_a_full_disk_is_named_with_its_path_and_advice(tmp_path: Path) -> None:
     full = tmp_path / "metrics.jsonl"
     full.symlink_to("/dev/full")
     lines = JsonLines(full, resume_step=None)
-    lines._resume_step = None  # what lies there is not cut back
+    lines._resume_step = None  # what is there is not cut back
     with pytest.raises(
         OSError, match=rf"Expected to write a line to {full}\. Received: No space left on device\. Free space"
     ):

@@ -40,7 +40,7 @@ def flip(path: Path, position: int) -> None:
 
 
 def position_of_weight(path: Path) -> int:
-    """Return where a weight lies in a file, found by its value."""
+    """Return where a weight is in a file, found by its value."""
     weight = torch.load(path, weights_only=True)["model"]["0.weight"]
     return path.read_bytes().index(weight.numpy().tobytes()) + 5
 

@@ -105,7 +105,7 @@ FUNCTIONS = {
         "remove_litter",
     ],
 }
-"""By module: the functions. Whoever adds one enters it here, and in `PARSERS` if it takes a name from a file."""
+"""By module: the functions. A new one is entered here, and in `PARSERS` if it takes a name from a file."""
 
 PARSERS = {
     "checkpoints/exchange": "plain_name",  # index of safetensors

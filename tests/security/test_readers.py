@@ -108,7 +108,7 @@ def test_an_engines_enumeration_is_read_in_both_spellings_and_nothing_else_by_ge
     by_name = b"cbuiltins\ngetattr\n(" + kind + b"X\x09\x00\x00\x00gradientstR"
     for spelling, value in ((by_value, 2), (by_name, "gradients")):
         found = read_engine_file(_in_archive(tmp_path / "states.pt", b"\x80\x02" + spelling + b"."))
-        # A member where DeepSpeed is imported, else what stands for it.
+        # A member where DeepSpeed is imported, else its substitute.
         assert value in (getattr(found, "value", None), getattr(found, "name", None), *getattr(found, "values", ()))
     other = b"cbuiltins\ngetattr\n(cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\nX\x08\x00\x00\x00__init__tR"
     with pytest.raises(CheckpointError):
@@ -126,7 +126,7 @@ def test_text_that_is_nested_without_end_is_an_error_that_is_caught(tmp_path: Pa
     (run / "metadata").mkdir(parents=True)
     for name in ("metrics.jsonl", "results.json", "latest.json", "metadata/config.full.yaml"):
         (run / name).write_text(DEEP + "\n")
-    # In a process of its own, which it would be the end of.
+    # In its own process, which deep recursion would end.
     program = f"import sys; from danling.cli.main import main; sys.exit(main(['runs', {str(tmp_path)!r}]))"
     done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True)
     assert done.returncode in (0, 1), done.stderr

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody made to do harm, with sums that fit, on every road by which one is read: nothing runs."""
+"""Checkpoints that were made to do harm, with sums that fit, on every road by which one is read: nothing runs."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_another_number_of_ranks_is_refused_within_a_pass_and_taken_at_its_end(t
     two, one = {"dataloader.batch_size": LANES // 2}, {"dataloader.batch_size": LANES}
     run_processes(stop_at, settings(tmp_path / "within", **two), 8, world_size=2)
     with pytest.raises(
-        CheckpointMismatch, match=r"2 ranks, .* self.carry of its own in the middle of this pass. Received: 1"
+        CheckpointMismatch, match=r"2 ranks, .* its own self.carry in the middle of this pass. Received: 1"
     ):
         run_processes(train, settings(tmp_path / "within", **one), world_size=1)
     run_processes(stop_at, settings(tmp_path / "end", **two), 6, world_size=2)

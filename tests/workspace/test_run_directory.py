@@ -54,7 +54,7 @@ def test_without_locks_each_start_makes_a_directory_of_its_own(tmp_path: Path, m
 
     monkeypatch.setattr(fcntl, "lockf", without_locks)
     monkeypatch.setattr(locks, "_warned_of", set())
-    # The first has written nothing yet, and nobody can tell that it is about to.
+    # The first has written nothing yet, and nothing tells that it is about to.
     first, second = entered(tmp_path), entered(tmp_path)
     assert [first.dir.name, second.dir.name] == ["id", "id-2"]
 

@@ -27,7 +27,7 @@ def test_only_text_is_left_out() -> None:
     kept = {"token": 5, "secret": None, "password": True, "a": "b"}
     settings = {**kept, "api_key": "x", "nested": {"token": ["text-one", 3]}}
     assert without_secrets(settings) == {**kept, "nested": {"token": [3]}}
-    assert secret_values(settings) == {"text-one"}  # a single letter would stand in every line
+    assert secret_values(settings) == {"text-one"}  # a single letter would be in every line
 
 
 def patch(name: str, *lines: str) -> bytes:

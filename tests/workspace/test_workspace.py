@@ -1,4 +1,4 @@
-"""Where everything lies, and that stock readers read it."""
+"""Where the files of a run are, and that stock readers read them."""
 
 from __future__ import annotations
 
