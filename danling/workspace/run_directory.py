@@ -245,10 +245,9 @@ class RunDirectory:
     def _wait_for_background_writers(self) -> None:
         """Wait until a killed run has written what it had left to write. Replica groups of one job share the directory."""
         checkpoints = self._checkpoints_of(self.dir)
-        for name in sorted(_names(checkpoints)) if self._part is None else ():
+        writing = (name for name in _names(checkpoints) if name.startswith(WRITING) and self._part is None)
+        for name in sorted(writing):
             lock = FileLock(checkpoints / name)
-            if not name.startswith(WRITING):
-                continue
             if not lock.wait(self._wait_seconds):
                 raise RunInUseError(
                     f"Expected {checkpoints} to be free. Received: a directory that is written to in the background by {lock.holder}. "
