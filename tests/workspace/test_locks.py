@@ -100,7 +100,7 @@ def test_a_start_waits_for_the_one_that_is_still_dying_and_says_so(
         lock = FileLock(file)
         assert lock.acquire()
         marker.touch()
-        wait_for(told.exists)
+        until(told.exists)
         lock.release()
         time.sleep(60)
 
