@@ -377,7 +377,7 @@ class BaseRunner(metaclass=MetaRunner):
             stored = stored_seed(self.workspace.checkpoints, config.resume or None) if goes_on else None
             if goes_on and stored is None and (self._has_remote() or "://" in (config.resume or "")):
                 stored = self._remote.stored_seed(config.resume or None)
-            config.seed = self.world.broadcast_object(stored or secrets.randbits(31))
+            config.seed = self.world.broadcast_object(secrets.randbits(31) if stored is None else stored)
         self.seed = int(config.seed or 0)
         seed_streams(derive_seed(self.seed, "initialization"))
 

@@ -109,6 +109,13 @@ def test_what_init_draws_is_drawn_again_when_the_run_goes_on(tmp_path: Path) -> 
         assert runner.seed != first[0]
 
 
+def test_a_stored_seed_of_zero_is_taken_up_where_none_is_given(tmp_path: Path) -> None:
+    with Story(settings(tmp_path, dir=str(tmp_path), seed=0), stop_at=2) as runner:
+        runner.train()
+    with Story(settings(tmp_path, dir=str(tmp_path), seed=None, auto_resume=True)) as runner:
+        assert (runner.seed, runner.state.train.global_step) == (0, 2)
+
+
 class Ignoring(dl.TorchRunner):
     """The second batch has no target that counts."""
 
