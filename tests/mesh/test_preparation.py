@@ -110,7 +110,7 @@ def test_an_optimizer_follows_the_names_of_its_parameters() -> None:
         [{"params": before[0].parameters(), "lr": 1.0}, {"params": before[1].parameters()}], 0.1
     )
     names = {id(parameter): name for name, parameter in before.named_parameters()}
-    # The part of another rank is gone, and what is left stands under its name.
+    # The part of another rank is gone, and the rest has kept its names.
     now = nn.Sequential(nn.Linear(2, 2), nn.Identity())
     rebind_optimizer(optimizer, names, now, list(now.parameters()), pipeline=LocalDomain())
     assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [

@@ -24,7 +24,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def counted_groups() -> Iterator[list[int]]:
-    """Sizes of the groups of this rank besides the default one, filled at the end of the block."""
+    """Sizes of the groups of this rank other than the default one, filled at the end of the block."""
     sizes: list[int] = []
     before = len(dist.distributed_c10d._world.pg_map)
     yield sizes
@@ -117,7 +117,7 @@ def test_placement_counts_every_loss_and_sample_once(degrees: dict[str, int]) ->
     assert len(counting) == len({(p["replicate"], p["shard"], p["context"]) for p in coordinates})
     sampling = [place for place, mine in zip(coordinates, placements) if mine.counts_samples]
     assert len(sampling) == len({(p["replicate"], p["shard"]) for p in coordinates})
-    # Ranks with other positions of the same samples draw numbers of their own; an optimizer draws others for other shards alone.
+    # Ranks with other positions of the same samples draw different numbers; an optimizer does so for different shards only.
     own, divided = ([axis for axis in names if axis in degrees] for names in (("context",), ("pipeline", "shard")))
     assert [mine.forward_place for mine in placements] == [tuple(place[axis] for axis in own) for place in coordinates]
     assert [mine.update_place for mine in placements] == [

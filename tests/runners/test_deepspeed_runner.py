@@ -204,7 +204,7 @@ def test_an_engines_file_runs_nothing_unless_it_is_trusted(tmp_path: Path) -> No
 
 
 def without_launcher(root: Path) -> dict[str, Any]:
-    """What a process that nobody launched runs into."""
+    """What a process that was started without a launcher runs into."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     found: dict[str, Any] = {}

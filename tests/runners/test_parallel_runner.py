@@ -195,7 +195,7 @@ def meta(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         return weights, sharded
 
 
-def test_a_model_on_the_meta_device_is_initialised_where_it_lies(tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_is_initialised_shard_by_shard(tmp_path: Path) -> None:
     config = settings(tmp_path, {"shard": 2, "replicate": 2}, dataloader={"batch_size": 1})
     ranks = run_processes(meta, config, world_size=4, timeout=60)
     for weights, sharded in ranks:
@@ -203,9 +203,7 @@ def test_a_model_on_the_meta_device_is_initialised_where_it_lies(tmp_path: Path)
         assert all(torch.equal(value, ranks[0][0][name]) for name, value in weights.items())
         assert 0.05 < weights["0.weight"].std().item() < 0.5
         assert torch.equal(weights["1.weight"], torch.ones(8, dtype=torch.float64))
-        assert not torch.equal(weights["3.weight"][:4], weights["3.weight"][4:]), (
-            "shards draw from streams of their own"
-        )
+        assert not torch.equal(weights["3.weight"][:4], weights["3.weight"][4:]), "each shard draws from its own stream"
 
 
 class PartlyMeta(PlainRunner):
@@ -217,7 +215,7 @@ class PartlyMeta(PlainRunner):
         return nn.Sequential(body, nn.ReLU(), nn.Linear(8, 3))
 
 
-def test_weights_beside_a_meta_device_are_not_overwritten(tmp_path: Path) -> None:
+def test_weights_of_a_model_that_is_partly_on_the_meta_device_are_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(?s)0\.\w+ on it, and 2\.\w+ with values"):
         PartlyMeta(settings(tmp_path, {}))
 

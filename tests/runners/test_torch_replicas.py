@@ -322,7 +322,7 @@ def train_patiently(root: Path, group: int, wait_for: Path | None, tell: Path | 
 
 @needs_torchft
 def test_a_group_that_comes_when_the_others_have_ended_does_not_train_again(tmp_path: Path) -> None:
-    """It was made before they saved: it must look again when it finds nobody."""
+    """It was made before they saved, so it must look for a checkpoint again when no other group is there."""
     ready, done = tmp_path / "ready", tmp_path / "done"
     with (
         Lighthouse() as lighthouse,
@@ -389,7 +389,7 @@ def test_a_group_joins_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         ReplicaGroup(train_epochs, tmp_path, 1, world_size=1, lighthouse=lighthouse) as second,
     ):
         (steady,), (joined,) = first.values(), second.values()
-    # 24 samples in batches of two for two groups: six updates an epoch, whoever is there.
+    # 24 samples in batches of two for two groups: six updates an epoch, even if one is away.
     assert steady["step"] == joined["step"] == 36
     step, epoch = joined["healed"]
     assert 8 <= step < 36
@@ -418,9 +418,6 @@ def test_a_group_of_another_size_is_refused_and_the_others_train_on(tmp_path: Pa
         steady = first.values()
     assert "replica-000001 with 1 ranks, and replica-000000 with 2" in message
     assert "go on without it" in message
-    # 24 samples in batches of two for two groups of two ranks: three updates an epoch, whoever is there.
+    # 24 samples in batches of two for two groups of two ranks: three updates an epoch, even if one is away.
     assert [rank["step"] for rank in steady] == [18, 18]
     assert differences(steady[0]["state"]["model"], steady[1]["state"]["model"]) == []
-
-
-# Who writes
