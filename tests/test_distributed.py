@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 import socket
 import threading
@@ -10,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import run_processes
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import TCPStore
 
-from danling.distributed import JointLeave, LocalDomain, Placement, all_arrive, domain, world_of
+import danling as dl
+from danling.distributed import JointLeave, LocalDomain, Placement, all_arrive, domain, environment, world_of
 from danling.utils.process import held_port
 
 
@@ -51,6 +55,40 @@ def test_nobody_else_gets_the_port_and_a_store_of_torch_may_listen_there() -> No
     # The store goes on when the port is held no more.
     TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("key", "later")
     assert store.get("key") == b"later"
+
+
+def _starts_if_not(absent: int, tcp: bool) -> tuple[str, list[str]]:
+    """Construct a runner on all ranks but one; return the error, and what was logged while it waited."""
+    environment._SECONDS_BEFORE_REPORT = 0.5
+    if int(os.environ["RANK"]) == absent:
+        return "absent", []
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("danling").addHandler(handler)
+    url = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}" if tcp else None
+    try:
+        dl.Runner(dl.RunnerConfig(init_method=url, comm={"init_timeout_seconds": 2}))
+    except (TimeoutError, ConnectionError) as error:
+        return str(error), lines
+    return "started", lines
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_rank_that_never_starts_is_named_within_the_time_limit(tcp: bool) -> None:
+    first, absent, third = run_processes(_starts_if_not, 1, tcp, world_size=3, timeout=40)
+    assert absent == ("absent", [])
+    assert third[0] == first[0] or third[0].startswith("The process that joins the ranks, which is rank 0")
+    assert first[0].startswith(
+        "Expected 3 processes to start within 2 s (comm.init_timeout_seconds). Received: 2. Missing: rank 1."
+    )
+    assert [*first[1], *third[1]] == ["2 of 3 processes have started. Missing: rank 1."]
+
+
+def test_rank_zero_that_never_starts_is_named_within_the_time_limit() -> None:
+    _, second = run_processes(_starts_if_not, 0, False, world_size=2, timeout=40)
+    assert second[0].startswith("Expected rank 0 to answer at 127.0.0.1:")
+    assert len(second[1]) == 1 and second[1][0].startswith("Rank 0, the first of 2 processes, does not answer")
 
 
 class Hesitant:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
-from collections.abc import Iterable
+import socket
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlparse
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
+
+logger = logging.getLogger("danling")
+
+_SECONDS_BEFORE_REPORT = 10.0
+"""How long ranks are awaited before one line says how many have started."""
+_LONGEST_PAUSE_SECONDS = 0.5
 
 _VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
 """Variables of the environment in the order of the fields of `LaunchEnvironment`, and their defaults."""
@@ -91,11 +102,16 @@ def init_process_group(
         device: The device of this process.
         backend: A backend string of `torch.distributed`, or `None` to choose by device.
         init_method: Rendezvous URL; `None` reads the environment.
-        timeout_seconds: How long a collective may take before it fails; `None` keeps torch's default.
+        timeout_seconds: How long the other processes are awaited, and how long a collective may take before it fails; `None` keeps
+            torch's default.
 
     Returns:
         Whether the caller is to call `destroy_process_group` in the end: not where the program made its own group, which is used
         as it is.
+
+    Raises:
+        TimeoutError: If a process has not started within `timeout_seconds`.
+        ConnectionError: If rank 0 ended meanwhile.
     """
     global _own_group, _users
     if launch.world_size == 1:
@@ -107,9 +123,8 @@ def init_process_group(
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    dist.init_process_group(
-        backend, store=_next_store(launch, init_method), rank=launch.rank, world_size=launch.world_size, timeout=timeout
-    )
+    store = _next_store(launch, init_method, timeout or default_pg_timeout)
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     _own_group, _users = dist.group.WORLD, 1
     return True
 
@@ -121,15 +136,123 @@ _rendezvous: tuple[str, Store] | None = None
 _groups_made = 0
 
 
-def _next_store(launch: LaunchEnvironment, init_method: str | None) -> Store:
-    """Return another store for the next group of this process."""
+def _next_store(launch: LaunchEnvironment, init_method: str | None, timeout: timedelta) -> Store:
+    """Return another store for the next group of this process, when all ranks have it. Call on all ranks."""
     global _rendezvous, _groups_made
     url = init_method or "env://"
     if _rendezvous is None or _rendezvous[0] != url:
-        store, _, _ = next(iter(rendezvous(url, launch.rank, launch.world_size)))
-        _rendezvous = (url, store)
+        _rendezvous = (url, _open_store(url, launch, timeout))
     _groups_made += 1
-    return PrefixStore(f"danling-{_groups_made}", _rendezvous[1])
+    store = PrefixStore(f"danling-{_groups_made}", _rendezvous[1])
+    _await_all(store, launch, timeout)
+    return store
+
+
+def _open_store(url: str, launch: LaunchEnvironment, timeout: timedelta) -> Store:
+    """Return the store of a rendezvous URL, without waiting for all ranks to open it."""
+    parts = urlparse(url)
+    in_environment = parts.scheme == "env"
+    # torchrun's agent has the store, and a query has options that only torch's own rendezvous reads.
+    is_plain = (in_environment or parts.scheme == "tcp") and not parts.query
+    if not is_plain or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(iter(rendezvous(url, launch.rank, launch.world_size, timeout=timeout)))
+        opened: Store = store
+        return opened
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if in_environment and not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"Expected the launcher to set {' and '.join(missing)}, with which the {launch.world_size} processes find each other. "
+            "Received: none. Launch with torchrun, or set it."
+        )
+    host = os.environ["MASTER_ADDR"] if in_environment else parts.hostname
+    port = int(os.environ["MASTER_PORT"]) if in_environment else parts.port
+    if not host or port is None:
+        raise ValueError(f"Expected init_method to be 'tcp://HOST:PORT'. Received: init_method={url!r}. Add both.")
+    if launch.rank != 0:
+        _await(
+            lambda: _answers(host, port),
+            timeout,
+            report=lambda: f"Rank 0, the first of {launch.world_size} processes, does not answer at {host}:{port} yet.",
+            failure=lambda: (
+                f"Expected rank 0 to answer at {host}:{port} within {timeout.total_seconds():g} s (comm.init_timeout_seconds). Received: "
+                "no answer. Start it, or check MASTER_ADDR and MASTER_PORT."
+            ),
+        )
+    return TCPStore(
+        host,
+        port,
+        launch.world_size,
+        is_master=launch.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_LONGEST_PAUSE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _await_all(store: Store, launch: LaunchEnvironment, timeout: timedelta) -> None:
+    """Wait until all ranks have come here; one of those that wait logs how many there are. Call on all ranks."""
+    size = launch.world_size
+    store.set(f"started/{launch.rank}", "yes")
+    if store.add("started", 1) == size:
+        store.set("all", "yes")
+
+    def missing() -> list[int]:
+        return [rank for rank in range(size) if not store.check([f"started/{rank}"])]
+
+    def report() -> str:
+        is_first = bytes(store.compare_set("reports", "", str(launch.rank))) == str(launch.rank).encode()
+        return (
+            f"{size - len(missing())} of {size} processes have started. Missing: {_ranks(missing())}."
+            if is_first
+            else ""
+        )
+
+    try:
+        _await(
+            lambda: store.check(["all"]),
+            timeout,
+            report=report,
+            failure=lambda: (
+                f"Expected {size} processes to start within {timeout.total_seconds():g} s (comm.init_timeout_seconds). Received: "
+                f"{size - len(missing())}. Missing: {_ranks(missing())}. Start them, or give them more time."
+            ),
+        )
+    except dist.DistNetworkError as error:
+        raise ConnectionError(
+            "The process that joins the ranks, which is rank 0 or the agent of torchrun, ended while this rank waited for the others to "
+            "start. Its own error says why."
+        ) from error
+
+
+def _await(
+    has_come: Callable[[], bool], timeout: timedelta, *, report: Callable[[], str], failure: Callable[[], str]
+) -> None:
+    """Wait for something in Python, so that signals are handled meanwhile; log `report` once, or raise `failure` at the end."""
+    began, has_reported = time.monotonic(), False
+    while not has_come():
+        waited = time.monotonic() - began
+        if waited >= timeout.total_seconds():
+            raise TimeoutError(failure())
+        if waited >= _SECONDS_BEFORE_REPORT and not has_reported:
+            has_reported = True
+            if text := report():
+                logger.warning(text)
+        # Often at first, since ranks usually start within milliseconds of each other.
+        time.sleep(min(max(waited / 10, 0.005), _LONGEST_PAUSE_SECONDS))
+
+
+def _ranks(missing: list[int]) -> str:
+    """Return the first ranks of a list as text."""
+    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return f"rank{'s' if len(missing) > 1 else ''} {shown}"
 
 
 def set_collective_timeout(seconds: float, groups: Iterable[dist.ProcessGroup | None] = (None,)) -> None:

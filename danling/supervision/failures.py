@@ -67,6 +67,8 @@ def record_failures() -> bool:
 
 def lost_a_peer(error: BaseException) -> bool:
     """Return whether an error says that the connection to another rank broke, and so follows from that one's failure."""
+    if isinstance(error, ConnectionError):
+        return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _BROKEN)
 
 
