@@ -54,6 +54,7 @@ from danling.training.run_state import (
     check_payload,
     check_same_run,
     loader_states,
+    log_changes_since,
     log_exclusions,
     restore_positions,
     restore_run,
@@ -959,6 +960,7 @@ class BaseRunner(metaclass=MetaRunner):
                 self.checkpoint_manager.begin(source)
             where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
             logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
+            log_changes_since(payload)
             if source is not None:
                 self.saver.note_loaded(source)
 

@@ -19,7 +19,7 @@ from danling.checkpoints.errors import (
     CheckpointNotFound,
 )
 from danling.checkpoints.reading import USERS_OWN, ExcludedFromLoading
-from danling.checkpoints.torch_files import FORMAT_VERSION
+from danling.checkpoints.torch_files import CHANGED_SINCE, FORMAT_VERSION
 from danling.config import identity
 from danling.data import BatchSource, DataLoader
 from danling.distributed import all_arrive
@@ -408,6 +408,19 @@ def log_exclusions(excluded: ExcludedFromLoading, loaded_since: Collection[str],
         )
     if excluded.entries:
         logger.info("Left out, as checkpoint.exclude_from_loading asks for: %s.", ", ".join(excluded.entries))
+
+
+def log_changes_since(payload: Mapping[str, Any]) -> None:
+    """Log what this version computes differently than the version that wrote a checkpoint of an older format."""
+    version = int(payload.get("format_version", FORMAT_VERSION))
+    changes = [text for last, text in CHANGED_SINCE.items() if version <= last]
+    if changes:
+        logger.warning(
+            "The checkpoint has format_version %d, and is read in full. From here on the run differs from what the older version would "
+            "have computed: %s.",
+            version,
+            "; ".join(changes),
+        )
 
 
 # Saving
