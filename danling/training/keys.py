@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from danling.data import derive_seed, mix_seed, seed_streams
+from danling.data.randomness import seed_device
 from danling.utils.tensors import is_sharded
 
 if TYPE_CHECKING:
@@ -109,9 +110,8 @@ class RandomKeys:
     def _seed_update(self, kind: str, place: tuple[int, ...]) -> None:
         key = self._key(kind, place=place)
         torch.default_generator.manual_seed(key)
-        device = self._runner.device
-        if device.type != "cpu":
-            torch.get_device_module(device).manual_seed(key)
+        if self._runner.device.type != "cpu":
+            seed_device(key, self._runner.device)
 
     # Evaluation
 

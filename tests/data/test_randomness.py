@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import math
 import random
 
 import numpy
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from danling.data import derive_seed, seed_streams
-from danling.data.randomness import deterministic_kernels, mix_seed
+from danling.data.randomness import Generators, deterministic_kernels, mix_seed
 
 
 def draw() -> list[float]:
@@ -47,6 +49,37 @@ def test_seed_streams_seeds_all_three() -> None:
     numpy.random.randn(), random.gauss(0, 1)  # which hold a deviate back
     seed_streams(5)
     assert draw() == first
+
+
+def test_streams_draw_independently_of_each_other() -> None:
+    """All pairs of streams, among them generators that an object holds: the first integer below n agrees for one key in n."""
+
+    class Holder:
+        torch_rng = torch.Generator()
+        numpy_rng = numpy.random.RandomState()
+        python_rng = random.Random()
+
+    holder, keys = Holder(), 10_000
+    generators, base = Generators({"dataset": holder}), derive_seed(0, "read", "train", 0)
+    assert len(generators.found) == 3
+    for n in (224, 256):
+        drawn = []
+        for number in range(keys):
+            generators.seed(mix_seed(base, number))
+            drawn.append(
+                [
+                    int(torch.randint(n, ())),
+                    int(numpy.random.randint(n)),
+                    random.randrange(n),
+                    int(torch.randint(n, (), generator=holder.torch_rng)),
+                    int(holder.numpy_rng.randint(n)),
+                    holder.python_rng.randrange(n),
+                ]
+            )
+        for modulus in (2, 4, 8, 16, 32, 64, 128, 256) if n == 256 else (n,):
+            sigma = math.sqrt((1 / modulus) * (1 - 1 / modulus) / keys)
+            for one, other in itertools.combinations(torch.tensor(drawn).T % modulus, 2):
+                assert abs((one == other).double().mean().item() - 1 / modulus) < 4 * sigma, modulus
 
 
 def test_seeding_works_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.processes import run_processes
 from support.toys import differences, whole_state
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import danling as dl
 
@@ -91,6 +92,66 @@ def test_a_skipped_update_repeats_no_number(tmp_path: Path) -> None:
         runner.train()
         assert runner.train_state.skipped_updates > 1 and runner.train_state.global_step > 1
         assert len({tuple(mask) for mask, _, _ in runner.drawn.values()}) == len(runner.drawn) == 12
+
+
+# Between the streams
+
+
+def first_draws() -> Tensor:
+    """Draw one integer below 256 from each stream of the host."""
+    return torch.tensor([int(torch.randint(256, ())), int(np.random.randint(256)), random.randrange(256)])
+
+
+class FirstDraws(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, index: int) -> Tensor:
+        return first_draws()
+
+
+class StreamOfDraws(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        for _ in range(600 // (1 if info is None else info.num_workers)):
+            yield first_draws()
+
+
+def draw_in_collate(items: list[Tensor]) -> Tensor:
+    return first_draws()[None]
+
+
+class FirstDraw(dl.Runner):
+    """Keeps what was drawn first where samples are read, in `collate_fn` or in `train_step`."""
+
+    not_saved = ("drawn",)
+
+    def __init__(self, config: Mapping[str, Any], dataset: Dataset[Tensor], in_step: bool) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
+        self.datasets = {"train": dataset}
+        self.in_step = in_step
+        self.drawn: list[Tensor] = []
+
+    def train_step(self, data: Any) -> Any:
+        self.drawn.extend([first_draws()] if self.in_step else data)
+        return super().train_step((torch.ones(1, 1), torch.ones(1, 1)))
+
+
+@pytest.mark.parametrize("where", ["sample", "worker", "collate", "stream", "stream worker", "step"])
+def test_streams_draw_independently_wherever_they_are_seeded(tmp_path: Path, where: str) -> None:
+    loader: dict[str, Any] = {"batch_size": 1, "num_workers": 2 * where.endswith("worker")}
+    if where == "collate":
+        loader["collate_fn"] = draw_in_collate
+    dataset = StreamOfDraws() if where.startswith("stream") else FirstDraws()
+    with FirstDraw(settings(tmp_path, epochs=1, dataloader=loader), dataset, where == "step") as runner:
+        runner.train()
+    drawn = torch.stack(runner.drawn).T
+    assert drawn.shape == (3, 600)
+    for n in (2, 4, 16, 256):
+        sigma = ((1 / n) * (1 - 1 / n) / 600) ** 0.5
+        for one, other in itertools.combinations(drawn % n, 2):
+            assert abs((one == other).double().mean().item() - 1 / n) < 4 * sigma, n
 
 
 # Wherever a user draws
