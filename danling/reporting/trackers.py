@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Protocol
 
 from danling.utils.files import open_file, write_all, write_error
 from danling.utils.plain import flatten, parse_json
@@ -92,6 +93,34 @@ class TrackerSet:
         """What metrics are sent to."""
         self._added: list[Any] = []
         self._status: RunStatus | None = None
+        self._resumed: FileMark | None = FileMark(0, 0)
+        self._held: FileMark | None = None
+        self._is_held = False
+
+    # What of metrics.jsonl belongs to a save
+
+    @property
+    def mark(self) -> FileMark | None:
+        """The last line of `metrics.jsonl` that belongs to a save made now, on the main process; `None` where only the step is known."""
+        return self._held if self._is_held else self._written()
+
+    def resume_from(self, mark: FileMark | None) -> None:
+        """Note the mark of the save that the run resumes from; `None` for a checkpoint that has none."""
+        self._resumed = mark
+        self._is_held = False
+
+    def hold_mark(self) -> None:
+        """An evaluation begins. A run that resumes from a save within it makes it again: what it logs belongs to the save that follows."""
+        self._held, self._is_held = self._written(), True
+
+    def release_mark(self) -> None:
+        """The evaluation has ended, and its result is logged."""
+        self._is_held = False
+
+    def _written(self) -> FileMark | None:
+        file = self._runner.workspace.jsonl_file
+        own = (each for each in self.opened if isinstance(each, JsonlTracker) and each.file == file)
+        return next((each.mark for each in own if each.mark is not None), self._resumed)
 
     def add(self, tracker: Tracker | Callable[[], Tracker]) -> None:
         """Take in a tracker, or something to call for one when the set is opened; at once, when it is open.
@@ -211,17 +240,32 @@ def _lacks(tracker: object) -> str:
     return ", ".join(n for n in names if isinstance(tracker, type) or not callable(getattr(tracker, n, None)))
 
 
+class FileMark(NamedTuple):
+    """A place in a file of lines: it is after so many lines, the last of which has that step."""
+
+    lines: int
+    step: int
+
+
 class JsonLines:
     """A file of JSON objects with a `step`, one a line, which all attempts of a run share.
 
-    At the first `write`, what an earlier attempt wrote after the step that the run resumes from is cut off, and so is a line that a kill
-    left unfinished: every step is there once. A line is handed to the operating system before `write` returns, so that a killed process
+    At the first `write`, what an earlier attempt wrote after the save that the run resumes from is cut off, and so is a line that a kill
+    left unfinished: every line is there once. A line is handed to the operating system before `write` returns, so that a killed process
     loses none.
+
+    Args:
+        file: The file.
+        resume_step: The step of that save; lines of later steps are cut off.
+        resume_mark: The mark of that save. It counts instead of the step: lines of the same step may have been written after the save.
     """
 
-    def __init__(self, file: PathLike, *, resume_step: int | None = None) -> None:
+    def __init__(self, file: PathLike, *, resume_step: int | None = None, resume_mark: FileMark | None = None) -> None:
         self.file = Path(file)
+        self.mark: FileMark | None = None
+        """The end of the file as this attempt has written it; `None` before the first line."""
         self._resume_step: int | None = resume_step or 0
+        self._resume_mark = resume_mark
         self._handle: int | None = None
 
     def write(self, line: Mapping[str, object]) -> None:
@@ -239,6 +283,8 @@ class JsonLines:
                 raise
         except OSError as error:
             raise write_error("a line", self.file, error) from error
+        lines = 0 if self.mark is None else self.mark.lines
+        self.mark = FileMark(lines + 1, int(str(line["step"])))
 
     def close(self) -> None:
         """Close the file. A line after it opens it again and appends."""
@@ -249,7 +295,7 @@ class JsonLines:
     def _open(self) -> int:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists() and self._resume_step is not None:
-            _cut_back(self.file, self._resume_step)
+            self.mark = _cut_back(self.file, self._resume_step, self._resume_mark)
         # What this attempt has written is never cut.
         self._resume_step = None
         return os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
@@ -318,16 +364,38 @@ def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
         is_rest = not is_whole
 
 
-def _cut_back(file: Path, resume_step: int) -> None:
+def _cut_back(file: Path, resume_step: int, mark: FileMark | None) -> FileMark:
+    """Remove the lines that do not belong to a save, and return the mark of the rest."""
+    if mark is not None and not _has_mark(file, mark):
+        mark = None  # the file was edited, or is another one
     staged = file.with_name(f".{file.name}.tmp")
-    with open_file(file) as old, open(staged, "wb") as new:
-        for line in bounded_lines(old):
-            record = _parse(line)
-            if record is not None and resume_step > 0 and record["step"] <= resume_step:
+    kept = FileMark(0, 0)
+    with open(staged, "wb") as new:
+        for line, step in _steps(file):
+            is_of_save = resume_step > 0 and step <= resume_step if mark is None else kept.lines < mark.lines
+            if is_of_save:
                 new.write(line)
+                kept = FileMark(kept.lines + 1, step)
         new.flush()
         os.fsync(new.fileno())
     os.replace(staged, file)
+    return kept
+
+
+def _has_mark(file: Path, mark: FileMark) -> bool:
+    """Whether the last line of a mark is where the mark says; it is not where lines were removed since."""
+    if mark.lines == 0:
+        return True
+    return next((step for _, step in islice(_steps(file), mark.lines - 1, None)), None) == mark.step
+
+
+def _steps(file: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield the whole lines of a file that can be read, each with its step."""
+    with open_file(file) as lines:
+        for line in bounded_lines(lines):
+            record = _parse(line)
+            if record is not None:
+                yield line, record["step"]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -589,7 +657,8 @@ class TrackioTracker:
 
 
 def _jsonl(runner: BaseRunner) -> Tracker:
-    return JsonlTracker(runner.workspace.jsonl_file, resume_step=runner.state.train.global_step)
+    step, mark = runner.state.train.global_step, runner._reporter.trackers.mark
+    return JsonlTracker(runner.workspace.jsonl_file, resume_step=step, resume_mark=mark)
 
 
 BUILT_IN_TRACKERS: Mapping[str, Callable[[BaseRunner], Tracker]] = {

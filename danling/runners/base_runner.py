@@ -41,6 +41,7 @@ from danling.distributed import (
 from danling.metrics import Meters, ScoreBoard
 from danling.metrics.scores import BestScore
 from danling.reporting import Reporter, Tracker
+from danling.reporting.trackers import FileMark
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
 from danling.training import TrainingSession
 from danling.training.attributes import KeptAttributes
@@ -852,12 +853,21 @@ class BaseRunner(metaclass=MetaRunner):
         def load_results(stored: Mapping[str, Any], _: Collection[str]) -> None:
             self.results = {int(index): result for index, result in stored.items()}
 
+        def mark() -> list[int] | None:
+            # A list, since a sharded checkpoint would take a mapping apart, and the other ranks have none.
+            found = self._reporter.trackers.mark if self.is_main_process else None
+            return None if found is None else list(found)
+
+        def load_mark(stored: list[int] | None, _: Collection[str]) -> None:
+            self._reporter.trackers.resume_from(None if stored is None else FileMark(*map(int, stored)))
+
         return [
             StatePart("train", lambda: asdict(self.state.train), lambda stored, _: self.state.train.load(stored)),
             StatePart("elastic", attempts, load_attempts, default=dict),
             # Only saved: a run goes on with the seed of its configuration.
             StatePart("rng", lambda: asdict(self.state.rng), lambda stored, _: None),
             StatePart("results", results, load_results, default=dict),
+            StatePart("metrics_mark", mark, load_mark, default=lambda: None),
         ]
 
     def state_dict(self) -> dict[str, Any]:

@@ -465,6 +465,7 @@ class RunResults:
         self.write()
         ended = runner.progress >= 1 or runner._parts.loop.data_ended or runner._session.stop_reason is not None
         runner._reporter.log_result(runner, result, last=ended)
+        runner._reporter.trackers.release_mark()
 
     def patience_exhausted(self) -> bool:
         """Whether the run is to stop, since its score has not become better for too long."""

@@ -495,6 +495,7 @@ class TrainingLoop:
         if not splits:
             return
         results = self._runner._parts.results
+        self._runner._reporter.trackers.hold_mark()
         with self._runner.saver.keeping_trained(passing=(EvaluationStopped, TrainingAbandoned)):
             for split in splits:
                 with self._session.evaluating(split):

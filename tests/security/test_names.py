@@ -67,7 +67,7 @@ FUNCTIONS = {
     "remote/mirror": ["RunMirror._file", "RunMirror._written", "RunMirror.open"],
     "remote/sources": ["RemoteCheckpoints._bring_target", "bring_object", "runs_below"],
     "reporting/logging": ["RunLog.__init__"],
-    "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "read_jsonl"],
+    "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "_steps", "read_jsonl"],
     "stream/channel": ["RefChannel._take"],
     "stream/directory_store": [
         "DirectoryStore.__init__",

@@ -1,0 +1,161 @@
+"""Every row of `metrics.jsonl` belongs to a save: after a kill and a resume each one is there once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_outcomes, run_processes
+from support.toys import Line, Small, settings
+
+from danling.reporting import JsonlTracker, read_jsonl
+from danling.reporting.trackers import FileMark
+
+
+def rows(root: Path) -> list[tuple[int, tuple[str, ...]]]:
+    """Return the step and the names of each row, without those that a clock decides."""
+    names = ({*record} - {"step", "time", "ranks"} for record in read_jsonl(root / "metrics.jsonl"))
+    steps = [int(str(record["step"])) for record in read_jsonl(root / "metrics.jsonl")]
+    return [(step, tuple(sorted(of_row))) for step, of_row in zip(steps, names)]
+
+
+class KilledBeforeItSaves(Line):
+    """Is killed after the row of an evaluation and before the save that follows."""
+
+    not_saved = ("killed",)
+    killed = False
+
+    def save_checkpoint(self, **options: Any) -> None:
+        if self.killed and self.train_state.global_step == 4:
+            self.checkpoint_manager.wait()  # the save before the evaluation is on the disk
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().save_checkpoint(**options)
+
+
+def sharded(root: Path, stack: str) -> dict[str, Any]:
+    layout = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}} if stack == "parallel" else {}
+    return settings(
+        root,
+        steps=8,
+        log_interval=1,
+        evaluate_interval=4,
+        auto_resume=True,
+        checkpoint={"interval": 2, "backend": "dcp"},
+        **layout,
+    )
+
+
+def train(config: Mapping[str, Any], killed: bool = False) -> None:
+    with KilledBeforeItSaves(config) as runner:
+        runner.killed = killed
+        runner.train()
+
+
+@pytest.mark.parametrize("stack", ["ddp", "parallel"])
+def test_kill_between_row_and_save_leaves_every_row_once_on_two_ranks(stack: str, tmp_path: Path) -> None:
+    killed = run_outcomes(train, sharded(tmp_path / "killed", stack), True)
+    assert all(outcome.error is not None for outcome in killed)
+    assert [row for row in rows(tmp_path / "killed") if "val/loss" in row[1]] == [
+        (4, ("train_mean/loss", "val/loss", "val/samples"))
+    ], "the row is written before the kill"
+    run_processes(train, sharded(tmp_path / "killed", stack))
+    run_processes(train, sharded(tmp_path / "alone", stack))
+    assert rows(tmp_path / "killed") == rows(tmp_path / "alone")
+
+
+class LogsItself(Small):
+    """Logs rows of its own: within an evaluation, which fails or is stopped once, and with numbers of its own after a save."""
+
+    not_saved = ("disturbed",)
+    disturbed = ""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.datasets["val"] = self.datasets["train"]
+
+    def evaluate_steps(self, split: str) -> Any:
+        self.log_figures({"own/begun": 1.0})
+        is_first = self.train_state.global_step == 4
+        if is_first and self.disturbed == "fails":
+            raise RuntimeError("the evaluation fails")
+        if is_first and self.disturbed == "stops":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().evaluate_steps(split)
+
+    def step(self) -> Any:
+        outcome = super().step()
+        if self.train_state.global_step == 6:
+            # Between two saves: a resumed run makes this update again.
+            self.log_figures({"own/phase": 1.0}, step=1)
+            if self.disturbed == "ends":
+                raise RuntimeError("the update fails")
+        return outcome
+
+
+@pytest.mark.parametrize("disturbed", ["fails", "stops", "ends"])
+def test_own_rows_are_there_once_after_a_failure(disturbed: str, tmp_path: Path) -> None:
+    def config(name: str) -> dict[str, Any]:
+        policy = {"interval": 4, "async_mode": "disabled"}
+        return settings(
+            tmp_path / name, steps=8, log_interval=1, evaluate_interval=4, auto_resume=True, checkpoint=policy
+        )
+
+    with pytest.raises((RuntimeError, SystemExit)), LogsItself(config("killed")) as runner:
+        runner.disturbed = disturbed
+        runner.train()
+    for name in ("killed", "alone"):
+        with LogsItself(config(name)) as runner:
+            runner.train()
+    assert rows(tmp_path / "killed") == rows(tmp_path / "alone")
+
+
+def test_resume_from_an_older_save_cuts_by_its_own_mark(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", steps=8, log_interval=1, checkpoint={"interval": 4, "async_mode": "disabled"})
+    with Small(config) as runner:
+        runner.log_figures({"own/before": 1.0}, step=1_000_000)  # a number of its own, such as of samples
+        runner.train()
+    before = rows(tmp_path / "run")
+    with Small({**config, "resume": "ckpt-s000000000004", "auto_resume": False}) as runner:
+        runner.train()
+    assert rows(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("mark", "expected"),
+    [
+        (FileMark(3, 2), [1, 2, 2]),
+        (FileMark(0, 0), []),
+        # The file is another one, or was edited: the step decides.
+        (FileMark(3, 1), [1, 2, 2, 2]),
+        (FileMark(9, 2), [1, 2, 2, 2]),
+        (None, [1, 2, 2, 2]),
+    ],
+)
+def test_file_is_cut_at_the_mark_where_it_has_it(mark: FileMark | None, expected: list[int], tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    steps = [1, 2, 2, 2, 3]
+    file.write_text("".join(json.dumps({"step": step, "loss": 0.0}) + "\n" for step in steps) + '{"step": 3, "lo')
+    tracker = JsonlTracker(file, resume_step=2, resume_mark=mark)
+    tracker.log({"loss": 1.0}, 5)
+    tracker.close()
+    assert [record["step"] for record in read_jsonl(file)] == [*expected, 5]
+    assert tracker.mark == FileMark(len(expected) + 1, 5)
+
+
+def test_checkpoint_without_a_mark_resumes_by_its_step(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", steps=4, log_interval=1, checkpoint={"async_mode": "disabled"})
+    with Small(config) as runner:
+        runner.train()
+    payload = torch.load(tmp_path / "run" / "checkpoints" / "latest.pth", weights_only=True)
+    assert payload["state"].pop("metrics_mark") == [8, 4]
+    with Small({**config, "steps": 6, "dir": str(tmp_path / "other")}) as runner:
+        runner.load_checkpoint(payload)
+        assert runner.state_dict()["state"]["metrics_mark"] is None
+        runner.train()
+    assert [step for step, _ in rows(tmp_path / "other")] == [5, 5, 6, 6]
