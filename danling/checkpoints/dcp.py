@@ -317,6 +317,10 @@ class TargetWriter(FileSystemWriter):
         if self.taken_over:
             metadata, kept, files = self._take_over(metadata, path)
             results = [*results, kept]
+        # Filled here: torch 2.11 fills a copy of the metadata, torch 2.13 the one that it is given.
+        metadata = replace(
+            metadata, storage_data={result.index: result.storage_data for of_rank in results for result in of_rank}
+        )
         super().finish(metadata, results)
         files[METADATA] = self.fs.written[f"{METADATA}.tmp"]
         for result in (result for of_rank in results for result in of_rank):

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Protocol
 
-from danling.utils.files import open_file, write_all, write_error
+from danling.utils.files import open_file, replacing, write_all, write_error
 from danling.utils.plain import flatten, parse_json
 from danling.utils.secrets import secret_values
 
@@ -298,7 +298,8 @@ class JsonLines:
             self.mark = _cut_back(self.file, self._resume_step, self._resume_mark)
         # What this attempt has written is never cut.
         self._resume_step = None
-        return os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        return os.open(self.file, flags, 0o666)
 
 
 class JsonlTracker(JsonLines):
@@ -368,17 +369,13 @@ def _cut_back(file: Path, resume_step: int, mark: FileMark | None) -> FileMark:
     """Remove the lines that do not belong to a save, and return the mark of the rest."""
     if mark is not None and not _has_mark(file, mark):
         mark = None  # the file was edited, or is another one
-    staged = file.with_name(f".{file.name}.tmp")
     kept = FileMark(0, 0)
-    with open(staged, "wb") as new:
+    with replacing(file) as new:
         for line, step in _steps(file):
             is_of_save = resume_step > 0 and step <= resume_step if mark is None else kept.lines < mark.lines
             if is_of_save:
                 new.write(line)
                 kept = FileMark(kept.lines + 1, step)
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(staged, file)
     return kept
 
 

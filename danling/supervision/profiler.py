@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from danling.utils.files import staged_path
 from danling.utils.observers import Observer
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class Profiler(Observer):
 
     def _export(self, profile: torch.profiler.profile) -> None:
         name = f"rank-{self._runner.rank:05d}-step-{self._runner.state.train.global_step:012d}.pt.trace.json"
-        path, staged = self.directory / name, self.directory / f".{name}.tmp"
+        path = self.directory / name
+        staged = staged_path(path)
         profile.export_chrome_trace(str(staged))
         os.replace(staged, path)
         self.traces.append(path)

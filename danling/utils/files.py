@@ -8,7 +8,8 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,25 +20,41 @@ _LONGEST_PART = 255
 _DRIVE = re.compile(r"[A-Za-z]:")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags of `os.open` for a file that is made, never found: neither a link, nor a pipe, nor the contents of another file."""
 TEXT_LIMIT = 64 << 20
 """Bytes of the largest text that is read. A sparse file of some gigabytes takes no room on a disk."""
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Replace a small file atomically: a reader sees the old contents or the new ones. The directory entry is not synced to disk."""
-    raw = data.encode() if isinstance(data, str) else data
-    staged = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+    with replacing(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that replaces the one at `path` when the context ends without an error; it is then on disk.
+
+    The staged file has a random name and is made here: what a stranger has put in the directory, a link or a pipe, is never opened.
+    """
+    staged = staged_path(path)
     # 0666 less the umask, as any other file: not the 0600 of `tempfile`, and not more than the user allows.
-    handle = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    handle = os.open(staged, NEW_FILE, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(raw)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(staged, path)
     except BaseException:
         staged.unlink(missing_ok=True)
         raise
+
+
+def staged_path(path: Path) -> Path:
+    """Return a free name for the unfinished contents of a file, in its directory."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 def sync_directory(directory: Path) -> None:
@@ -51,16 +68,33 @@ def sync_directory(directory: Path) -> None:
 
 def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
     """Return a text file in UTF-8. Every file of text that another process or person may have written is read by this function."""
-    with open_file(path) as file:
+    return read_bytes(path, limit=limit).decode("utf-8")
+
+
+def read_bytes(path: str | os.PathLike[str], *, limit: int, follow: bool = True, directory: int | None = None) -> bytes:
+    """Return the contents of a regular file of at most `limit` bytes; see `open_file`.
+
+    Raises:
+        OSError: If it cannot be opened, or is no regular file.
+        ValueError: If it is larger.
+    """
+    with open_file(path, follow=follow, directory=directory) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise ValueError(f"Expected a text file of at most {limit:,} bytes. Received: {str(path)!r}, which is larger.")
-    return content.decode("utf-8")
+        raise ValueError(f"Expected a file of at most {limit:,} bytes. Received: {str(path)!r}, which is larger.")
+    return content
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading, in binary mode. Opening a named pipe would block until a writer appears."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def open_file(path: str | os.PathLike[str], *, follow: bool = True, directory: int | None = None) -> BinaryIO:
+    """Open a regular file for reading, in binary mode. Opening a named pipe would block until a writer appears.
+
+    Args:
+        path: Its path; relative to `directory` if that is given.
+        follow: Whether a link is followed. Without it, one is an `OSError`.
+        directory: Descriptor of an open directory.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    handle = os.open(path, flags, dir_fd=directory)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return os.fdopen(handle, "rb")
     os.close(handle)

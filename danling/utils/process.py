@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from .files import NEW_FILE, staged_path
+
 if TYPE_CHECKING:
     import torch
 
@@ -46,9 +48,10 @@ def first_failure(error: BaseException) -> tuple[FirstFailure, bool]:
         return own, True
     # One directory for each attempt, with one below it for each rank.
     marker = Path(os.environ[ERROR_FILE]).parent.parent / "first-failure"
-    staged = marker.with_name(f"{marker.name}.{os.getpid()}")
+    staged = staged_path(marker)
     try:
-        staged.write_text(json.dumps(own), encoding="utf-8")
+        with os.fdopen(os.open(staged, NEW_FILE, 0o600), "w", encoding="utf-8") as file:
+            json.dump(own, file)
         # The name appears together with its content: a rank that fails at the same time finds nothing or all of it.
         os.link(staged, marker)
         return own, True

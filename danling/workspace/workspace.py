@@ -33,7 +33,7 @@ PathLike = str | os.PathLike[str]
 
 _CONFIGS = ("full", "canonical", "diff")
 _DESCRIPTION = (*(f"config.{name}.yaml" for name in _CONFIGS), "git.yaml", "git.diff", "run.json")
-_UNFINISHED = re.compile(r"\..+\.[0-9a-z_]{8}\.tmp|\.(metrics|digests)\.jsonl\.tmp|\.rank-.+\.trace\.json\.tmp")
+_UNFINISHED = re.compile(r"\..+\.[0-9a-z_]{8}\.tmp")
 _YOUNG_SECONDS = 60.0
 
 _SHORT = 7

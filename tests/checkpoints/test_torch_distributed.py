@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from support.processes import run_processes
 from support.toys import differences
 from support.warm import interpreter
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -393,3 +395,20 @@ def test_saves_in_the_background_never_overlap_and_the_newest_wins(tmp_path: Pat
     steps = run_processes(_many_saves, tmp_path, world_size=2, init_process_group=True)
     assert steps == [[29, 10, 20]] * 2
     assert len(_targets(tmp_path)) == 3
+
+
+def test_a_writer_of_torch_that_fills_a_copy_of_the_metadata_loses_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.11 does, with which the real writer is run elsewhere; torch 2.13 fills the one that it is given."""
+    finish = FileSystemWriter.finish
+
+    def on_a_copy(self: Any, metadata: Metadata, results: Any) -> None:
+        finish(self, dataclasses.replace(metadata), results)
+
+    monkeypatch.setattr(FileSystemWriter, "finish", on_a_copy)
+    manager = _manager(tmp_path)
+    _save(manager, 1)
+    _save(manager, 2)
+    assert _step(manager, "latest") == 2
+    assert torch.equal(manager.load_checkpoint("latest")["model"]["0.weight"], torch.full((5, 3), 2.0))

@@ -37,7 +37,7 @@ def leave_litter(run: Path, backend: str) -> list[Path]:
     checkpoints = run / "checkpoints"
     left = [
         *(run / f".{name}.json.ab12cd34.tmp" for name in ("results", "latest", "best")),
-        run / ".metrics.jsonl.tmp",
+        run / ".metrics.jsonl.ab12cd34.tmp",
         run / "metadata" / ".config.full.yaml.x_y1z2w3.tmp",
         run / "metadata" / ".git.diff.ab12cd34.tmp",
         # A save that was killed before its file had the name, and a deletion that was killed before its last step.

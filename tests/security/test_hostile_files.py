@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sqlite3
 import struct
 import subprocess
@@ -185,13 +186,16 @@ lines.close()
 
 def test_a_full_disk_is_named_with_its_path_and_advice(tmp_path: Path) -> None:
     full = tmp_path / "metrics.jsonl"
-    full.symlink_to("/dev/full")
-    lines = JsonLines(full, resume_step=None)
-    lines._resume_step = None  # what is there is not cut back
-    with pytest.raises(
-        OSError, match=rf"Expected to write a line to {full}\. Received: No space left on device\. Free space"
-    ):
-        lines.write({"step": 1})
+    lines = JsonLines(full)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
+    try:
+        with pytest.raises(
+            OSError, match=rf"Expected to write a line to {full}\. Received: File too large\. Free space"
+        ):
+            lines.write({"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     lines.close()
 
 

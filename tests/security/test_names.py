@@ -93,7 +93,7 @@ FUNCTIONS = {
     "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
     "supervision/rank_watch": ["RankWatch._dump", "WatchedThread.__init__"],
     "torchft/member": ["ReplicaMember.take_over"],
-    "utils/files": ["clear_places", "open_file", "read_text", "sync_directory", "write_atomically"],
+    "utils/files": ["clear_places", "open_file", "read_bytes", "replacing", "sync_directory"],
     "utils/locks": ["FileLock.is_taken", "_give_back", "_made", "exclusive", "shared"],
     "utils/process": ["first_failure"],
     "workspace/run_directory": ["RunDirectory.make", "RunDirectory.release", "has_line", "make_directory"],

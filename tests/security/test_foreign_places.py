@@ -1,0 +1,86 @@
+"""Links, pipes and hard links under the names that a run writes, in a directory that another person has filled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.canary import look_at
+from support.toys import Small
+from support.toys import settings as toy_settings
+
+from danling.reporting.trackers import JsonLines, read_jsonl
+from danling.utils.files import open_file, read_bytes, write_atomically
+
+Placement = Callable[[Path, Path], object]
+"""Puts something at a path; the second one is a file outside."""
+
+PLACEMENTS: dict[str, Placement] = {
+    "link": lambda path, outside: path.symlink_to(outside),
+    "dangling link": lambda path, outside: path.symlink_to(outside.with_name("new.txt")),
+    "hard link": lambda path, outside: os.link(outside, path),
+    "pipe": lambda path, _: os.mkfifo(path),
+}
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "digests.jsonl"])
+@pytest.mark.timeout(60)
+def test_resume_opens_no_staged_file_that_it_has_not_made(tmp_path: Path, canary: Path, kind: str, name: str) -> None:
+    file = tmp_path / name
+    file.write_text('{"step": 1}\n{"step": 2}\n')
+    PLACEMENTS[kind](tmp_path / f".{name}.tmp", canary / "file.txt")
+    lines = JsonLines(file, resume_step=1)
+    lines.write({"step": 2, "again": True})
+    lines.close()
+    assert read_jsonl(file) == [{"step": 1}, {"step": 2, "again": True}]
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_a_resumed_run_leaves_the_goals_of_links_alone(tmp_path: Path, canary: Path, kind: str) -> None:
+    settings = toy_settings(tmp_path / "run", auto_resume=True)
+    with Small({**settings, "steps": 2}) as runner:
+        runner.train()
+    PLACEMENTS[kind](tmp_path / "run" / ".metrics.jsonl.tmp", canary / "file.txt")
+    with Small({**settings, "steps": 4}) as runner:
+        runner.train()
+    steps = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == sorted(steps) and steps[-1] == 4
+
+
+def test_a_metrics_file_that_became_a_link_is_not_written_through(tmp_path: Path, canary: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.symlink_to(canary / "new.txt")
+    with pytest.raises(OSError, match="Expected to write a line"):
+        JsonLines(file).write({"step": 1})
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_a_small_file_replaces_what_is_in_its_place(tmp_path: Path, canary: Path, kind: str) -> None:
+    path = tmp_path / "results.json"
+    PLACEMENTS[kind](path, canary / "file.txt")
+    before = look_at(canary)
+    write_atomically(path, "{}")
+    assert path.read_text() == "{}" and not path.is_symlink() and look_at(canary).keys() == before.keys()
+    assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_bounded_reader_takes_regular_files_only(tmp_path: Path, canary: Path) -> None:
+    (tmp_path / "file").write_bytes(b"four")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    assert read_bytes(tmp_path / "link", limit=4) == b"four"
+    with pytest.raises(OSError, match="symbolic links"):
+        read_bytes(tmp_path / "link", limit=4, follow=False)
+    with pytest.raises(ValueError, match="at most 3 bytes"):
+        read_bytes(tmp_path / "file", limit=3)
+    handle = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        assert read_bytes("file", limit=4, directory=handle) == b"four"
+    finally:
+        os.close(handle)
+    for name in ("pipe", "."):
+        with pytest.raises(OSError, match="Not a regular file"):
+            open_file(tmp_path / name)
