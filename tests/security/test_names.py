@@ -13,7 +13,7 @@ from danling.utils.files import is_plain_path, plain_name, plain_path
 ROOT = Path(danling.__file__).parent
 _OF_OS = {"open", "unlink", "remove", "rename", "replace", "link", "symlink", "rmdir", "mkdir", "makedirs", "truncate"}
 _OF_PATHS = {"unlink", "rmdir", "rename", "mkdir", "touch", "write_text", "write_bytes", "symlink_to", "hardlink_to"}
-_BY_NAME = {"open", "open_file", "open_new", "open_regular", "write_atomically", "safe_open"}
+_BY_NAME = {"open", "open_file", "open_new", "open_regular", "replacing", "write_atomically", "safe_open"}
 _OF_TREES = {"rmtree", "copyfile", "copy", "copy2", "copytree", "move"}
 
 FUNCTIONS = {
@@ -93,7 +93,7 @@ FUNCTIONS = {
     "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
     "supervision/rank_watch": ["RankWatch._dump", "WatchedThread.__init__"],
     "torchft/member": ["ReplicaMember.take_over"],
-    "utils/files": ["clear_places", "open_file", "read_bytes", "replacing", "sync_directory"],
+    "utils/files": ["clear_places", "open_file", "read_bytes", "replacing", "sync_directory", "write_atomically"],
     "utils/locks": ["FileLock.is_taken", "_give_back", "_made", "exclusive", "shared"],
     "utils/process": ["first_failure"],
     "workspace/run_directory": ["RunDirectory.make", "RunDirectory.release", "has_line", "make_directory"],
