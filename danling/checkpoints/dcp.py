@@ -475,13 +475,23 @@ def destinations(
             continue
         # The state of an optimizer is laid out as its parameter is: `optimizer.state.NAME.exp_avg` as `optimizer.state.NAME`.
         like, dtype = layouts.get(name, layouts.get(name.rpartition(".")[0])), entry.properties.dtype
-        if like is None and template is not None and metadata.planner_data[name][0] in template:
+        if like is None and template is not None and _is_of_another_rank(metadata.planner_data[name], template):
             found[name] = torch.empty(entry.size, dtype=dtype, device="meta")
         elif isinstance(like, Tensor) and is_sharded(like) and like.shape == entry.size:
             found[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
         else:
             found[name] = torch.empty(entry.size, dtype=dtype)
     return found
+
+
+def _is_of_another_rank(path: Place, template: Mapping[str, Any]) -> bool:
+    """Whether a tensor that the template lacks is one of those by name of which the template has this rank's."""
+    section = template.get(path[0])
+    if not isinstance(section, Mapping):
+        return False
+    if len(path) > 2 and isinstance(section.get(path[1]), Mapping):
+        return True
+    return not section or any(isinstance(value, Tensor) for value in section.values())
 
 
 def read_payload(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from danling.optim.state import added_names as names_added
 from danling.utils.secrets import without_secrets
 
 
@@ -154,8 +155,11 @@ def full_state(engine: Any, parameter: nn.Parameter) -> dict[str, object]:
         # It does so with the step of the first group, and takes those of the others for done.
         engine.optimizer._hp_optimizer_states_linked = False
         link()
+    # DeepSpeed gathers everything as float32.
     return {
-        key: utils.safe_get_full_optimizer_state(parameter, key) if _is_wide(value) else _copied(value)
+        key: utils.safe_get_full_optimizer_state(parameter, key).to(value.dtype)
+        if isinstance(value, Tensor) and _is_wide(value)
+        else _copied(value)
         for key, value in _state_like(engine).items()
     }
 
@@ -170,6 +174,19 @@ def scalar_states(engine: object) -> dict[str, object]:
     return {key: value for key, value in _state_like(engine).items() if not _is_wide(value)}
 
 
+def added_names(engine: Any) -> list[str]:
+    """Return the names of what the optimizer's `state_dict` has that is not of one parameter."""
+    divided = engine.optimizer
+    if not hasattr(divided, "_set_fp32_optimizer_param_groups"):
+        return names_added(engine.basic_optimizer)
+    # Under ZeRO 3 the groups of the optimizer have the parameters of its state for the time of a save only.
+    divided._set_fp32_optimizer_param_groups()
+    try:
+        return names_added(engine.basic_optimizer)
+    finally:
+        divided._clear_fp32_optimizer_param_groups()
+
+
 def load_full_states(engine: Any, states: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
     """Divide whole states of parameters over the ranks. Call on all ranks."""
     like = next((state for _, state in states if state), None)
@@ -177,7 +194,10 @@ def load_full_states(engine: Any, states: Sequence[tuple[Any, Mapping[str, Any]]
         return
     utils, inner, flat_ones = import_module("deepspeed.utils"), engine.basic_optimizer, flat_parameters(engine)
     for flat in flat_ones:
-        inner.state[flat] = {key: torch.zeros_like(flat) if _is_wide(v) else _copied(v) for key, v in like.items()}
+        inner.state[flat] = {
+            key: torch.zeros_like(flat, dtype=value.dtype) if _is_wide(value) else _copied(value)
+            for key, value in like.items()
+        }
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for parameter, state in states:

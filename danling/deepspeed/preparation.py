@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.reading import ExcludedFromLoading
+from danling.optim.state import own_dtypes
 from danling.training.checks import listed
 from danling.training.ema import EMA
 from danling.training.model_states import ModelStates
@@ -25,6 +26,12 @@ from .engine_config import uses_bf16_weights
 
 if TYPE_CHECKING:
     from danling.runners.deepspeed_runner import DeepSpeedRunner
+
+
+_ADDED = (
+    "Expected an optimizer whose state is that of its parameters, to put the shares of ZeRO {stage} together. Received: {names} in its "
+    "state_dict() in addition. Resume with the same stage and number of processes, or keep them in `state[parameter]`."
+)
 
 
 class EnginePreparation(ModelPreparation):
@@ -172,6 +179,9 @@ class EngineModelStates(ModelStates):
         if not self.runner.engine_stage:
             return super().optimizer_state()
         engine = self.runner.engine
+        added = engines.added_names(engine)
+        if added:
+            raise ValueError(_ADDED.format(stage=self.runner.engine_stage, names=", ".join(added[:5])))
         state = {name: engines.full_state(engine, parameter) for name, parameter in self._trained().items()}
         return {"state": {name: entry for name, entry in state.items() if entry}, "param_groups": self._named_groups()}
 
@@ -180,8 +190,16 @@ class EngineModelStates(ModelStates):
         place = {"stage": self.runner.engine_stage, "world_size": self.runner.world_size}
         if self.runner.optimizer is None:
             return place
-        scalars = engines.scalar_states(self.runner.engine) if self.runner.engine_stage else {}
-        return {**place, "param_groups": self._named_groups(), "scalars": scalars}
+        by_name = {"param_groups": self._named_groups()}
+        if not self.runner.engine_stage:
+            return {**place, **by_name, "scalars": {}}
+        engine = self.runner.engine
+        return {
+            **place,
+            **by_name,
+            "scalars": engines.scalar_states(engine),
+            "added": engines.added_names(engine),
+        }
 
     def _named_groups(self) -> list[dict[str, Any]]:
         names = self.runner.preparation.group_names or [list(self._trained())]
@@ -222,7 +240,10 @@ class EngineModelStates(ModelStates):
             same_ranks = state.outline["world_size"] == self.runner.world_size or state.outline["stage"] == 0
             if state.outline["stage"] == self.runner.engine_stage and same_ranks:
                 whole = not self.runner.run_state.excluded.mentions("optimizer")
-                with engines.single_writer(engine, HashingFiles(trust=bool(self.runner.config.checkpoint.trust))):
+                files = HashingFiles(trust=bool(self.runner.config.checkpoint.trust))
+                inner = self.runner.optimizer
+                keeps_dtypes = nullcontext() if inner is None else own_dtypes(engine.basic_optimizer)
+                with engines.single_writer(engine, files), keeps_dtypes:
                     engine.load_checkpoint(str(state.path.parent), tag=state.path.name, load_optimizer_states=whole)
                 self._tag_read = state
                 return
@@ -236,6 +257,9 @@ class EngineModelStates(ModelStates):
         if isinstance(state, EngineTag) and state is self._tag_read:
             return
         if isinstance(state, EngineTag):
+            added = state.outline.get("added")
+            if added:
+                raise CheckpointMismatch(_ADDED.format(stage=state.outline["stage"], names=", ".join(added[:5])))
             state = self._whole(consolidated_optimizer, state.path, state.outline)
         if not self.runner.engine_stage:
             super().load_optimizer(state)

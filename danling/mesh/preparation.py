@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.data import derive_seed, seed_streams
 from danling.distributed import Domain
+from danling.optim.state import added_names
 from danling.training import peek_target, unpack_batch
 from danling.training.evaluation import EvaluationForward
 from danling.training.keys import preserved_streams
@@ -257,7 +258,14 @@ class ShardedModelStates(ModelStates):
         state = super().optimizer_state()
         groups = self._whole_groups(state["param_groups"])
         named = [{**group, "params": names} for group, names in zip(state["param_groups"], groups)]
-        return {"state": state["state"], "param_groups": named}
+        added = added_names(self.runner.optimizer) if self.runner.pipeline_domain.size > 1 else []
+        if added:
+            raise ValueError(
+                "Expected an optimizer whose state is that of its parameters, since the stages of a pipeline have different ones. "
+                f"Received: {', '.join(added[:5])} in its state_dict() in addition. Keep them in `state[parameter]`, or train without "
+                "parallel.axes.pipeline."
+            )
+        return {**state, "param_groups": named}
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         here = dict(self.runner.named_parameters())
@@ -269,7 +277,7 @@ class ShardedModelStates(ModelStates):
             for name, entry in state["state"].items()
             if name in here
         }
-        super().load_optimizer({"state": values, "param_groups": groups})
+        super().load_optimizer({**state, "state": values, "param_groups": groups})
         # A stage whose parameters are on one mesh may have written how its group is stepped.
         keep_kinds_apart(self.runner.optimizer)
 

@@ -9,6 +9,21 @@ from torch.optim import Optimizer
 
 from .registry import is_told_its_place, needs_metric
 
+SHARED = "shared"
+"""Key of the entries of `state` that belong to no parameter: an optimizer keeps them under a text."""
+OWN = "own"
+"""Key of what a `state_dict` has next to `state` and `param_groups`, such as the slow weights of Lookahead."""
+_MEMBERS = "members"
+
+
+def added_to(plain: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+    """Return what a state of an optimizer has that is not of one parameter, by the key under which it is saved."""
+    numbers = {index for group in plain["param_groups"] for index in group["params"]}
+    return {
+        SHARED: {key: value for key, value in plain["state"].items() if key not in numbers},
+        OWN: {key: value for key, value in plain.items() if key not in ("state", "param_groups")},
+    }
+
 
 class JointOptimizer(Optimizer):
     """Several optimizers as one, so that a runner steps, skips, clips, saves and restores them together.
@@ -75,23 +90,28 @@ class JointOptimizer(Optimizer):
         """Return the state of all members in the form of one optimizer: parameters are numbered through."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
+        added: list[dict[str, dict[Any, Any]]] = []
         offset = 0
         for member in self.optimizers:
             own = member.state_dict()
-            state.update({offset + index: entry for index, entry in own["state"].items()})
+            added.append(added_to(own))
+            shared = added[-1][SHARED]
+            state.update({offset + index: entry for index, entry in own["state"].items() if index not in shared})
             groups += [{**group, "params": [offset + i for i in group["params"]]} for group in own["param_groups"]]
             offset += sum(len(group["params"]) for group in member.param_groups)
-        return {"state": state, "param_groups": groups}
+        members = {_MEMBERS: added} if any(any(each.values()) for each in added) else {}
+        return {"state": state, "param_groups": groups, **members}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         groups = iter(state_dict["param_groups"])
-        for member in self.optimizers:
+        none: list[dict[str, dict[Any, Any]]] = [{SHARED: {}, OWN: {}}] * len(self.optimizers)
+        for member, added in zip(self.optimizers, state_dict.get(_MEMBERS, none)):
             stored: list[dict[str, Any]] = [next(groups, {"params": []}) for _ in member.param_groups]
             own = {index: i for i, index in enumerate(index for group in stored for index in group["params"])}
             entries = {own[index]: entry for index, entry in state_dict["state"].items() if index in own}
             numbered = [{**group, "params": [own[index] for index in group["params"]]} for group in stored]
-            member.load_state_dict({"state": entries, "param_groups": numbered})
+            member.load_state_dict({**added[OWN], "state": {**entries, **added[SHARED]}, "param_groups": numbered})
         self._share()
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from danling.utils.tensors import canonical_name, is_sharded
+from danling.utils.tensors import canonical_name, is_sharded, shard_like
 
-from .joint import JointOptimizer, JointScheduler
+from .joint import OWN, SHARED, JointOptimizer, JointScheduler, added_to
 
 logger = logging.getLogger("danling")
 
@@ -117,10 +118,68 @@ def parameter_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, 
     ]
 
 
+# Entries that an optimizer's own `state_dict` adds, such as the slow weights of Lookahead
+
+_PLAIN = (type(None), bool, int, float, str)
+_SEQUENCES: Mapping[str, type[Any]] = {"list": list, "tuple": tuple}
+
+
+def _packed(value: object, path: str, parameters: Mapping[str, Tensor]) -> object:
+    """Return nested values as mappings with text keys, which every kind of checkpoint takes.
+
+    A tensor that is divided over the ranks is given with the name of a parameter that is divided alike.
+    """
+    if isinstance(value, Tensor) and is_sharded(value):
+        alike = (name for name, parameter in parameters.items() if _layout(parameter) == _layout(value))
+        return {"kind": "shards", "like": next(alike, None), "value": value}
+    if isinstance(value, Tensor):
+        return to_parts(value)
+    if type(value) in _PLAIN:
+        return value
+    node: dict[str, object] = {"kind": type(value).__name__}
+    values: Iterable[Any]
+    if isinstance(value, Mapping) and all(type(key) in _PLAIN for key in value):
+        node, values = {"kind": "dict", "keys": list(value)}, value.values()
+    elif type(value) in _SEQUENCES.values():
+        values = value  # type: ignore[assignment]
+    else:
+        raise ValueError(
+            f"Expected the optimizer's state_dict() to return tensors, numbers, text and containers of these. Received: {path} of type "
+            f"{type(value).__name__}. Return its own state_dict() there, or leave it out."
+        )
+    keys = node.get("keys", itertools.count())
+    items = [_packed(item, f"{path}[{key!r}]", parameters) for key, item in zip(keys, values)]  # type: ignore[call-overload]
+    return {**node, "items": {str(number): item for number, item in enumerate(items)}}
+
+
+def _layout(tensor: Tensor) -> object:
+    return (tensor.shape, tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None  # type: ignore[attr-defined]
+
+
+def _unpacked(node: object, parameters: Mapping[str, Tensor]) -> Any:
+    """Return what `_packed` was given, divided over the ranks as the parameters are now."""
+    if not isinstance(node, Mapping) or "kind" not in node:
+        return from_parts(node)
+    if node["kind"] == "shards":
+        found, like = from_parts(node["value"]), parameters.get(node["like"])
+        return found if like is None else shard_like(found, like)  # type: ignore[arg-type]
+    items = (_unpacked(node["items"][str(number)], parameters) for number in range(len(node["items"])))
+    if node["kind"] == "dict":
+        return dict(zip(node["keys"], items))
+    return _SEQUENCES[node["kind"]](items)
+
+
+def added_names(optimizer: Any) -> list[str]:
+    """Return the names of what an optimizer's `state_dict` has that is not of one parameter."""
+    return [str(key) for entries in added_to(optimizer.state_dict()).values() for key in entries]
+
+
 def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, object]:
     """Return `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`; tensors are not copied.
 
-    A tensor that is made of others, such as a moment in 8 bits, is given by these."""
+    What the optimizer's own `state_dict` adds is under `shared` and `own`. A tensor that is made of others, such as a moment in 8 bits, is
+    given by these."""
+    named_parameters = list(named_parameters)
     names = parameter_names(optimizer, named_parameters)
     plain = optimizer.state_dict()
     flat = {
@@ -128,19 +187,35 @@ def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str,
         for group, labels in zip(plain["param_groups"], names)
         for index, name in zip(group["params"], labels)
     }
+    parameters = {canonical_name(name): parameter for name, parameter in named_parameters}
+    added = {key: _packed(values, key, parameters) for key, values in added_to(plain).items() if values}
     return {
         "state": {
             flat[index]: {key: to_parts(value) for key, value in state.items()}
             for index, state in plain["state"].items()
+            if index in flat
         },
         "param_groups": [{**group, "params": labels} for group, labels in zip(plain["param_groups"], names)],
+        **added,
     }
 
 
 def load_named_state_dict(
-    optimizer: Optimizer, state: Mapping[str, Any], named_parameters: Iterable[tuple[str, nn.Parameter]]
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    converted: Collection[str] = (),
 ) -> None:
-    """Restore what `named_state_dict` returned; parameters are matched by name, groups by the names they hold."""
+    """Restore what `named_state_dict` returned; parameters are matched by name, groups by the names they hold.
+
+    Args:
+        optimizer: Where to.
+        state: What `named_state_dict` returned.
+        named_parameters: The parameters of the model.
+        converted: Names of parameters whose dtype is another one than when the state was saved: their state takes the new one.
+    """
+    named_parameters = list(named_parameters)
     names = parameter_names(optimizer, named_parameters)
     stored = [list(group["params"]) for group in state["param_groups"]]
     _check_groups(names, stored)
@@ -160,7 +235,72 @@ def load_named_state_dict(
         index_of[name]: {key: from_parts(value) for key, value in entry.items()}
         for name, entry in state["state"].items()
     }
-    optimizer.load_state_dict({"state": values, "param_groups": groups})
+    added = added_to(plain)
+    absent = [str(key) for key in added[OWN] if OWN not in state and state["state"]]
+    if absent:
+        logger.warning(
+            "The checkpoint does not contain %s of the optimizer, which keeps what it begins with.", ", ".join(absent)
+        )
+    parameters = {canonical_name(name): parameter for name, parameter in named_parameters}
+    for key in (SHARED, OWN):
+        if key in state:
+            added[key] = _unpacked(state[key], parameters)
+    optimizer.load_state_dict({**added[OWN], "state": {**values, **added[SHARED]}, "param_groups": groups})
+    same = {name: parameter.dtype for name, parameter in parameters.items() if name not in converted}
+    dtypes = {index: same[name] for name, index in index_of.items() if name in same}
+    restore_dtypes(optimizer.state_dict()["state"], values, dtypes)
+
+
+@contextmanager
+def own_dtypes(optimizer: Any) -> Iterator[None]:
+    """Have `load_state_dict` of an optimizer restore its state in the dtypes that it was saved with, within the context."""
+    given: list[Mapping[str, Any]] = []
+
+    def restore(_: object) -> None:
+        indices = [index for group in given[-1]["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        dtypes = {index: parameter.dtype for index, parameter in zip(indices, parameters)}
+        loaded = {index: optimizer.state.get(parameter) for index, parameter in zip(indices, parameters)}
+        restore_dtypes(loaded, given[-1]["state"], dtypes)
+
+    before = optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
+    after = optimizer.register_load_state_dict_post_hook(restore)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def restore_dtypes(
+    loaded: Mapping[Any, Any], stored: Mapping[Any, Mapping[str, Any]], dtypes: Mapping[Any, torch.dtype]
+) -> None:
+    """Put values that torch has cast to the dtype of their parameter back, in place.
+
+    Args:
+        loaded: The state of each parameter as it was loaded, by index.
+        stored: The same as it was saved.
+        dtypes: The dtype of each parameter; one that is left out is not looked at.
+    """
+    for index, dtype in dtypes.items():
+        there, saved = loaded.get(index), stored.get(index)
+        if isinstance(there, dict) and isinstance(saved, Mapping):
+            for key in saved.keys() & there.keys() - {"step"}:  # torch has its own rules for the number of steps
+                there[key] = _in_own_dtype(saved[key], there[key], dtype)
+
+
+def _in_own_dtype(stored: Any, loaded: Any, cast: torch.dtype) -> Any:
+    """Return a loaded value in the dtype that it was saved with: torch casts all tensors to the dtype of their parameter."""
+    if isinstance(stored, Tensor) and isinstance(loaded, Tensor):
+        # Anything but that cast is a decision of the optimizer's own `load_state_dict`.
+        return stored.to(loaded.device) if loaded.dtype == cast != stored.dtype else loaded
+    if isinstance(stored, str):
+        return stored  # torch makes the text of a generator of it
+    if isinstance(stored, dict) and isinstance(loaded, dict):
+        return {key: _in_own_dtype(stored[key], item, cast) if key in stored else item for key, item in loaded.items()}
+    if isinstance(stored, (list, tuple)) and type(loaded) is type(stored) and len(stored) == len(loaded):
+        return type(stored)(_in_own_dtype(before, item, cast) for before, item in zip(stored, loaded))
+    return loaded
 
 
 def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:

@@ -45,6 +45,8 @@ class ModelStates:
 
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner
+        self._converted: set[str] = set()
+        """Weights whose dtype is another one than in the checkpoint that was loaded."""
 
     # Model
 
@@ -76,6 +78,8 @@ class ModelStates:
             )
         here = model.state_dict()
         _check_shapes({name: here[names[name]] for name in state}, state)
+        dtypes = {name: getattr(value, "dtype", None) for name, value in state.items()}
+        self._converted = {name for name, dtype in dtypes.items() if dtype != here[names[name]].dtype}
         try:
             model.load_state_dict({names[name]: value for name, value in state.items()}, strict=not partial)
         except RuntimeError as error:
@@ -118,13 +122,14 @@ class ModelStates:
     def load_optimizer(self, state: Mapping[str, object]) -> None:
         """Restore the optimizer's state by parameter name. Called on all ranks."""
         try:
-            load_named_state_dict(self.runner.optimizer, state, self.runner.named_parameters())
+            named = self.runner.named_parameters()
+            load_named_state_dict(self.runner.optimizer, state, named, converted=self._converted)
         except ValueError as error:
             raise CheckpointMismatch(str(error)) from error
         trained: Mapping[str, Any] = state.get(_TRAINED, {}) if state["state"] else {}  # type: ignore[assignment]
-        named = {canonical_name(name): parameter for name, parameter in self.runner.named_parameters()}
+        parameters = {canonical_name(name): parameter for name, parameter in self.runner.named_parameters()}
         put_training_weights(
-            self.runner.optimizer, [(named[name], value) for name, value in trained.items() if name in named]
+            self.runner.optimizer, [(parameters[name], value) for name, value in trained.items() if name in parameters]
         )
 
     # What a checkpoint is read into

@@ -23,6 +23,7 @@ from danling.checkpoints.torch_files import CHANGED_SINCE, FORMAT_VERSION
 from danling.config import identity
 from danling.data import BatchSource, DataLoader
 from danling.distributed import all_arrive
+from danling.optim.state import OWN, SHARED
 from danling.reporting import format_number
 from danling.utils.tensors import floating_dtype
 
@@ -185,7 +186,7 @@ def component_parts(runner: TorchRunner) -> list[StatePart]:
 
     def load_optimizer(state: Mapping[str, object], excluded: Collection[str]) -> None:
         if "optimizer.state" in excluded:
-            state = {"state": {}, **state}
+            state = {"state": {}, **{key: value for key, value in state.items() if key not in (SHARED, OWN)}}
         if "optimizer.param_groups" in excluded:
             state = {**state, "param_groups": runner.optimizer_state_dict()["param_groups"]}
         runner.load_optimizer(state)
