@@ -172,7 +172,7 @@ def bytes_per_rank(
         "gradients": (divided if stage >= 2 else whole) * DTYPE_BYTES[grad_precision or precision],
         "optimizer": kept * tensors * kept_bytes + scalars * SCALAR_BYTES * len(model.shapes),
         "master": kept * DTYPE_BYTES["fp32"] if master and precision != "fp32" else 0,
-        "ema": weights if ema else 0,
+        "ema": (divided if stage == 3 else whole) * max(DTYPE_BYTES[precision], DTYPE_BYTES["fp32"]) if ema else 0,
     }
     rounded = {name: math.ceil(value) for name, value in parts.items()}
     return {**rounded, "total": sum(rounded.values())}

@@ -43,6 +43,10 @@ LOADING = frozenset(
 RESUMABLE = frozenset({"pretrained", "skip_nonfinite_grad"})
 
 
+LATER: dict[str, object] = {"ema.buffers": "copy"}
+"""Keys that came after the first format of an id, with their defaults: one that has its default leaves the id as it was."""
+
+
 def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, Any]:
     """Return what changes the result of a run, of plain settings, sorted by key; empty sections are left out.
 
@@ -58,6 +62,12 @@ def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, An
         kept["accelerate"] = {"mixed_precision": "fp8"} if kept["accelerate"].get("mixed_precision") == "fp8" else {}
     if isinstance(kept.get("dataloader"), Mapping):
         kept["dataloader"] = _reduced(kept["dataloader"], LOADING)
+    for key, usual in LATER.items():
+        section, _, name = key.rpartition(".")
+        if section and isinstance(kept.get(section), Mapping):
+            kept[section] = {n: value for n, value in kept[section].items() if n != name or value != usual}
+        elif not section and kept.get(name) == usual:
+            kept.pop(name, None)
     return dict(sorted(_reduced(kept).items()))
 
 

@@ -106,6 +106,8 @@ class EmaConfig(ClosedSection, path="ema"):
     """Ramp the decay up over the first updates."""
     interval: PositiveInt = 1
     """The average takes in the weights every so many updates."""
+    buffers: Literal["copy", "average"] = "copy"
+    """Copy the buffers of the model, or average the floating ones too; values that are not finite are copied."""
 
 
 class RemoteConfig(ClosedSection, path="checkpoint.remote"):

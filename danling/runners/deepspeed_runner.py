@@ -81,11 +81,6 @@ class DeepSpeedRunner(TorchRunner):
             for tensor in self._criterion_tensors("parameters"):
                 self.world.broadcast(tensor.data)
         if uses_bf16_weights(settings):
-            if self.ema is not None:
-                raise ValueError(
-                    "Expected weights in float32 to average. Received: deepspeed.bf16.enabled=True, ema.enabled=True. Set "
-                    "precision='bf16' instead of deepspeed.bf16, which autocasts and leaves the weights in float32."
-                )
             # Weights in bfloat16 take inputs in bfloat16, which autocast sees to.
             self.precision = Precision("bf16", self.device)
         if self.optimizer is not None:

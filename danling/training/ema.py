@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.utils.tensors import canonical_name, local_part
+from danling.utils.tensors import bucketed, canonical_name, local_part
+
+logger = logging.getLogger("danling")
 
 
 class EMA:
-    """A moving average of parameters and floating buffers, kept shard by shard next to the model.
+    """A moving average of the parameters, kept shard by shard next to the model.
 
-    Integer buffers, such as BatchNorm's counter, are copied. The average lives on the parameters' own devices and layouts,
+    Averages are float32 where the parameter is narrower: at a decay of .999 an average in bfloat16 rounds nearly every update away. float64
+    stays float64, and complex numbers are kept in at least complex64. The model gets them in its own dtype. Buffers are copied, as
+    `torch.optim.swa_utils.AveragedModel` does; so are integer parameters. The average lives on the parameters' own devices and layouts,
     so it works on sharded models, where a deep copy would not.
 
     Args:
@@ -25,29 +31,86 @@ class EMA:
         warmup: Ramp the decay as `min(decay, (1 + n) / (10 + n))` after `n` updates, as TensorFlow's
             `ExponentialMovingAverage(num_updates=...)` does, so that early weights are forgotten.
         interval: Average once in so many committed updates.
+        buffers: `"average"` also averages floating buffers, such as running statistics; elements that are not finite are copied.
 
     Raises:
-        ValueError: If `decay` or `interval` is out of range.
+        ValueError: If `decay`, `interval` or `buffers` is out of range.
     """
 
-    def __init__(self, model: nn.Module, *, decay: float = 0.999, warmup: bool = False, interval: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        decay: float = 0.999,
+        warmup: bool = False,
+        interval: int = 1,
+        buffers: Literal["copy", "average"] = "copy",
+    ) -> None:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"Expected 0 <= ema.decay < 1. Received: ema.decay={decay!r}.")
         if interval < 1:
             raise ValueError(f"Expected ema.interval >= 1. Received: ema.interval={interval!r}.")
+        if buffers not in ("copy", "average"):
+            raise ValueError(f"Expected ema.buffers to be 'copy' or 'average'. Received: ema.buffers={buffers!r}.")
         self.decay = decay
         self.warmup = warmup
         self.interval = interval
+        self.buffers = buffers
         self.num_updates = 0
         saved = model.state_dict(keep_vars=True)
-        named = [*model.named_parameters(), *(pair for pair in model.named_buffers() if pair[0] in saved)]
-        self._live = {canonical_name(name): tensor for name, tensor in named}
-        self.weights = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        persistent = {canonical_name(name): buffer for name, buffer in model.named_buffers() if name in saved}
+        self._live: dict[str, Tensor] = {**parameters, **persistent}
+        name_of = {id(buffer): name for name, buffer in persistent.items()}
+        self._owners = {
+            name_of[id(buffer)]: (module, key)
+            for module in model.modules()
+            for key, buffer in module._buffers.items()
+            if id(buffer) in name_of
+        }
+        averaged = self._live if buffers == "average" else parameters
+        self._averaged = {name for name, tensor in averaged.items() if _can_average(tensor)}
+        self._copied = [name for name in self._live if name not in self._averaged]
+        self.weights = {name: self._start_of(name, tensor) for name, tensor in self._live.items()}
+
+    def _start_of(self, name: str, tensor: Tensor) -> Tensor:
+        start = tensor.detach().clone()
+        return start.to(_wide_dtype(tensor.dtype)) if name in self._averaged else start
+
+    def _see_buffers(self) -> None:
+        """Find the tensors that are the buffers now: a module may assign a new one in its forward."""
+        for name, (module, key) in self._owners.items():
+            live = module._buffers[key]
+            if live is None or live is self._live[name]:
+                continue
+            before, self._live[name] = self._live[name], live
+            if (live.shape, live.dtype) != (before.shape, before.dtype):
+                self.weights[name] = self._start_of(name, live)
+
+    @cached_property
+    def _together(self) -> list[list[str]]:
+        """The names that are averaged in one call; what is widened for it comes in buckets, so that it needs little memory.
+
+        Made at the first update: an engine may have changed the dtype of the model by then.
+        """
+        together: dict[tuple[torch.dtype, torch.dtype, torch.device], list[str]] = {}
+        for name in self._live:
+            if name in self._averaged:
+                average, live = self.weights[name], self._live[name]
+                together.setdefault((average.dtype, live.dtype, average.device), []).append(name)
+        found = []
+        for (dtype, own, _), names in together.items():
+            name_of = {id(self.weights[name]): name for name in names}
+            averages = [self.weights[name] for name in names]
+            buckets = [averages] if dtype == own else bucketed(averages)
+            found += [[name_of[id(average)] for average in bucket] for bucket in buckets]
+        return found
 
     @torch.no_grad()
     def reset(self) -> None:
         """Begin the average anew at the current weights."""
         self.num_updates = 0
+        self._see_buffers()
         for name, live in self._live.items():
             self.weights[name].copy_(live)
 
@@ -57,42 +120,69 @@ class EMA:
         self.num_updates += 1
         if self.num_updates % self.interval:
             return
-        averages: list[Tensor] = []
-        lives: list[Tensor] = []
-        for name, live in self._live.items():
-            if live.is_floating_point():
-                # Elementwise, so each rank averages its local parts; sharded and plain tensors do not mix in one call.
-                averages.append(local_part(self.weights[name]))
-                lives.append(local_part(live))
-            else:
-                self.weights[name].copy_(live)
         rounds = self.num_updates // self.interval
         decay = min(self.decay, (1 + rounds) / (10 + rounds)) if self.warmup else self.decay
-        torch._foreach_lerp_(averages, lives, 1.0 - decay)
+        self._see_buffers()
+        for names in self._together:
+            # Elementwise, so each rank averages its local parts.
+            averages = [local_part(self.weights[name]) for name in names]
+            lives = [local_part(self._live[name]) for name in names]
+            if averages[0].dtype != lives[0].dtype:
+                lives = [live.to(averages[0].dtype) for live in lives]
+            torch._foreach_lerp_(averages, lives, 1.0 - decay)
+        for name in self._copied:
+            self.weights[name].copy_(self._live[name])
+        if self.buffers == "average":
+            for name in self._owners.keys() & self._averaged:
+                # An infinite element, as of a mask, has no average: inf - inf is NaN.
+                average, live = local_part(self.weights[name]), local_part(self._live[name])
+                average.copy_(torch.where(average.isfinite(), average, live))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the averaged weights into the model, and the trained ones back on exit, bit for bit."""
-        self._swap()
+        """Put the averaged weights into the model in its own dtype, and the trained ones back on exit, bit for bit."""
+        held = self._put_in()
         try:
             yield
         finally:
-            self._swap()
+            self._take_out(held)
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _put_in(self) -> dict[str, Tensor]:
+        """Put the averages into the model, and return the trained weights that the averages cannot hold meanwhile."""
+        held = {}
+        self._see_buffers()
         for name, live in self._live.items():
-            held = live.detach().clone()
+            trained = live.detach().clone()
             live.copy_(self.weights[name])
-            self.weights[name].copy_(held)
+            if live.dtype == self.weights[name].dtype:
+                # They change places, so that an evaluation needs no memory for a third set of weights.
+                self.weights[name].copy_(trained)
+            else:
+                held[name] = trained
+        return held
+
+    @torch.no_grad()
+    def _take_out(self, held: Mapping[str, Tensor]) -> None:
+        for name, (module, key) in self._owners.items():
+            # An evaluation that assigns a new tensor leaves the buffer of training as it was.
+            if module._buffers[key] is not self._live[name]:
+                module._buffers[key] = self._live[name]
+        for name, live in self._live.items():
+            if name in held:
+                live.copy_(held[name])
+                continue
+            averaged = live.detach().clone()
+            live.copy_(self.weights[name])
+            self.weights[name].copy_(averaged)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"weights": tensors by name, "num_updates": int}`."""
-        return {"weights": dict(self.weights), "num_updates": self.num_updates}
+        """Return `{"weights": tensors by name, "num_updates": int, "buffers": "copy" or "average"}`."""
+        return {"weights": dict(self.weights), "num_updates": self.num_updates, "buffers": self.buffers}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned, also that of a version with averages in the dtype of the model and averaged buffers."""
         weights = state["weights"]
         if weights.keys() != self.weights.keys():
             missing = sorted(self.weights.keys() - weights.keys())
@@ -100,6 +190,29 @@ class EMA:
             raise CheckpointMismatch(
                 f"Expected averaged weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]}."
             )
+        self._see_buffers()
         for name, tensor in weights.items():
             self.weights[name].copy_(tensor)
         self.num_updates = int(state.get("num_updates", 0))
+        changed = []
+        if any(tensor.dtype != _wide_dtype(tensor.dtype) for name, tensor in weights.items() if name in self._averaged):
+            changed.append("averages are kept in float32 where weights are narrower")
+        if self.buffers == "copy" and state.get("buffers") != "copy":
+            for name in self._owners:
+                self.weights[name].copy_(self._live[name])
+            if any(_can_average(self._live[name]) for name in self._owners):
+                changed.append("buffers are those of the model and no averages (ema.buffers=copy)")
+        if changed:
+            logger.info(
+                "The averaged weights of the checkpoint were kept in another way. Now %s.", ", and ".join(changed)
+            )
+
+
+def _can_average(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of an average: that of the weight, but float32, or complex64, for narrower ones."""
+    widest = torch.complex64 if dtype.is_complex else torch.float32
+    return dtype if dtype.itemsize >= widest.itemsize else widest

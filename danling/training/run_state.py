@@ -497,13 +497,14 @@ class RunSaver:
                 key: w.to(dtype) if dtype is not None and w.is_floating_point() else w for key, w in weights.items()
             }
 
-        payload = {
-            "format_version": FORMAT_VERSION,
-            "runner": runner.config.public(),
-            "model": cast(runner.model_state_dict()),
-        }
+        weights = runner.model_state_dict()
+        payload = {"format_version": FORMAT_VERSION, "runner": runner.config.public(), "model": cast(weights)}
         if runner.ema is not None:
-            payload["ema"] = {"weights": cast(runner.ema.weights), "num_updates": runner.ema.num_updates}
+            averages = cast(runner.ema.weights)
+            if dtype is None:
+                # They are kept in float32, also of a narrower model.
+                averages = {name: average.to(weights[name].dtype) for name, average in averages.items()}
+            payload["ema"] = {**runner.ema.state_dict(), "weights": averages}
         runner.checkpoint_manager.export_model(payload, epoch=epoch, global_step=step)
 
     def note_loaded(self, source: object) -> None:

@@ -96,6 +96,8 @@ def test_axes_divide_what_they_hold() -> None:
     layout = {"replicate": 2, "context": 2, "pipeline": 2, "tensor": 5, "expert": 4, "expert_tensor": 2, "shard": 10}
     parts = bytes_per_rank(model, layout, optimizer="sgd", ema=True)
     assert parts["parameters"] == parts["ema"] == 4 * (1e6 / (2 * 5 * 10) + 8e6 / (2 * 4 * 2 * 10))
+    halves = bytes_per_rank(model, layout, optimizer="sgd", ema=True, precision="bf16")
+    assert halves["ema"] == parts["ema"] == 2 * halves["parameters"]
 
 
 @pytest.mark.parametrize("words", ["--params many", "--params 1 --shard 0", "--params 1 --stage 4"])
