@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,9 +15,15 @@ from danling.utils.files import read_text, write_atomically
 from danling.utils.locks import FileLock
 from danling.utils.plain import parse_json
 
-from .refs import SampleRef
+from .refs import SampleRef, has_checksum
+
+logger = logging.getLogger("danling")
+
+RECORDS = ({"end", "published", "reason"}, {"end", "part", "parts"}, {"reopened"})
+"""What records of a log have that earlier versions wrote without a checksum."""
 
 _ENDS = ("complete", "failed", "stopped")
+_REPAIR = "Bring it back from a copy, or begin another stream."
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class RefChannel(ABC):
     """Says which run the log belongs to."""
     _trainer: FileLock
     """Held by the trainer that reads the log; it ends with its process."""
+    _warned_unchecked = False
+    """Whether a line without a checksum was reported."""
 
     # Of a subclass
 
@@ -96,6 +105,10 @@ class RefChannel(ABC):
         """Store records: that a part or the log has ended, or that it goes on."""
 
     @abstractmethod
+    def _check_damage(self) -> None:
+        """Check all that a producer reads of the log."""
+
+    @abstractmethod
     def _watermark(self) -> object:
         """Return the watermark as it is stored."""
 
@@ -116,7 +129,7 @@ class RefChannel(ABC):
             OSError: If they cannot be written; the log is then as it was before.
         """
         with self._writing():
-            if (end := self._state()[0]) is not None:
+            if (end := self._counted_end()) is not None:
                 complete = end.kind == "complete"
                 raise RuntimeError(
                     f"Expected the log of stream {self.name} to be open. Received: it is {end.kind} after {end.published} samples"
@@ -140,14 +153,40 @@ class RefChannel(ABC):
                 f"Expected places of samples with 0 <= start <= stop. Received: start={start}, stop={stop}."
             )
         with self._reading():
-            return list(self._parsed(start, stop))
+            self._counted_end()
+            found = list(self._parsed(start, stop))
+            expected = max(min(stop, self._count()) - start, 0)
+            if len(found) != expected:
+                raise ValueError(
+                    f"Expected {expected} samples from place {start} of the log of stream {self.name}. Received: {len(found)}. The log "
+                    f"is damaged. {_REPAIR}"
+                )
+            return found
 
     def _parsed(self, start: int, stop: int) -> Iterator[SampleRef]:
         for place, line in enumerate(self._lines(start, stop), start):
             try:
-                yield SampleRef.from_json(line)
+                ref = SampleRef.from_json(line, place)
             except ValueError as error:
-                raise ValueError(f"{error} It is sample {place} of {self.name}, which is damaged.") from error
+                raise ValueError(f"{error} It is sample {place} of {self.name}, which is damaged. {_REPAIR}") from error
+            if not self._warned_unchecked and not has_checksum(line):
+                self._warned_unchecked = True
+                logger.info(
+                    "The log of stream %s has lines without a checksum, as earlier versions wrote them: it is read, but changed "
+                    "characters in these lines may not be found.",
+                    self.name,
+                )
+            yield ref
+
+    def _counted_end(self) -> StreamEnd | None:
+        """Return how the log ended, once it is known to hold as many samples as the end says."""
+        end, count = self._state()[0], self._count()
+        if end is not None and end.published != count:
+            raise ValueError(
+                f"Expected {end.published} samples in the log of stream {self.name}, as its end says ({end.kind}). Received: {count}. "
+                f"The log is damaged. {_REPAIR}"
+            )
+        return end
 
     def holds(self, sample_id: str) -> bool:
         """Return whether a sample is in the log."""
@@ -157,6 +196,7 @@ class RefChannel(ABC):
     def published(self) -> int:
         """Return the number of samples in the log, those of other processes included."""
         with self._reading():
+            self._counted_end()
             return self._count()
 
     # Watermark
@@ -195,7 +235,7 @@ class RefChannel(ABC):
     def ended(self) -> StreamEnd | None:
         """Return how the log ended, `None` while it is open."""
         with self._reading():
-            return self._state()[0]
+            return self._counted_end()
 
     def end(self, kind: str = "complete", reason: str = "", *, part: int = 0, parts: int = 1) -> None:
         """End the log; one that has ended keeps its first end, which is the cause of the later ones.
@@ -213,7 +253,8 @@ class RefChannel(ABC):
         if kind not in _ENDS:
             raise ValueError(f"Expected one of {', '.join(_ENDS)} as the end of a stream. Received: {kind!r}.")
         with self._writing():
-            ended, known, done = self._state()
+            ended = self._counted_end()
+            _, known, done = self._state()
             if not 0 <= part < parts:
                 raise ValueError(
                     f"Expected a part of stream {self.name} from 0 to {parts - 1}. Received: part={part}, parts={parts}."
@@ -233,7 +274,8 @@ class RefChannel(ABC):
     def reopen(self) -> None:
         """Go on after a failure or a stop, repairing what a killed producer left. One that is complete stays so."""
         with self._writing():
-            end = self._state()[0]
+            end = self._counted_end()
+            self._check_damage()
             if end is not None and end.kind != "complete":
                 self._note([{"reopened": self._count()}])
 

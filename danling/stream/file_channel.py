@@ -15,10 +15,9 @@ from typing import Any
 
 from danling.utils.files import open_file, read_text, sync_directory, write_all, write_atomically, write_error
 from danling.utils.locks import FileLock, exclusive, shared
-from danling.utils.plain import parse_json
 
-from .channel import RefChannel, StreamEnd
-from .refs import ROOM, SampleRef
+from .channel import RECORDS, RefChannel, StreamEnd
+from .refs import ROOM, SampleRef, has_checksum, parse_checked_json, to_checked_json
 
 _SAMPLE, _AFTER_ID = b'{"id":', b',"object":'
 
@@ -136,7 +135,7 @@ class FileChannel(RefChannel):
     def _absorb_record(self, line: bytes) -> None:
         """Take in a line that is about the log itself."""
         try:
-            record = parse_json(line)
+            record = parse_checked_json(line, RECORDS)
             if "reopened" in record:
                 self._end = None
             elif record["end"] == "part":
@@ -166,7 +165,14 @@ class FileChannel(RefChannel):
 
     def _index(self) -> None:
         """Take in the ids of all samples, which readers never need."""
-        for line in self._lines(self._indexed, len(self._offsets)):
+        for place, line in enumerate(self._lines(self._indexed, len(self._offsets)), self._indexed):
+            try:
+                has_checksum(line)
+            except ValueError as error:
+                raise ValueError(
+                    f"Expected sample {place} of {self._log} as it was written. Received: {line[:200]!r} ({error}). Bring the file back "
+                    "from a copy, or begin another stream in an empty directory."
+                ) from error
             self._ids.add(_digest(line[len(_SAMPLE) :].partition(_AFTER_ID)[0]))
         self._indexed = len(self._offsets)
 
@@ -176,7 +182,7 @@ class FileChannel(RefChannel):
         for ref in refs:
             key = _digest(json.dumps(ref.id).encode())
             if key not in self._ids:
-                lines.setdefault(key, ref.to_json() + "\n")
+                lines.setdefault(key, ref.to_json(self._count() + len(lines)) + "\n")
         self._write("".join(lines.values()), f"{len(lines)} samples")
         self._ids.update(lines)
         self._indexed += len(lines)
@@ -186,7 +192,7 @@ class FileChannel(RefChannel):
         return self._end, self._parts, self._done
 
     def _note(self, records: Sequence[Mapping[str, Any]]) -> None:
-        lines = (json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+        lines = (to_checked_json(record) + "\n" for record in records)
         self._write("".join(lines), "how the stream ended")
 
     def _write(self, lines: str, what: str) -> None:
@@ -204,20 +210,23 @@ class FileChannel(RefChannel):
             os.close(handle)
         self._absorb()
 
+    def _check_damage(self) -> None:
+        self._index()
+
     def _watermark(self) -> object:
         file = self.path / "committed.json"
         try:
-            record = parse_json(read_text(file))
+            record = parse_checked_json(read_text(file), ({"committed"},))
         except FileNotFoundError:
             return 0
         except ValueError as error:
             raise ValueError(
                 f"Expected the watermark of a stream. Received: {file}: {error}. Bring it back from a copy."
             ) from None
-        return record.get("committed") if isinstance(record, dict) else record
+        return record.get("committed")
 
     def _move_watermark(self, position: int) -> None:
-        write_atomically(self.path / "committed.json", json.dumps({"committed": position}) + "\n")
+        write_atomically(self.path / "committed.json", to_checked_json({"committed": position}) + "\n")
 
 
 def _digest(sample_id: bytes) -> bytes:

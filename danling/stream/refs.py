@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -90,27 +91,90 @@ class SampleRef:
         """Bytes of the features."""
         return sum(spec.nbytes for spec in self.tensors.values())
 
-    def to_json(self) -> str:
-        """Return the reference as one line of JSON."""
+    def to_json(self, place: int | None = None) -> str:
+        """Return the reference as one line of JSON, which ends with its checksum.
+
+        Args:
+            place: The place of the sample in the log that the line is for.
+        """
         tensors = {name: [list(spec.shape), spec.dtype] for name, spec in self.tensors.items()}
-        plain = {"id": self.id, "object": self.object_id, "tensors": tensors, "meta": dict(self.meta)}
-        return json.dumps(plain, separators=(",", ":"), allow_nan=False)
+        plain: dict[str, Any] = {
+            "id": self.id,
+            "object": self.object_id,
+            "tensors": tensors,
+            "meta": dict(self.meta),
+        }
+        if place is not None:
+            plain["place"] = place
+        return to_checked_json(plain)
 
     @classmethod
-    def from_json(cls, line: str | bytes) -> SampleRef:
-        """Return the reference that `to_json` wrote.
+    def from_json(cls, line: str | bytes, place: int | None = None) -> SampleRef:
+        """Return the reference that `to_json` wrote; one without a checksum, as earlier versions wrote it, is read too.
+
+        Args:
+            line: The line.
+            place: The place in the log at which it was found; `None` leaves that unchecked.
 
         Raises:
-            ValueError: If the line is no reference.
+            ValueError: If the line is no reference, is damaged, or belongs to another place.
         """
         try:
-            plain = parse_json(line)
+            plain = parse_checked_json(line, _REFERENCE)
+            if place is not None and plain.get("place", place) != place:
+                raise ValueError(
+                    f"it belongs to place {plain['place']}, so that lines of the log are missing or repeated"
+                )
             tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in plain["tensors"].items()}
             return cls(plain["id"], plain["object"], tensors, plain["meta"])
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"Expected the reference of a sample as one line of JSON. Received: {line[:200]!r} ({error})."
             ) from None
+
+
+_REFERENCE = ({"id", "object", "tensors", "meta"},)
+_CHECKSUM = b',"crc32":"'
+_CHECKSUM_BYTES = len(_CHECKSUM) + 8 + len(b'"}')
+
+
+def to_checked_json(plain: Mapping[str, Any]) -> str:
+    """Return a mapping as one line of JSON, with the CRC-32 of what is before it as the last entry."""
+    body = json.dumps(plain, separators=(",", ":"), allow_nan=False)[:-1]
+    return f'{body}{_CHECKSUM.decode()}{crc32(body.encode()):08x}"}}'
+
+
+def has_checksum(line: str | bytes) -> bool:
+    """Return whether a line is one of `to_checked_json`.
+
+    Raises:
+        ValueError: If its checksum is not that of the line.
+    """
+    text = (line.encode() if isinstance(line, str) else line).rstrip(b"\n")
+    end = text[-_CHECKSUM_BYTES:]
+    if not (end.startswith(_CHECKSUM) and end.endswith(b'"}')):
+        return False
+    found, written = b"%08x" % crc32(text[:-_CHECKSUM_BYTES]), end[len(_CHECKSUM) : -2]
+    if found != written:
+        raise ValueError(f"the checksum of the line is {found.decode()}, and {written!r} was written with it")
+    return True
+
+
+def parse_checked_json(line: str | bytes, kinds: Sequence[set[str]]) -> dict[str, Any]:
+    """Return the mapping of a line of `to_checked_json`, or of a line without a checksum, as earlier versions wrote it.
+
+    Args:
+        line: The line.
+        kinds: The entries that a line without a checksum may have: one with others has lost its checksum to damage.
+
+    Raises:
+        ValueError: If the line is damaged, or no mapping.
+    """
+    is_checked = has_checksum(line)
+    plain = parse_json(line)
+    if not isinstance(plain, dict) or not (is_checked or plain.keys() in kinds):
+        raise ValueError("it has no checksum, and other entries than a line without one")
+    return plain
 
 
 ROOM = "Free space there, or let the producer be ahead by fewer samples"

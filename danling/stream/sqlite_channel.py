@@ -17,10 +17,9 @@ from typing import Any
 
 from danling.utils.files import write_error
 from danling.utils.locks import FileLock
-from danling.utils.plain import parse_json
 
-from .channel import RefChannel, StreamEnd
-from .refs import ROOM, SampleRef
+from .channel import RECORDS, RefChannel, StreamEnd
+from .refs import ROOM, SampleRef, parse_checked_json, to_checked_json
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS samples (place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, ref TEXT NOT NULL);
@@ -29,6 +28,8 @@ CREATE TABLE IF NOT EXISTS parts (part INTEGER PRIMARY KEY, parts INTEGER NOT NU
 PRAGMA user_version = 1
 """
 _PATIENCE_SECONDS = 60.0
+_PART = "part "
+"""Begins the name of the fact that a part is complete."""
 
 
 class SQLiteChannel(RefChannel):
@@ -70,27 +71,41 @@ class SQLiteChannel(RefChannel):
             self._connection = None
 
     @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
+    def _connected(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             try:
                 if self._connection is None:
                     self._connection = _connect(self.path)
                 yield self._connection
-            except sqlite3.DatabaseError as error:
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # a damaged message is no text
                 raise _translated(self.path, error) from error
 
     @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._reading() as database:
-            # Immediate: it waits for other writers here, and what it reads is what it changes.
-            database.execute("BEGIN IMMEDIATE")
-            try:
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._connected() as database:
+            if database.in_transaction:
                 yield database
-                database.execute("COMMIT")
-            except BaseException:
-                if database.in_transaction:
-                    database.execute("ROLLBACK")
-                raise
+                return
+            # One transaction, so that the number of samples and the end of the log are of one moment.
+            with self._transaction(database, "BEGIN"):
+                yield database
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        # Immediate: it waits for other writers here, and what it reads is what it changes.
+        with self._connected() as database, self._transaction(database, "BEGIN IMMEDIATE"):
+            yield database
+
+    @contextmanager
+    def _transaction(self, database: sqlite3.Connection, begin: str) -> Iterator[None]:
+        database.execute(begin)
+        try:
+            yield
+            database.execute("COMMIT")
+        except BaseException:
+            if database.in_transaction:
+                database.execute("ROLLBACK")
+            raise
 
     def _committing(self) -> AbstractContextManager[Any]:
         return self._writing()
@@ -104,9 +119,15 @@ class SQLiteChannel(RefChannel):
         return int(self._ask("SELECT COALESCE(MAX(place) + 1, 0) FROM samples")[0])
 
     def _lines(self, start: int, stop: int) -> Iterator[str]:
-        query = "SELECT ref FROM samples WHERE place >= ? AND place < ? ORDER BY place"
+        query = "SELECT place, id, ref FROM samples WHERE place >= ? AND place < ? ORDER BY place"
         with self._reading() as database:
-            for (line,) in database.execute(query, (start, stop)):
+            for expected, (place, sample_id, line) in enumerate(database.execute(query, (start, stop)), start):
+                is_text = isinstance(line, str) and isinstance(sample_id, str)
+                if place != expected or not is_text or not line.startswith(f'{{"id":{json.dumps(sample_id)},"object":'):
+                    raise ValueError(
+                        f"Expected sample {expected} in the log of stream {self.name}. Received: row {place} with id {sample_id!r}. The "
+                        "log is damaged. Bring the file back from a copy, or begin another stream."
+                    )
                 yield line
 
     def _has(self, sample_id: str) -> bool:
@@ -116,45 +137,79 @@ class SQLiteChannel(RefChannel):
         first = place = self._count()
         with self._reading() as database:
             for ref in refs:
-                row = (place, ref.id, ref.to_json())
+                row = (place, ref.id, ref.to_json(place))
                 place += database.execute("INSERT OR IGNORE INTO samples VALUES (?, ?, ?)", row).rowcount
         return place - first
 
-    def _fact(self, name: str) -> str:
-        found = self._ask("SELECT value FROM facts WHERE name = ?", name)
-        return "" if found is None else str(found[0])
+    def _facts(self) -> dict[str, str]:
+        """Return the watermark, the end and the parts that are complete, as text by name."""
+        with self._reading() as database:
+            facts = dict(database.execute("SELECT name, value FROM facts"))
+        for name, text in facts.items():
+            is_known = name in ("committed", "end") or str(name).startswith(_PART)
+            if not is_known or not isinstance(text, str):
+                raise self._damaged(f"{name}: {text}", "no fact of a log")
+        return facts
 
-    def _write_fact(self, name: str, value: str) -> None:
-        self._ask("INSERT OR REPLACE INTO facts VALUES (?, ?)", name, value)
+    def _write_fact(self, name: str, plain: Mapping[str, Any]) -> None:
+        with self._reading() as database:
+            database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, to_checked_json(plain)))
 
     def _state(self) -> tuple[StreamEnd | None, int, set[int]]:
-        text = self._fact("end")
-        try:
-            end = StreamEnd.stored(parse_json(text)) if text else None
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"Expected how a stream ended. Received: {text[:200]!r} ({error}). Bring the file back from a copy, or begin another "
-                "stream."
-            ) from None
+        facts = self._facts()
         with self._reading() as database:
-            parts = dict(database.execute("SELECT part, parts FROM parts"))
+            parts = dict(database.execute("SELECT part, parts FROM parts"))  # logs of earlier versions have them there
+        end = None
+        for name, text in facts.items():
+            try:
+                if name == "end":
+                    end = StreamEnd.stored(parse_checked_json(text, RECORDS))
+                elif name != "committed":
+                    record = parse_checked_json(text, RECORDS)
+                    if name != f"{_PART}{record['part']}":
+                        raise ValueError("it is of another part")
+                    parts[record["part"]] = record["parts"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise self._damaged(text, error) from None
         return end, max(parts.values(), default=0), set(parts)
+
+    def _damaged(self, received: object, error: object) -> ValueError:
+        return ValueError(
+            f"Expected how a stream ended. Received: {str(received)[:200]!r} ({error}). Bring the file back from a copy, or begin another "
+            "stream."
+        )
 
     def _note(self, records: Sequence[Mapping[str, Any]]) -> None:
         for record in records:
             if "reopened" in record:
-                self._ask("DELETE FROM facts WHERE name = 'end'")
+                with self._reading() as database:
+                    database.execute("DELETE FROM facts WHERE name = 'end'")
             elif record["end"] == "part":
-                self._ask("INSERT INTO parts VALUES (?, ?)", record["part"], record["parts"])
+                self._write_fact(f"{_PART}{record['part']}", record)
             else:
-                self._write_fact("end", json.dumps(record))
+                self._write_fact("end", record)
+
+    def _check_damage(self) -> None:
+        # The rows are checked when they are read. This is for the index of ids, which decides what a producer makes.
+        with self._reading() as database:
+            found = [row[0] for row in database.execute("PRAGMA integrity_check(1)")]
+        if found != ["ok"]:
+            raise ValueError(
+                f"Expected a sound database as the log of stream {self.name}. Received: {found[0]}. Bring the file back from a copy, or "
+                "begin another stream."
+            )
 
     def _watermark(self) -> object:
-        text = self._fact("committed") or "0"
-        return int(text) if text.isdecimal() and len(text) < 20 else text
+        text = self._facts().get("committed", "0")
+        if text.isdecimal() and len(text) < 20:  # as earlier versions wrote it
+            return int(text)
+        try:
+            return parse_checked_json(text, ()).get("committed")
+        except ValueError:
+            return text
 
     def _move_watermark(self, position: int) -> None:
-        self._write_fact("committed", str(position))
+        self._write_fact("committed", {"committed": position})
 
 
 _NUMBERS = itertools.count(1)
@@ -183,13 +238,13 @@ class MemoryChannel(SQLiteChannel):
         """Do nothing: the log stays for others that use it."""
 
     @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
+    def _connected(self) -> Iterator[sqlite3.Connection]:
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"Expected a MemoryChannel to be used in the process that made it ({self._pid}). Received: process {os.getpid()}, "
                 "which would see a copy. Use a FileChannel or a SQLiteChannel between processes."
             )
-        with super()._reading() as database:
+        with super()._connected() as database:
             yield database
 
 
@@ -213,7 +268,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _translated(path: Path, error: sqlite3.DatabaseError) -> Exception:
+def _translated(path: Path, error: Exception) -> Exception:
     """Return the error of a database as one of the library; Python 3.10 tells its kind by the message alone."""
     text = str(error)
     if "locked" in text:

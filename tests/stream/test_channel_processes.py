@@ -214,7 +214,7 @@ def test_samples_are_on_the_disk_before_append_returns(tmp_path: Path, monkeypat
     synced: list[bytes] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append((tmp_path / "log.jsonl").read_bytes()))
     channel.append([ref("a"), ref("b")])
-    assert synced == [b"".join(ref(name).to_json().encode() + b"\n" for name in "ab")]
+    assert synced == [b"".join(ref(name).to_json(place).encode() + b"\n" for place, name in enumerate("ab"))]
     assert channel.append([ref("a")]) == 0 and len(synced) == 1
 
 
@@ -225,7 +225,11 @@ def test_stock_readers_read_both_logs(tmp_path: Path) -> None:
         channel.end("failed", "why")
     lines = [json.loads(line) for line in (tmp_path / "log" / "log.jsonl").read_text().splitlines()]
     assert lines[1]["id"] == "ü\n" and lines[1]["tensors"] == {"hidden": [[4], "float32"]}
-    assert lines[2] == {"end": "failed", "published": 2, "reason": "why"}
+    assert {key: lines[2][key] for key in ("end", "published", "reason")} == {
+        "end": "failed",
+        "published": 2,
+        "reason": "why",
+    }
     stock = sqlite3.connect(f"file:{tmp_path / 'log.sqlite'}?mode=ro", uri=True)
     rows = stock.execute("SELECT place, id, ref FROM samples ORDER BY place").fetchall()
     assert [row[:2] for row in rows] == [(0, "a"), (1, "ü\n")]
