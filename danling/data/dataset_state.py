@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,10 @@ from .order import OrderedDataset
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
 _ARRAY = "__numpy_array__"
+_WATCHED = (bool, int, float, complex, str, bytes, type(None))
+_MOST_WATCHED = 64
+"""Numbers and texts of a dataset that are compared at a save."""
+_DEEPEST = 3
 
 
 def is_stateful(value: object) -> bool:
@@ -115,3 +120,81 @@ def set_states(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     """Put the parts of a dataset into saved states, by path."""
     for path, part in parts.items():
         part.load_state_dict(from_plain(states[path]))
+
+
+# What changes in a dataset without a state
+
+
+def _leaves(dataset: object, path: str = "") -> dict[str, object]:
+    """Return the datasets without a state in a dataset, by path: itself, or those in torch's wrappers."""
+    parts = parts_of(dataset)
+    if parts is None:
+        return {} if is_stateful(dataset) else {path: dataset}
+    return {name: leaf for way, part in parts.items() for name, leaf in _leaves(part, f"{path}{way}").items()}
+
+
+def plain_attributes(dataset: object) -> dict[str, object]:
+    """Return the numbers and texts that are attributes of the datasets without a state in a dataset, by path: 64 of each at most."""
+    found = {}
+    for path, leaf in _leaves(dataset).items():
+        plain = ((name, value) for name, value in getattr(leaf, "__dict__", {}).items() if type(value) in _WATCHED)
+        found.update({f"{path}.{name}": value for name, value in islice(plain, _MOST_WATCHED)})
+    return found
+
+
+def changed_attributes(before: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
+    """Return the paths in two answers of `plain_attributes` whose values differ."""
+    missing = object()
+    return {path for path in {**before, **now} if not is_equal(before.get(path, missing), now.get(path, missing))}
+
+
+def set_epoch_of(dataset: Any, epoch: int) -> set[str]:
+    """Call `set_epoch` of a dataset, and return the paths of the plain attributes that this has changed."""
+    before = plain_attributes(dataset)
+    dataset.set_epoch(epoch)
+    return changed_attributes(before, plain_attributes(dataset))
+
+
+class DatasetCopies:
+    """What a dataset was like when workers got copies of it, to find changes of which they do not know.
+
+    Found are attributes with another value or object, tensors that torch changed in place, and containers of another length, up to three
+    levels deep. An array that NumPy changes in place, and an entry of a long list, are not.
+    """
+
+    def __init__(self, dataset: object) -> None:
+        self._marks = [_mark(leaf, _DEEPEST) for leaf in _leaves(dataset).values()]
+
+    def differ_from(self, dataset: object) -> bool:
+        """Return whether the dataset has changed since."""
+        return not _are_same(self._marks, [_mark(leaf, _DEEPEST) for leaf in _leaves(dataset).values()])
+
+
+class _Same(NamedTuple):
+    """An object that is compared by identity."""
+
+    value: object
+
+
+def _mark(value: Any, depth: int) -> tuple[Any, ...]:
+    """Return what tells a value from a later one."""
+    if type(value) in _WATCHED:
+        return (value,)
+    if isinstance(value, Tensor):
+        return _Same(value), value._version
+    inner: Any = ()
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        if depth and len(value) <= _MOST_WATCHED:
+            inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        return _Same(value), len(value), *(_mark(item, depth - 1) for item in inner)
+    if depth:
+        inner = getattr(value, "__dict__", {}).items()
+    return _Same(value), *((name, *_mark(item, depth - 1)) for name, item in inner)
+
+
+def _are_same(first: Any, second: Any) -> bool:
+    if isinstance(first, _Same) and isinstance(second, _Same):
+        return first.value is second.value
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(_are_same, first, second))
+    return is_equal(first, second)

@@ -13,7 +13,16 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from .collation import collate
-from .dataset_state import check_savable, get_states, is_stateful, set_states, stateful_parts
+from .dataset_state import (
+    DatasetCopies,
+    check_savable,
+    get_states,
+    is_equal,
+    is_stateful,
+    set_epoch_of,
+    set_states,
+    stateful_parts,
+)
 from .keyed import KeyedDataset, KeyedStream, draws_nothing, why_read_again
 from .order import OrderedDataset, length_of
 from .sampler import Batch, Division, PositionedBatchSampler, Share
@@ -86,6 +95,8 @@ class KeyedLoader(LibraryLoader):
 
     Attributes:
         stateful: The parts of the dataset with a state, by path.
+        set_by_epoch: Attributes of the dataset that its `set_epoch` has changed.
+        is_ahead: Whether the state of the dataset was changed since the workers got copies of it; as of the last save.
     """
 
     def __init__(
@@ -106,6 +117,12 @@ class KeyedLoader(LibraryLoader):
         self._own_collate = collate_fn
         draws_nothing(dataset)  # refuses a declaration that is none
         self.stateful = stateful_parts(dataset)
+        self.set_by_epoch: set[str] = set()
+        self.is_ahead = False
+        self._copies: DatasetCopies | None = None
+        """What the dataset was like when workers that are kept began."""
+        self._copied_states: dict[str, object] | None = None
+        """The states of its parts when workers began."""
         for part in self.stateful.values():
             check_savable(part, self.split)
         settings["batch_sampler" if batched else "sampler"] = order
@@ -137,10 +154,13 @@ class KeyedLoader(LibraryLoader):
         if isinstance(self.dataset, OrderedDataset):
             self.dataset.set_seed(self.order.seed)
         if told:
-            self.dataset.set_epoch(self.order.epoch)
-        if told or self.stateful:
+            self.set_by_epoch |= set_epoch_of(self.dataset, self.order.epoch)
+        if told or self.stateful or (self._copies is not None and self._copies.differ_from(self.dataset)):
             # Persistent workers have copies of the dataset that would not hear of it.
             shut_down_workers(self)
+        if self.persistent_workers:
+            self._copies = DatasetCopies(self.dataset)
+        self._copied_states = get_states(self.stateful) if self.stateful and self.num_workers else None
         if self.num_workers or self.pin_memory:
             self._iterator = super().__iter__()
             return self._iterator
@@ -165,7 +185,12 @@ class KeyedLoader(LibraryLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, what tells whether it fits, and the dataset's own state, if it has one."""
-        return {**self.order.state_dict(), **({"dataset": get_states(self.stateful)} if self.stateful else {})}
+        state: dict[str, Any] = self.order.state_dict()
+        if self.stateful:
+            state["dataset"] = get_states(self.stateful)
+            copied = self._copied_states
+            self.is_ahead = copied is not None and not is_equal(copied, state["dataset"])
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position. Another number of workers does not matter.

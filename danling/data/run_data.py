@@ -35,6 +35,7 @@ class RunData:
         sources: The batches of each split whose loader was opened.
         lengths: Updates of a pass over each split to train on, as all ranks agreed; `None` before they have, and for a split whose
             loader does not know.
+        named_changes: Sentences about changes of datasets that were logged.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RunData:
         self._datasets: dict[str, object] = {}
         """Entries of `self.datasets` when the loader of a split was opened."""
         self._replaced: list[BatchSource] = []
+        self.named_changes: set[str] = set()
 
     # Names
 

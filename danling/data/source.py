@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from .dataset_state import get_states, is_stateful, set_states, stateful_parts
+from .dataset_state import (
+    changed_attributes,
+    get_states,
+    is_stateful,
+    plain_attributes,
+    set_epoch_of,
+    set_states,
+    stateful_parts,
+)
 from .loader import PLACEHOLDER, KeyedLoader, StreamLoader
 from .randomness import Generators, derive_seed, mix_seed
 from .sampled import divides_evenly, keyed_twin, of_torchdata, order_of
@@ -31,6 +39,8 @@ logger = logging.getLogger("danling")
 _END = object()
 _VALUES = 64
 """How many values of a tensor or a list are looked at."""
+_NAMED = 5
+"""How many changed attributes a message names."""
 
 
 def open_source(
@@ -130,6 +140,39 @@ class BatchSource:
         self.kind: str = read.kind
         self.is_rank_local: bool = read.is_rank_local
         self.foreseen: bool = read.foreseen
+        self._noted: tuple[int, dict[str, object]] | None = None
+        """The pass of which the small attributes of the dataset were noted, and these."""
+
+    def note_dataset(self) -> None:
+        """Note the small attributes of the dataset, once a pass; call before anything of the pass is read or set."""
+        if self._noted is None or self._noted[0] != self.epoch:
+            self._noted = self.epoch, plain_attributes(getattr(self.loader, "dataset", None))
+
+    def unsaved_changes(self) -> list[str]:
+        """Return a sentence for each kind of change of the dataset since its pass began that a resumed run would not have.
+
+        Call after `state_dict`. May be called on one rank.
+        """
+        dataset, workers = getattr(self.loader, "dataset", None), getattr(self.loader, "num_workers", 0)
+        who = f"The dataset of split {self.split!r} ({type(dataset).__name__})"
+        found = []
+        is_keyed = isinstance(self.read, KeyedLoader)
+        # What is read again from the beginning of the pass makes again what reading changes.
+        if self._noted is not None and (is_keyed or workers):
+            names = changed_attributes(self._noted[1], plain_attributes(dataset)) - self.read.set_by_epoch
+            if names:
+                listing = ", ".join(name.removeprefix(".") for name in sorted(names)[:_NAMED])
+                found.append(
+                    f"{who} has changed since its pass began: {listing}. It has no state_dict, so no checkpoint has these values, and a "
+                    "resumed run begins without them. Give it state_dict and load_state_dict, set them in train_epoch from the epoch, or "
+                    "return {} from state_dict if they do not matter."
+                )
+        if is_keyed and self.read.is_ahead:
+            found.append(
+                f"{who} has changed its state within a pass, and its {workers} workers read copies from the beginning of the pass: a run "
+                "that is resumed here reads other samples. Change it between passes, or set num_workers=0."
+            )
+        return found
 
     @property
     def epoch(self) -> int:
@@ -297,6 +340,8 @@ class LiveLoader:
         self._was_iterated = False
         self._seeds = type(loader) not in (list, tuple, range, StreamLoader)
         self._generators = Generators({})
+        self.set_by_epoch: set[str] = set()
+        """Attributes of the dataset that its `set_epoch` has changed."""
         self._pending: Mapping[str, Any] | None = None
         """The loader's state, from a checkpoint until the next iterator is made."""
         self._ahead: tuple[Any, dict[str, Any]] | None = None
@@ -362,7 +407,11 @@ class LiveLoader:
         holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
         for holder in {id(holder): holder for holder in (*holders, getattr(loader, "dataset", None))}.values():
             set_epoch = getattr(holder, "set_epoch", None)
-            if callable(set_epoch):
+            if not callable(set_epoch):
+                continue
+            if holder is getattr(loader, "dataset", None):
+                self.set_by_epoch |= set_epoch_of(holder, self.epoch)
+            else:
                 set_epoch(self.epoch)
         if getattr(loader, "persistent_workers", False):
             shut_down_workers(loader)  # what they read would depend on what they read in earlier passes
@@ -534,6 +583,7 @@ class WindowLoader(ABC):
     kind = "window"
     is_rank_local = False
     foreseen = True
+    set_by_epoch: frozenset[str] = frozenset()
     epoch: int
     consumed: int
 

@@ -444,9 +444,10 @@ class TorchRunner(BaseRunner):
         return result
 
     def on_pass_start(self, split: str) -> None:
-        """Called on all ranks at the first batch of a pass over a split to train on, before it is trained on; override it.
+        """Called on all ranks at the beginning of a pass over a split to train on, before its first batch is read; override it.
 
-        It is not called for the rest of a pass after a resume: what a pass begins with, such as `self.carry`, is made here.
+        It is not called for the rest of a pass after a resume: what a pass begins with, such as `self.carry`, is made here. Only a
+        batch of a stream shows that there is one more pass, so that it is read before.
         """
 
     def build_agreement(self) -> PassAgreement:

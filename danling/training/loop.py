@@ -413,6 +413,7 @@ class TrainingLoop:
         runner, session, agreement = self._runner, self._session, self._runner._parts.agreement
         run_window, member = runner._parts.run_window, runner.fault_tolerance
         source = runner._data.of(split)
+        source.note_dataset()
         runner._data.agree_lengths()
         runner._bind_reduction()
         runner._parts.update.split = split
@@ -433,7 +434,12 @@ class TrainingLoop:
 
         batches, ends_alike, found = read(), agreement.ends_alike(source), source.consumed > 0
         compared, begins = False, source.consumed == 0
+        # Whether there is one more pass over a stream is known only when it is read.
+        is_called_first = source.kind != "window"
         while True:
+            if begins and is_called_first:
+                runner.on_pass_start(split)
+                begins = False
             batch = next(batches, None)
             if batch is None if ends_alike else not agreement.all_have(source, batch):
                 break
@@ -448,7 +454,8 @@ class TrainingLoop:
                 self.has_jumped = self._is_trained(split)
                 if self.has_jumped:
                     return
-                batches, begins = read(), source.consumed == 0
+                # The group whose state it is began the pass: what it set then is in that state.
+                batches, begins = read(), False
                 continue
             if begins:
                 runner.on_pass_start(split)

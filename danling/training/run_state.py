@@ -288,8 +288,14 @@ def loader_states(
         for split, source in sources.items()
         if source.is_rank_local and (source.reads or not read_only)
     }
+    changes = [sentence for source in sources.values() if source.reads for sentence in source.unsaved_changes()]
+    gathered = runner.world.gather_objects((runner.data_domain.rank, own, changes))[::-1]
+    for sentence in dict.fromkeys(sentence for *_, found in gathered for sentence in found):
+        if runner.is_main_process and sentence not in runner._data.named_changes:
+            runner._data.named_changes.add(sentence)
+            logger.warning("%s", sentence)
     # The first rank of several that read the same data counts.
-    ranks = runner.world.gather_objects((runner.data_domain.rank, own))[::-1]
+    ranks = [(replica, states) for replica, states, _ in gathered]
     return {
         split: {"ranks": {str(replica): states[split] for replica, states in ranks if split in states}}
         if source.is_rank_local

@@ -7,6 +7,7 @@ import logging
 import random
 import shutil
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +158,8 @@ def train(root: Path, kind: str, stop_at: int | None = None) -> list[tuple[int, 
     store, channel = DirectoryStore(root / "store"), open_log(kind, root / "log")
     config = settings(root / "run", steps=100, accum_steps=1, checkpoint={"interval": 1, "async_enabled": False})
     with Draft(config, store, channel, global_batch_size=8, retain="all", stop_at=stop_at) as runner:
-        try:
+        with suppress(Stopped):
             runner.train()
-        except Stopped:
-            pass
         return runner.trace
 
 
