@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from danling.distributed import Domain
-from danling.utils.tensors import local_part, with_local_part
+from danling.utils.tensors import is_plain_tensor, local_part, with_local_part
 
 from . import storage
 from .directory import CheckpointDirectory, CheckpointStore, FileStore, TargetStore, new_target
@@ -107,7 +107,7 @@ class Saved:
 def convert(value: object, on_tensor: Callable[[Tensor], Tensor], path: str = "") -> Any:
     """Return nested mappings, lists and tuples as dicts, lists and tuples, with `on_tensor` applied to every tensor."""
     if isinstance(value, Tensor):
-        return on_tensor(value.detach())
+        return on_tensor(readable(value.detach(), path))
     if isinstance(value, Mapping):
         return {
             _plain(key, path): convert(item, on_tensor, f"{path}.{key}" if path else str(key))
@@ -121,6 +121,25 @@ def convert(value: object, on_tensor: Callable[[Tensor], Tensor], path: str = ""
     if isinstance(value, set):
         return {_plain(item, path) for item in value}
     return _plain(value, path)
+
+
+def readable(tensor: Tensor, path: str = "a tensor") -> Tensor:
+    """Return a tensor that a safe reader knows: one of a class of the user's as a plain tensor, where that has all of it."""
+    local = local_part(tensor)
+    if type(local) is Tensor or type(local) in _registered():
+        return tensor
+    if is_plain_tensor(local):
+        return with_local_part(tensor, local.as_subclass(Tensor))
+    kind = type(local).__name__
+    raise CheckpointError(
+        f"Expected tensors that `torch.load(weights_only=True)` reads. Received: {path} of the class {kind}, which has more than "
+        f"values. Register the class in the program with torch.serialization.add_safe_globals([{kind}]), or keep a plain tensor there."
+    )
+
+
+def _registered() -> set[Any]:
+    """Return the classes that torch's safe reader knows."""
+    return {each[0] if isinstance(each, tuple) else each for each in torch.serialization.get_safe_globals()}
 
 
 def _plain(value: object, path: str) -> object:

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from danling.checkpoints import storage
 from danling.checkpoints.directory import RUNNER_FILE, SUMS, is_engine_target
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from danling.checkpoints.exchange import export_weights
-from danling.checkpoints.manager import CollectiveCheckpointManager, count_bytes, to_host
+from danling.checkpoints.manager import CollectiveCheckpointManager, count_bytes, readable, to_host
 from danling.checkpoints.manifest import Manifest, Record, archive_complaints, is_archive
 from danling.checkpoints.reading import Outline, locate, tensors_in, without_tensors
 from danling.checkpoints.reading import read_payload as read_any
@@ -72,7 +73,8 @@ class HashingFiles:
 
     def save(self, state_dict: object, path: str) -> None:
         def write() -> None:
-            found = storage.write_file(Path(path), lambda writer: torch.save(state_dict, writer))  # type: ignore[arg-type]
+            state = tree_map_only(Tensor, readable, state_dict)
+            found = storage.write_file(Path(path), lambda writer: torch.save(state, writer))  # type: ignore[arg-type]
             self.written[Path(path).name] = found
 
         self._try(write)

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.data.randomness import Generators, generator_state, is_generator, set_generator_state
 from danling.utils.secrets import names_secret
-from danling.utils.tensors import canonical_name, is_sharded, local_part
+from danling.utils.tensors import canonical_name, is_plain_tensor, is_sharded, local_part
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -287,11 +287,19 @@ class Look:
     def _tensor(self, value: Any, path: str) -> object:
         if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
             return self._leave(path, id(value))
+        if type(value) not in (Tensor, nn.Parameter) and not is_sharded(value):
+            if not is_plain_tensor(value):
+                return self._leave(path, id(value))
+            self._entry.needs[path] = type(value).__name__
         local = local_part(value.detach())
         self._entry.size += local.numel() * local.element_size()
         if is_sharded(value):
             self._entry.needs[path] = "DTensor"
             return {"kind": "shard", "value": local}
+        if path in self._entry.needs:
+            # As a plain tensor: a safe reader does not know the class, which the program's own tensor has.
+            node = {"kind": "tensor", "device": local.device.type, "value": local.as_subclass(Tensor)}
+            return {**node, "class": self._entry.needs[path]}
         return local if local.device.type == "cpu" else {"kind": "tensor", "device": local.device.type, "value": local}
 
     def _array(self, value: Any, path: str) -> object:
@@ -561,11 +569,16 @@ def decode_tensor(node: Any, current: object) -> Tensor:
             raise CannotRestore("a tensor divided over the ranks")
         local_part(current).copy_(value)
         return current
+    if isinstance(node, dict) and node.get("class", type(current).__name__) != type(current).__name__:
+        raise CannotRestore(f"a tensor of the class {node['class']}")
     fits = isinstance(current, Tensor) and (current.shape, current.dtype) == (value.shape, value.dtype)
     if isinstance(current, Tensor) and fits and (0 not in current.stride() or current.numel() < 2):
         current.copy_(value)
         return current
-    return value.clone() if isinstance(node, Tensor) else value.to(node["device"], copy=True)
+    if isinstance(node, Tensor):
+        return value.clone()
+    moved = value.to(node["device"], copy=True)
+    return moved.as_subclass(type(current)) if "class" in node else moved  # type: ignore[type-var]
 
 
 def _array_of(node: Mapping[str, Any], current: object) -> Any:

@@ -32,6 +32,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor has the values of a plain one and nothing else, whatever its class."""
+    kind: Any = type(tensor)
+    # A parameter of another class than `nn.Parameter` is marked so.
+    has_more = any(name != "_is_param" for name in vars(tensor)) if kind is not Tensor else False
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__ and not has_more
+
+
 def with_local_part(tensor: Tensor, local: Tensor) -> Tensor:
     """Return a tensor like `tensor` whose local part is `local`, on whatever device that is."""
     if not is_sharded(tensor):
