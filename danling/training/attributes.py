@@ -41,6 +41,8 @@ REMEMBERED_BYTES = 2**26
 COMPARED_BYTES = 2**30
 """Most bytes of attributes to compare, in sum; a message names the others, unless the class lists them in `saved` or `not_saved`."""
 MISSING = object()
+DELETED: Mapping[str, str] = {"kind": "deleted"}
+"""What is saved of an attribute that the program set and training deleted."""
 
 _NUMBERS = (type(None), bool, int, float)
 _SCALARS = (*_NUMBERS, str)
@@ -104,8 +106,7 @@ def _buffers(runner: BaseRunner) -> dict[str, tuple[nn.Module, str]]:
         f"{at}{canonical_name(f'{prefix}.{name}'.strip('.'))}": (part, name)
         for at, module in _modules(runner)
         for prefix, part in module.named_modules()
-        for name in sorted(part._non_persistent_buffers_set)
-        if part._buffers.get(name) is not None
+        for name in sorted(part._non_persistent_buffers_set & part._buffers.keys())
     }
 
 
@@ -151,12 +152,15 @@ class Look:
         entries: The values, by section and name.
         objects: Objects that were met, or are saved elsewhere, by path.
         unseen: Parts that are neither compared nor saved, by path, and why.
+        members: Names of the attributes of objects, by path.
     """
 
-    def __init__(self, runner: BaseRunner) -> None:
+    def __init__(self, runner: BaseRunner, begun: Mapping[str, list[str]] | None = None) -> None:
         self.entries: dict[Key, Entry] = {}
         self.objects: dict[str, object] = {}
         self.unseen: dict[str, str] = {}
+        self.members: dict[str, list[str]] = {}
+        self._begun = begun or {}
         self._runner = runner
         self._secret_keys = runner.config.secret_keys or ()
         self._encoded: dict[str, Any] = {}
@@ -165,13 +169,19 @@ class Look:
         self._hides = self._is_declared = False
 
     @classmethod
-    def at_all(cls, runner: BaseRunner) -> Look:
-        """Look at all that is saved where it has changed."""
-        look, compared, declared = cls(runner), 0, _declared(runner, "saved")
+    def at_all(cls, runner: BaseRunner, begun: Mapping[str, list[str]] | None = None) -> Look:
+        """Look at all that is saved where it has changed.
+
+        Args:
+            runner: Whose attributes.
+            begun: The `members` that the program has set: one that is not there any more was deleted.
+        """
+        look, compared, declared = cls(runner, begun), 0, _declared(runner, "saved")
         for name, parameter in _parameters(runner).items():
             look.entries["requires_grad", name] = Entry(parameter.requires_grad)
         for name, (part, key) in _buffers(runner).items():
-            look.entries["buffers", name] = Entry(look._tensor(part._buffers[key], name))
+            buffer = part._buffers[key]
+            look.entries["buffers", name] = Entry(None if buffer is None else look._tensor(buffer, name))
         for name, value in _own(runner).items():
             entry = look.attribute(name, value, declared=name in declared)
             if compared + entry.size > COMPARED_BYTES and name not in declared:
@@ -383,6 +393,10 @@ class Look:
         items = self._items(held, path, form="{}.{}")
         self._depth -= 1
         node = {"kind": "object", "class": type(value).__name__, "keys": list(held), "items": items}
+        self.members[path] = list(held)
+        deleted = [name for name in self._begun.get(path, ()) if name not in held]
+        if deleted:
+            node["deleted"] = deleted
         may_change = any(seen is not None for seen in self._entry.left.values())
         self._entry.left = {**others, **self._entry.left}
         if may_change:
@@ -492,6 +506,8 @@ class Decoder:
                 value = self.decode(item, held.get(name, MISSING), f"{path}.{name}")
                 if value is not MISSING:
                     held[name] = value
+            for name in node.get("deleted", ()):
+                held.pop(name, None)
         else:
             self._load(node, current, path)
         return current
@@ -555,6 +571,10 @@ class Decoder:
                 setattr(holder, key, value)
 
 
+def _is_deleted(node: object) -> bool:
+    return isinstance(node, dict) and node.get("kind") == DELETED["kind"]
+
+
 def _items(node: Mapping[str, Any]) -> list[Any]:
     items = node["items"]
     return items if isinstance(items, list) else [items[str(number)] for number in range(len(items))]
@@ -608,13 +628,15 @@ class KeptAttributes:
     def __init__(self, runner: BaseRunner) -> None:
         self._runner = runner
         self._begun: Mapping[Key, Entry] = {}
+        self._members: Mapping[str, list[str]] = {}
         self._kept: set[Key] = set()
         self._restored: dict[str, bytes] = {}
         self._named: set[str] = set()
 
     def begin(self) -> None:
         """Remember the values that the program has set. Called before anything is restored."""
-        self._begun = Look.at_all(self._runner).entries
+        look = Look.at_all(self._runner)
+        self._begun, self._members = look.entries, look.members
 
     def remember(self) -> Callable[[], None]:
         """Copy the attributes, up to `REMEMBERED_BYTES`, and return a function that restores them. May be called on one rank."""
@@ -639,7 +661,7 @@ class KeptAttributes:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the entries of a checkpoint, those alone that are not empty. Called on all ranks."""
-        world, now = self._runner.world, Look.at_all(self._runner).entries
+        world, now = self._runner.world, self._entries()
         kept = self._kept | {("attributes", name) for name in _declared(self._runner, "saved")}
         mine, unsavable = set[Key](), list[str]()
         for key, entry in now.items():
@@ -677,6 +699,16 @@ class KeptAttributes:
             else:
                 entries = {"of": world.size, "ranks": values}
             found.setdefault(key[0], {})[key[1]] = entries
+        return found
+
+    def _entries(self) -> dict[Key, Entry]:
+        """Return all that is saved where it has changed, with what the program has set and is not there any more."""
+        runner = self._runner
+        found = Look.at_all(runner, self._members).entries
+        here = {("attributes", name) for name in _own(runner)} | {("buffers", name) for name in _buffers(runner)}
+        for key in self._begun.keys() - here:
+            if key[0] in ("attributes", "buffers"):
+                found[key] = Entry(DELETED, DELETED["kind"].encode())
         return found
 
     def before_training(self) -> None:
@@ -719,7 +751,12 @@ class KeptAttributes:
             buffers = _buffers(runner)
             for name in stored.keys() & buffers.keys():
                 part, key = buffers[name]
-                part._buffers[key] = decode_tensor(stored[name], part._buffers[key])
+                if _is_deleted(stored[name]):
+                    del part._buffers[key]
+                elif stored[name] is None:
+                    part._buffers[key] = None
+                else:
+                    part._buffers[key] = decode_tensor(stored[name], part._buffers[key])
         else:
             self._load_attributes(stored)
 
@@ -738,6 +775,10 @@ class KeptAttributes:
             if name in left_out:
                 continue
             current = own.get(name, MISSING)
+            if _is_deleted(node):
+                if name in vars(runner):
+                    delattr(runner, name)
+                continue
             try:
                 value = decoder.decode(node, current, name)
             except CannotRestore as error:

@@ -37,6 +37,7 @@ class Curriculum:
 
     def __init__(self) -> None:
         self.level, self.seen, self.weights, self.metric, self.window = 0, [0.5], torch.zeros(2), len, Window()
+        self.once = [1]
 
 
 class Meter:
@@ -83,11 +84,16 @@ class Recurrent(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 4)
         self.register_buffer("mean", torch.zeros(4), persistent=False)
+        self.register_buffer("first", torch.zeros(4), persistent=False)
+        self.register_buffer("second", torch.zeros(4), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden: Tensor = self.linear(inputs)
         if self.training:
             self.mean = self.mean * 0.5 + hidden.detach().mean(0)
+            self.first = None
+            if "second" in self._buffers:
+                del self.second
         return hidden - self.mean
 
 
@@ -105,6 +111,8 @@ def _call(method: str, *args: Any) -> Change:
 
 def _curriculum(runner: Keeping, value: Any, step: int) -> Any:
     value.level += 1
+    if hasattr(value, "once"):
+        del value.once
     value.seen.append(value.level * 0.5)
     value.weights += step
     value.window.sums.append(step)
@@ -239,6 +247,7 @@ class Keeping(dl.Runner):
             setattr(self, name, make(self))
         self.tied = {"items": self.items, "weight": self.model[1].weight}
         self.api_token, self.out_dir, self.constant = "t", "here", constant
+        self.first_batch: Any = torch.ones(3)
 
     def train_epoch(self, split: str = "train") -> dict[str, float]:
         if self.state.train.epoch == 1:
@@ -252,6 +261,8 @@ class Keeping(dl.Runner):
             os.kill(os.getpid(), signal.SIGKILL)
         for name, (_, change) in CASES.items():
             setattr(self, name, change(self, getattr(self, name), step))
+        if hasattr(self, "first_batch") and (self.rank == 0 or step > 1):
+            del self.first_batch
         self.api_token += "t"
         self.out_dir += "/x"
         pred = self.model(data[0])
@@ -314,6 +325,7 @@ def keep(stack: str, root: str, more: Mapping[str, Any] | None = None, **options
         found["weights"] = described(dict(model.named_parameters()))
         found["requires_grad"] = [parameter.requires_grad for parameter in model.parameters()]
         found["buffers"] = described(dict(model.named_buffers()))
+        found["deleted"] = [hasattr(runner, "first_batch"), hasattr(runner.curriculum, "once"), *model[0]._buffers]
         found["ties"] = [
             runner.tied["items"] is runner.items,
             runner.tied["weight"] is model[1].weight or stack != "ddp",
@@ -323,7 +335,7 @@ def keep(stack: str, root: str, more: Mapping[str, Any] | None = None, **options
 
 
 LAYOUTS = {"ddp-1": ("ddp", 1), "ddp-2": ("ddp", 2), "fsdp-2": ("fsdp", 2), "dcp-2": ("dcp", 2), "zero-2": ("zero", 2)}
-WHAT = [*CASES, "weights", "requires_grad", "buffers", "ties"]
+WHAT = [*CASES, "weights", "requires_grad", "buffers", "ties", "deleted"]
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -356,6 +368,7 @@ def test_a_resumed_run_has_what_the_uninterrupted_one_has(layout: str, tmp_path:
     for whole, parts in zip(ranks, resumed, strict=True):
         assert [what for what in WHAT if parts[what] != whole[what]] == []
         assert whole["requires_grad"] == [True] * 4 and whole["ties"] == [True, True]
+        assert whole["deleted"] == [False, False, "mean", "first"]
         # Three epochs in one process, one in the other; a constant that the script sets anew stays new.
         tokens = [found["left out"][0].count("t") for found in (whole, parts)]
         assert tokens[0] - 1 == 3 * (tokens[1] - 1) and whole["left out"][1] == "here" + "/x" * (tokens[0] - 1)
