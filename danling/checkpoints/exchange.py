@@ -37,6 +37,7 @@ DESCRIPTION = "model"
 
 _CONFIG = "config.json"
 _SETS = ("ema", "model")
+_AVERAGES = ("ema.safetensors.index.json", "ema.safetensors")
 _WRITTEN = re.compile(r"(model|ema)(-\d{5,}-of-\d{5,})?\.safetensors|(model|ema)\.safetensors\.index\.json")
 
 
@@ -137,30 +138,89 @@ def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, T
     return _canonical(found)
 
 
-def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, object]) -> dict[str, Tensor]:
+def read_model(
+    manager: CheckpointManager, source: str | Path | Mapping[str, object], *, averages: bool = True
+) -> dict[str, Tensor]:
     """Return the weights of a checkpoint of this library, or of what another program wrote. Call on all ranks.
 
     Args:
         manager: Finds and verifies checkpoints of this library.
         source: A name or a path of a checkpoint; or a file with a `state_dict`, a `.safetensors` file, its index, or a directory
             with one of them; or the content of such a file.
+        averages: Return the averaged weights if there are any, since these were evaluated; otherwise the trained ones.
     """
     if isinstance(source, Mapping):
-        return weights_in(source, "a mapping")
+        return _chosen(weights_in(source, "a mapping"), source.get("ema") if averages else None, "a mapping")
     sources = manager.checkpoints.sources_of(source)
     brought = None if sources is None else manager.on_all(lambda: sources.bring_file(str(source)))
     path = brought or Path(source)
     if manager.on_main(lambda: _is_foreign(path)):
-        foreign = manager.on_all(lambda: import_weights(path))
+        foreign, beside = manager.on_all(lambda: _import_sets(path, averages=averages))
         manager.checkpoints.release()
-        return foreign
-    payload = manager.load_checkpoint(source, sections=["model", "state"])
+        return _chosen(foreign, beside, source)
+    payload = manager.load_checkpoint(source, sections=["model", "state", *(["ema"] if averages else [])])
     manager.checkpoints.release()
     weights = payload.get("model")
     if not isinstance(weights, Mapping):
         raise CheckpointMismatch(f"Expected a checkpoint with a model. Received: {source} with {sorted(payload)}.")
     logger.info("%s holds the weights of %s.", source, moment(payload))
-    return dict(weights)
+    return _chosen(dict(weights), payload.get("ema"), source)
+
+
+def _import_sets(path: Path, *, averages: bool) -> tuple[dict[str, Tensor], object]:
+    """Return the weights that another program or an export wrote, and what the same file or directory has as averages."""
+    source = _located(path, "model")
+    if not source.name.endswith((".index.json", ".safetensors")):
+        content = _read_torch_file(source)
+        beside = content.get("ema") if averages and isinstance(content, Mapping) else None
+        return weights_in(content, source), beside
+    has_both = averages and path.is_dir() and any((path / name).is_file() for name in _AVERAGES)
+    return import_weights(path), import_weights(path, which="ema") if has_both else None
+
+
+def _chosen(weights: dict[str, Tensor], averages: object, source: object) -> dict[str, Tensor]:
+    found = evaluated_weights(weights, averages)
+    if found is None:
+        return weights
+    logger.info(
+        "Taking the averaged weights of %s, which its run evaluated. pretrained_averages=false takes the trained ones.",
+        source,
+    )
+    return found
+
+
+def evaluated_weights(weights: Mapping[str, Tensor], averages: object) -> dict[str, Tensor] | None:
+    """Return weights with their averages in place; `None` where there are no averages of them.
+
+    Args:
+        weights: Trained weights by name.
+        averages: Averages by name, also as `{"weights": averages}`. What they lack, such as a second name of a tied weight, is taken from
+            the name that it is tied to, or from `weights`.
+    """
+    if isinstance(averages, Mapping) and isinstance(averages.get("weights"), Mapping):
+        averages = averages["weights"]
+    if not isinstance(averages, Mapping) or not averages:
+        return None
+    if not all(isinstance(value, Tensor) and isinstance(name, str) for name, value in averages.items()):
+        return None
+    averages = averages if averages.keys() <= weights.keys() else _canonical(averages)
+    if any(getattr(weights.get(name), "shape", None) != value.shape for name, value in averages.items()):
+        return None
+
+    def tied_to(value: object) -> str | None:
+        # A sharded checkpoint has tied weights twice, so that only their values tell.
+        return next((name for name in averages if isinstance(value, Tensor) and _is_same(weights[name], value)), None)
+
+    found = dict(weights)
+    for name, value in weights.items():
+        source = name if name in averages else tied_to(value)
+        if source is not None:
+            found[name] = averages[source]
+    return found
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other)))
 
 
 def _is_foreign(path: Path) -> bool:

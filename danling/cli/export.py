@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from danling.checkpoints.directory import FILE_SUMS, TARGETS, FileStore, has_sums, is_engine_target
 from danling.checkpoints.errors import CheckpointMismatch
@@ -38,12 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hf: a directory that from_pretrained of transformers reads, with the configuration of the model",
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="cast floating tensors")
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--ema",
         nargs="?",
         const="instead",
         choices=("instead", "beside"),
-        help="write the averaged weights instead of the trained ones, or both",
+        help='write the averaged weights, or with "beside" both; without it the averaged ones if there are any, which the run evaluated',
+    )
+    which.add_argument(
+        "--trained", action="store_true", help="write the trained weights, also where there are averages"
     )
     parser.add_argument(
         "--max-shard-size", type=size_in_bytes, metavar="SIZE", help="of files in a directory, such as 5GB or 2GiB"
@@ -62,14 +67,22 @@ def run(options: argparse.Namespace) -> int:
     _check_output(options)
     with checkpoint_at(options.checkpoint, files=["metadata"] if options.format == "hf" else []) as path:
         _check_place(options.output, path)
-        model, ema, step = read_weights(path, options.ema, trust=options.trust, complete=options.format == "hf")
-        written = _write(options, path, model, ema, step)
+        found = read_weights(
+            path,
+            "trained" if options.trained else options.ema,
+            own_dtype=options.dtype is None,
+            trust=options.trust,
+            complete=options.format == "hf",
+        )
+        written = _write(options, path, found)
     sizes = {str(file): file.stat().st_size for file in written}
     if options.json:
-        print_json({"files": sizes, "tensors": len(model), "step": step})
+        print_json({"files": sizes, "tensors": len(found.model), "step": found.step, "weights": found.kind})
     else:
         for name, size in sizes.items():
             print(f"{name}: {as_bytes(size)}")
+        if found.kind == "averaged":
+            print("danling: averaged weights, which the run evaluated; --trained writes the others", file=sys.stderr)
     return OK
 
 
@@ -104,9 +117,7 @@ def _check_place(output: Path, checkpoint: Path) -> None:
         )
 
 
-def _write(
-    options: argparse.Namespace, checkpoint: Path, model: dict[str, Any], ema: dict[str, Any] | None, step: int | None
-) -> list[Path]:
+def _write(options: argparse.Namespace, checkpoint: Path, found: FoundWeights) -> list[Path]:
     """Write the weights, and what describes the model where that is asked for; return the files."""
     # Only now, so that a wrong option is named at once.
     import torch
@@ -119,40 +130,64 @@ def _write(
         # The directory of the run that the checkpoint is in.
         path = Path(os.path.realpath(locate(checkpoint)[1]))
         run = next((parent for parent in path.parents if (parent / "metadata").is_dir()), path.parent)
-        described = read_description(run / "metadata" / DESCRIPTION, model, dtype)
+        described = read_description(run / "metadata" / DESCRIPTION, found.model, dtype)
     written = export_weights(
         options.output,
-        model,
-        ema=ema,
+        found.model,
+        ema=found.ema,
         dtype=dtype,
         max_shard_bytes=options.max_shard_size,
-        metadata={} if step is None else {"step": str(step)},
+        metadata={} if found.step is None else {"step": str(found.step)},
     )
     if described:
         write_description(described, options.output)
     return [*written, *(options.output / name for name in described)]
 
 
+class FoundWeights(NamedTuple):
+    """The weights to write as the model, the averages to write as well, the step, and whether the model is `averaged` or `trained`."""
+
+    model: dict[str, Any]
+    ema: dict[str, Any] | None
+    step: int | None
+    kind: str
+
+
 def read_weights(
-    source: Path, ema: str | None, *, trust: bool = False, complete: bool = False
-) -> tuple[dict[str, Any], dict[str, Any] | None, int | None]:
-    """Return the weights to write as the model, the averaged ones to write as well, and the step of a verified checkpoint."""
+    source: Path, which: str | None, *, own_dtype: bool = True, trust: bool = False, complete: bool = False
+) -> FoundWeights:
+    """Return the weights of a verified checkpoint.
+
+    Args:
+        source: The checkpoint.
+        which: `"instead"`, the averages; `"beside"`, the trained weights and the averages; `"trained"`; `None`, the averages if there
+            are any.
+        own_dtype: Return averages, which are kept in float32 at least, in the dtype of the trained weights.
+        trust: As `--trust`.
+        complete: Refuse a checkpoint without the frozen weights.
+    """
+    from danling.checkpoints.exchange import evaluated_weights
     from danling.checkpoints.reading import moment, read_payload
 
     store, found = locate(source)
     store.verify(found, "full")
     target = store.target(found)
     alone = isinstance(store, FileStore) and not has_sums(found)
-    sections = ["model", *(["ema"] if ema else []), *(["state"] if alone else []), *(["frozen"] if complete else [])]
+    sections = [
+        "model",
+        *([] if which == "trained" else ["ema"]),
+        *(["state"] if alone else []),
+        *(["frozen"] if complete else []),
+    ]
     payload = read_payload(target, sections=sections, trust=trust)
     model: Any = payload.get("model")
-    averaged: Any = (payload.get("ema") or {}).get("weights")
-    if model is None or (ema and averaged is None):
+    averaged = evaluated_weights(model, payload.get("ema")) if isinstance(model, Mapping) else None
+    if model is None or (which in ("instead", "beside") and averaged is None):
         wanted = "a model" if model is None else "averaged weights; leave --ema out"
         # The payload has only what was asked for.
         held = sorted(payload if is_engine_target(target) else read_contents(found).sections())
         raise CheckpointMismatch(f"Expected a checkpoint with {wanted}. Received: {found} with {held}.")
-    for name, value in (*model.items(), *(averaged or {}).items()):
+    for name, value in model.items():
         if not isinstance(name, str) or not hasattr(value, "untyped_storage"):
             raise CheckpointMismatch(
                 f"Expected tensors by name as weights. Received: {found} with {str(name)[:80]!r} of {type(value).__name__}."
@@ -168,9 +203,15 @@ def read_weights(
             file=sys.stderr,
         )
     step = payload.get("state", {}).get("train", {}).get("global_step") if alone else store.record(found).step
-    if ema == "instead":
-        return dict(averaged), None, step
-    return dict(model), dict(averaged) if ema else None, step
+    if averaged is None:
+        return FoundWeights(dict(model), None, step, "trained")
+    if own_dtype:
+        # Once for each tensor, so that tied ones stay tied.
+        narrow = {(id(value), model[name].dtype): value.to(model[name].dtype) for name, value in averaged.items()}
+        averaged = {name: narrow[id(value), model[name].dtype] for name, value in averaged.items()}
+    if which == "beside":
+        return FoundWeights(dict(model), averaged, step, "trained")
+    return FoundWeights(averaged, None, step, "averaged")
 
 
 def size_in_bytes(text: str) -> int:

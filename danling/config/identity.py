@@ -40,10 +40,10 @@ LOADING = frozenset(
 )
 # Part of the run's identity, but a run that goes on from a checkpoint may change them: its weights no longer come from
 # `pretrained`, and an update that is not finite would have ended it.
-RESUMABLE = frozenset({"pretrained", "skip_nonfinite_grad"})
+RESUMABLE = frozenset({"pretrained", "pretrained_averages", "skip_nonfinite_grad"})
 
 
-LATER: dict[str, object] = {"ema.buffers": "copy"}
+LATER: dict[str, object] = {"ema.buffers": "copy", "pretrained_averages": True}
 """Keys that came after the first format of an id, with their defaults: one that has its default leaves the id as it was."""
 
 

@@ -507,6 +507,8 @@ class TopLevelConfig(ClosedSection):
     """Resume from this run's own newest intact checkpoint, if there is one."""
     pretrained: str | None = None
     """Checkpoint whose weights to start from; nothing else is loaded."""
+    pretrained_averages: bool = True
+    """Take its averaged weights if it has any, which its run evaluated; false takes the trained ones."""
     backend: str | None = None
     """Process-group backend; none: nccl with CUDA, else gloo."""
     init_method: str | None = None

@@ -309,19 +309,22 @@ class TorchRunner(BaseRunner):
         """
         return self.preparation.whole_weights(self.unwrapped_model, modify=modify)
 
-    def save_pretrained(self, directory: str | Path, *, averaged: bool = False, **options: Any) -> None:
+    def save_pretrained(self, directory: str | Path, *, averaged: bool | None = None, **options: Any) -> None:
         """Write files that `from_pretrained` of transformers or peft reads: the main process calls the model's `save_pretrained`.
 
         For a model with adapters, the adapters and the modules that are trained with them are written.
 
         Args:
             directory: Directory for the files.
-            averaged: Write the EMA weights instead of the trained ones.
+            averaged: Write the EMA weights, or the trained ones; `None` writes those that an evaluation uses.
             options: Further arguments of the model's own `save_pretrained`, such as `max_shard_size`.
         """
         model = check_pretrained(self.unwrapped_model)
         if averaged and self.ema is None:
             raise ValueError("Expected averaged weights. Received: ema.enabled=False. Leave averaged=True out.")
+        if averaged is None and self.ema is not None:
+            averaged = True
+            logger.info("Writing the averaged weights, which are evaluated. averaged=False writes the trained ones.")
         weights = self.preparation.averaged(self.ema) if averaged else nullcontext()
         with evaluation_weights(self.optimizer), weights, self.whole_weights():
             if self.is_main_process:
@@ -960,6 +963,8 @@ class TorchRunner(BaseRunner):
     def load_pretrained(self, checkpoint: str | Path | Mapping[str, Any]) -> None:
         """Load only the weights of the model; everything else starts from the beginning.
 
+        Where there are averaged weights, these are loaded, since they were evaluated; with `pretrained_averages=false` the trained ones.
+
         Args:
             checkpoint: A checkpoint of this library, a file with a plain `state_dict`, or weights by name, also as `{"model": weights}`.
 
@@ -968,7 +973,7 @@ class TorchRunner(BaseRunner):
             CheckpointDamaged: If a file is not what was written.
             CheckpointMismatch: If names or shapes are not those of the model; `checkpoint.exclude_from_loading` leaves some out.
         """
-        weights = read_model(self.checkpoint_manager, checkpoint)
+        weights = read_model(self.checkpoint_manager, checkpoint, averages=self.config.pretrained_averages)
         # Other exclusions would match nothing in the weights, which is an error.
         payload, excluded = exclude({"model": weights}, self.run_state.excluded.parts_of("model"))
         ties = untied(self.unwrapped_model, payload["model"])

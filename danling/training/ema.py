@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.utils.tensors import bucketed, canonical_name, local_part
-
-logger = logging.getLogger("danling")
 
 
 class EMA:
@@ -194,18 +191,10 @@ class EMA:
         for name, tensor in weights.items():
             self.weights[name].copy_(tensor)
         self.num_updates = int(state.get("num_updates", 0))
-        changed = []
-        if any(tensor.dtype != _wide_dtype(tensor.dtype) for name, tensor in weights.items() if name in self._averaged):
-            changed.append("averages are kept in float32 where weights are narrower")
         if self.buffers == "copy" and state.get("buffers") != "copy":
+            # Those of the checkpoint are averages.
             for name in self._owners:
                 self.weights[name].copy_(self._live[name])
-            if any(_can_average(self._live[name]) for name in self._owners):
-                changed.append("buffers are those of the model and no averages (ema.buffers=copy)")
-        if changed:
-            logger.info(
-                "The averaged weights of the checkpoint were kept in another way. Now %s.", ", and ".join(changed)
-            )
 
 
 def _can_average(tensor: Tensor) -> bool:

@@ -241,7 +241,8 @@ class FrozenWeights:
             raise CheckpointMismatch(
                 f"Expected the frozen weights that the checkpoint was made on, with the SHA-256 {stored['sha256'][:12]}. Received: "
                 f"{found[:12]} over {len(frozen)} weights. checkpoint.trainable_only=true has kept what was trained alone: make the model "
-                "from the same base, in the same precision, with the same parts frozen, or name the file of the base in `pretrained`."
+                "from the same base, in the same precision, with the same parts frozen, or name the file of the base in `pretrained`, "
+                "with pretrained_averages=false if the run began from its trained weights."
             )
         self._trained |= trained
         self._sums = {name: bit_sum(tensor) for name, tensor in frozen.items()}

@@ -20,6 +20,7 @@ from danling.checkpoints import (
     import_weights,
     read_model,
 )
+from danling.checkpoints.exchange import evaluated_weights
 
 
 class _Tied(nn.Module):
@@ -153,4 +154,16 @@ def test_a_runner_finds_foreign_weights_and_its_own(tmp_path: Path) -> None:
     export_weights(tmp_path / "directory", {"a": torch.ones(1)})
     export_weights(tmp_path / "file.pt", {"a": torch.full((1,), 2.0)}, ema={"a": torch.zeros(1)})
     sources = ["latest", *(tmp_path / name for name in ("own", "own/latest.pth", "directory", "file.pt"))]
-    assert [float(read_model(manager, source)["a"]) for source in sources] == [0, 0, 0, 1, 2]
+    assert [float(read_model(manager, source, averages=False)["a"]) for source in sources] == [0, 0, 0, 1, 2]
+    assert float(read_model(manager, tmp_path / "file.pt")["a"]) == 0
+
+
+def test_averages_come_under_both_names_of_a_tied_weight_and_only_if_they_are_those_of_the_model() -> None:
+    head, bias = torch.ones(2), torch.zeros(3)
+    weights = {"embed": head, "head": head.clone(), "bias": bias}
+    found = evaluated_weights(weights, {"weights": {"embed": torch.full((2,), 5.0), "bias": torch.ones(3)}})
+    assert found is not None and found["head"] is found["embed"] and found["bias"].tolist() == [1.0] * 3
+    wrapped = evaluated_weights(weights, {"module.embed": head, "module.bias": bias + 2})
+    assert wrapped is not None and wrapped["bias"].tolist() == [2.0] * 3
+    for other in (None, 5, {}, {"decay": 0.9}, {"embed": torch.ones(3)}, {"other": torch.ones(2)}, {"weights": {}}):
+        assert evaluated_weights(weights, other) is None

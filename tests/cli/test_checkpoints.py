@@ -103,12 +103,15 @@ def weights_of(run: Path, section: str) -> dict[str, Any]:
 def test_exported_weights_are_those_of_the_checkpoint(run: Path, tmp_path: Path) -> None:
     model, ema = weights_of(run, "model"), weights_of(run, "ema")
     assert not torch.equal(model["0.weight"], ema["0.weight"])
-    assert main(["export", str(run), "plain.pth"]) == 0
+    assert main(["export", str(run), "plain.pth", "--trained"]) == 0
     plain = torch.load("plain.pth", weights_only=True)
     assert plain.keys() == model.keys() and all(torch.equal(plain[name], model[name]) for name in model)
     assert main(["export", str(run), "ema.safetensors", "--ema", "--dtype", "bf16"]) == 0
     averaged = load_file("ema.safetensors")
     assert all(torch.equal(averaged[name], ema[name].bfloat16()) for name in ema)
+    assert main(["export", str(run), "usual.pth"]) == 0
+    usual = torch.load("usual.pth", weights_only=True)
+    assert usual.keys() == ema.keys() and all(torch.equal(usual[name], ema[name]) for name in ema)
     assert main(["export", str(run), "both", "--ema", "beside"]) == 0
     assert {path.name for path in Path("both").iterdir()} == {"model.safetensors", "ema.safetensors"}
     assert read_contents("ema.safetensors").sections()["tensors"]["dtypes"].keys() == {"BF16"}

@@ -206,12 +206,14 @@ def test_a_checkpoint_without_the_frozen_weights_is_no_model(
 def test_averaged_weights_and_another_precision_are_exported(tmp_path: Path) -> None:
     with trained(tmp_path, "llama", ema={"enabled": True, "decay": 0.5}) as runner:
         runner.checkpoint_manager.wait()
-        runner.save_pretrained(tmp_path / "averaged", averaged=True)
+        runner.save_pretrained(tmp_path / "averaged")
+        runner.save_pretrained(tmp_path / "trained", averaged=False)
+        assert_loads_as(AutoModelForCausalLM, tmp_path / "trained", runner.unwrapped_model)
         assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf", "--ema"]) == 0
         with runner.ema.applied():
             assert_loads_as(AutoModelForCausalLM, tmp_path / "averaged", runner.unwrapped_model)
             assert_loads_as(AutoModelForCausalLM, tmp_path / "out", runner.unwrapped_model)
-        options = ["--format", "hf", "--dtype", "bf16"]
+        options = ["--format", "hf", "--dtype", "bf16", "--trained"]
         assert main(["export", str(tmp_path / "run"), str(tmp_path / "bf16"), *options]) == 0
         assert_loads_as(AutoModelForCausalLM, tmp_path / "bf16", runner.unwrapped_model.to(torch.bfloat16))
 
