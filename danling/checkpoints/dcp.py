@@ -63,7 +63,7 @@ from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError
 from .manager import CollectiveCheckpointManager, SnapshotBuffers, count_bytes, to_host
 from .manifest import Manifest, Record, archive_complaints, find_problems, read_manifest
 from .reading import READ_WHOLE, Entry, Outline, without_tensors
-from .torch_files import check_format, check_values
+from .torch_files import check_format, check_values, why_unreadable
 from .writer_process import Address, WriterProcess
 
 logger = logging.getLogger("danling")
@@ -429,9 +429,7 @@ class LoadPlanner(DefaultLoadPlanner):
         try:
             self.state_dict[name] = torch.load(value, weights_only=True)
         except Exception as error:
-            raise CheckpointDamaged(
-                f"Expected a readable entry. Received: {name}, on which torch.load fails: {error}"
-            ) from error
+            raise CheckpointDamaged(f"Expected a readable entry. Received: {name}, {why_unreadable(error)}") from error
 
 
 def read_target(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -25,6 +27,26 @@ class CheckpointDamaged(CheckpointError):
 
 class CheckpointMismatch(CheckpointError, ValueError):
     """A checkpoint is whole, but not one of this run, model or configuration."""
+
+
+@contextmanager
+def restoring(what: str, entry: str, *, own: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Restore a part of a checkpoint inside: whatever a wrong value makes fail is the error of a checkpoint.
+
+    Args:
+        what: The part, for the error.
+        entry: What to add to `checkpoint.exclude_from_loading` to leave the part out.
+        own: Errors that say enough by themselves.
+    """
+    try:
+        yield
+    except (CheckpointError, *own):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointMismatch(
+            f"Expected a checkpoint whose {what} this run can restore. Received: {type(error).__name__}: {error}. Use another checkpoint, "
+            f"or leave that part out: add {entry!r} to checkpoint.exclude_from_loading."
+        ) from error
 
 
 _GONE = "Bring it back (is the file system mounted?)"

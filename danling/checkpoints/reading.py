@@ -234,6 +234,8 @@ def without_tensors(value: object) -> Any:
 # What is not loaded
 
 _ALIASES = {"data_loader": "dataloaders", "dataloader": "dataloaders", "lr_scheduler": "scheduler"}
+_OPTIONAL = frozenset({"attributes", "buffers", "requires_grad"})
+"""Components that a checkpoint has only where they have changed."""
 _SETTINGS = "runner"
 """Component of the stored configuration, which is never loaded, only compared with that of the run."""
 _MADE_OF: dict[str, frozenset[str]] = {
@@ -293,6 +295,10 @@ class ExcludedFromLoading:
         """Return this without some of its entries."""
         return ExcludedFromLoading([entry for entry in self._all if entry not in entries])
 
+    def and_also(self, entry: str) -> list[str]:
+        """Return the entries as they were written, with one more."""
+        return [*self._all, *([] if entry in self._all else [entry])]
+
     def mentions(self, component: str) -> bool:
         """Whether an entry names a component, or anything in it."""
         return any(_canonical(entry)[0] == component for entry in self.entries)
@@ -328,6 +334,8 @@ def exclude(payload: Mapping[str, object], entries: str | Iterable[str] | None) 
     excluded = set()
     for entry in listed:
         name, dot, rest = _canonical(entry)
+        if name in _OPTIONAL and name not in kept and not dot:
+            continue
         if name not in kept or (dot and not _drop(kept, name, rest)):
             raise ValueError(
                 f"Expected every entry of checkpoint.exclude_from_loading to match a part of the checkpoint, whose components are "

@@ -12,8 +12,10 @@ import torch
 from danling.utils.tensors import local_part
 
 from . import storage
+from .directory import SUMS, has_sums
 from .errors import CheckpointDamaged, CheckpointMismatch, disk_error
 from .manifest import archive_complaints, is_archive
+from .payload import check_sections
 from .reading import Outline, tensors_in, without_tensors
 
 FORMAT_VERSION = 2
@@ -25,15 +27,6 @@ CHANGED_SINCE = {
 """What a run computes differently since a format, by the last version of it."""
 
 _DEEPEST, _MOST_VALUES = 200, 20_000_000
-_MAPPINGS = (
-    "runner",
-    "model",
-    "ema",
-    "ema.weights",
-    "state",
-    "dataloaders",
-    *(f"state.{name}" for name in ("train", "elastic", "scores", "results")),
-)
 
 
 def read_file(path: Path, *, mmap: bool = False) -> Any:
@@ -53,7 +46,7 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
     except OSError as error:
         raise disk_error("read", path, error) from error
     except Exception as error:
-        raise CheckpointDamaged(f"Expected a file of torch.save. Received: {path}, {_why_unreadable(error)}") from error
+        raise CheckpointDamaged(f"Expected a file of torch.save. Received: {path}, {why_unreadable(error)}") from error
 
 
 def check_values(payload: object, path: Path, *, size: int | None = None) -> None:
@@ -83,7 +76,8 @@ def check_values(payload: object, path: Path, *, size: int | None = None) -> Non
     raise CheckpointDamaged(f"Expected values of at most {_DEEPEST} levels. Received: {path}, with more.")
 
 
-def _why_unreadable(error: Exception) -> str:
+def why_unreadable(error: Exception) -> str:
+    """Return in one line why torch does not read a file or an entry."""
     # torch answers with paragraphs, colours and the advice to run the code in the file.
     forbidden = re.search(r"Unsupported (?:global: GLOBAL|class) ([\w.]+\w)", str(error))
     if forbidden:
@@ -102,8 +96,11 @@ def _why_unreadable(error: Exception) -> str:
 def check_format(payload: Any, path: Path) -> dict[str, object]:
     """Return a payload that this version understands."""
     version = payload.get("format_version") if isinstance(payload, Mapping) else None
-    if not isinstance(version, int):
-        raise CheckpointMismatch(
+    if type(version) is not int or version < 1:
+        # Only this library writes checksums next to a file.
+        is_own = has_sums(path) or storage.size_of(path / SUMS) is not None
+        kind = CheckpointDamaged if is_own else CheckpointMismatch
+        raise kind(
             f"Expected a checkpoint of this library. Received: {path}, which has no format_version. Load bare weights with `pretrained`."
         )
     if version > FORMAT_VERSION:
@@ -111,12 +108,7 @@ def check_format(payload: Any, path: Path) -> dict[str, object]:
             f"Expected a checkpoint of format_version {FORMAT_VERSION} or older. Received: {path} of format_version {version}. Update "
             "danling to read it."
         )
-    for name in _MAPPINGS:
-        value: Any = payload
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None and not isinstance(value, Mapping):
-            raise CheckpointDamaged(f"Expected a mapping as {name}. Received: {path} with {type(value).__name__}.")
+    check_sections(payload, path)
     return dict(payload)
 
 

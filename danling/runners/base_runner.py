@@ -20,8 +20,8 @@ from torch import nn
 from typing_extensions import Self
 
 from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
-from danling.checkpoints.errors import CheckpointNotFound
-from danling.checkpoints.reading import manager_named, obeyed, stored_seed
+from danling.checkpoints.errors import CheckpointNotFound, restoring
+from danling.checkpoints.reading import ExcludedFromLoading, manager_named, obeyed, stored_seed
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
 from danling.config.inputs import impose
@@ -989,7 +989,8 @@ class BaseRunner(metaclass=MetaRunner):
             self._attributes.load("buffers", payload)
             if "dataloaders" in payload:
                 fresh = {split: None for split in self.sources if f"dataloaders.{split}" in excluded}
-                self.load_dataloaders({**payload["dataloaders"], **fresh})
+                with restoring("dataloaders", "dataloaders", own=(ValueError,)):
+                    self.load_dataloaders({**payload["dataloaders"], **fresh})
             self._attributes.load("attributes", payload)
             if "state" in payload:
                 self.state.load_state_dict(payload["state"])
@@ -1016,7 +1017,9 @@ class BaseRunner(metaclass=MetaRunner):
     # Sources
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: str | Path, config: Mapping[str, Any] | None = None) -> Self:
+    def from_checkpoint(
+        cls, checkpoint: str | Path, config: Mapping[str, Any] | None = None, *, attributes: bool = True
+    ) -> Self:
         """Construct a runner with the configuration of a checkpoint and restore its full state.
 
         Paths in the stored configuration (`dir`, `checkpoint_dir`, `log_file`, `workspace_root`, directories of traces) are ignored. If the
@@ -1027,6 +1030,8 @@ class BaseRunner(metaclass=MetaRunner):
             checkpoint: A checkpoint file or directory.
             config: Settings that override the stored ones, such as `{"steps": 2000}`. The runner's configuration is of its class if
                 it is a `RunnerConfig`, else of `config_class`.
+            attributes: Whether the attributes that the program has set on its runner are restored too. Say no for the checkpoint of a
+                stranger, who could choose their values.
 
         Raises:
             CheckpointNotFound: If there is none.
@@ -1034,6 +1039,9 @@ class BaseRunner(metaclass=MetaRunner):
         stored = obeyed(without_places(cls.read_config(checkpoint)))
         own = continued(stored, config, cls.config_class)
         own.resume = str(checkpoint)
+        if not attributes:
+            listed = ExcludedFromLoading(own.checkpoint.exclude_from_loading)
+            own.checkpoint.exclude_from_loading = listed.and_also("attributes")
         runner: Self = cls(own)
         return runner
 

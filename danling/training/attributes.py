@@ -11,7 +11,7 @@ import io
 import logging
 import re
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,7 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-from danling.checkpoints.errors import CheckpointMismatch
+from danling.checkpoints.errors import CheckpointMismatch, restoring
+from danling.checkpoints.payload import DICTS, LISTS
 from danling.data.randomness import Generators, generator_state, is_generator, set_generator_state
 from danling.utils.secrets import names_secret
 from danling.utils.tensors import canonical_name, is_plain_tensor, is_sharded, local_part
@@ -51,12 +52,11 @@ _CONSTANTS = (
     *(torch.dtype, torch.device, logging.Logger, re.Pattern, range, slice, property),
 )
 """What a program makes anew: left to it, also within objects."""
-_LISTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (list, tuple, torch.Size, deque, set, frozenset)}
-_DICTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (dict, OrderedDict, defaultdict, Counter)}
 _FACTORIES: Mapping[str, type[Any]] = {
     kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple, deque)
 }
 _PLACE = re.compile(r"(^|_)(dir|directory|folder|path|file|filename|root|url|uri)$")
+_BYTES = ("bytes", "bytearray")
 _DEPTH = 3
 """How deep objects within objects are saved."""
 _OF_MODULE = frozenset(vars(nn.Module()))
@@ -162,7 +162,7 @@ class Look:
         self.members: dict[str, list[str]] = {}
         self._begun = begun or {}
         self._runner = runner
-        self._secret_keys = runner.config.secret_keys or ()
+        self.secret_keys = runner.config.secret_keys or ()
         self._encoded: dict[str, Any] = {}
         self._entry = Entry()
         self._depth = 0
@@ -231,7 +231,7 @@ class Look:
             if key in self.paths:
                 return {"kind": "same", "path": self.paths[key]}
             self.paths[key], self.objects[path] = path, value
-        hides, self._hides = self._hides, self._hides or names_secret(name, self._secret_keys)
+        hides, self._hides = self._hides, self._hides or names_secret(name, self.secret_keys)
         node = self._node(value, path, name)
         self._hides = hides
         self._encoded[path] = node
@@ -242,19 +242,21 @@ class Look:
         kind = own.__name__
         if own is str:
             self._entry.size += len(value)
-            return self._leave(path) if self._hides or _PLACE.search(name) else value
+            return self._leave(path) if is_left_out(name, self._hides) else value
         if own is complex:
             return {"kind": "complex", "value": [value.real, value.imag]}
         if own in (bytes, bytearray):
+            if self._hides:
+                return self._leave(path)
             data = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.zeros(0, dtype=torch.uint8)
             return {"kind": kind, "value": data}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if own.__module__ == "numpy" and hasattr(value, "tobytes"):
             return self._array(value, path)
-        if own in _LISTS.values() or (isinstance(value, tuple) and hasattr(own, "_fields")):
+        if own in LISTS.values() or (isinstance(value, tuple) and hasattr(own, "_fields")):
             return self._list(value, path)
-        if own in _DICTS.values():
+        if own in DICTS.values():
             return self._dict(value, path)
         if is_generator(value):
             if id(value) in self._keyed:
@@ -274,7 +276,7 @@ class Look:
                 return self._leave(path)
         if is_stateful:
             return self._stateful(value, path)
-        if isinstance(value, (*_LISTS.values(), *_DICTS.values())):
+        if isinstance(value, (*LISTS.values(), *DICTS.values())):
             # Of a class of the user's, which may hold more.
             items: Any = value
             items = self._items(items if isinstance(value, dict) else dict(enumerate(items)), path)
@@ -427,6 +429,18 @@ class Look:
                 self._feed(total, item, seen)
 
 
+def is_left_out(name: str, is_secret: bool) -> bool:
+    """Whether a text under a name is neither saved nor restored: the name is that of a place, or something above it names a secret."""
+    last = name.rpartition(".")[2].lower().replace("-", "_")
+    return is_secret or bool(_PLACE.search(last))
+
+
+def _is_code(kind: type[Any], name: str) -> bool:
+    """Whether a name of a class is a method, a property or a class, which no checkpoint replaces."""
+    value = getattr(kind, name, None)
+    return callable(value) or hasattr(value, "__set__")
+
+
 def key_of(value: object) -> object:
     """Return what two names of one value have in common; `None` for values that cannot be changed in place."""
     if value is MISSING or isinstance(value, (*_SCALARS, tuple, frozenset, bytes, complex, *_CONSTANTS)):
@@ -463,9 +477,23 @@ class Decoder:
         self._taken = {key for key, path in look.paths.items() if path.startswith("/")}
         self._live = look.objects
         self._restored: dict[str, object] = {}
+        self._secret_keys = look.secret_keys
+        self._hides = False
 
-    def decode(self, node: object, current: object, path: str) -> Any:
-        """Return the value of a node, which is `current` where that could take it; `MISSING` where it is left to the program."""
+    def decode(self, node: object, current: object, path: str, name: str = "") -> Any:
+        """Return the value of a node, which is `current` where that could take it; `MISSING` where it is left to the program.
+
+        What is never saved is never restored: a text under the name of a secret or of a place is left to the program.
+        """
+        hides, self._hides = self._hides, self._hides or names_secret(name, self._secret_keys)
+        try:
+            is_text = isinstance(node, str) and (isinstance(current, PurePath) or is_left_out(name, self._hides))
+            is_bytes = isinstance(node, dict) and node["kind"] in _BYTES and self._hides
+            return current if is_text or is_bytes else self._decode(node, current, path)
+        finally:
+            self._hides = hides
+
+    def _decode(self, node: object, current: object, path: str) -> Any:
         if not isinstance(node, (dict, Tensor)):
             return node
         if isinstance(node, dict) and node["kind"] == "left":
@@ -492,9 +520,9 @@ class Decoder:
             return (bytes if kind == "bytes" else bytearray)(node["value"].tolist())
         if kind in ("array", "scalar"):
             return _array_of(node, current)
-        if kind in _LISTS or kind == "namedtuple":
+        if kind in LISTS or kind == "namedtuple":
             return self._list(node, current, path)
-        if kind in _DICTS:
+        if kind in DICTS:
             return self._dict(node, current, path)
         if type(current).__name__ != node["class"]:
             raise CannotRestore(f"an object of the class {node['class']}")
@@ -503,7 +531,7 @@ class Decoder:
         elif kind == "object":
             held = vars(current)
             for name, item in zip(node["keys"], _items(node)):
-                value = self.decode(item, held.get(name, MISSING), f"{path}.{name}")
+                value = self.decode(item, held.get(name, MISSING), f"{path}.{name}", name)
                 if value is not MISSING:
                     held[name] = value
             for name in node.get("deleted", ()):
@@ -515,7 +543,7 @@ class Decoder:
     def _list(self, node: Any, current: Any, path: str) -> Any:
         if node["kind"] == "namedtuple" and not hasattr(current, "_fields"):
             raise CannotRestore("a named tuple")
-        kind = _LISTS.get(node["kind"], type(current))
+        kind = LISTS.get(node["kind"], type(current))
         there = list(current) if isinstance(current, (list, tuple, deque)) else []
         found = [
             self.decode(item, there[n] if n < len(there) else MISSING, f"{path}[{n}]")
@@ -539,10 +567,11 @@ class Decoder:
         keys = [tuple(key["items"]) if isinstance(key, dict) else key for key in node["keys"]]
         there = current if isinstance(current, dict) else {}
         found = {
-            key: self.decode(item, there.get(key, MISSING), f"{path}[{key!r}]") for key, item in zip(keys, _items(node))
+            key: self.decode(item, there.get(key, MISSING), f"{path}[{key!r}]", key if type(key) is str else "")
+            for key, item in zip(keys, _items(node))
         }
         if type(current).__name__ != node["kind"]:
-            current = _DICTS[node["kind"]]()
+            current = DICTS[node["kind"]]()
             if node["kind"] == "defaultdict":
                 if node.get("factory") not in _FACTORIES:
                     raise CannotRestore("a defaultdict")
@@ -566,7 +595,7 @@ class Decoder:
         for name in more.keys() & beside.keys():
             holder, key = beside[name]
             there = getattr(holder, key)
-            value = self.decode(more[name], there, f"{path}.more[{name!r}]")
+            value = self.decode(more[name], there, f"{path}.more[{name!r}]", name)
             if value is not there and value is not MISSING:
                 setattr(holder, key, value)
 
@@ -597,7 +626,9 @@ def decode_tensor(node: Any, current: object) -> Tensor:
         return current
     if isinstance(node, Tensor):
         return value.clone()
-    moved = value.to(node["device"], copy=True)
+    accelerator = torch.accelerator.current_accelerator()
+    is_here = accelerator is not None and node.get("device") == accelerator.type
+    moved = value.to(node["device"] if is_here else "cpu", copy=True)
     return moved.as_subclass(type(current)) if "class" in node else moved  # type: ignore[type-var]
 
 
@@ -651,7 +682,7 @@ class KeptAttributes:
         def put_back() -> None:
             decoder = Decoder(look)
             for name, (node, value) in kept.items():
-                before = decoder.decode(node, value, name)
+                before = decoder.decode(node, value, name, name)
                 if before is not MISSING and getattr(runner, name, MISSING) is not before:
                     setattr(runner, name, before)
 
@@ -772,22 +803,26 @@ class KeptAttributes:
         decoder = Decoder(before)
         left_out = {*runner.library_names, *_declared(runner, "not_saved")}
         for name, node in stored.items():
-            if name in left_out:
+            if name in left_out or (name not in own and _is_code(type(runner), name)):
                 continue
             current = own.get(name, MISSING)
             if _is_deleted(node):
-                if name in vars(runner):
+                is_kept = isinstance(current, (str, PurePath)) and is_left_out(
+                    name, names_secret(name, before.secret_keys)
+                )
+                if name in vars(runner) and not is_kept:
                     delattr(runner, name)
                 continue
-            try:
-                value = decoder.decode(node, current, name)
-            except CannotRestore as error:
-                raise CheckpointMismatch(
-                    f"Expected self.{name} to be {error} when the checkpoint is restored. Received: {type(current).__name__}. Make it "
-                    f"in __init__, or add 'attributes.{name}' to checkpoint.exclude_from_loading."
-                ) from None
-            if value is not MISSING and value is not current:
-                setattr(runner, name, value)
+            with restoring(f"self.{name}", f"attributes.{name}"):
+                try:
+                    value = decoder.decode(node, current, name, name)
+                except CannotRestore as error:
+                    raise CheckpointMismatch(
+                        f"Expected self.{name} to be {error} when the checkpoint is restored. Received: {type(current).__name__}. Make it "
+                        f"in __init__, or add 'attributes.{name}' to checkpoint.exclude_from_loading."
+                    ) from None
+                if value is not MISSING and value is not current:
+                    setattr(runner, name, value)
         now = Look.at_all(runner)
         self._restored = {name: now.digest(name) for name in stored}
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from danling.checkpoints.errors import (
     CheckpointDamaged,
     CheckpointDiskError,
-    CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
+    restoring,
 )
 from danling.checkpoints.reading import USERS_OWN, ExcludedFromLoading
 from danling.checkpoints.torch_files import CHANGED_SINCE, FORMAT_VERSION
@@ -65,15 +65,8 @@ class StatePart:
             state = self.default()
         else:
             return
-        try:
+        with restoring(self.name, self.name):
             self.set(state, excluded)
-        except CheckpointError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointMismatch(
-                f"Expected a checkpoint whose {self.name} this run can restore. Received: {type(error).__name__}: {error}. Use another "
-                "checkpoint, or leave that part out with checkpoint.exclude_from_loading."
-            ) from error
 
 
 def stateful(name: str, component: Any, *, resets: bool = False) -> StatePart:
