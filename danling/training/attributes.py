@@ -487,11 +487,18 @@ class Decoder:
         """
         hides, self._hides = self._hides, self._hides or names_secret(name, self._secret_keys)
         try:
-            is_text = isinstance(node, str) and (isinstance(current, PurePath) or is_left_out(name, self._hides))
+            is_text = isinstance(node, str) and self.is_of_program(name, current, node)
             is_bytes = isinstance(node, dict) and node["kind"] in _BYTES and self._hides
             return current if is_text or is_bytes else self._decode(node, current, path)
         finally:
             self._hides = hides
+
+    def is_of_program(self, name: str, *values: object) -> bool:
+        """Whether one of the values is a path, or the text of a secret or a place by its name."""
+        is_secret = self._hides or names_secret(name, self._secret_keys)
+        return any(isinstance(value, PurePath) for value in values) or (
+            any(isinstance(value, str) for value in values) and is_left_out(name, is_secret)
+        )
 
     def _decode(self, node: object, current: object, path: str) -> Any:
         if not isinstance(node, (dict, Tensor)):
@@ -535,7 +542,8 @@ class Decoder:
                 if value is not MISSING:
                     held[name] = value
             for name in node.get("deleted", ()):
-                held.pop(name, None)
+                if not self.is_of_program(name, held.get(name)):
+                    held.pop(name, None)
         else:
             self._load(node, current, path)
         return current

@@ -68,6 +68,7 @@ class Keeper(Small):
         self.generator, self.own_random = torch.Generator(), random.Random(1)
         self.helper, self.sums = Helper(), Sums()
         self.out_dir, self.api_token, self.nested = "own", "own", {"deep": {"token": "own", "cache.path": "own"}}
+        self.data_dir = "own"
         self.root, self.credentials = Path("own"), ["own"]
 
     def describe(self) -> str:
@@ -262,18 +263,26 @@ def test_secrets_and_places_of_the_program_are_not_restored(
 ) -> None:
     backend, _, payload = trained
     evil = {name: {"value": "evil"} for name in ("out_dir", "api_token", "root", "describe")}
+    evil["data_dir"] = {"value": {"kind": "deleted"}}
     payload = {**payload, "attributes": {**payload["attributes"], **evil}}
     forged = payload["attributes"]
     forged["nested"] = {"value": {"kind": "dict", "keys": ["deep"], "items": {"0": HOSTILE}}}
     forged["credentials"] = {"value": {"kind": "list", "items": ["evil", "evil"]}}
     forged["helper"] = {
-        "value": {"kind": "object", "class": "Helper", "keys": ["count", "log_file"], "items": [7, "evil"]}
+        "value": {
+            "kind": "object",
+            "class": "Helper",
+            "keys": ["count", "log_file"],
+            "items": [7, "evil"],
+            "deleted": ["log_file"],
+        }
     }
     state = {"kind": "dict", "keys": ["total", "api_key"], "items": [7.0, "evil"]}
     forged["sums"] = {"value": {"kind": "stateful", "class": "Sums", "state": state}}
     with Keeper(config(tmp_path, backend)) as runner:
         runner.load_checkpoint(payload)
         assert (runner.out_dir, runner.api_token, runner.root) == ("own", "own", Path("own"))
+        assert runner.data_dir == "own"
         assert runner.nested == {"deep": {"token": "own", "cache.path": "own", "count": 3}}
         assert runner.credentials == ["own"] and callable(runner.describe)
         assert (runner.helper.count, runner.helper.log_file) == (7, "own.log")
