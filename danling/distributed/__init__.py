@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .calls import FAMILIES, CollectiveCallError, CollectiveCalls
 from .domain import Domain, JointLeave, LocalDomain, Placement, all_arrive, default_store, world_of
 from .environment import (
     LaunchEnvironment,
@@ -14,7 +15,10 @@ from .environment import (
 from .step_sync import REQUESTS, GradientNorms, HostCopy, ReplicaDriftError, StepSync, StepTotals, agree
 
 __all__ = [
+    "FAMILIES",
     "REQUESTS",
+    "CollectiveCallError",
+    "CollectiveCalls",
     "Domain",
     "GradientNorms",
     "HostCopy",

@@ -30,9 +30,11 @@ from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels
 from danling.data.run_data import RunData
 from danling.distributed import (
+    CollectiveCalls,
     Domain,
     LaunchEnvironment,
     Placement,
+    collective_timeout,
     destroy_process_group,
     init_process_group,
     select_device,
@@ -174,6 +176,7 @@ class BaseRunner(metaclass=MetaRunner):
     placement: Placement
     device: torch.device
     _parts: TorchParts | None = None
+    _calls: CollectiveCalls | None = None
 
     def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
         early = begin(self)
@@ -207,6 +210,9 @@ class BaseRunner(metaclass=MetaRunner):
         self.init_distributed()
         if "world" not in vars(self):
             self.world = world_of(self.world_size, self.device)
+        self._calls = CollectiveCalls.of(
+            self.world.rank, self.world.size, limit=lambda: collective_timeout(self.device)
+        )
         self.state.elastic = ElasticState(world_size=self.world_size, restart_count=self.launch.restart_count)
         self.placement = self.build_placement()
         if self.config.ft.enabled:
@@ -1092,6 +1098,8 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             Exception: The error of a background writer. Everything is closed all the same.
         """
+        if self._calls is not None and not self._closers.closed:
+            self._calls.end()
         if not self._closers.closed and self.model is not None:
             self.model = self.unwrap(self.model)
         self._closers.close()

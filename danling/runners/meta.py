@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from danling.checkpoints.errors import CheckpointError
 from danling.data import Batch
+from danling.distributed import FAMILIES
 
 if TYPE_CHECKING:
     from .torch_runner import TorchRunner
@@ -30,7 +31,7 @@ class MetaRunner(type):
     A subclass puts model, data and optimizer on itself after `super().__init__(config)`; only when all of its `__init__` has run
     can they be moved, wrapped and restored, so no class in the chain could do it from its own `__init__`.
 
-    The `VERBS` of every class may be called directly.
+    The `VERBS` of every class may be called directly. A call on all ranks is noted, and waits for them at its beginning.
     """
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
@@ -39,6 +40,9 @@ class MetaRunner(type):
         for verb in VERBS:
             if isinstance(namespace.get(verb), FunctionType):
                 namespace[verb] = _preparing(verb, namespace[verb])
+        for verb in FAMILIES:
+            if isinstance(namespace.get(verb), FunctionType):
+                namespace[verb] = _met(verb, namespace[verb])
         return super().__new__(mcs, name, bases, namespace, **kwargs)
 
     @property
@@ -80,6 +84,8 @@ def close_after_error(runner: Any) -> None:
     """Close a runner after a failure: nothing that goes wrong here hides the user's exception. Called on every rank that failed."""
     try:
         if "_closers" in vars(runner):
+            if runner._calls is not None:
+                runner._calls.end(failed=True)
             runner.close()
     except CheckpointError as error:
         # Its message names the problem and the fix; the exception after it may be the end that a signal has asked for.
@@ -101,7 +107,10 @@ def _preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]
         if self._parts is None or session.in_step:
             return call(*args, **kwargs)
         if verb == "step" and not session.in_update:
-            return session.update(call)
+            if session.running or self._calls is None:
+                return session.update(call)
+            with self._calls.explaining():
+                return session.update(call)
         if verb == "train_epoch" and not session.running:
             return _train_epoch(self, call, *args, **kwargs)
         if verb == "train_step":
@@ -109,6 +118,19 @@ def _preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]
         if verb in ("evaluate_step", "infer_step") and self.mode == "train":
             return self._parts.evaluator.call(verb.removesuffix("_step"), call, *args, **kwargs)
         return call(*args, **kwargs)
+
+    return method
+
+
+def _met(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
+    """Return a verb that all ranks begin together, and whose error says so if they do not."""
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> object:
+        calls = self._calls
+        if calls is None:
+            return function(self, *args, **kwargs)
+        return calls.run(verb, functools.partial(function, self, *args, **kwargs))
 
     return method
 
@@ -123,11 +145,17 @@ def _train_step(runner: TorchRunner, call: Callable[[Any], Any], data: object) -
                 "Received: a call of `train_step` alone. Call `train_epoch(split)` or `train()`."
             )
         if runner.window.count == 0:
+            if runner._calls is not None:
+                runner._calls.note_loop()
             runner._session.start()
             parts.loop.begin_updates()
             if not runner.model.training:
                 runner.model.train()
-    return parts.update.run(Batch(data, None, None), call)
+    batch = Batch(data, None, None)
+    if runner._calls is None:
+        return parts.update.run(batch, call)
+    with runner._calls.explaining():
+        return parts.update.run(batch, call)
 
 
 def _train_epoch(runner: TorchRunner, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:

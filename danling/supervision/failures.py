@@ -20,7 +20,10 @@ from danling.utils.process import ERROR_FILE, FirstFailure, first_failure, headl
 
 logger = logging.getLogger("danling")
 
-_BROKEN = ("connection closed by peer", "connection reset by peer", "broken pipe", "nccl communicator was aborted")
+_BROKEN = (
+    *("connection closed by peer", "connection reset by peer", "broken pipe", "nccl communicator was aborted"),
+    "connection was likely closed",
+)
 _GRACE_SECONDS = 3.0
 _INSIDE = tuple(f"{directory}{os.sep}" for directory in (Path(__file__).parents[1], Path(torch.__file__).parent))
 

@@ -329,6 +329,10 @@ class RankWatch(Observer):
             head += f"; now it is {limit:g} s" if limit is not None else ""
         silent = {rank: self._fate(rank, states[rank]) for rank, sign in signs.items() if sign is None}
         there = [sign for sign in signs.values() if sign is not None]
+        calls = self._runner._calls
+        apart = calls.differences(self._opened_store()[0]) if calls is not None else ""
+        if apart:
+            head += f". The ranks are in different calls: {apart}. Make each of them on all ranks"
         logger.warning("%s. The stacks of all threads are in %s.\n%s", head, self._directory, report(there, silent))
 
     def _state(self) -> RankState:

@@ -88,6 +88,27 @@ def held_port() -> Iterator[int]:
         yield int(held.getsockname()[1])
 
 
+def process_space() -> str:
+    """Return a text that is equal in two processes if each sees the other one by its process id."""
+    try:
+        # Containers may have the name of their machine.
+        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()}/{os.getpid()}"
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process of this machine has ended; one that its parent has not asked about is still listed."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    # The name of the process is in parentheses, and may have some.
+    return stat.rpartition(")")[2].split()[0] in ("Z", "X")
+
+
 @cache
 def processor_name() -> str:
     """Return the model of the CPU, or its architecture where the system does not tell."""

@@ -1,0 +1,236 @@
+"""Calls that all ranks must make together: each rank notes its own in the store of the job, so that a call on some ranks only is named."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed as dist
+
+from danling.utils.process import is_gone, process_space
+
+from .domain import default_store
+
+logger = logging.getLogger("danling")
+
+FAMILIES: Mapping[str, str] = {
+    **dict.fromkeys(("train", "train_epochs", "train_steps", "train_epoch"), "training"),
+    **dict.fromkeys(("evaluate", "evaluate_epoch", "evaluate_steps", "infer"), "evaluation"),
+    "save_checkpoint": "save",
+    **dict.fromkeys(("load_checkpoint", "load_pretrained"), "load"),
+}
+"""The calls, by what they do: a call within one of the same family is a part of it."""
+
+_SECONDS_BEFORE_REPORT = 10.0
+"""How long a rank waits at the beginning of a call before it says for which ranks."""
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.05
+_SECONDS_BETWEEN_CHECKS = 0.25
+"""How often a rank that waits looks whether those that it waits for can still come."""
+_SECONDS_A_REQUEST = 3.0
+_DEFAULT_LIMIT_SECONDS = 1800.0
+_FAILED, _CLOSED = "failed", "closed"
+_LONGEST_LIST = 64
+"""Ranks whose calls are read."""
+_OF_COLLECTIVES = (
+    "gloo",
+    "nccl",
+    "closed by peer",
+    "reset by peer",
+    "timed out waiting",
+    "connection was likely closed",
+)
+"""Parts of the errors that torch raises when a collective fails."""
+
+_RUNNERS = itertools.count()
+
+
+class CollectiveCallError(RuntimeError):
+    """A collective failed while ranks were in different calls."""
+
+
+class CollectiveCalls:
+    """The calls of this rank, and what the others are in. Nothing is noted within an update.
+
+    At its beginning a call waits until all ranks have begun it: its collectives would otherwise meet those of another call. If some ranks
+    do not come within seconds, one line names them. If they can come no more, or not in the time of a collective, the call fails.
+
+    Args:
+        rank: Rank of this process.
+        size: Number of processes.
+        limit: Returns how many seconds a collective may take; `None` where that is not known.
+    """
+
+    def __init__(self, rank: int, size: int, limit: Callable[[], float | None]) -> None:
+        self._rank, self._size, self._limit = rank, size, limit
+        self._store: Any = default_store()
+        self._prefix = f"danling/calls/{next(_RUNNERS)}"
+        self._open: list[str] = []
+        self._counts: Counter[str] = Counter()
+        self._has_loop = self._has_ended = False
+        self._store.set(f"{self._prefix}/process/{rank}", f"{process_space()}:{os.getpid()}")
+        self._note("")
+
+    @classmethod
+    def of(cls, rank: int, size: int, limit: Callable[[], float | None]) -> CollectiveCalls | None:
+        """Return the calls of a runner; `None` without other ranks."""
+        return cls(rank, size, limit) if size > 1 and dist.is_initialized() else None
+
+    def run(self, name: str, call: Callable[[], Any]) -> Any:
+        """Run a call, which all ranks must make.
+
+        Raises:
+            CollectiveCallError: If other ranks do not make it, or a collective in it fails while they are in another call.
+        """
+        is_part = bool(self._open) and FAMILIES[self._open[-1]] == FAMILIES[name]
+        if is_part or self._has_ended:
+            return call()
+        after = self._open[-1] if self._open else ""
+        self._open.append(name)
+        self._note(name)
+        try:
+            self._meet(name)
+            with self.explaining():
+                result = call()
+        except Exception:
+            after = _FAILED
+            raise
+        finally:
+            self._open.pop()
+            self._note(after)
+        return result
+
+    def note_loop(self) -> None:
+        """Note that this rank trains by a loop of the user's, once."""
+        if not self._has_loop:
+            self._has_loop = True
+            self._note("train_step")
+
+    def end(self, *, failed: bool = False) -> None:
+        """Note that the runner of this rank is closed; what comes after that is not noted."""
+        if not self._has_ended:
+            self._note(_FAILED if failed else _CLOSED)
+            self._has_ended = True
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Name the calls of all ranks if a collective fails inside, and they are not the same."""
+        try:
+            yield
+        except RuntimeError as error:
+            is_explained = isinstance(error, CollectiveCallError)
+            if is_explained or not any(text in str(error).lower() for text in _OF_COLLECTIVES):
+                raise
+            # The others are to find this rank in the call in which the collective failed.
+            self._has_ended = True
+            where = self.differences()
+            if not where:
+                raise
+            raise CollectiveCallError(
+                f"A collective failed while the ranks were in different calls: {where}. Make each of these calls on all ranks, outside of "
+                f"`if self.is_main_process`. If a rank was killed, this follows from it. ({error})"
+            ) from error
+
+    def differences(self, store: Any = None) -> str:
+        """Return which ranks are in which call, if they are not all in the same one; else an empty text. No communication but the store's.
+
+        Args:
+            store: A connection of the calling thread; `None` opens one.
+        """
+        try:
+            if store is None:
+                store = self._store.clone()
+                store.set_timeout(timedelta(seconds=_SECONDS_A_REQUEST))
+            entries = self._entries(store)
+        except (RuntimeError, AttributeError):
+            # The process that has the store is gone, or the store has one connection only.
+            return ""
+        if _FAILED in entries.values() or len(set(entries.values())) == 1:
+            return ""
+        ranks: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, entry in entries.items():
+            ranks[entry].append(rank)
+        return "; ".join(f"{_named(members)} {_in(entry)}" for entry, members in ranks.items())
+
+    def _meet(self, name: str) -> None:
+        """Wait until all ranks have begun a call."""
+        family = FAMILIES[name]
+        self._counts[family] += 1
+        counter = f"{self._prefix}/{family}/{self._counts[family]}"
+        began, pause, has_reported = time.monotonic(), _SHORTEST_PAUSE_SECONDS, False
+        checks_at = began + _SECONDS_BETWEEN_CHECKS
+        limit = self._limit() or _DEFAULT_LIMIT_SECONDS
+        arrived = self._store.add(counter, 1)
+        while arrived < self._size:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            arrived = self._store.add(counter, 0)
+            now = time.monotonic()
+            if arrived == self._size or now < checks_at:
+                continue
+            checks_at = now + _SECONDS_BETWEEN_CHECKS
+            reason = self._reason_to_give_up() or (f"not within {limit:g} s" if now - began > limit else "")
+            if reason:
+                where = self.differences(self._store)
+                self._has_ended = True
+                raise CollectiveCallError(
+                    f"Expected {name}() on all {self._size} ranks. Received: {arrived}; {reason}"
+                    + (f" ({where})" if where else "")
+                    + ". "
+                    "Call it on all ranks, outside of `if self.is_main_process`."
+                )
+            if now - began > _SECONDS_BEFORE_REPORT and not has_reported:
+                has_reported = True
+                is_first = (
+                    bytes(self._store.compare_set(f"{counter}/reports", "", str(self._rank)))
+                    == str(self._rank).encode()
+                )
+                where = self.differences(self._store)
+                if is_first and where:
+                    logger.warning(
+                        "%s() has begun on %d of %d ranks, which wait for the others: %s. Call it on all ranks, outside of "
+                        "`if self.is_main_process`.",
+                        name,
+                        arrived,
+                        self._size,
+                        where,
+                    )
+
+    def _reason_to_give_up(self) -> str:
+        """Return why a rank that is awaited will not come; an empty text if it may."""
+        for rank, entry in self._entries(self._store).items():
+            if entry in (_FAILED, _CLOSED):
+                return f"rank {rank} {_in(entry)}"
+            space, _, process = self._store.get(f"{self._prefix}/process/{rank}").decode().rpartition(":")
+            if space == process_space() and is_gone(int(process)):
+                return f"rank {rank} has died"
+        return ""
+
+    def _note(self, entry: str) -> None:
+        if self._has_ended:
+            return
+        try:
+            self._store.set(f"{self._prefix}/rank/{self._rank}", entry)
+        except RuntimeError:
+            # Rank 0, which has the store, may have ended before this one; the collectives notice it.
+            logger.debug("The store of the job does not answer.", exc_info=True)
+
+    def _entries(self, store: Any) -> dict[int, str]:
+        keys = [f"{self._prefix}/rank/{rank}" for rank in range(min(self._size, _LONGEST_LIST))]
+        return {rank: bytes(entry).decode() for rank, entry in enumerate(store.multi_get(keys))}
+
+
+def _in(entry: str) -> str:
+    endings = {_CLOSED: "closed the runner", _FAILED: "has failed", "": "in none of the runner's calls"}
+    return endings.get(entry, f"in {entry}()")
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
