@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("danling")
 
+_SECONDS_BETWEEN_REQUESTS = 2.0
+"""How often a lighthouse that does not answer is asked."""
 _PAUSE = 0.1
 _LONGEST_PAUSE = 1.0
 """Seconds before an update is tried again."""
@@ -85,6 +87,11 @@ class ReplicaMember:
             ) from error
         self._runner = runner
         ft = self.settings = runner.config.ft
+        if ft.process_group == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise ValueError(
+                "Expected NCCL and a CUDA device for ft.process_group='nccl'. Received: a build of torch, or a machine, without them. Set "
+                "ft.process_group=gloo."
+            )
         # The other groups may be evaluating or saving.
         self.timeout = ft.process_group_timeout_ms / 1000
         self.quorum_timeout = max(self.timeout, runner.config.comm.train_timeout_seconds or 60.0)
@@ -134,6 +141,8 @@ class ReplicaMember:
                 use_async_quorum=False,
                 timeout=timeout,
                 quorum_timeout=patience,
+                # A lighthouse that was restarted is asked again, over a new connection, until the time is over.
+                quorum_retries=max(int(self.quorum_timeout / _SECONDS_BETWEEN_REQUESTS), 1),
                 connect_timeout=timeout,
                 rank=group.rank,
                 world_size=group.size,

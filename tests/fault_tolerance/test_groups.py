@@ -128,3 +128,10 @@ def test_one_of_two_groups_writes_until_it_closes(lighthouse: None, tmp_path: Pa
             assert first.fault_tolerance.writes() and first.fault_tolerance.writes()
             assert not second.fault_tolerance.writes()
         assert second.fault_tolerance.writes()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is NCCL")
+def test_nccl_without_a_device_is_refused_at_construction(lighthouse: None, tmp_path: Path) -> None:
+    settings = {"ft": {"enabled": True, "process_group": "nccl"}, "workspace_root": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"Expected NCCL and a CUDA device for ft.process_group='nccl'"):
+        TracingRunner(settings)

@@ -161,3 +161,26 @@ def test_a_group_is_killed_again_and_again(stack: str, world_size: int, tmp_path
         assert all(ids == shares[step - 1] for step, _, ids in ended["committed"])
     assert torch.isfinite(healthy[0]["state"]["model"]["0.weight"]).all()
     report(f"replica groups, one of two killed: {stack}, {world_size} processes each", KILLS, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_lighthouse_that_comes_back_is_asked_again(tmp_path: Path) -> None:
+    with (
+        Lighthouse() as lighthouse,
+        ReplicaGroup(train, tmp_path, 0, "ddp", world_size=1, lighthouse=lighthouse, timeout=LIMIT) as first,
+        ReplicaGroup(train, tmp_path, 1, "ddp", world_size=1, lighthouse=lighthouse, timeout=LIMIT) as second,
+    ):
+        first.wait_until(reached(tmp_path, 0, 6))
+        second.wait_until(reached(tmp_path, 1, 6))
+        lighthouse.stop()
+        time.sleep(6.0)  # the outage
+        before = step_of(tmp_path, 0)
+        lighthouse.start()
+        first.wait_until(reached(tmp_path, 0, before + 10))
+        second.wait_until(reached(tmp_path, 1, before + 10))
+        (tmp_path / "stop").write_text(str(max(step_of(tmp_path, 0), step_of(tmp_path, 1)) + 20))
+        ended, other = first.values(), second.values()
+    assert differences(ended[0]["state"], other[0]["state"]) == []
+    made = {step for values in (ended, other) for step, _, _ in values[0]["committed"]}
+    assert made == set(range(1, max(made) + 1))

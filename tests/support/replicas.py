@@ -36,10 +36,20 @@ class Lighthouse:
             "heartbeat_timeout_ms": 1500,
         }
         program = Path(sys.executable).with_name("torchft_lighthouse")
-        command = [str(program), "--bind", f"127.0.0.1:{port}", *(f"--{name}={value}" for name, value in flags.items())]
-        self.address = f"http://127.0.0.1:{port}"
-        self.job = Job(command, environment={"RUST_LOG": "error"})
-        self.job.wait_until(lambda: _listens(port))
+        bind = f"127.0.0.1:{port}"
+        self._command = [str(program), "--bind", bind, *(f"--{name}={value}" for name, value in flags.items())]
+        self._port = port
+        self.address = f"http://{bind}"
+        self.start()
+
+    def start(self) -> None:
+        """Start the program, at first or at the same address again."""
+        self.job = Job(self._command, environment={"RUST_LOG": "error"})
+        self.job.wait_until(lambda: _listens(self._port))
+
+    def stop(self) -> None:
+        """Kill the program."""
+        self.job.__exit__()
 
     def __enter__(self) -> Lighthouse:
         return self
