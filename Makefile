@@ -37,8 +37,9 @@ release: $(VENV)/.dev
 	scripts/release.sh $(BIN)/python dist
 
 # N kills or more in all: half of them at random instants, and one at every system call of a restart and a save (where strace is installed).
+# CHAOS=tests/guarantees/test_kill_ranks.py kills one rank of two or both, N times; CHAOS_SEED begins elsewhere.
 N ?= 50
-CHAOS := tests/guarantees/test_kill_at_every_call.py tests/guarantees/test_kill_anywhere.py tests/guarantees/test_lost_machines.py tests/guarantees/test_replica_groups.py tests/stream/test_processes.py
+CHAOS := tests/guarantees/test_kill_at_every_call.py tests/guarantees/test_kill_anywhere.py tests/guarantees/test_kill_ranks.py tests/guarantees/test_lost_machines.py tests/guarantees/test_replica_groups.py tests/stream/test_processes.py
 chaos: $(VENV)/.dev
 	mkdir -p build && rm -f build/chaos.txt
 	OMP_NUM_THREADS=1 CHAOS_KILLS=$(N) CHAOS_REPORT=$(CURDIR)/build/chaos.txt $(BIN)/python -m pytest $(CHAOS)

@@ -12,17 +12,11 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_outcomes, run_processes
+from support.saves import rows
 from support.toys import Line, Small, settings
 
 from danling.reporting import JsonlTracker, read_jsonl
 from danling.reporting.trackers import FileMark
-
-
-def rows(root: Path) -> list[tuple[int, tuple[str, ...]]]:
-    """Return the step and the names of each row, without those that a clock decides."""
-    names = ({*record} - {"step", "time", "ranks"} for record in read_jsonl(root / "metrics.jsonl"))
-    steps = [int(str(record["step"])) for record in read_jsonl(root / "metrics.jsonl")]
-    return [(step, tuple(sorted(of_row))) for step, of_row in zip(steps, names)]
 
 
 class KilledBeforeItSaves(Line):

@@ -22,8 +22,15 @@ from danling.checkpoints import (
     storage,
 )
 from danling.distributed import LocalDomain
+from danling.reporting import read_jsonl
 
 KINDS = ("file", "dcp")
+
+
+def rows(run: Path) -> list[tuple[int, tuple[str, ...]]]:
+    """Return the step and the names of each row of `metrics.jsonl`, without the entries that each row has."""
+    records = read_jsonl(run / "metrics.jsonl")
+    return [(int(str(record["step"])), tuple(sorted({*record} - {"step", "time", "ranks"}))) for record in records]
 
 
 def make_manager(
