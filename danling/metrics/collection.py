@@ -172,11 +172,28 @@ class TrainMetrics(MetricSet):
             load_state(metric, state.get(name, {}))
 
     def remember(self) -> Callable[[], None]:
-        """Remember what the objects have seen, and return what puts it back. No communication."""
-        kept = copy.deepcopy(self._objects)
+        """Remember what the objects have seen, and return what puts it back, as often as it is called. No communication."""
+        # Lists are appended to and tensors added to in place, so that the objects are kept too, which other metrics may share.
+        kept = [
+            (part, name, value, list(value) if isinstance(value, list) else value.clone())
+            for metric in self._objects.values()
+            for part in _owners(metric).values()
+            for name in part._reductions
+            for value in [getattr(part, name)]
+        ]
+        parts = [part for metric in self._objects.values() for part in holders(metric).values()]
+        counts, has_seen = [(part, part._update_count, part._computed) for part in parts], self._has_seen
 
         def put_back() -> None:
-            self._objects = copy.deepcopy(kept)
+            for part, name, value, before in kept:
+                if isinstance(value, list):
+                    value[:] = before
+                else:
+                    value.copy_(before)
+                setattr(part, name, value)
+            for part, count, computed in counts:
+                part._update_count, part._computed = count, computed
+            self._has_seen = has_seen
 
         return put_back
 

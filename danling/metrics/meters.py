@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from numbers import Real
@@ -171,6 +171,18 @@ class Meters:
             yield
         finally:
             self._meters, self.exact = kept, was_exact
+
+    def remember(self) -> Callable[[], None]:
+        """Return what puts the meters back to what they have seen up to here. A device is not waited for."""
+        kept = {name: (meter.sum, meter.weight, len(meter.terms)) for name, meter in self._meters.items()}
+
+        def put_back() -> None:
+            now, self._meters = self._meters, {}
+            for name, (total, weight, terms) in kept.items():
+                meter = self._meters[name] = Meter(total, weight)
+                meter.terms = now[name].terms[:terms] if name in now else []
+
+        return put_back
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return `[sum, weight]` by name, as floats."""

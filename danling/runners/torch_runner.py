@@ -53,9 +53,10 @@ from danling.training.loop import TrainingLoop
 from danling.training.model_states import FrozenWeights, ModelStates
 from danling.training.phases import PhasedModel, Phases, phases_of
 from danling.training.preparation import ModelPreparation
+from danling.training.recompute import Recompute
 from danling.training.reduction import CanonicalReduction, CanonicalSum
 from danling.training.run_state import StatePart, carry_of_all, component_parts, progress_parts
-from danling.training.update import Recompute, RunWindow, UpdateStep
+from danling.training.update import RunWindow, UpdateStep
 from danling.utils.tensors import canonical_name
 
 from .base_runner import BaseRunner, Results, SplitNames
@@ -637,6 +638,7 @@ class TorchRunner(BaseRunner):
             self._wrap()
             self.preparation.note_constructed(self.model)
         self.reduction = self._chosen_reduction()
+        self._parts.update.skipped.bind()
         if self._phases is not None:
             self._phases.bind()
 

@@ -155,7 +155,10 @@ class Look:
         members: Names of the attributes of objects, by path.
     """
 
-    def __init__(self, runner: BaseRunner, begun: Mapping[str, list[str]] | None = None) -> None:
+    def __init__(
+        self, runner: BaseRunner, begun: Mapping[str, list[str]] | None = None, *, paths_of: Look | None = None
+    ) -> None:
+        self._paths_of = paths_of
         self.entries: dict[Key, Entry] = {}
         self.objects: dict[str, object] = {}
         self.unseen: dict[str, str] = {}
@@ -206,6 +209,10 @@ class Look:
     @cached_property
     def paths(self) -> dict[object, str]:
         """Paths of the objects that were met or are saved elsewhere, by the key of each object."""
+        if self._paths_of is not None:
+            known = self._paths_of.paths
+            self.objects.update(self._paths_of.objects)
+            return dict(known)
         runner, found = self._runner, self.objects
         found["/"] = runner
         for name in runner.library_names & vars(runner).keys():
@@ -671,30 +678,77 @@ class KeptAttributes:
         self._kept: set[Key] = set()
         self._restored: dict[str, bytes] = {}
         self._named: set[str] = set()
+        self._paths: Look | None = None
+        """A look that knows the objects of the library, which a small look at each update need not walk over."""
+        self._too_large: set[str] = set()
+        """Attributes beyond the limit when all were remembered last."""
 
     def begin(self) -> None:
         """Remember the values that the program has set. Called before anything is restored."""
         look = Look.at_all(self._runner)
         self._begun, self._members = look.entries, look.members
 
-    def remember(self) -> Callable[[], None]:
-        """Copy the attributes, up to `REMEMBERED_BYTES`, and return a function that restores them. May be called on one rank."""
-        runner, look, size = self._runner, Look(self._runner), 0
+    def remember(self, names: Collection[str] | None = None) -> Callable[..., None]:
+        """Copy the attributes, up to `REMEMBERED_BYTES`. May be called on one rank.
+
+        Args:
+            names: Which ones, for each update again; `None` is all.
+
+        Returns:
+            A function that restores them, or those alone of which it is given the names.
+        """
+        runner = self._runner
         kept: dict[str, tuple[Any, object]] = {}
-        for name, value in _own(runner).items():
+        if names is None:
+            look, own = Look(runner), _own(runner)
+        else:
+            if names and self._paths is None:
+                self._paths = Look(runner)
+            look = Look(runner, paths_of=self._paths)
+            own = {name: getattr(runner, name) for name in names if hasattr(runner, name)}
+        size, self._too_large = 0, set()
+        for name, value in own.items():
             entry = look.attribute(name, value)
             if size + entry.size <= REMEMBERED_BYTES:
                 size += entry.size
                 kept[name] = tree_map_only(Tensor, Tensor.clone, entry.node), value
+            else:
+                self._too_large.add(name)
 
-        def put_back() -> None:
+        def put_back(chosen: Collection[str] = kept) -> None:
             decoder = Decoder(look)
             for name, (node, value) in kept.items():
+                if name not in chosen:
+                    continue
                 before = decoder.decode(node, value, name, name)
                 if before is not MISSING and getattr(runner, name, MISSING) is not before:
                     setattr(runner, name, before)
 
         return put_back
+
+    def digests(self) -> dict[str, bytes]:
+        """Return a digest of each attribute, up to `COMPARED_BYTES` in sum. May be called on one rank."""
+        look, size = Look(self._runner), 0
+        found = {}
+        for name, value in _own(self._runner).items():
+            entry = look.attribute(name, value)
+            if size + entry.size <= COMPARED_BYTES and entry.node != {"kind": "left"}:
+                size += entry.size
+                found[name] = look._digest(entry.node)
+        return found
+
+    def note_put_back(self, names: Collection[str]) -> None:
+        """Log which attributes a skipped update puts back, and warn of those that it does not."""
+        too_large = sorted(self._too_large.intersection(names))
+        put_back = sorted(set(names) - self._too_large)
+        if put_back and self._runner.is_main_process:
+            logger.info("A skipped update puts back %s.", ", ".join(f"self.{name}" for name in put_back))
+        self._warn(
+            too_large,
+            f"they take more than {REMEMBERED_BYTES >> 20} MiB in sum, and train_step changes them. Make them buffers of the model if a "
+            "skipped update must not change them",
+            about="Not put back after a skipped update: ",
+        )
 
     # Saving
 

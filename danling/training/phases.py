@@ -181,6 +181,8 @@ class Phases:
                 runner.scheduler.step_of(phase.name)
             return
         phase.skips += 1
+        # Of the update the other phases may be made, whose meters count; statistics of its forwards must not stay with NaN in them.
+        update.skipped.put_buffers_back()
         update.warn_of_skip(f" of the optimizer {phase.name!r}", phase.skips, outcome.reason)
 
     def close(self) -> tuple[UpdateOutcome, frozenset[str]] | None:

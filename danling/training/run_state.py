@@ -27,7 +27,7 @@ from danling.optim.state import OWN, SHARED
 from danling.reporting import format_number
 from danling.utils.tensors import floating_dtype
 
-from .update import map_carry
+from .recompute import map_carry
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner

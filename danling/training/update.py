@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from danling.supervision.failures import is_out_of_memory
 from danling.utils.tensors import local_part
 
 from .batches import check_returned, not_one_loss, note_batch, peek_target, prediction_of
+from .recompute import Recompute, SkippedUpdates, map_carry
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -207,6 +208,7 @@ class UpdateStep:
             self.sync.riders.append(self.canonical)
         self.recompute: Recompute | None = None
         """What refuses a batch that was changed in place, where micro-batches may be run again."""
+        self.skipped = SkippedUpdates(runner)
         self.recorder: Any = None
         """What records the first updates; see `danling.audit.layout_record`."""
         self.metrics: TrainMetrics | None = runner._parts.train_metrics
@@ -299,6 +301,8 @@ class UpdateStep:
             data = self.recorder.took(data)
         weight, samples = runner._parts.loss.weigh(batch, data, training=True)
         window.begin_microbatch(weight, samples)
+        if window.count == 1:
+            self.skipped.begin(weight)
         observed = bool(session.observers) and batch.samples != 0
         if observed:
             session.observers.notify("micro_batch_started", data, read=batch.data, samples=samples)
@@ -316,6 +320,7 @@ class UpdateStep:
                 session.observers.notify("micro_batch_ended")
         if runner.carry is not None:
             runner.carry = map_carry(runner.carry, Tensor.detach)
+        self.skipped.look()
         runner.state.train.micro_step += 1
         return returned
 
@@ -341,6 +346,7 @@ class UpdateStep:
             )
         of_phases = runner._phases.close() if runner._phases is not None else None
         outcome, requests = of_phases or self.decide()
+        self.skipped.end(put_back=not outcome.committed and outcome.reason != UNCOMMITTED)
         if outcome.reason == UNCOMMITTED:
             # The update is made again with the same batches, and the requests with it.
             session.request(*requests)
@@ -486,91 +492,3 @@ class UpdateStep:
             self.norms.settle()
         if self._session.observers:
             self._session.observers.notify("results_needed")
-
-
-# The micro-batches of an update, run again from the same beginning: random numbers follow from their keys
-
-
-class Recompute:
-    """Takes the micro-batches of an update back, so that they can be run again.
-
-    Puts back everything that they change: buffers, meters, counters, the carry, the user's attributes, the window and its gradient.
-    Batches are not copied: a step that has written to its batch cannot be run again, which is refused.
-    """
-
-    def __init__(self, runner: TorchRunner) -> None:
-        self._runner = runner
-        self._versions: dict[int, list[tuple[Tensor, int]]] = {}
-
-    def remember(self, *, window: bool = True) -> Callable[[], None]:
-        """Remember where an update begins, and return what takes its micro-batches back. No communication."""
-        runner = self._runner
-        self._versions = {}
-        buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
-        carry, put_attributes_back = map_carry(runner.carry, Tensor.clone), runner._attributes.remember()
-        metrics = runner._parts.train_metrics
-        put_metrics_back = metrics.remember() if metrics is not None else None
-        figures, micro_step = runner.meters.state_dict(), runner.state.train.micro_step
-
-        def take_back() -> None:
-            if window:
-                runner.window.reset()
-                runner.reduction.zero()
-            put_attributes_back()
-            for name, buffer in self._buffers().items():
-                # One that was registered since is left as it is.
-                if name in buffers:
-                    buffer.copy_(buffers[name])
-            runner.meters.load_state_dict(figures)
-            if put_metrics_back is not None:
-                put_metrics_back()
-            runner.state.train.micro_step = micro_step
-            runner.carry = map_carry(carry, Tensor.clone)
-
-        return take_back
-
-    def check(self, data: object) -> None:
-        """Note the version of the tensors of a batch before it is run, and refuse one that was changed since it was run before."""
-        known = self._versions.setdefault(
-            id(data), [(tensor, tensor._version) for tensor in _tensors(data) if not tensor.is_inference()]
-        )
-        for tensor, version in known:
-            if tensor._version != version:
-                raise ValueError(
-                    "Expected `train_step` to leave the tensors of its batch as they are where an update may be computed again, as with "
-                    f"ft.enabled. Received: one of shape {tuple(tensor.shape)} that was changed in place. Change a clone of it."
-                )
-
-    def _buffers(self) -> dict[str, Tensor]:
-        of_criterion = self._runner._criterion_tensors("buffers")
-        return {
-            **dict(self._runner.unwrapped_model.named_buffers()),
-            **{f"criterion.{number}": buffer for number, buffer in enumerate(of_criterion)},
-        }
-
-
-def map_carry(carry: Any, change: Callable[[Tensor], Tensor], path: str = "self.carry") -> Any:
-    """Return a carry with each tensor changed; lists, tuples and mappings are made anew, mappings as `dict`."""
-    if isinstance(carry, Tensor):
-        return change(carry)
-    if carry is None or isinstance(carry, (bool, int, float, str)):
-        return carry
-    if isinstance(carry, Mapping):
-        return {key: map_carry(value, change, f"{path}[{key!r}]") for key, value in carry.items()}
-    if type(carry) in (list, tuple):
-        return type(carry)(map_carry(value, change, f"{path}[{index}]") for index, value in enumerate(carry))
-    raise TypeError(
-        f"Expected self.carry to be of tensors, numbers and None, and of lists, tuples and mappings of them. Received: {path} of type "
-        f"{type(carry).__name__}. Put its tensors into a tuple."
-    )
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.training.update import map_carry
+from danling.training.recompute import map_carry
 
 LANES, CHUNKS, LENGTH, TOKENS = 4, 6, 3, 7
 

@@ -1,0 +1,214 @@
+"""Taking back what the micro-batches of an update have changed: to run them again, or since the update is skipped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from danling.utils.tensors import local_part
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+
+logger = logging.getLogger("danling")
+
+_WATCHED = 2
+"""Updates of a process in which all attributes of the user's are compared, to find those that `train_step` changes."""
+
+
+class Recompute:
+    """Takes the micro-batches of an update back, so that they can be run again.
+
+    Puts back everything that they change: buffers, meters, counters, the carry, the user's attributes, the window and its gradient.
+    Random numbers follow from their keys. Batches are not copied: a step that has written to its batch cannot be run again, which is
+    refused.
+    """
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self._versions: dict[int, list[tuple[Tensor, int]]] = {}
+
+    def remember(self, *, window: bool = True) -> Callable[[], None]:
+        """Remember where an update begins, and return what takes its micro-batches back. No communication."""
+        runner = self._runner
+        self._versions = {}
+        buffers = BufferCopies(runner)
+        buffers.take()
+        put_figures_back, put_attributes_back = remember_figures(runner), runner._attributes.remember()
+        micro_step = runner.state.train.micro_step
+
+        def take_back() -> None:
+            if window:
+                runner.window.reset()
+                runner.reduction.zero()
+            put_attributes_back()
+            buffers.put_back()
+            put_figures_back()
+            runner.state.train.micro_step = micro_step
+
+        return take_back
+
+    def check(self, data: object) -> None:
+        """Note the version of the tensors of a batch before it is run, and refuse one that was changed since it was run before."""
+        known = self._versions.setdefault(
+            id(data), [(tensor, tensor._version) for tensor in _tensors(data) if not tensor.is_inference()]
+        )
+        for tensor, version in known:
+            if tensor._version != version:
+                raise ValueError(
+                    "Expected `train_step` to leave the tensors of its batch as they are where an update may be computed again, as with "
+                    f"ft.enabled. Received: one of shape {tuple(tensor.shape)} that was changed in place. Change a clone of it."
+                )
+
+
+class SkippedUpdates:
+    """Puts back what the micro-batches of a skipped update have changed, but for the numbers of samples and micro-batches.
+
+    Buffers, meters, training metrics and the carry are copied where an update begins, in runs that may skip updates; in other runs where
+    the first micro-batch weighs nothing. Attributes of the user's are put back if `train_step` has changed them in the first updates of
+    this process, in which all are compared: no later update looks at others. So what hooks count, such as skipped updates, stays.
+    """
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self._buffers = BufferCopies(runner)
+        self._watched = 0
+        """Updates in which attributes were compared."""
+        self._found: set[str] = set()
+        """Attributes that `train_step` has changed in these."""
+        self._before: Mapping[str, bytes] | None = None
+        """Digests of the attributes at the beginning of an open update in which they are compared."""
+        self._put_back: tuple[Callable[[], None], Callable[..., None]] | None = None
+        """What puts back figures and attributes; `None` where the open update was not remembered."""
+
+    def bind(self) -> None:
+        """Look again which modules have buffers. Called where a pass begins."""
+        self._buffers.bind()
+
+    def begin(self, weight: float | Tensor) -> None:
+        """Remember where an update begins, if it may be skipped. Called before the first micro-batch, whose weight is given."""
+        runner = self._runner
+        may_skip = runner.config.skip_nonfinite_grad or runner.precision.scaler is not None
+        if not may_skip and not (isinstance(weight, float) and weight == 0.0):
+            return
+        is_watched = self._watched < _WATCHED
+        if is_watched:
+            self._before = runner._attributes.digests()
+        self._buffers.take()
+        self._put_back = remember_figures(runner), runner._attributes.remember(None if is_watched else self._found)
+
+    def look(self) -> None:
+        """Find the attributes that a micro-batch has changed, in the first updates. Called after each micro-batch."""
+        if self._before is None:
+            return
+        now = self._runner._attributes.digests()
+        self._found |= {name for name, digest in now.items() if self._before.get(name, digest) != digest}
+
+    def end(self, *, put_back: bool) -> None:
+        """End an update: put back what it has changed, or keep it. Called once the ranks have decided on the update."""
+        remembered, self._put_back = self._put_back, None
+        if remembered is None:
+            return
+        if put_back:
+            put_figures_back, put_attributes_back = remembered
+            put_attributes_back(self._found)
+            self._buffers.put_back()
+            put_figures_back()
+        if self._before is not None:
+            self._before = None
+            self._watched += 1
+            if self._watched == _WATCHED and self._found:
+                self._runner._attributes.note_put_back(self._found)
+
+    def put_buffers_back(self) -> None:
+        """Put the buffers back where one of several optimizers skips its update."""
+        if self._put_back is not None:
+            self._buffers.put_back()
+
+
+def remember_figures(runner: TorchRunner) -> Callable[[], None]:
+    """Return what puts meters, metrics of training and the carry back to what they are now. No communication."""
+    metrics, carry = runner._parts.train_metrics, map_carry(runner.carry, Tensor.clone)
+    put_meters_back = runner.meters.remember()
+    put_metrics_back = metrics.remember() if metrics is not None else None
+
+    def put_back() -> None:
+        put_meters_back()
+        if put_metrics_back is not None:
+            put_metrics_back()
+        runner.carry = map_carry(carry, Tensor.clone)
+
+    return put_back
+
+
+class BufferCopies:
+    """Copies of the buffers of model and criterion. The memory of the copies is kept from update to update."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self._model: object = None
+        self._registries: list[dict[str, Tensor | None]] = []
+        self._taken: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        self._live: list[Tensor] = []
+        self._copies: list[Tensor] = []
+
+    def bind(self) -> None:
+        """Look again which modules there are."""
+        self._model = None
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the buffers."""
+        if self._model is not self._runner.model:
+            self._model = self._runner.model
+            modules = [self._runner.unwrapped_model, self._runner.criterion]
+            self._registries = [
+                part._buffers for each in modules if isinstance(each, nn.Module) for part in each.modules()
+            ]
+        self._taken = [(registry, name, buffer) for registry in self._registries for name, buffer in registry.items()]
+        live = [local_part(buffer) for _, _, buffer in self._taken if buffer is not None]
+        if len(live) == len(self._live) and all(one is other for one, other in zip(live, self._live)):
+            if live:
+                torch._foreach_copy_(self._copies, live)
+            return
+        self._live, self._copies = live, [buffer.clone() for buffer in live]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Write the copies into the buffers, which are those that were copied; one that was registered since is left as it is."""
+        for buffer, before in zip(self._live, self._copies):
+            buffer.copy_(before)
+        for registry, name, buffer in self._taken:
+            if name in registry:
+                registry[name] = buffer
+
+
+def map_carry(carry: Any, change: Callable[[Tensor], Tensor], path: str = "self.carry") -> Any:
+    """Return a carry with each tensor changed; lists, tuples and mappings are made anew, mappings as `dict`."""
+    if isinstance(carry, Tensor):
+        return change(carry)
+    if carry is None or isinstance(carry, (bool, int, float, str)):
+        return carry
+    if isinstance(carry, Mapping):
+        return {key: map_carry(value, change, f"{path}[{key!r}]") for key, value in carry.items()}
+    if type(carry) in (list, tuple):
+        return type(carry)(map_carry(value, change, f"{path}[{index}]") for index, value in enumerate(carry))
+    raise TypeError(
+        f"Expected self.carry to be of tensors, numbers and None, and of lists, tuples and mappings of them. Received: {path} of type "
+        f"{type(carry).__name__}. Put its tensors into a tuple."
+    )
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

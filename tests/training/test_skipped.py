@@ -1,0 +1,325 @@
+"""A skipped update changes nothing, wherever its micro-batches have left something."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from support.toys import differences, whole_state
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAUROC
+
+import danling as dl
+from danling.utils.tensors import whole
+
+UPDATES, BATCH, ACCUM = 8, 4, 2
+SPOILT = (1, 4)
+"""Updates of which one sample is not a number: one while attributes are compared, and one later."""
+
+
+class Tracking(nn.CrossEntropyLoss):
+    """Follows its loss by a moving mean in a buffer."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        loss = super().forward(input, target)
+        self.mean.mul_(0.9).add_(0.1 * loss.detach())
+        return loss
+
+
+def build(dtype: torch.dtype) -> tuple[nn.Module, Tracking]:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).to(dtype), Tracking().to(dtype)
+
+
+def data_of(world_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    size = UPDATES * ACCUM * BATCH * world_size
+    inputs = torch.randn(size, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    targets = inputs[:, :3].argmax(1)
+    for update in SPOILT:
+        # On the last rank alone.
+        inputs[((update * ACCUM + 1) * world_size - 1) * BATCH] = float("nan")
+    return inputs.to(dtype), targets
+
+
+class Counting(dl.Runner):
+    """Leaves something everywhere in each micro-batch."""
+
+    not_saved = ("read",)
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, stop_at: int | None = None) -> None:
+        super().__init__(config)
+        self.stop_at = stop_at
+        self.model, self.criterion = build(dtype)
+        inputs, targets = data_of(self.world_size, dtype)
+        self.datasets = {
+            "train": [{"input": x, "target": y, "index": n} for n, (x, y) in enumerate(zip(inputs, targets))]
+        }
+        self.metrics = {"acc": dl.metrics.accuracy, "auroc": MulticlassAUROC(3)}
+        self.count, self.history, self.peak = 0, [0.0], torch.zeros(4, dtype=dtype)
+        self.skips = self.norms = 0
+        self.read: list[list[int]] = []
+
+    def train_step(self, data: Any) -> Any:
+        inputs, ids = data["input"], data["index"]
+        pred, loss = super().train_step((inputs, data["target"]))
+        self.read.append(ids.tolist())
+        self.count += 1
+        self.history.append(float(loss.detach()))
+        torch.maximum(self.peak, inputs.abs().amax(0), out=self.peak)
+        self.carry = inputs.sum() + (0.0 if self.carry is None else self.carry)
+        self.log_metric("largest", inputs.abs().max())
+        return pred, loss
+
+    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+        self.norms += 1
+        return super().gradient_norm(gradients)
+
+    def step(self) -> Any:
+        if self.state.train.attempted + 1 == self.stop_at:
+            self.stop()
+        outcome = super().step()
+        self.skips += not outcome.committed
+        return outcome
+
+
+def train(config: dict[str, Any], dtype: torch.dtype, stop_at: int | None = None) -> dict[str, Any]:
+    with Counting(config, dtype, stop_at) as runner:
+        runner.train()
+        assert (runner.skips, runner.norms) == (runner.train_state.skipped_updates, runner.train_state.attempted)
+        with runner.whole_weights():
+            weights = {name: value.detach().clone() for name, value in runner.unwrapped_model.state_dict().items()}
+        return {
+            "model": weights,
+            "criterion": runner.criterion.mean.clone(),
+            "own": (runner.count, list(runner.history), runner.peak.clone(), runner.carry),
+            "results": copy.deepcopy(runner.results.get(1)),
+            "skipped": runner.train_state.skipped_updates,
+            "read": runner.read,
+            "state": tree_map_only(Tensor, lambda tensor: whole(tensor).clone(), whole_state(runner)),
+        }
+
+
+def by_hand(read: list[list[list[int]]], dtype: torch.dtype) -> dict[str, Any]:
+    """Train without the spoilt updates, on what the ranks have read; buffers are those of the first rank."""
+    inputs, targets = data_of(len(read), dtype)
+    (model, criterion), ranks, seen = build(dtype), range(len(read)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own: list[Any] = [[0, [0.0], torch.zeros(4, dtype=dtype), torch.zeros((), dtype=dtype)] for _ in ranks]
+    for update in range(UPDATES):
+        windows = [of_rank[update * ACCUM : (update + 1) * ACCUM] for of_rank in read]
+        if any(inputs[ids].isnan().any() for window in windows for ids in window):
+            continue
+        optimizer.zero_grad()
+        for rank, window in enumerate(windows):
+            buffers = copy.deepcopy([*model.buffers(), *criterion.buffers()])
+            for ids in window:
+                pred = model(inputs[ids])
+                loss = criterion(pred, targets[ids])
+                (loss / (ACCUM * len(read))).backward()
+                kept = own[rank]
+                kept[0] += 1
+                kept[1].append(float(loss.detach()))
+                kept[2] = torch.maximum(kept[2], inputs[ids].abs().amax(0))
+                kept[3] = kept[3] + inputs[ids].sum()
+                seen.append((pred.detach(), targets[ids], float(loss.detach()), inputs[ids].abs().max().item()))
+            if rank:
+                for buffer, before in zip([*model.buffers(), *criterion.buffers()], buffers):
+                    buffer.copy_(before)
+        optimizer.step()
+    auroc = MulticlassAUROC(3)
+    auroc.update(torch.cat([each[0] for each in seen]), torch.cat([each[1] for each in seen]))
+    hits = torch.cat([(each[0].argmax(1) == each[1]).double() for each in seen])
+    results = {
+        "loss": sum(each[2] for each in seen) / len(seen),
+        "acc": hits.mean().item(),
+        "auroc": auroc.compute().item(),
+        "largest": sum(each[3] for each in seen) / len(seen),
+    }
+    return {"model": model.state_dict(), "criterion": criterion.mean, "own": own, "results": results}
+
+
+STACKS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (1, {}),
+    "ddp, 2 ranks": (2, {}),
+    "fsdp, 2 ranks": (2, {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}),
+    "accelerate, 2 ranks": (2, {"stack": "accelerate"}),
+    "graph": (1, {"stack": "graph", "compile": {"backend": "eager"}}),
+    "deepspeed": (1, {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 1}}}),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stack", list(STACKS))
+def test_a_skipped_update_changes_nothing_also_with_a_stop_behind_it(tmp_path: Path, stack: str) -> None:
+    if stack == "deepspeed":
+        pytest.importorskip("deepspeed")
+    world_size, more = STACKS[stack]
+    dtype, tolerance = (torch.float32, 1e-5) if stack == "deepspeed" else (torch.float64, 1e-12)
+    config: dict[str, Any] = {"seed": 1, "log": False, "epochs": 1, "accum_steps": ACCUM, "skip_nonfinite_grad": True}
+    config |= {"dataloader": {"batch_size": BATCH, "shuffle": False}, "train_metrics": True, "auto_resume": True}
+    config |= {"optim": {"type": "sgd", "lr": 0.1}, **more}
+    undisturbed = run_processes(train, {**config, "dir": str(tmp_path / "whole")}, dtype, world_size=world_size)
+    expected = by_hand([rank["read"] for rank in undisturbed], dtype)
+    for rank, found in enumerate(undisturbed):
+        assert found["skipped"] == len(SPOILT)
+        buffers = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+        names = [name for name in expected["model"] if rank == 0 or name not in buffers]
+        for name in names:
+            torch.testing.assert_close(found["model"][name], expected["model"][name], rtol=0, atol=tolerance)
+        if rank == 0:
+            torch.testing.assert_close(found["criterion"], expected["criterion"], rtol=0, atol=tolerance)
+        torch.testing.assert_close(list(found["own"]), expected["own"][rank], rtol=0, atol=tolerance)
+        for name, value in expected["results"].items():
+            assert found["results"]["train"][name] == pytest.approx(value, abs=10 * tolerance), name
+    stopped = {**config, "dir": str(tmp_path / "stopped")}
+    run_processes(train, stopped, dtype, SPOILT[1] + 1, world_size=world_size)
+    again = run_processes(train, stopped, dtype, world_size=world_size)
+    for rank, (one, other) in enumerate(zip(undisturbed, again)):
+        # Figures of several ranks are added in another order where a stop divides the pass.
+        changed = differences(one["state"], other["state"])
+        assert [each for each in changed if not (world_size > 1 and each.startswith("/state/results/"))] == [], rank
+        assert other["results"]["train"] == pytest.approx(one["results"]["train"], abs=10 * tolerance)
+
+
+def test_an_overflow_of_float16_leaves_the_buffers_as_they_were(tmp_path: Path) -> None:
+    """Against a loop with torch's own scaler, which puts nothing back by itself."""
+
+    class Scaled(Counting):
+        def compute_loss(self, pred: Any, target: Any) -> Tensor:
+            return 30 * super().compute_loss(pred, target)
+
+    config: dict[str, Any] = {"seed": 1, "log": False, "steps": 5, "precision": "fp16", "dir": str(tmp_path)}
+    config |= {"dataloader": {"batch_size": BATCH, "shuffle": False}, "optim": {"type": "sgd", "lr": 1e-3}}
+    with Scaled(config, torch.float32) as runner:
+        runner.datasets["train"][:] = [
+            {**item, "input": item["input"].nan_to_num(0)} for item in runner.datasets["train"]
+        ]
+        runner.train()
+        attempted, read = runner.train_state.attempted, runner.read
+        assert runner.train_state.skipped_updates > 0 and runner.count == 5
+        found = {**runner.model.state_dict(), "mean": runner.criterion.mean}
+    inputs, targets = (tensor.nan_to_num(0) for tensor in data_of(1, torch.float32))
+    model, criterion = build(torch.float32)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+    for ids in read[:attempted]:
+        before = copy.deepcopy((model.state_dict(), criterion.state_dict()))
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = 30 * criterion(model(inputs[ids]), targets[ids])
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        finite = all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        if not finite:
+            model.load_state_dict(before[0])
+            criterion.load_state_dict(before[1])
+    for name, value in {**model.state_dict(), "mean": criterion.mean}.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+
+
+def test_a_window_without_any_weight_changes_no_buffer_whether_or_not_updates_may_be_skipped(tmp_path: Path) -> None:
+    class Ignoring(dl.TorchRunner):
+        def __init__(self) -> None:
+            config = {"dir": str(tmp_path), "log": False, "seed": 1, "epochs": 1, "accum_steps": 2}
+            super().__init__(
+                config | {"dataloader": {"batch_size": 4, "shuffle": False}, "optim": {"type": "sgd", "lr": 0.1}}
+            )
+            self.model, self.criterion = build(torch.float64)[0], nn.CrossEntropyLoss()
+            inputs, targets = (tensor[:24].nan_to_num(0) for tensor in data_of(1, torch.float64))
+            targets[8:16] = -100
+            self.datasets = {"train": TensorDataset(inputs, targets)}
+            self.count = 0
+
+        def train_step(self, data: Any) -> Any:
+            self.count += 1
+            return super().train_step(data)
+
+    with Ignoring() as runner:
+        runner.train()
+        assert (runner.train_state.global_step, runner.train_state.skipped_updates, runner.count) == (2, 1, 4)
+        found = runner.model[1].state_dict()
+    model = build(torch.float64)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = (tensor[:24].nan_to_num(0) for tensor in data_of(1, torch.float64))
+    for start in (0, 16):
+        optimizer.zero_grad()
+        for first in (start, start + 4):
+            (nn.functional.cross_entropy(model(inputs[first : first + 4]), targets[first : first + 4]) / 2).backward()
+        optimizer.step()
+    for name, value in model[1].state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+def test_one_of_several_optimizers_that_skips_its_update_leaves_the_statistics_of_its_model(tmp_path: Path) -> None:
+    def nets() -> nn.ModuleDict:
+        torch.manual_seed(4)
+        return nn.ModuleDict({name: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)) for name in "ab"}).double()
+
+    inputs = data_of(1, torch.float64)[0][: 6 * BATCH]
+
+    class Two(dl.TorchRunner):
+        def __init__(self) -> None:
+            config = {"dir": str(tmp_path), "log": False, "epochs": 1, "skip_nonfinite_grad": True}
+            super().__init__(config | {"dataloader": {"batch_size": BATCH, "shuffle": False}})
+            self.model = nets()
+            self.optimizer = {name: torch.optim.SGD(self.model[name].parameters(), lr=0.1) for name in "ab"}
+            self.datasets = {"train": inputs}
+
+        def train_step(self, data: Any) -> Any:
+            for name, given in (("a", data), ("b", data.nan_to_num(0))):
+                with self.optimizing(name):
+                    self.backward(self.model[name](given).square().mean())
+            return None, None
+
+    with Two() as runner:
+        runner.train()
+        found = runner.model.state_dict()
+    model, skipped = nets(), 0
+    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in "ab"}
+    for batch in inputs.split(BATCH):
+        for name, given in (("a", batch), ("b", batch.nan_to_num(0))):
+            if given.isnan().any():
+                skipped += 1
+                continue
+            optimizers[name].zero_grad()
+            model[name](given).square().mean().backward()
+            optimizers[name].step()
+    assert skipped
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+def test_an_attribute_that_is_too_large_to_be_put_back_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Large(dl.TorchRunner):
+        def __init__(self) -> None:
+            config = {"dir": str(tmp_path), "log": False, "seed": 1, "steps": 4, "skip_nonfinite_grad": True}
+            super().__init__(config | {"optim": {"type": "sgd", "lr": 0.1}, "checkpoint": {"load_only": True}})
+            self.model, self.criterion = nn.Linear(4, 3), nn.CrossEntropyLoss()
+            self.datasets = {"train": TensorDataset(torch.randn(16, 4), torch.arange(16) % 3)}
+            self.bank, self.count, self.idle = torch.zeros(2**24 + 1), 0, [1.0]
+
+        def train_step(self, data: Any) -> Any:
+            self.count += 1
+            self.bank[0] += 1
+            return super().train_step(data)
+
+    with Large() as runner, caplog.at_level("INFO", logger="danling"):
+        runner.train()
+    assert caplog.messages.count("A skipped update puts back self.count.") == 1
+    (warned,) = [message for message in caplog.messages if message.startswith("Not put back after a skipped update")]
+    assert "self.bank: they take more than 64 MiB" in warned and "self.idle" not in warned
