@@ -251,7 +251,7 @@ class CompileConfig(ClosedSection, path="compile"):
     optimize_ddp: str | bool | None = "ddp_optimizer"
     """How the compiler splits graphs for DDP."""
     precompile_artifact_dir: str | None = None
-    """Directory of compiled code that runs share; a person who can write there can run code. None: the run's own; '': not kept."""
+    """Directory of compiled code that runs share, in files that only this user can write. None: the run's own; '': not kept."""
     memory_policy: str | None = None
     """What the graph stack keeps for the backward: default, budget:<x> with 0 < x < 1, recompute."""
 

@@ -20,7 +20,8 @@ from danling.config.checks import read_memory_policy
 from danling.training import call_model
 from danling.training.preparation import ModelPreparation
 
-from .artifacts import ArtifactDirectory, artifacts_of
+from .artifacts import Artifacts, artifacts_of
+from .compiler import check_compiler
 
 if TYPE_CHECKING:
     from danling.runners.graph_runner import GraphRunner
@@ -45,7 +46,7 @@ class Compilation:
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], *, distributed: bool = False, artifacts: ArtifactDirectory | None = None
+        self, settings: Mapping[str, Any], *, distributed: bool = False, artifacts: Artifacts | None = None
     ) -> None:
         names = ("backend", "fullgraph", "dynamic", "mode", "options")
         self.options = {name: settings[name] for name in names if settings.get(name) is not None}
@@ -64,6 +65,12 @@ class Compilation:
     @classmethod
     def of(cls, runner: TorchRunner) -> Compilation:
         """Return what the section `compile` of a runner's configuration asks for. Called on all ranks."""
+        check_compiler(
+            runner.config.compile.backend,
+            runner.device.type,
+            setting="compile.enable",
+            otherwise="compile.enable=false",
+        )
         return cls(runner.config.compile, distributed=runner.distributed, artifacts=artifacts_of(runner))
 
     def compile(self, module: nn.Module) -> None:
@@ -123,7 +130,7 @@ class Compilation:
         self.graphs += max(stats["unique_graphs"] - before, 0)
 
     def open(self) -> None:
-        """Look into the folder of compiled code. Called on all ranks."""
+        """Unpack the compiled code of earlier starts. Called on all ranks."""
         if self.artifacts is not None:
             self.artifacts.open()
 
@@ -219,7 +226,7 @@ class GraphCompilation(Compilation):
         blocks: Iterable[nn.Module],
         *,
         distributed: bool = False,
-        artifacts: ArtifactDirectory | None = None,
+        artifacts: Artifacts | None = None,
     ) -> None:
         super().__init__(settings, distributed=distributed, artifacts=artifacts)
         self.options = {"fullgraph": True, "dynamic": False, **self.options}

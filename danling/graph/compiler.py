@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 
-_NEEDS_NONE = ("aot_eager", "aot_eager_decomp_partition", "eager")
+_SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 
 def cxx_command() -> str:
@@ -27,21 +27,30 @@ def cxx_version(command: str | None = None) -> str | None:
     return next(iter(said.splitlines()), found)
 
 
-def check_compiler(backend: str | None, device: str) -> None:
-    """Refuse a machine that has no compiler for a backend."""
-    if backend in _NEEDS_NONE:
+def check_compiler(backend: str | None, device: str, *, setting: str, otherwise: str) -> None:
+    """Refuse a machine that has no compiler for a backend: without this, the first update fails after a minute of compilation.
+
+    Args:
+        backend: `compile.backend`.
+        device: Kind of the device.
+        setting: What asks for compiled code.
+        otherwise: What trains without it.
+    """
+    if backend not in (None, "inductor") or "1" in map(os.environ.get, _SWITCHES):
         return
-    mend = "or set compile.backend='aot_eager', which needs none, or stack='ddp'."
+    mend = f"or set compile.backend='aot_eager', which needs none, or {otherwise}."
+    commands = [cxx_command()]
     if device == "cuda":
         from torch.utils._triton import has_triton  # only here: it looks at the device
 
         if not has_triton():
             raise ValueError(
-                f"Expected triton for stack='graph' on a GPU, which compiles forward and loss. Received: none that works. Install it "
-                f"(pip install triton), {mend}"
+                f"Expected triton for {setting} on a GPU. Received: none that works. Install it (pip install triton), {mend}"
             )
-    if cxx_version() is None:
+        # Triton compiles with a C compiler.
+        commands += [os.environ.get("CC") or "gcc", "clang"]
+    if not any(map(cxx_version, commands)):
         raise ValueError(
-            f"Expected a C++ compiler for stack='graph', which compiles forward and loss. Received: none; {cxx_command()!r} does not run. "
-            f"Install one (apt install g++), name it in the environment variable CXX, {mend}"
+            f"Expected a C++ compiler for {setting}. Received: none; {commands[0]!r} does not run. Install one (apt install g++), "
+            f"name it in the environment variable CXX, {mend}"
         )

@@ -48,7 +48,7 @@ class GraphRunner(TorchRunner):
         return own
 
     def prepare_components(self) -> None:
-        check_compiler(self.config.compile.backend, self.device.type)
+        check_compiler(self.config.compile.backend, self.device.type, setting="stack='graph'", otherwise="stack='ddp'")
         super().prepare_components()
         self.preparation.function(self.model)
 

@@ -391,7 +391,7 @@ def litter_in_run(run: Path) -> list[Path]:
     """Return the unfinished small files that killed processes have left in a run directory, sorted; its checkpoints are not looked at."""
     found = []
     # What a link leads to is the user's.
-    directories = [run, *(run / name for name in ("metadata", "heartbeats", "profiles"))]
+    directories = [run, *(run / name for name in ("metadata", "heartbeats", "profiles", "compiled"))]
     for directory in (path for path in directories if path == run or not os.path.islink(path)):
         with contextlib.suppress(OSError), os.scandir(directory) as entries:
             found += [Path(e.path) for e in entries if is_unfinished(e.name) and e.is_file(follow_symlinks=False)]

@@ -1,12 +1,14 @@
-"""The folder of compiled code: what is used of it, what is removed, and what is said."""
+"""The file of compiled code: what of it is used, what is packed into it, and what is logged."""
 
 from __future__ import annotations
 
 import os
 import pwd
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -16,128 +18,139 @@ from support.toys import Small
 from torch import nn
 
 from danling.distributed import LocalDomain
-from danling.graph.artifacts import ArtifactDirectory, _has_own_cache
+from danling.graph.artifacts import Artifacts, _has_own_cache
 
 
-def folder(root: Path, *, signed: bool = False) -> ArtifactDirectory:
-    artifacts = ArtifactDirectory(root / "code", signed=signed, world=LocalDomain(), leads=True)
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have the key and private folders in the directory of the test; return where the latter are."""
+    private = tmp_path / "private"
+    private.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(private))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "me"))
+    return private
+
+
+def opened(root: Path, *, signed: bool = True, name: str = "code") -> Artifacts:
+    artifacts = Artifacts(root / "compiled" / name, signed=signed, world=LocalDomain(), leads=True)
     artifacts.open()
     return artifacts
 
 
-def filled(root: Path, *, signed: bool = False) -> Path:
-    """Leave a folder as a run does that has compiled two things."""
-    artifacts = folder(root, signed=signed)
+def put(artifacts: Artifacts, name: str, content: bytes = b"code") -> None:
+    assert artifacts.folder is not None
+    (artifacts.folder / name).parent.mkdir(exist_ok=True)
+    (artifacts.folder / name).write_bytes(content)
+
+
+def filled(root: Path, *, signed: bool = True) -> Path:
+    """Leave a file as a run does that has compiled two things."""
+    artifacts = opened(root, signed=signed)
     assert not artifacts.is_warm
-    (artifacts.path / "ab").mkdir()
-    (artifacts.path / "ab" / "kernel.so").write_bytes(b"code")
-    (artifacts.path / "entry").write_bytes(b"graph")
+    put(artifacts, "ab/kernel.so")
+    put(artifacts, "entry", b"graph")
+    put(artifacts, "entry.lock")
     artifacts.close()
     return artifacts.path
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
-def files(path: Path) -> set[str]:
-    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+def unpacked(artifacts: Artifacts) -> set[str]:
+    assert artifacts.folder is not None
+    return {str(file.relative_to(artifacts.folder)) for file in artifacts.folder.rglob("*") if file.is_file()}
 
 
-FILLED = {"ab/kernel.so", "entry", "manifest.json"}
+def packed(path: Path) -> set[str]:
+    with ZipFile(path) as archive:
+        return set(archive.namelist())
 
 
-def test_what_was_listed_is_used_again_and_what_a_killed_run_has_left_is_removed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+FILLED = {"ab/kernel.so", "entry"}
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_packed_code_is_used_again_and_nothing_is_left_of_the_private_folder(
+    signed: bool, tmp_path: Path, places: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = filled(tmp_path)
-    (path / "ab" / "half.so").write_bytes(b"ha")
-    artifacts = folder(tmp_path)
-    assert artifacts.is_warm and files(path) == FILLED and said(caplog) == []
+    path = filled(tmp_path, signed=signed)
+    written = path.stat()
+    artifacts = opened(tmp_path, signed=signed)
+    assert artifacts.is_warm and unpacked(artifacts) == FILLED and warnings(caplog) == []
+    assert artifacts.folder is not None and artifacts.folder.stat().st_mode & 0o777 == 0o700
+    assert (artifacts.folder / "ab" / "kernel.so").read_bytes() == b"code"
+    artifacts.seal()
     artifacts.close()
-
-
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest", "outside"])
-def test_damage_is_said_once_and_everything_goes(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = filled(tmp_path)
-    kernel = path / "ab" / "kernel.so"
-    if damage in ("flipped", "truncated"):
-        kernel.write_bytes(b"codf" if damage == "flipped" else b"co")
-    elif damage == "manifest":
-        (path / "manifest.json").write_text("{")
-    else:
-        kernel.unlink()
-    if damage == "outside":
-        (tmp_path / "elsewhere").write_bytes(b"code")
-        kernel.symlink_to(tmp_path / "elsewhere")
-    artifacts = folder(tmp_path)
-    (message,) = said(caplog)
-    assert "not as it was written" in message and not artifacts.is_warm and not files(path)
     artifacts.close()
+    assert not list(places.iterdir()) and [file.name for file in path.parent.iterdir()] == ["code"]
+    # Nothing new was compiled: nothing is written.
+    assert path.stat().st_ino == written.st_ino and path.stat().st_mtime_ns == written.st_mtime_ns
 
 
-@pytest.mark.parametrize("closed_first", [True, False])
-def test_two_runs_share_a_folder_and_one_is_killed(
-    closed_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The other one lists what both have compiled if it closes last, and nothing while the killed one has the folder."""
-    path = filled(tmp_path)
-
+def test_the_private_folder_of_a_killed_process_is_removed(tmp_path: Path, places: Path) -> None:
     def compile_until_killed() -> None:
-        artifacts = folder(tmp_path)
-        (artifacts.path / "of_the_killed.so").write_bytes(b"code")
-        (tmp_path / "compiled").touch()
+        artifacts = opened(tmp_path)
+        put(artifacts, "half.so")
+        (tmp_path / "compiles").touch()
         time.sleep(60)
 
     with child(compile_until_killed):
-        until((tmp_path / "compiled").exists)
-        other = folder(tmp_path)
-        (path / "of_the_other.so").write_bytes(b"code")
-        if closed_first:
-            other.close()
-    other.close()
-    again = folder(tmp_path)
-    assert again.is_warm and said(caplog) == []
-    assert files(path) == (FILLED if closed_first else FILLED | {"of_the_killed.so", "of_the_other.so"})
-    again.close()
+        until((tmp_path / "compiles").exists)
+        (theirs,) = places.iterdir()
+        own = opened(tmp_path)
+        assert theirs.is_dir() and not own.is_warm
+        own.close()
+    opened(tmp_path).close()
+    assert not list(places.iterdir())
 
 
-def test_nothing_is_removed_beneath_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = filled(tmp_path)
-    first = folder(tmp_path)
-    (path / "ab" / "under_way.so").write_bytes(b"un")
-    second = folder(tmp_path)
-    assert second.is_warm and (path / "ab" / "under_way.so").exists()
+def test_two_runs_add_to_one_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = filled(tmp_path, signed=False)
+    first, second = opened(tmp_path, signed=False), opened(tmp_path, signed=False)
+    put(first, "first.so")
+    put(second, "second.so")
+    first.close()
+    assert packed(path) == FILLED | {"first.so"}
     second.close()
-    (path / "entry").write_bytes(b"grapf")
-    third = folder(tmp_path)
-    third.use()
-    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") != str(path)
-    assert len(said(caplog)) == 1 and (path / "ab" / "under_way.so").exists()
-    third.close()
-    first.close()
+    assert packed(path) == FILLED | {"first.so", "second.so"} and warnings(caplog) == []
 
 
-def test_the_last_process_lists_what_all_have_compiled(tmp_path: Path) -> None:
-    path = filled(tmp_path)
-    first, last = folder(tmp_path), folder(tmp_path)
-    (path / "further.so").write_bytes(b"more")
-    first.close()
-    assert "further.so" not in (path / "manifest.json").read_text()
-    last.close()
-    folder(tmp_path).close()
-    assert files(path) == FILLED | {"further.so"}
+class OneOfTwo(LocalDomain):
+    """A rank that meets the leader of its machine, whose folder is known."""
+
+    def __init__(self, leader: Artifacts) -> None:
+        super().__init__()
+        self.leader = leader
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        about = os.lstat(str(self.leader.folder))
+        return [(value[0], (str(self.leader.folder), about.st_dev, about.st_ino)), value]
 
 
-def test_a_directory_that_cannot_be_made_is_said_and_nothing_fails(
+def test_the_ranks_of_a_machine_share_a_folder_and_the_last_one_packs_it(tmp_path: Path, places: Path) -> None:
+    leader = opened(tmp_path)
+    rank = Artifacts(leader.path, signed=True, world=OneOfTwo(leader), leads=False)
+    rank.open()
+    assert rank.folder == leader.folder
+    put(leader, "of_leader.so")
+    leader.close()
+    put(rank, "of_rank.so")
+    assert not leader.path.exists()
+    rank.close()
+    assert packed(leader.path) == {"of_leader.so", "of_rank.so"} and not list(places.iterdir())
+
+
+def test_a_directory_that_cannot_be_made_is_logged_and_nothing_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "file").touch()
-    artifacts = folder(tmp_path / "file")
+    (tmp_path / "compiled").touch()
+    artifacts = opened(tmp_path, signed=False)
     artifacts.use()
     artifacts.seal()
     artifacts.close()
-    assert len(said(caplog)) == 1 and "can be written to" in said(caplog)[0]
+    assert len(warnings(caplog)) == 1 and "can be written to" in warnings(caplog)[0]
 
 
 def test_the_last_one_used_has_the_compiler_and_the_environment_is_put_back(
@@ -145,33 +158,18 @@ def test_the_last_one_used_has_the_compiler_and_the_environment_is_put_back(
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
-    first, second = folder(tmp_path), folder(tmp_path / "other")
+    first, second = opened(tmp_path), opened(tmp_path / "other")
     for artifacts in (first, second, first):
         artifacts.use()
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(artifacts.path)
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(artifacts.folder)
         os.environ["TRITON_CACHE_DIR"] = "the compiler's"
     second.close()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(first.path)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(first.folder)
     first.close()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and os.environ["TRITON_CACHE_DIR"] == "mine"
 
 
-def test_code_that_another_user_has_compiled_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "me"))
-    path = filled(tmp_path, signed=True)
-    assert (tmp_path / "me" / "danling" / "key").stat().st_mode & 0o077 == 0
-    mine = folder(tmp_path, signed=True)
-    assert mine.is_warm and said(caplog) == []
-    mine.close()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "stranger"))
-    foreign = folder(tmp_path, signed=True)
-    assert not foreign.is_warm and not files(path) and len(said(caplog)) == 1
-    foreign.close()
-
-
-def test_a_user_without_a_name_and_a_home_keeps_nothing_and_the_run_goes_on(
+def test_a_user_without_a_name_and_a_home_keeps_nothing_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a container with a user of another number; there TORCHINDUCTOR_CACHE_DIR is set, for which torch finds no default."""
@@ -184,10 +182,12 @@ def test_a_user_without_a_name_and_a_home_keeps_nothing_and_the_run_goes_on(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     assert _has_own_cache()
-    artifacts = folder(tmp_path, signed=True)
+    artifacts = opened(tmp_path)
     artifacts.use()
+    put(artifacts, "kernel.so")
     artifacts.close()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "torch") and len(said(caplog)) == 1
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "torch") and len(warnings(caplog)) == 1
+    assert not (tmp_path / "compiled" / "code").exists()
 
 
 def config(root: Path, **compile: Any) -> dict[str, Any]:
@@ -198,8 +198,11 @@ def config(root: Path, **compile: Any) -> dict[str, Any]:
 def test_a_loop_by_hand_keeps_its_code_too(tmp_path: Path) -> None:
     with Small(config(tmp_path)) as runner:
         runner.train_step((torch.ones(2, 4), torch.tensor([0, 1])))
+        assert runner.compilation is not None and runner.compilation.artifacts is not None
+        put(runner.compilation.artifacts, "kernel.so")
         runner.step()
-    assert len([*(tmp_path / "shared").glob("*/manifest.json")]) == 1
+    (path,) = (tmp_path / "shared").iterdir()
+    assert packed(path) == {"kernel.so"}
 
 
 class Other(Small):
