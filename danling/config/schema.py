@@ -406,9 +406,9 @@ class DataLoaderConfig(OpenSection, path="dataloader"):
     keyed: Literal["batch", "sample"] | None
     """What reading is seeded by; default: sample with global_batch_size, else batch."""
     shuffle: bool | None
-    """Shuffle; default: only splits to train on."""
+    """Shuffle in training (default), and with a section of its name a split that is evaluated."""
     drop_last: bool | None
-    """Drop a smaller last batch; default: only of splits to train on."""
+    """Drop a smaller last batch in training (default), and with a section of its name of a split that is evaluated."""
     num_workers: int
     """Worker processes."""
     persistent_workers: bool

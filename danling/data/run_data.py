@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
@@ -24,6 +24,9 @@ DividedSettings = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
 
 _NOT_EVALUATED = ("train", "infer", "predict")
 _SCORED_FIRST = ("val", "validate", "validation", "valid", "dev")
+_OF_TRAINING = ("shuffle", "drop_last", "sampler", "batch_sampler")
+"""Settings of order and dropping. Those that all splits share, and those of a split to train on, hold for training: an evaluation reads
+every sample once, in the order of the dataset."""
 _OF_WORKERS = frozenset({"persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"})
 """Settings of worker processes, which are errors without workers."""
 
@@ -52,6 +55,8 @@ class RunData:
         """Entries of `self.datasets` when the loader of a split was opened."""
         self._replaced: list[BatchSource] = []
         self.named_changes: set[str] = set()
+        self._reads_once = False
+        """Whether a loader that is built now is to read a split to train on as an evaluation does."""
 
     # Names
 
@@ -130,17 +135,41 @@ class RunData:
         """Return the settings under `dataloader` with those that a dataset comes with, and the overrides of the split, merged in."""
         section = self._run.config.get("dataloader", None)
         given = dict(section.items()) if section else {}
-        own, names = given.get(split), self.names
+        own, names, is_trained = given.get(split), self.names, split in self.to_train()
         merged: dict[str, Any] = {key: value for key, value in given.items() if key not in names}
+        if not is_trained:
+            merged = _without_order(merged)
         dataset = self._run.datasets.get(split)
         if of_dataset and isinstance(dataset, LoaderSettings):
             merged = merge_settings(merged, dataset.settings)
         merged = merge_settings(merged, dict(own.items()) if isinstance(own, Mapping) else {})
-        if self._divided is None or split not in self.to_train():
+        if is_trained and self._reads_once:
+            return _without_order(merged)
+        if self._divided is None or not is_trained:
             return merged
         has_order = any(merged.get(name) is not None for name in ("sampler", "batch_sampler"))
         by_itself = has_order or split in self._divide_themselves or isinstance(dataset, IterableDataset)
         return dict(self._divided(merged, by_itself))
+
+    def settings_of_training(self, split: str) -> list[str]:
+        """Return the settings of order and dropping that are given for training and do not hold in an evaluation of a split."""
+        section = self._run.config.get("dataloader", None)
+        common = dict(section.items()) if section else {}
+        own = common.get(split) if isinstance(common.get(split), Mapping) else {}
+        if split in self.to_train():
+            places = {"dataloader": common, f"dataloader.{split}": own}
+            return [f"{place}.{key}" for place, given in places.items() for key in _OF_TRAINING if given.get(key)]
+        decided = self.settings(split)
+        return [f"dataloader.{key}" for key in _OF_TRAINING if common.get(key) and key not in decided]
+
+    @contextmanager
+    def reading_once(self) -> Iterator[None]:
+        """Within the context, loaders of splits to train on read every sample once, in the order of the dataset."""
+        before, self._reads_once = self._reads_once, True
+        try:
+            yield
+        finally:
+            self._reads_once = before
 
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting that all splits share and that some do not have, since their datasets come with others."""
@@ -267,7 +296,7 @@ class RunData:
         return Share(split, run.seed, *run.placement.share(trained=self._is_trained(split)))
 
     def _is_trained(self, split: str) -> bool:
-        return self._run.mode == "train" and split in self._run.train_splits
+        return self._run.mode == "train" and split in self._run.train_splits and not self._reads_once
 
     def build_loader(self, split: str, dataset: object) -> object:
         """Return a loader of one split over the data domain, in the order of the user's sampler, if there is one."""
@@ -283,7 +312,7 @@ class RunData:
             dataset,
             settings,
             **self._share(split)._asdict(),
-            train=split in run.train_splits,
+            train=split in run.train_splits and not self._reads_once,
             device=run.device,
             accum_steps=run.config.accum_steps,
             canonical=run.config.gradient_sum == "canonical",
@@ -412,6 +441,10 @@ class RunData:
         """Do the same for the positions that the run was restored to."""
         for loader in self.windows().values():
             loader.commit_state(loader.state_dict())
+
+
+def _without_order(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in _OF_TRAINING}
 
 
 def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:

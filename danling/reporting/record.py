@@ -126,8 +126,7 @@ class RunRecorder(Observer):
             samples: int | None = len(data)
         except TypeError:
             samples = None
-        settings = runner.config.get("dataloader", {})
-        shuffle = {**settings, **(settings.get(split) or {})}.get("shuffle", split in runner.train_splits)
+        shuffle = runner._data.settings(split).get("shuffle", split in runner.train_splits)
         return {
             "kind": _kind(data),
             "samples": samples,

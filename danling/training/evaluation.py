@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from danling.data import PLACEHOLDER, Batch, BatchSource
+from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.distributed import Domain, all_arrive
 from danling.metrics import Meters, ScoreBoard, as_number
 from danling.optim import needs_metric
@@ -88,6 +88,7 @@ class Evaluator:
         self.exact = runner.config.gradient_sum == "canonical"
         """Whether an evaluation has the same bits at any number of ranks."""
         self._has_tried = self._has_said_averaged = False
+        self._logged_orders: set[str] = set()
 
     # Metrics
 
@@ -99,7 +100,9 @@ class Evaluator:
         if limit is not None and self.exact:
             # The first batches over all ranks, which take them in turn.
             own = max(-(-(limit - runner.data_domain.rank) // runner.data_domain.size), 0)
-        totals, _, samples = self._sums(split, own, self._source(split))
+        source = self._source(split)
+        self._log_order(split, limit, source)
+        totals, _, samples = self._sums(split, own, source)
         metrics = checked_figures("summarize", split, runner.summarize(split, totals))
         if limit is not None:
             # Of a part of a split, the number of batches and ranks decides which one.
@@ -110,13 +113,31 @@ class Evaluator:
             metrics.setdefault("samples", summed[0] * placement.data.size / summed[1])
         return metrics
 
+    def _log_order(self, split: str, limit: int | None, source: BatchSource) -> None:
+        """Log once for a split which of its samples are read, where not all are, or where settings say otherwise for training."""
+        runner, loader = self.runner, source.loader
+        if split in self._logged_orders or not runner.is_main_process or not isinstance(loader, DataLoader):
+            return
+        samples = loader.order.length
+        first = samples if limit is None else min(samples, limit * loader.order.division.samples)
+        settings = runner._data.settings_of_training(split)
+        if first == samples and not settings:
+            return
+        self._logged_orders.add(split)
+        order = "their own order" if loader.order.shuffle else "the order of the dataset"
+        which = f"all {samples}" if first == samples else f"the first {first} of {samples}"
+        why = f" {' and '.join(settings)} {'hold' if len(settings) > 1 else 'holds'} for training." if settings else ""
+        more = "" if first == samples else " Call `evaluate`, or override `evaluate_steps`, for all of them."
+        logger.info("An evaluation reads %s samples of split %r, in %s.%s%s", which, split, order, why, more)
+
     def _source(self, split: str) -> BatchSource:
         """Return the batches of a split. For a split to train on it is a separate pass, which does not move its position."""
         runner = self.runner
         if split not in runner.train_splits:
             return runner.source(split)
         if split in runner.datasets:
-            return runner._data.open(split, runner.build_dataloader(split, runner.datasets[split]))
+            with runner._data.reading_once():
+                return runner._data.open(split, runner.build_dataloader(split, runner.datasets[split]))
         if runner.source(split).consumed:
             raise ValueError(
                 f"Expected a separate loader to evaluate split {split!r} in the middle of training on it: its loader would lose "
@@ -278,12 +299,16 @@ class Evaluator:
     def infer(self, split: str) -> list[Any]:
         """Return the predictions of a split in the order of the dataset, the same on all ranks."""
         with self._entered(split, "infer"):
-            mine = [self._predict(split, batch) for batch in self._pass_over(self._source(split))]
+            source = self._source(split)
+            self._log_order(split, None, source)
+            mine = [self._predict(split, batch) for batch in self._pass_over(source)]
         return self.forward.shared(gather_predictions(mine, self.runner.placement.data))
 
     def stream_batches(self, split: str) -> Iterator[list[Any]]:
         """Yield the predictions of this rank by batch. Between two batches the caller may train or stop."""
-        batches = self._pass_over(self._source(split))
+        source = self._source(split)
+        self._log_order(split, None, source)
+        batches = self._pass_over(source)
         while True:
             with self.runner._keys.evaluating():
                 batch = next(batches, None)

@@ -154,7 +154,7 @@ def test_a_split_has_the_common_settings_and_its_own() -> None:
     section = {"batch_size": 8, "num_workers": 2, "prefetch_factor": 4, "val": {"num_workers": 0}, "shuffle": None}
     data = Run("train", "val", dataloader=section).data
     assert data.settings("train") == {"batch_size": 8, "num_workers": 2, "prefetch_factor": 4, "shuffle": None}
-    assert data.settings("val") == {"batch_size": 8, "num_workers": 0, "shuffle": None}
+    assert data.settings("val") == {"batch_size": 8, "num_workers": 0}
     assert Run("train").data.settings("train") == {}
 
 
