@@ -487,6 +487,9 @@ class CheckpointManager(ABC):
     def _fetched(self, source: str | Path) -> Path:
         """Return the verified file or target of a checkpoint, which every rank can read."""
         self.wait()
+        if len(set(self.domain.gather_objects(str(source)))) > 1:
+            # Copies on several machines, which were compared at the beginning of the run: each rank reads its own.
+            return self.on_all(lambda: self.checkpoints.verified(source)[1])
         is_brought, path = self.on_main(lambda: self.checkpoints.verified(source))
         if is_brought:
             self.on_all(lambda: self.checkpoints.bring(source, path))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +16,7 @@ from danling.config.identity import is_update_key
 
 from .directory import SUFFIX, CheckpointStore, is_engine_target, stores_in
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+from .storage import sampled_digest
 
 if TYPE_CHECKING:
     from .manager import CheckpointManager
@@ -106,6 +109,35 @@ def stored_seed(directory: Path, asked: str | Path | None) -> int | None:
             continue
         return int(seed) if seed is not None else None
     return None
+
+
+def content_of(source: str | Path, directory: Path, *, sampled: bool = False) -> str | None:
+    """Return text that is the same for every copy of a source, whatever its path; `None` where there is none. Verifies nothing.
+
+    Args:
+        source: A name in a checkpoint directory, or a path, also of files of another program.
+        directory: The checkpoint directory.
+        sampled: Whether blocks of the files count, and not the checksums of a checkpoint, which are not next to each copy.
+    """
+    path = Path(source)
+    for store in stores_in(directory):
+        found = store.find(source)
+        if found is None:
+            continue
+        with suppress(CheckpointError, OSError):
+            path = store.target(found)
+            if not sampled:
+                manifest, _ = store.examine(found, "none")
+                # Without names, since a copy may have another one.
+                digest = hashlib.sha256(repr(sorted(manifest.files.values())).encode()).hexdigest()
+                return f"run {manifest.record.run}, step {manifest.record.step}, {CHECKSUMS} {digest[:12]}"
+    with suppress(CheckpointError, OSError):
+        return f"content {sampled_digest(path)[:12]}" if path.exists() else None
+    return None
+
+
+CHECKSUMS = "checksums"
+"""In the text of a source: it has a manifest."""
 
 
 def stored_settings(directory: Path) -> tuple[Mapping[str, Any], int] | None:

@@ -19,7 +19,7 @@ LAYOUT_OF_FSDP = frozenset(
 )
 NAMES = frozenset({"name", "lineage", "experiment", "workspace_root", "dir", "checkpoint_dir", "log_file"})
 SOURCES = frozenset({"resume", "auto_resume"})
-RECORDS = frozenset({"secret_keys", "git_diff"})
+RECORDS = frozenset({"secret_keys", "local_keys", "git_diff"})
 OUTPUT = frozenset({"log", "log_interval", "log_seconds", "tensorboard", "wandb", "mlflow", "trackio", "checkpoint"})
 SUPERVISION = frozenset({"gc", "profiling", "heartbeat", "audit"})
 BUDGETS = frozenset({"steps", "epochs", "max_time", "patience", "min_delta", "max_skipped_updates"})

@@ -515,6 +515,8 @@ class TopLevelConfig(ClosedSection):
     """Rendezvous of the processes, such as tcp://host:port; none: that of torchrun."""
     secret_keys: list[str] | None = None
     """Further keys, by last name or dotted, whose text is kept out of files, trackers and the run's id, like token and api_key."""
+    local_keys: list[str] | None = None
+    """More keys that may differ between ranks, by last name or dotted; paths, loader workers, devices and output may in any case."""
     git_diff: bool = True
     """Save the uncommitted changes of the code in metadata/git.diff, without lines that look like secrets."""
     log: bool = True

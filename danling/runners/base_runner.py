@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from glob import escape
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +21,10 @@ from typing_extensions import Self
 
 from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
 from danling.checkpoints.errors import CheckpointNotFound, restoring
-from danling.checkpoints.reading import ExcludedFromLoading, manager_named, obeyed, stored_seed
+from danling.checkpoints.reading import CHECKSUMS, ExcludedFromLoading, content_of, manager_named, obeyed, stored_seed
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
+from danling.config.agreement import check_alike, content_differs
 from danling.config.inputs import impose
 from danling.config.runner_config import continued
 from danling.data import BatchSource, derive_seed, seed_streams
@@ -213,6 +214,7 @@ class BaseRunner(metaclass=MetaRunner):
         self._calls = CollectiveCalls.of(
             self.world.rank, self.world.size, limit=lambda: collective_timeout(self.device)
         )
+        self._check_ranks_alike()
         self.state.elastic = ElasticState(world_size=self.world_size, restart_count=self.launch.restart_count)
         self.placement = self.build_placement()
         if self.config.ft.enabled:
@@ -281,7 +283,9 @@ class BaseRunner(metaclass=MetaRunner):
         The components are prepared; then the run directory and its log are opened, the checkpoint is restored and the metadata is
         written.
         """
+        self._check_ranks_alike()  # `__init__` of a subclass may have changed settings
         self._check_resume()
+        self._check_sources_alike()
         self.prepare_components()
         self.open_workspace()
         if self._has_remote():
@@ -313,6 +317,32 @@ class BaseRunner(metaclass=MetaRunner):
         )
         self._closers.callback(self._data.close)
         self._closers.callback(self._session.end)
+
+    def _check_ranks_alike(self) -> None:
+        """Refuse settings that differ between ranks. Called on all ranks."""
+        if self.world.size > 1:
+            check_alike(self.config, self.world.gather_objects)
+
+    def _check_sources_alike(self) -> None:
+        """Refuse sources that have another content on some ranks. Called on all ranks."""
+        if self.world.size == 1:
+            return
+        differing = {}
+        for key, hooks in (("resume", ("restore", "load_checkpoint", "read_checkpoint")), ("pretrained", ("restore",))):
+            source = self.config.get(key)
+            own = any(not getattr(self, hook).__module__.startswith("danling.") for hook in hooks)
+            if not source or "://" in source or own:
+                continue
+            look = partial(content_of, source, self.workspace.checkpoints)
+            contents = self.world.gather_objects(look())
+            if not all(CHECKSUMS in content for content in contents if content is not None):
+                contents = self.world.gather_objects(look(sampled=True))
+            # A rank that finds none fails where it reads it.
+            if len({content for content in contents if content is not None}) > 1:
+                sources = self.world.gather_objects(source)
+                differing[key] = [f"{place} ({content})" for place, content in zip(sources, contents)]
+        if differing:
+            raise content_differs(differing)
 
     def _check_resume(self) -> None:
         """Refuse a `resume` that no rank finds, before a model is moved and a directory is made."""
