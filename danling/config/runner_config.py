@@ -418,7 +418,7 @@ def continued(
         given: What overrides them; a configuration also gives the class of the result.
         config_class: Class of the result otherwise.
     """
-    own = copy.deepcopy(given) if isinstance(given, RunnerConfig) else config_class()
+    own = given.clone() if isinstance(given, RunnerConfig) else config_class()
     known = without_secrets(stored, stored.get("secret_keys") or ())
     own.declare(known)  # the run has trained with these keys
     own.merge(known)

@@ -317,7 +317,12 @@ class Section(Config):
                 f"Expected a configuration that is not frozen. Received: {name}={value!r}. Call defrost()."
             )
         if not isinstance(name, str) or "." not in name or dict.__contains__(self, name):
+            lock, prefix = self.__dict__.get("_lock") or (None, "")
+            if lock is not None:
+                lock.check(f"{prefix}{name}", value)
             self._assign(name, value)
+            if lock is not None:
+                lock.changed(f"{prefix}{name}")
             return
         head, rest = name.split(".", 1)
         self._check_key(head, f".{rest}={value!r}")
@@ -372,6 +377,9 @@ class Section(Config):
 
     def _store(self, name: object, value: object) -> None:
         dict.__setitem__(self, name, value)
+        lock, prefix = self.__dict__.get("_lock") or (None, "")
+        if lock is not None:
+            lock.attach(value, f"{prefix}{name}.")
         # Also an instance attribute, so that reading costs no Python call.
         if isinstance(name, str) and not hides_method(type(self), name):
             self.__dict__[name] = value
@@ -421,6 +429,43 @@ class Section(Config):
         if name not in self:
             self.set(name, value)
         return self.get(name)
+
+    def delete(self, name: Any) -> None:
+        """Delete a key; dots reach into nested sections."""
+        self._check_removal(name)
+        super().delete(name)
+
+    def pop(self, name: Any, default: Any = Null) -> Any:
+        """Delete a key and return its value, or `default` where it is absent."""
+        self._check_removal(name)
+        return super().pop(name, default)
+
+    def popitem(self) -> tuple[Any, Any]:
+        """Delete the last key and return it with its value."""
+        name = next(reversed(list(self)), None)
+        if name is None:
+            raise KeyError("no key left")
+        return name, self.pop(name)
+
+    def clear(self) -> None:
+        """Delete all keys."""
+        for name in list(self):
+            self.delete(name)
+
+    def _check_removal(self, name: object) -> None:
+        """Refuse to remove a key of a locked configuration."""
+        section: Any = self
+        *path, last = str(name).split(".")
+        for part in path:
+            section = dict.get(section, part) if isinstance(section, Section) else None
+        if isinstance(section, Section) and dict.__contains__(section, last):
+            lock, prefix = section.__dict__.get("_lock") or (None, "")
+            if lock is not None:
+                lock.check_removal(f"{prefix}{last}")
+
+    def _instance_attrs(self) -> dict[str, Any]:
+        # Copies and pickles are configurations of other runs: they may be changed.
+        return {name: value for name, value in super()._instance_attrs().items() if name != "_lock"}
 
     def merge(self, *args: Any, overwrite: bool = True, **kwargs: Any) -> Any:
         """Merge mappings into this section, nested ones key by key; nothing is shared with what was merged.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -345,6 +346,27 @@ def warn_if_replaced(asked: Options, loaded: Options, *, scheduled: bool) -> Non
             "'optimizer.param_groups' to checkpoint.exclude_from_loading.",
             ", ".join(replaced.values()),
         )
+
+
+def rebuilt(scheduler: Any, optimizer: Optimizer, build: Callable[[], Any]) -> Any:
+    """Return a schedule that is built anew, at the position of another one. No communication: call it on every rank.
+
+    As in a resume, the new one has its own length, and the optimizer keeps the options that building has replaced.
+    """
+    kept = copy.deepcopy(options_of(optimizer))
+    state = scheduler.state_dict()
+    try:
+        new = build()
+    finally:
+        for group, options in zip(optimizer.param_groups, kept):
+            for name, value in options.items():
+                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+    if new is not None:
+        new.load_state_dict(state)
+    return new
 
 
 def adopt_options(optimizer: Optimizer, scheduler: object, options: Options, wanted: Callable[[str], bool]) -> None:

@@ -7,7 +7,6 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from glob import escape
@@ -26,6 +25,7 @@ from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
 from danling.config.agreement import check_alike, content_differs
 from danling.config.inputs import impose
+from danling.config.lock import BUDGET, SettingsLock
 from danling.config.runner_config import continued
 from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels
@@ -234,6 +234,7 @@ class BaseRunner(metaclass=MetaRunner):
         # Building a model may be what hangs.
         self._heartbeat_settings = (self.workspace.dir, *self.config.heartbeat.items())
         self.init_heartbeat()
+        self._settings_lock = self._lock_settings()
         guard(self, early)
 
     def _make_parts(self) -> TorchParts | None:
@@ -262,7 +263,7 @@ class BaseRunner(metaclass=MetaRunner):
 
         Settings that the environment imposes, as `danling audit` does on the programs that it starts, are put over it.
         """
-        own = deepcopy(config) if isinstance(config, RunnerConfig) else self.config_class(config)
+        own = config.clone() if isinstance(config, RunnerConfig) else self.config_class(config)
         impose(own)
         own.validate()
         asked = own.stack_name()
@@ -311,12 +312,56 @@ class BaseRunner(metaclass=MetaRunner):
         self.restore()
         if self._has_remote():
             self._remote.start_mirroring()
+        self._write_metadata()
+        self._closers.callback(self._data.close)
+        self._closers.callback(self._session.end)
+
+    def _write_metadata(self) -> None:
+        """Write what the run is made of. Called on all ranks."""
         self._run_place.write_metadata(
             self.workspace,
             foreign=lambda: self.checkpoint_manager.on_main(self.checkpoint_manager.checkpoints.is_foreign),
         )
-        self._closers.callback(self._data.close)
-        self._closers.callback(self._session.end)
+
+    def _lock_settings(self) -> SettingsLock:
+        return SettingsLock(self.config, check_budget=self._check_budget, changed=self._follow_setting)
+
+    def _check_budget(self, key: str, value: object) -> None:
+        """Refuse a budget that changes what the run counts."""
+        epochs = value if key == "epochs" else self.config.epochs
+        steps = value if key == "steps" else self.config.steps
+        if steps is not None and epochs is not None:
+            raise ValueError(
+                f"Expected steps or epochs, not both. Received: steps={steps}, epochs={epochs}. Set one of them to none."
+            )
+        done = self.state.train.global_step
+        if done and (epochs is None) != self.is_step_mode:
+            counted, other = ("steps", "epochs") if self.is_step_mode else ("epochs", "steps")
+            raise ValueError(
+                f"Expected a budget of {counted}, in which this run has counted its {done} updates. Received: {key}={value!r}. Set "
+                f"{counted}, or begin another run that counts {other}, from these weights by `pretrained`."
+            )
+
+    def _follow_setting(self, key: str) -> None:
+        """Follow the change of a live setting after construction."""
+        if key in BUDGET and self.checkpoint_manager is not None:
+            self.checkpoint_manager.step_mode = self.is_step_mode
+
+    def _end_construction(self) -> None:
+        """Lock the settings that were read. Called once, after the outermost `__post_init__`."""
+        if self.config.__dict__.get("_lock", (None,))[0] is not self._settings_lock:
+            # `__init__` has put another configuration in its place.
+            self._settings_lock = self._lock_settings()
+        self._settings_lock.end_construction()
+
+    def _check_settings(self) -> None:
+        """Refuse settings that were changed since construction, or differ between ranks. Called on all ranks when training begins."""
+        lock = self._settings_lock
+        lock.check_intact(self.config)
+        self._check_ranks_alike()
+        if lock.has_changed:
+            self._write_metadata()
+            lock.has_changed = False
 
     def _check_ranks_alike(self) -> None:
         """Refuse settings that differ between ranks. Called on all ranks."""
@@ -996,7 +1041,8 @@ class BaseRunner(metaclass=MetaRunner):
         check_payload(payload, "`read_checkpoint` to return the payload of the checkpoint")
         stored = payload.get("runner", {})
         if self._seed_is_drawn and stored.get("seed") is not None:
-            self.config.seed = self.seed = self.state.rng.seed = int(stored["seed"])
+            self.seed = self.state.rng.seed = int(stored["seed"])
+            self._settings_lock.put("seed", self.seed)
         with self.run_state.loading(payload) as loaded_since:
             log_exclusions(self.run_state.excluded, loaded_since, was_named=bool(self.config.resume))
             check_same_run(self, payload)
@@ -1089,7 +1135,7 @@ class BaseRunner(metaclass=MetaRunner):
             config: The configuration of the new run.
             checkpoint: A checkpoint of this library, a file with a plain `state_dict`, or weights by name, also as `{"model": weights}`.
         """
-        own = deepcopy(config) if isinstance(config, RunnerConfig) else cls.config_class(config)
+        own = config.clone() if isinstance(config, RunnerConfig) else cls.config_class(config)
         if not isinstance(checkpoint, Mapping):
             own.pretrained = str(checkpoint)
         runner: Self = cls(own)

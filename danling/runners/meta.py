@@ -74,6 +74,7 @@ class MetaRunner(type):
                 )
             check_class(runner)
             runner.__post_init__()
+            runner._end_construction()
         except BaseException:
             close_after_error(runner)
             raise

@@ -22,12 +22,21 @@ from danling.checkpoints.exchange import (
     write_description,
 )
 from danling.config.checks import endless_streams, idle_settings
+from danling.config.lock import BUDGET
 from danling.data import LoaderSettings, move_to_device
 from danling.distributed import StepTotals
 from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim import JointOptimizer, JointScheduler
 from danling.optim.registry import OPTIMIZERS, build_optimizer, build_scheduler, scheduler_interval
-from danling.optim.state import adopt_options, enter_training, evaluation_weights, modal, options_of, warn_if_replaced
+from danling.optim.state import (
+    adopt_options,
+    enter_training,
+    evaluation_weights,
+    modal,
+    options_of,
+    rebuilt,
+    warn_if_replaced,
+)
 from danling.reporting import device_peak_flops
 from danling.reporting.record import RunRecorder
 from danling.supervision import Profiler
@@ -162,7 +171,7 @@ class TorchRunner(BaseRunner):
         self.bind_optimizer()
         asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
         if self.scheduler is None and self.optimizer is not None and asked:
-            self.scheduler = self.build_scheduler()
+            self.scheduler = self._parts.built_scheduler = self.build_scheduler()
         self._phases = phases_of(self)
         self._keys.see_early_steps(self.optimizer, self._closers)
         if modal(self.optimizer) and not self.model_states.keeps_modes:
@@ -355,6 +364,24 @@ class TorchRunner(BaseRunner):
         """Return the scheduler of `config.scheduler`; schedules over the whole run get its length."""
         settings = self.config.get("scheduler", None) or {}
         return build_scheduler(settings, self.optimizer, steps=self.steps, epochs=self.epochs)
+
+    def _follow_setting(self, key: str) -> None:
+        """Follow the change of a live setting: with another budget, the schedule has the shape that it has after a resume with it."""
+        super()._follow_setting(key)
+        parts = self._parts
+        if self._session.running:
+            parts.loop.read_intervals()
+        if key not in BUDGET or self.scheduler is None or self.config[key] is None:
+            return
+        if self.scheduler is parts.built_scheduler:
+            self.scheduler = parts.built_scheduler = rebuilt(self.scheduler, self.optimizer, self.build_scheduler)
+        elif self.is_main_process:
+            logger.warning(
+                "The budget is now %s=%s. `self.scheduler` was made by your program and keeps its length. Return it from "
+                "`build_scheduler`, which is called again when the budget changes.",
+                key,
+                self.config[key],
+            )
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Return the context of a forward: autocast of `config.precision`."""
@@ -992,6 +1019,8 @@ class TorchParts:
 
     metrics: MetricSet
     train_metrics: TrainMetrics | None = None
+    built_scheduler: Any = None
+    """What `build_scheduler` returned."""
 
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner

@@ -148,6 +148,7 @@ class TrainingLoop:
                 "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it anew; "
                 "auto_resume goes on from its last checkpoint."
             )
+        runner._check_settings()
         runner._parts.checks.check_optimizer()
         if isinstance(runner.checkpoint_manager, CheckpointManager):
             runner.checkpoint_manager.check_weights(runner.named_parameters())
@@ -223,13 +224,18 @@ class TrainingLoop:
             runner.fault_tolerance.begin_training()
         runner.window.reduces = True
         runner.window.sum_reduced = runner._parts.sums_loss
-        update.log_every = runner.log_interval
-        self._checkpoint_every = runner.checkpoint_interval
-        self._evaluate_every = runner.config.evaluate_interval or self._checkpoint_every
+        self.read_intervals()
         update.steps_scheduler = runner.scheduler is not None and runner._parts.scheduler_interval() == "step"
         update.tells_place = is_told_its_place(runner.scheduler)
         enter_training(runner.optimizer)
         runner._attributes.before_training()
+
+    def read_intervals(self) -> None:
+        """Read the intervals, which may follow from the budget."""
+        runner = self._runner
+        runner._parts.update.log_every = runner.log_interval
+        self._checkpoint_every = runner.checkpoint_interval
+        self._evaluate_every = runner.config.evaluate_interval or self._checkpoint_every
 
     def _finish(self) -> None:
         runner, session, manager = self._runner, self._session, self._runner.checkpoint_manager
