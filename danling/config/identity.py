@@ -68,7 +68,7 @@ def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, An
             kept[section] = {n: value for n, value in kept[section].items() if n != name or value != usual}
         elif not section and kept.get(name) == usual:
             kept.pop(name, None)
-    return dict(sorted(_reduced(kept).items()))
+    return dict(sorted(_reduced(kept).items(), key=lambda item: str(item[0])))
 
 
 def _reduced(settings: Mapping[str, object], left_out: Collection[str] = ()) -> dict[str, Any]:
@@ -89,7 +89,8 @@ def _normal_numbers(value: object) -> object:
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         return int(value)
     if isinstance(value, dict):
-        return {name: _normal_numbers(item) for name, item in value.items()}
+        # Keys that are numbers are text here, as in JSON: they could not be sorted among others.
+        return {str(name): _normal_numbers(item) for name, item in value.items()}
     return [_normal_numbers(item) for item in value] if isinstance(value, list) else value
 
 

@@ -13,7 +13,7 @@ import textwrap
 import types
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -24,7 +24,7 @@ import yaml
 
 from danling.utils.files import read_text
 from danling.utils.messages import did_you_mean
-from danling.utils.plain import check_yaml, parse_json
+from danling.utils.plain import NUMBER, NUMBER_BEGINS, check_yaml, parse_json
 from danling.utils.process import ERROR_FILE, first_failure
 
 from .names import FILE_SECTIONS
@@ -53,18 +53,95 @@ logger = logging.getLogger("danling")
 FORMATS = (".yaml", ".yml", ".json", ".toml")
 
 
+_MERGE = "tag:yaml.org,2002:merge"
+
+
 class SettingsLoader(YamlLoader):
-    """A safe YAML loader that reads `1e-3` as a number, as people write it.
+    """A safe YAML loader that reads `1e-3` as a number, as people write it, and refuses a key that is there twice.
 
     YAML 1.1 takes `1e-3` for a string, and a learning rate that is a string fails far from the file.
     """
 
+    def get_single_data(self) -> Any:
+        """Return the content."""
+        node = self.get_single_node()
+        _refuse_twice(node)
+        return None if node is None else self.construct_document(node)  # type: ignore[no-untyped-call]
 
-SettingsLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
+    @staticmethod
+    def _include(loader: Any, node: Any) -> Any:
+        return read_settings(os.path.join(loader._root, loader.construct_scalar(node)))
+
+    @staticmethod
+    def _includes(loader: Any, node: Any) -> Any:
+        if not isinstance(node, yaml.SequenceNode):
+            raise ValueError(f"!includes expects a list of files in line {node.start_mark.line + 1}")
+        return [read_settings(os.path.join(loader._root, name)) for name in loader.construct_sequence(node)]
+
+
+SettingsLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, NUMBER_BEGINS)
+
+
+def _refuse_twice(root: yaml.Node | None) -> None:
+    """Refuse a key that a mapping has twice: the first value would be dropped."""
+    waiting: list[Any] = [root]
+    seen: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        if not isinstance(node, yaml.MappingNode):
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            waiting.append(value)
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines and key.tag != _MERGE:
+                where = f"in line {line}" if line == lines[name] else f"in lines {lines[name]} and {line}"
+                raise ValueError(f"the key {key.value!r} twice, {where}. Keep one of them.")
+            lines[name] = line
+
+
+def _from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping of JSON, in which no key is twice."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r} twice. Keep one of them.")
+        found[name] = value
+    return found
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return parse_json(text, pairs=_from_pairs)
+    except ValueError:
+        # For the lines: JSON is YAML but for its tabs.
+        with suppress(yaml.YAMLError):
+            check_yaml(text)
+            _refuse_twice(yaml.compose(text.replace("\t", " "), Loader=SettingsLoader))
+        raise
+
+
+def _refuse_two_places(settings: Mapping[Any, Any]) -> None:
+    """Refuse a key that is set both by its dotted name and within its section: one of the values would be dropped."""
+    found: dict[str, str] = {}
+
+    def walk(section: Mapping[Any, Any], prefix: str, written: str) -> None:
+        for name, value in section.items():
+            key = f"{prefix}{name}"
+            how = f"{written} > {name}" if written else str(name)
+            if isinstance(value, Mapping):
+                walk(value, f"{key}.", how)
+            elif found.setdefault(key, how) != how:
+                raise ValueError(f"the key {key!r} twice, written as {found[key]!r} and as {how!r}. Keep one of them.")
+
+    walk(settings, "", "")
 
 
 def read_settings(file: str | os.PathLike[str]) -> dict[str, object]:
@@ -83,12 +160,16 @@ def read_settings(file: str | os.PathLike[str]) -> dict[str, object]:
         ) from error
     if content is not None and not isinstance(content, Mapping):
         raise ValueError(f"Expected a mapping of keys in {str(path)!r}. Received: {type(content).__name__}.")
+    try:
+        _refuse_two_places(content or {})
+    except ValueError as error:
+        raise ValueError(f"Expected each key once in {str(path)!r}. Received: {error}") from None
     return dict(content or {})
 
 
 def _parse_settings(text: str, suffix: str, directory: Path) -> Any:
     if suffix == ".json":
-        return parse_json(text)
+        return _parse_json(text)
     if suffix == ".toml":
         return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
     check_yaml(text)

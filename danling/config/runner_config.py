@@ -14,14 +14,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from danling.utils.messages import did_you_mean, warn_user
+from danling.utils.plain import PlainDumper, to_plain
 from danling.utils.plain import flatten as flattened
-from danling.utils.plain import to_plain
 from danling.utils.process import in_notebook
 from danling.utils.secrets import hide_secrets, without_secrets
 
 from . import identity
 from .checks import check_sections, settings_without_effect
-from .inputs import as_mapping, help_text, read_settings, set_option, split_options, usage_errors
+from .inputs import SettingsLoader, as_mapping, help_text, read_settings, set_option, split_options, usage_errors
 from .names import ALIASES, FILE_SECTIONS, OLDER_KEYS, place_of, refusal, slip_of, warn_older
 from .schema import TopLevelConfig
 from .sections import Field, Section, fields_of
@@ -322,9 +322,40 @@ class RunnerConfig(TopLevelConfig):
             raise kind(f"{error} It is in {str(file)!r}.") from None
 
     def jsons(self, *args: Any, **kwargs: Any) -> str:
-        """Return the configuration as JSON; infinities become strings, which number keys read back."""
+        """Return the configuration as JSON; infinities become strings, which the library's number keys read back.
+
+        Raises:
+            ValueError: If one of the user's keys has what JSON cannot keep: an infinity or NaN, or a number as the name of a key.
+        """
         kwargs.setdefault("indent", 2)
-        return json.dumps(_finite(self.plain()), *args, allow_nan=False, **kwargs)
+        settings = self.plain()
+        for name, value in settings.items():
+            if name not in fields_of(RunnerConfig):
+                _check_json(value, str(name))
+        return json.dumps(_finite(settings), *args, allow_nan=False, **kwargs)
+
+    def json(self, file: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the configuration as JSON."""
+        text = self.jsons(*args, **kwargs)  # first, so that what JSON cannot keep leaves an earlier file as it is
+        with self.open(file, mode="w") as stream:
+            stream.write(text)
+
+    def yamls(self, *args: Any, **kwargs: Any) -> str:
+        """Return the configuration as YAML, from which every value comes back as it is."""
+        kwargs.setdefault("Dumper", PlainDumper)
+        return super().yamls(*args, **kwargs)
+
+    @classmethod
+    def from_yaml(cls, file: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a configuration of this class from a file or stream of YAML."""
+        kwargs.setdefault("Loader", SettingsLoader)
+        return super().from_yaml(file, *args, **kwargs)
+
+    @classmethod
+    def from_yamls(cls, string: str, *args: Any, **kwargs: Any) -> Any:
+        """Return a configuration of this class from YAML."""
+        kwargs.setdefault("Loader", SettingsLoader)
+        return super().from_yamls(string, *args, **kwargs)
 
     def dict(self, flatten: bool = False) -> Any:
         """Return the contents as plain values; `flatten` joins the keys of nested sections by dots."""
@@ -397,6 +428,22 @@ def _usual() -> dict[str, Any]:
     """Return the library's defaults as plain values, which the caller does not change."""
     usual: dict[str, Any] = RunnerConfig().plain()
     return usual
+
+
+def _check_json(value: object, key: str) -> None:
+    """Refuse what would come back from JSON as another value."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"Expected finite numbers in JSON. Received: {key}={value!r}. Save the configuration as YAML.")
+    if isinstance(value, list):
+        for item in value:
+            _check_json(item, key)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise ValueError(
+                    f"Expected keys that are strings in JSON. Received: the key {name!r} of {key}. Save the configuration as YAML."
+                )
+            _check_json(item, f"{key}.{name}")
 
 
 def _finite(value: object) -> object:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -20,8 +21,18 @@ _MOST_VALUES = 10_000_000
 _LONGEST_INTEGER = 40
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+NUMBER = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
+"""What people write for a number and YAML 1.1 takes for a string, such as `1e-3`."""
+NUMBER_BEGINS = list("-+0123456789.")
 _OPENING = (yaml.events.MappingStartEvent, yaml.events.SequenceStartEvent)
 _CLOSING = (yaml.events.MappingEndEvent, yaml.events.SequenceEndEvent)
+
+
+class PlainDumper(_DUMPER):  # type: ignore[misc]
+    """A safe dumper that quotes text such as `1e-3`, which would be read as a number."""
+
+
+PlainDumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, NUMBER_BEGINS)
 
 
 def parse_yaml(text: str) -> object:
@@ -60,17 +71,22 @@ def check_yaml(text: str) -> None:
 
 def yaml_text(value: object) -> str:
     """Return plain values as YAML; mappings keep their order."""
-    text: str = yaml.dump(value, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.dump(value, Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the content of JSON."""
+def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return the content of JSON.
+
+    Args:
+        text: JSON.
+        pairs: Makes a mapping of its pairs.
+    """
     marks = (",", "[", "{") if isinstance(text, str) else (b",", b"[", b"{")
     if sum(map(text.count, marks)) > _MOST_VALUES:  # type: ignore[arg-type]
         raise ValueError(f"it has more than {_MOST_VALUES:,} values")
     try:
-        return json.loads(text, parse_int=_integer, parse_float=_real)
+        return json.loads(text, parse_int=_integer, parse_float=_real, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -104,7 +120,7 @@ def _finite(value: object) -> object:
 
 
 def to_plain(value: object, key: str | None = None) -> Any:
-    """Return `value` made of dictionaries with string keys, lists, strings, numbers, booleans and `None` only.
+    """Return `value` made of dictionaries, lists, strings, numbers, booleans and `None` only. Keys are strings or numbers.
 
     Tensors and arrays become numbers or lists, classes and functions their dotted names. What has no plain form becomes its string.
     """
@@ -117,7 +133,7 @@ def to_plain(value: object, key: str | None = None) -> Any:
             return kind(value)
     if isinstance(value, Mapping):
         return {
-            str(name): to_plain(item, key if key is None else f"{key}.{name}".lstrip("."))
+            _plain_key(name): to_plain(item, key if key is None else f"{key}.{name}".lstrip("."))
             for name, item in value.items()
         }
     if isinstance(value, (list, tuple)):
@@ -145,6 +161,10 @@ def to_plain(value: object, key: str | None = None) -> Any:
             f"({type(value).__name__}). Keep objects on the runner."
         )
     return text
+
+
+def _plain_key(name: object) -> object:
+    return name if type(name) in (int, float, bool) else str(name)
 
 
 def flatten(values: Mapping[str, object], prefix: str = "", *, keeps_empty: bool = False) -> dict[str, Any]:
