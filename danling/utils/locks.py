@@ -96,6 +96,8 @@ class FileLock:
         self.works = True
         self.holder = Holder()
         """Who had it at the last attempt that failed."""
+        self.was_removed = False
+        """Whether its file was removed while this process had it."""
         self._handle: int | None = None
         self._finalizer: weakref.finalize[[int, Path, int], FileLock] | None = None
 
@@ -203,7 +205,8 @@ class FileLock:
         """Take it once more, and return whether this process has it still.
 
         A program that opens and closes the file, as by copying the directory, gives it up without knowing; if no other process has
-        taken it meanwhile, it is this process's again.
+        taken it meanwhile, it is this process's again. So it is if the file was removed, which `was_removed` then says: a process that took
+        a new one may have ended.
         """
         if not self.held or self._handle is None or not self.works:
             return self.held
@@ -214,7 +217,12 @@ class FileLock:
                 raise
             self.holder = Holder.parse(os.pread(self._handle, 4096, 0))
             return False
-        return True
+        # Asked by the path, without opening it: closing any descriptor of the file would give the lock up.
+        if _is_same_file(self._handle, self.file.parent.resolve() / self.file.name):
+            return True
+        self.was_removed = True
+        self.release()
+        return self.acquire()
 
     def release(self) -> None:
         """Give it back; a second call does nothing."""
@@ -249,8 +257,8 @@ def _is_held_here(path: Path) -> bool:
 
 def _is_same_file(handle: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    except FileNotFoundError:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

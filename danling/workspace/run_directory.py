@@ -83,6 +83,7 @@ class RunDirectory:
         self._wait_seconds = _WAIT_SECONDS if limit is None else min(_WAIT_SECONDS, limit / 2)
         self._locks: list[FileLock] = []
         self._made: list[Path] = []
+        self._described: tuple[int, int] | None = None
         self.dir = self._family / id
         self._choose()
 
@@ -304,8 +305,30 @@ class RunDirectory:
             if not lock.confirm():
                 raise RunInUseError(
                     f"Expected this process to be the one that writes into {directory}. Received: a directory that {lock.holder} has taken "
-                    f"since this program opened and closed {lock.file.name} there, as by copying the directory. Leave that file out."
+                    f"since {lock.file.name} there was removed, or opened and closed by this program, as by copying the directory. Leave "
+                    "that file alone."
                 )
+            if lock.was_removed:
+                self._refuse_used_meanwhile(lock)
+        self._described = self._description()
+
+    def _refuse_used_meanwhile(self, lock: FileLock) -> None:
+        """Refuse to continue where a process may have come and gone while the lock had no file: every start describes itself."""
+        if self._described is None or self._described != self._description() or lock.file.parent != self._own_part:
+            raise RunInUseError(
+                f"Expected this process to be the only one that has written into {lock.file.parent}. Received: a directory whose "
+                f"{lock.file.name} was removed, in which another process may have started since. Leave that file alone, and start this "
+                "program again."
+            )
+        lock.was_removed = False
+        logger.warning("%s was removed while this process writes there; it is back. Leave that file alone.", lock.file)
+
+    def _description(self) -> tuple[int, int] | None:
+        """Return what tells whether a start has written its configuration since."""
+        with contextlib.suppress(OSError):
+            about = os.stat(self._own_part / _CONFIG)
+            return about.st_ino, about.st_mtime_ns
+        return None
 
     def release(self) -> None:
         """Give the right back, and remove the directories that were made and are empty. A second call does nothing."""

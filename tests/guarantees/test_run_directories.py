@@ -229,7 +229,8 @@ def test_a_program_that_copies_its_own_run_directory_stays_its_writer_or_is_told
         with child(lambda: hold(Path("mine/.lock"), tmp_path / "held")) as pid:
             until((tmp_path / "held").exists)
             with pytest.raises(
-                CheckpointError, match=f"process {pid} on .* has taken since this program opened and closed"
+                CheckpointError,
+                match=f"process {pid} on .* has taken since .lock there was removed, or opened and closed",
             ):
                 runner.save_checkpoint()
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.canary import look_at
+from support.forked import child, fork, hold, wait
+from support.patience import until
 from support.toys import Small
 from support.toys import settings as toy_settings
 
@@ -84,3 +88,56 @@ def test_bounded_reader_takes_regular_files_only(tmp_path: Path, canary: Path) -
     for name in ("pipe", "."):
         with pytest.raises(OSError, match="Not a regular file"):
             open_file(tmp_path / name)
+
+
+class RemovesTheLock(Small):
+    """Removes the lock of its run after the first save, and lets something happen then."""
+
+    not_saved = ("happens",)
+
+    def __init__(self, config: Any, happens: Callable[[], object]) -> None:
+        super().__init__(config)
+        self.happens = happens
+
+    def optimizer_step(self) -> None:
+        if self.state.train.global_step == 2:
+            (self.dir / ".lock").unlink()
+            self.happens()
+        super().optimizer_step()
+
+
+def _ends(function: Callable[[], object]) -> None:
+    assert wait(fork(function)) == 0
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "another writes", "another has written"])
+def test_a_run_whose_lock_was_removed_writes_beside_no_other_run(tmp_path: Path, meanwhile: str) -> None:
+    config = toy_settings(
+        tmp_path / "run", auto_resume=True, steps=4, checkpoint={"interval": 1, "async_enabled": False}
+    )
+
+    def train() -> None:
+        with Small(config) as other:
+            other.train()
+
+    with ExitStack() as stack:
+        happens: dict[str, Callable[[], object]] = {
+            "nothing": lambda: None,
+            "another writes": lambda: _held(stack, tmp_path),
+            "another has written": lambda: _ends(train),
+        }
+        runner = stack.enter_context(RemovesTheLock(config, happens[meanwhile]))
+        if meanwhile == "nothing":
+            runner.train()
+            assert (runner.dir / ".lock").exists()
+        else:
+            received = (
+                "has taken since .lock there was removed" if meanwhile == "another writes" else "may have started"
+            )
+            with pytest.raises(Exception, match=received):
+                runner.train()
+
+
+def _held(stack: ExitStack, root: Path) -> None:
+    stack.enter_context(child(lambda: hold(root / "run" / ".lock", root / "held")))
+    until((root / "held").exists)
