@@ -91,9 +91,6 @@ class Recurrent(nn.Module):
         hidden: Tensor = self.linear(inputs)
         if self.training:
             self.mean = self.mean * 0.5 + hidden.detach().mean(0)
-            self.first = None
-            if "second" in self._buffers:
-                del self.second
         return hidden - self.mean
 
 
@@ -111,7 +108,7 @@ def _call(method: str, *args: Any) -> Change:
 
 def _curriculum(runner: Keeping, value: Any, step: int) -> Any:
     value.level += 1
-    if hasattr(value, "once"):
+    if step == 1:
         del value.once
     value.seen.append(value.level * 0.5)
     value.weights += step
@@ -261,8 +258,11 @@ class Keeping(dl.Runner):
             os.kill(os.getpid(), signal.SIGKILL)
         for name, (_, change) in CASES.items():
             setattr(self, name, change(self, getattr(self, name), step))
-        if hasattr(self, "first_batch") and (self.rank == 0 or step > 1):
+        if step == self.rank + 1:
             del self.first_batch
+            recurrent: Any = self.unwrapped_model[0]
+            recurrent.first = None
+            del recurrent.second
         self.api_token += "t"
         self.out_dir += "/x"
         pred = self.model(data[0])
