@@ -29,6 +29,9 @@ _SCALARS = (type(None), bool, int, float, str)
 _COUNTERS = ("global_step", "micro_step", "epoch", "samples", "skipped_updates", "consecutive_skips")
 _ATTEMPTS = ("world_size", "data_replicas", "restart_count", "attempts")
 _KINDS_OF_ARRAYS = "biufcmMSU"
+_NUMBERS_OF_KEYS = frozenset(
+    {"b1", *(f"{kind}{size}" for kind in "iuf" for size in (1, 2, 4, 8) if kind + str(size) != "f1")}
+)
 
 _SECTIONS_OF_SETTINGS = ("checkpoint", "compile", "dataloader", "optim", "parallel", "scheduler")
 """Sections of settings whose entries are read."""
@@ -286,8 +289,10 @@ def _items(value: Mapping[str, Any], path: str, check: Check = _node, *, count: 
 
 
 def _list(value: Mapping[str, Any], path: str) -> None:
-    of_items = {"Size": _count, "set": _scalar, "frozenset": _scalar}
-    _items(value, path, of_items.get(value["kind"], _node))
+    if value["kind"] in ("set", "frozenset"):
+        _members(value, path)
+        return
+    _items(value, path, _count if value["kind"] == "Size" else _node)
     _optional(_count)(value.get("maxlen"), f"{path}.maxlen")
 
 
@@ -299,14 +304,43 @@ def _keys(value: Mapping[str, Any], path: str, check: Check) -> None:
     _items(value, path, count=len(keys or ()))
 
 
+def _members(value: Mapping[str, Any], path: str) -> None:
+    items = value.get("items")
+    _require(isinstance(items, list), f"{path}.items", "a list", items)
+    for item in items or ():
+        _key(item, path)
+
+
 def _key(value: Any, path: str) -> None:
+    """Check a key of a dictionary, or an item of a set."""
     if not isinstance(value, Mapping):
         _scalar(value, path)
         return
+    kind = value.get("kind")
+    check = _KEYS.get(kind) if type(kind) is str else None
+    if check is None:
+        raise _Defect(path, "a plain value, or a kind of key that this version knows", kind)
+    check(value, path)
+
+
+def _bytes_of_key(value: Mapping[str, Any], path: str) -> None:
     items = value.get("items")
-    _require(value.get("kind") == "tuple" and isinstance(items, list), path, "a plain value, or a tuple", value)
-    for item in items or ():
-        _scalar(item, path)
+    is_byte = isinstance(items, list) and all(type(item) is int and 0 <= item < 256 for item in items)
+    _require(is_byte, path, "bytes", items)
+
+
+def _number_of_key(value: Mapping[str, Any], path: str) -> None:
+    name, item = value.get("dtype"), value.get("item")
+    known = type(name) is str and name.lstrip("<>|=") in _NUMBERS_OF_KEYS
+    _require(known, f"{path}.dtype", "a dtype of numbers", name)
+    _require(type(item) in (bool, int, float) and not _is_long(item), path, "a number", item)
+
+
+def _enum(value: Mapping[str, Any], path: str) -> None:
+    _text(value.get("class"), f"the class of {path}")
+    _optional(_text)(value.get("name"), f"{path}.name")
+    flags = value.get("value")
+    _require(flags is None or (type(flags) is int and not _is_long(flags)), f"{path}.value", "a whole number", flags)
 
 
 def _dict(value: Mapping[str, Any], path: str) -> None:
@@ -336,6 +370,15 @@ def _complex(value: Mapping[str, Any], path: str) -> None:
         _number(part, path)
 
 
+_KEYS: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
+    "tuple": _members,
+    "frozenset": _members,
+    "bytes": _bytes_of_key,
+    "scalar": _number_of_key,
+    "enum": _enum,
+    "same": lambda value, path: _text(value.get("path"), f"{path}.path"),
+}
+
 _NODES: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
     "left": lambda value, path: None,
     "deleted": lambda value, path: None,
@@ -343,6 +386,7 @@ _NODES: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
     "tensor": _moved,
     "shard": lambda value, path: _tensor(value.get("value"), path),
     "complex": _complex,
+    "enum": _enum,
     "bytes": _bytes,
     "bytearray": _bytes,
     "array": _array,

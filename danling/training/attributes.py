@@ -6,15 +6,18 @@ Values are encoded as tensors, plain values, and mappings of these with an entry
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import io
 import logging
 import re
+import sys
+import threading
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, Flag
 from functools import cached_property
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -49,9 +52,11 @@ _NUMBERS = (type(None), bool, int, float)
 _SCALARS = (*_NUMBERS, str)
 _CONSTANTS = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, Enum, PurePath),
-    *(torch.dtype, torch.device, logging.Logger, re.Pattern, range, slice, property),
+    *(torch.dtype, torch.device, logging.Logger, re.Pattern, range, slice, property, functools.partial),
 )
 """What a program makes anew: left to it, also within objects."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, io.IOBase)
+"""What belongs to a process, as open files do: left to the program, and not named."""
 _FACTORIES: Mapping[str, type[Any]] = {
     kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple, deque)
 }
@@ -59,6 +64,12 @@ _PLACE = re.compile(r"(^|_)(dir|directory|folder|path|file|filename|root|url|uri
 _BYTES = ("bytes", "bytearray")
 _DEPTH = 3
 """How deep objects within objects are saved."""
+_MOST_OBJECTS = 10_000
+"""Objects that are looked at in one look."""
+_MOST_NAMED = 20
+"""Attributes that one line of the log names."""
+_HEAP_TYPE = 1 << 9
+"""The flag of CPython's types that are made by `class`."""
 _OF_MODULE = frozenset(vars(nn.Module()))
 
 Key = tuple[str, str]
@@ -134,6 +145,8 @@ class Entry:
         node: The value.
         digest: Its digest; values that are tied to it count too.
         left: The parts that are left out, by path, each with a value that tells whether it has changed, or `None`.
+        fixed: The constants within objects, by path.
+        listed: The parts that are left out since their type has no encoding, by path, each with what it is.
         needs: The classes of the objects that a restore needs, by path.
         size: Bytes.
     """
@@ -141,6 +154,8 @@ class Entry:
     node: Any = MISSING
     digest: bytes = b""
     left: dict[str, object] = field(default_factory=dict)
+    fixed: dict[str, object] = field(default_factory=dict)
+    listed: dict[str, str] = field(default_factory=dict)
     needs: dict[str, str] = field(default_factory=dict)
     size: int = 0
 
@@ -168,7 +183,7 @@ class Look:
         self.secret_keys = runner.config.secret_keys or ()
         self._encoded: dict[str, Any] = {}
         self._entry = Entry()
-        self._depth = 0
+        self._depth = self._objects = 0
         self._hides = self._is_declared = False
 
     @classmethod
@@ -270,8 +285,14 @@ class Look:
                 return self._leave(path)
             self._entry.needs[path] = kind
             return {"kind": "generator", "class": kind, "state": self._encode(generator_state(value), f"{path}.state")}
+        if isinstance(value, Enum) and (member := _member_node(value)) is not None:
+            return member
         if isinstance(value, _CONSTANTS):
+            if self._depth:
+                self._entry.fixed[path] = value
             return self._leave(path, None if self._depth else value)
+        if isinstance(value, _LOCKS):
+            return self._leave(path)
         is_stateful = callable(getattr(own, "state_dict", None)) and callable(getattr(own, "load_state_dict", None))
         if not (self._is_declared and is_stateful):
             is_lazy = hasattr(own, "__next__") and not (is_stateful or isinstance(value, io.IOBase))
@@ -287,28 +308,37 @@ class Look:
             # Of a class of the user's, which may hold more.
             items: Any = value
             items = self._items(items if isinstance(value, dict) else dict(enumerate(items)), path)
-            return self._leave_all(path, {"items": items})
+            return self._leave_all(path, {"items": items}, f"a {kind}, a class of containers")
         return self._object(value, path)
 
-    def _leave(self, path: str, seen: object = None) -> dict[str, str]:
+    def _leave(self, path: str, seen: object = None, what: str = "") -> dict[str, str]:
+        """Leave out a value; `what` names one that the program may change in place, and whose type has no encoding."""
         self._entry.left[path] = seen
+        if what:
+            self._entry.listed[path] = what
         return {"kind": "left"}
 
-    def _leave_all(self, path: str, node: object) -> dict[str, str]:
+    def _leave_all(self, path: str, node: object, what: str) -> dict[str, str]:
         """Leave out a value with its parts, which are encoded where they are met again."""
         digest, within = self._digest(node), (f"{path}.", f"{path}[")
-        self._entry.left = {name: seen for name, seen in self._entry.left.items() if not name.startswith(within)}
-        self._entry.needs = {name: kind for name, kind in self._entry.needs.items() if not name.startswith(within)}
+        entry = self._entry
+        seen = {name: each for name, each in entry.left.items() if name.startswith(within) and each is not None}
+        for found in (entry.left, entry.fixed, entry.listed, entry.needs):
+            for name in [name for name in found if name.startswith(within)]:
+                del found[name]  # type: ignore[attr-defined]
         for key in [key for key, name in self.paths.items() if name.startswith(within)]:
             del self.paths[key]
-        return self._leave(path, digest)
+        return self._leave(path, (digest, seen), what)
 
     def _tensor(self, value: Any, path: str) -> object:
         if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
-            return self._leave(path, id(value))
+            version = 0 if value.is_inference() else value._version
+            return self._leave(path, (id(value), version), "a tensor that is not strided")
         if type(value) not in (Tensor, nn.Parameter) and not is_sharded(value):
             if not is_plain_tensor(value):
-                return self._leave(path, id(value))
+                return self._leave(
+                    path, id(value), f"a {type(value).__name__}, which has more than the values of a tensor"
+                )
             self._entry.needs[path] = type(value).__name__
         local = local_part(value.detach())
         self._entry.size += local.numel() * local.element_size()
@@ -325,7 +355,7 @@ class Look:
         import numpy
 
         if value.dtype.kind not in "biufcmMSU":
-            return self._leave(path, id(value))
+            return self._leave(path, (id(value), value.shape), f"an array of {value.dtype}")
         # torch warns of arrays that cannot be written, so these are copied.
         flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
         data = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
@@ -336,9 +366,12 @@ class Look:
     def _list(self, value: Any, path: str) -> object:
         node: dict[str, Any] = {"kind": type(value).__name__}
         if isinstance(value, (set, frozenset)):
-            if not all(type(item) in _SCALARS for item in value):
-                return self._leave(path, f"set of {len(value)}")
-            value = sorted(value, key=lambda item: (type(item).__name__, str(item)))
+            members = [self._key(item) for item in value]
+            if MISSING in members:
+                odd = next(item for item, member in zip(value, members) if member is MISSING)
+                return self._leave(path, (id(value), len(value)), f"a {type(value).__name__} of {type(odd).__name__}")
+            # None of them has a tensor, and the digest needs an order.
+            return {**node, "items": sorted(members, key=lambda item: (type(item).__name__, str(item)))}
         if isinstance(value, deque):
             node["maxlen"] = value.maxlen
         if hasattr(value, "_fields"):
@@ -346,10 +379,11 @@ class Look:
         return {**node, "items": self._items(dict(enumerate(value)), path)}
 
     def _dict(self, value: Any, path: str) -> object:
-        parts = [part for key in value for part in (key if type(key) is tuple else (key,))]
-        if not all(type(part) in _SCALARS for part in parts):
-            return self._leave(path, f"dict of {len(value)}")
-        keys = [{"kind": "tuple", "items": list(key)} if type(key) is tuple else key for key in value]
+        keys = [self._key(key) for key in value]
+        if MISSING in keys:
+            odd = next(key for key, node in zip(value, keys) if node is MISSING)
+            what = f"a {type(value).__name__} by {type(odd).__name__}"
+            return self._leave(path, (id(value), len(value)), what)
         node: dict[str, Any] = {"kind": type(value).__name__, "keys": keys}
         if isinstance(value, defaultdict):
             node["factory"] = getattr(value.default_factory, "__name__", None)
@@ -357,12 +391,36 @@ class Look:
                 self._entry.needs[path] = "defaultdict"
         return {**node, "items": self._items(value, path)}
 
-    def _items(self, values: Mapping[Any, Any], path: str, form: str = "{}[{!r}]") -> object:
+    def _key(self, key: Any) -> Any:
+        """Return a key of a dictionary, or an item of a set, as plain values; `MISSING` where it has no encoding."""
+        own = type(key)
+        if own in _SCALARS:
+            return key
+        if own in (tuple, frozenset):
+            parts = [self._key(part) for part in key]
+            if own is frozenset:
+                parts.sort(key=lambda part: (type(part).__name__, str(part)))
+            return MISSING if MISSING in parts else {"kind": own.__name__, "items": parts}
+        if own is bytes:
+            return {"kind": "bytes", "items": list(key)}
+        if isinstance(key, Enum):
+            return MISSING if (node := _member_node(key)) is None else node
+        if own.__module__ == "numpy" and getattr(getattr(key, "dtype", None), "kind", "") in ("b", "i", "u", "f"):
+            return {"kind": "scalar", "dtype": key.dtype.str, "item": key.item()}
+        # Parameters and modules are named: the program has them already.
+        path = self.paths.get(key_of(key), "") if isinstance(key, (Tensor, nn.Module)) else ""
+        return {"kind": "same", "path": path} if path.startswith("/") else MISSING
+
+    def _items(self, values: Mapping[Any, Any], path: str, form: str | None = None) -> object:
         """Return a list where all values are plain, else a mapping by number: a sharded checkpoint takes mappings apart, but no lists."""
         self._entry.size += 8 * len(values)
         items = [
-            self._encode(value, form.format(path, key), key if type(key) is str else "")
-            for key, value in values.items()
+            self._encode(
+                value,
+                _path_of_item(path, key, number) if form is None else form.format(path, key),
+                key if type(key) is str else "",
+            )
+            for number, (key, value) in enumerate(values.items())
         ]
         is_flat = not any(isinstance(item, (dict, Tensor)) for item in items)
         return items if is_flat else {str(number): item for number, item in enumerate(items)}
@@ -372,17 +430,20 @@ class Look:
         try:
             state = value.state_dict()
         except Exception as error:
-            return self._leave(path, f"{kind}.state_dict() raises {type(error).__name__}")
+            reason = f"{kind}.state_dict() raises {type(error).__name__}"
+            return self._leave(path, reason, f"a {kind} whose state_dict() raises {type(error).__name__}")
         self.objects[f"{path}/state"] = state  # kept, so that no id in it is given to another object
         others, self._entry.left = self._entry.left, {}
+        listed = dict(self._entry.listed)
         # Nothing else is tied to a state, since its object may take a copy of it; what is saved elsewhere is not saved again.
         paths, self.paths = self.paths, {key: saved for key, saved in self.paths.items() if saved.startswith("/")}
         node = {"kind": "stateful", "class": kind, "state": self._node(state, path)}
         self.paths = paths
         if self._entry.left:
             # A part of a state cannot be loaded.
+            part = next(iter(self._entry.left))
             self._entry.left = others
-            return self._leave_all(path, node)
+            return self._leave_all(path, node, f"a {kind}, whose state_dict() has {part.removeprefix(path)}")
         self._entry.needs[path] = kind
         if isinstance(value, nn.Module):
             more = {name: getattr(holder, key) for name, (holder, key) in _beside_state(value, state).items()}
@@ -390,27 +451,38 @@ class Look:
             depth, self._depth = self._depth, _DEPTH
             node["more"] = self._encode(more, f"{path}.more")
             self._depth = depth
-        self._entry.left = others
+        self._entry.left, self._entry.listed = others, listed
         return node
 
     def _object(self, value: object, path: str) -> object:
-        held = getattr(value, "__dict__", None)
-        if not isinstance(held, dict) or self._depth >= _DEPTH or isinstance(value, io.IOBase):
-            return self._leave(path, id(value))
+        kind = type(value).__name__
+        if not _is_all_attributes(type(value)):
+            return self._leave(path, id(value), "" if _is_data_or_tokenizer(value) else f"a {kind}")
+        if self._depth >= _DEPTH or self._objects >= _MOST_OBJECTS:
+            bound = f"deeper than {_DEPTH} objects" if self._depth >= _DEPTH else f"after {_MOST_OBJECTS:,} objects"
+            return self._leave(path, id(value), f"a {kind}, {bound}")
+        held = _attributes_of(value)
         others, self._entry.left = self._entry.left, {}
         self._depth += 1
+        self._objects += 1
         items = self._items(held, path, form="{}.{}")
         self._depth -= 1
-        node = {"kind": "object", "class": type(value).__name__, "keys": list(held), "items": items}
+        node = {"kind": "object", "class": kind, "keys": list(held), "items": items}
         self.members[path] = list(held)
         deleted = [name for name in self._begun.get(path, ()) if name not in held]
         if deleted:
             node["deleted"] = deleted
-        may_change = any(seen is not None for seen in self._entry.left.values())
+        changing = [name for name, seen in self._entry.left.items() if seen is not None]
         self._entry.left = {**others, **self._entry.left}
-        if may_change:
-            return self._leave_all(path, node)
-        self._entry.needs[path] = type(value).__name__
+        if changing:
+            what = self._entry.listed.get(changing[0], "a value without an encoding")
+            part = changing[0].removeprefix(path)
+            if ", in which " in what:  # the innermost part says most
+                _, _, inner = what.partition(", in which ")
+                part, what = f"{part}{inner.partition(' is ')[0]}", inner.partition(" is ")[2]
+            what = f"a {kind}, in which {part} is {what}"
+            return self._leave_all(path, node, "" if _is_data_or_tokenizer(value) else what)
+        self._entry.needs[path] = kind
         return node
 
     def _digest(self, node: object) -> bytes:
@@ -446,6 +518,77 @@ def _is_code(kind: type[Any], name: str) -> bool:
     """Whether a name of a class is a method, a property or a class, which no checkpoint replaces."""
     value = getattr(kind, name, None)
     return callable(value) or hasattr(value, "__set__")
+
+
+def _path_of_item(path: str, key: object, number: int) -> str:
+    """Return the path of an item of a container: by its key where that is plain, else by its place."""
+    is_plain = all(type(part) in _SCALARS for part in (key if type(key) is tuple else (key,)))
+    return f"{path}[{key!r}]" if is_plain else f"{path}[#{number}]"
+
+
+def _is_data_or_tokenizer(value: object) -> bool:
+    """Whether a value is a dataset or a tokenizer, which a program makes anew: no line names it."""
+    names = {kind.__name__ for kind in type(value).__mro__}
+    return "Dataset" in names or any("Tokenizer" in name for name in names)
+
+
+def _slots_of(kind: type[Any]) -> list[str]:
+    """Return the names in `__slots__` of a class and its bases, as they are in its instances."""
+    found = []
+    for base in reversed(kind.__mro__):
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_all_attributes(kind: type[Any]) -> bool:
+    """Whether objects of a class have nothing but attributes: a class that is written in C may have more."""
+    if kind is types.SimpleNamespace:
+        return True
+    slots = _slots_of(kind)
+    of_python = all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
+    # The attributes and the weak references of an object may be in front of it.
+    most = object.__basicsize__ + 8 * (2 + len(slots))
+    has_attributes = bool(slots) or kind.__dictoffset__ != 0
+    return of_python and has_attributes and kind.__basicsize__ <= most
+
+
+def _attributes_of(value: object) -> dict[str, Any]:
+    """Return the attributes of an object, also those in slots."""
+    slots = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
+    return {**slots, **getattr(value, "__dict__", {})}
+
+
+def _member_node(value: Enum) -> dict[str, Any] | None:
+    """Return the encoding of a member of an enumeration; `None` where its class cannot be found again."""
+    kind = type(value)
+    node: dict[str, Any] = {"kind": "enum", "class": f"{kind.__module__}:{kind.__qualname__}"}
+    if _enumeration(node["class"]) is not kind:
+        return None
+    if value.name in kind.__members__:
+        return {**node, "name": value.name}
+    return {**node, "value": value.value} if isinstance(value, Flag) else None
+
+
+def _enumeration(name: str) -> Any:
+    """Return an enumeration of a module that the program has loaded; no file decides on imports."""
+    module, _, path = name.partition(":")
+    found = vars(sys.modules[module]).get(path) if module in sys.modules else None
+    return found if isinstance(found, type) and issubclass(found, Enum) else None
+
+
+def _member(node: Mapping[str, Any]) -> Enum:
+    kind = _enumeration(node["class"])
+    if kind is not None and node.get("name") in kind.__members__:
+        member: Enum = kind[node["name"]]
+        return member
+    if kind is not None and "value" in node and issubclass(kind, Flag):
+        flags: Enum = kind(node["value"])
+        return flags
+    raise CannotRestore(f"a member {node.get('name', '')} of the enumeration {node['class']}")
 
 
 def key_of(value: object) -> object:
@@ -534,6 +677,8 @@ class Decoder:
             return (bytes if kind == "bytes" else bytearray)(node["value"].tolist())
         if kind in ("array", "scalar"):
             return _array_of(node, current)
+        if kind == "enum":
+            return _member(node)
         if kind in LISTS or kind == "namedtuple":
             return self._list(node, current, path)
         if kind in DICTS:
@@ -543,27 +688,61 @@ class Decoder:
         if kind == "generator":
             set_generator_state(current, self.decode(node["state"], MISSING, f"{path}.state"))
         elif kind == "object":
-            held = vars(current)
-            for name, item in zip(node["keys"], _items(node)):
-                value = self.decode(item, held.get(name, MISSING), f"{path}.{name}", name)
-                if value is not MISSING:
-                    held[name] = value
-            for name in node.get("deleted", ()):
-                if not self.is_of_program(name, held.get(name)):
-                    held.pop(name, None)
+            return self._object(node, current, path)
         else:
             self._load(node, current, path)
         return current
+
+    def _object(self, node: Any, current: Any, path: str) -> Any:
+        held = _attributes_of(current)
+        parameters = getattr(type(current), "__dataclass_params__", None)
+        if parameters is not None and parameters.frozen:
+            # Another object of its kind: whoever has this one counts on it to stay as it is.
+            current = object.__new__(type(current))
+            _set_attributes(current, held)
+        changed = {}
+        for name, item in zip(node["keys"], _items(node)):
+            value = self.decode(item, held.get(name, MISSING), f"{path}.{name}", name)
+            if value is not MISSING:
+                changed[name] = value
+        _set_attributes(current, changed)
+        for name in node.get("deleted", ()):
+            if name in held and not self.is_of_program(name, held[name]):
+                object.__delattr__(current, name)
+        return current
+
+    def _key(self, node: Any) -> Any:
+        """Return the key of a dictionary, or the item of a set, that `Look` encoded."""
+        if not isinstance(node, dict):
+            return node
+        kind = node["kind"]
+        if kind in ("tuple", "frozenset"):
+            return LISTS[kind](self._key(part) for part in node["items"])
+        if kind == "bytes":
+            return bytes(node["items"])
+        if kind == "enum":
+            return _member(node)
+        if kind == "scalar":
+            import numpy
+
+            return numpy.dtype(node["dtype"]).type(node["item"])
+        found = self._live.get(node["path"])
+        if not isinstance(found, (Tensor, nn.Module)):
+            raise CannotRestore(f"a dictionary by parameters or modules, among them {node['path']}")
+        return found
 
     def _list(self, node: Any, current: Any, path: str) -> Any:
         if node["kind"] == "namedtuple" and not hasattr(current, "_fields"):
             raise CannotRestore("a named tuple")
         kind = LISTS.get(node["kind"], type(current))
         there = list(current) if isinstance(current, (list, tuple, deque)) else []
-        found = [
-            self.decode(item, there[n] if n < len(there) else MISSING, f"{path}[{n}]")
-            for n, item in enumerate(_items(node))
-        ]
+        if kind in (set, frozenset):
+            found = [self._key(item) for item in node["items"]]
+        else:
+            found = [
+                self.decode(item, there[n] if n < len(there) else MISSING, f"{path}[{n}]")
+                for n, item in enumerate(_items(node))
+            ]
         items = [item for item in found if item is not MISSING]
         if hasattr(kind, "_fields"):
             return kind(*items)
@@ -579,12 +758,12 @@ class Decoder:
         return current
 
     def _dict(self, node: Any, current: Any, path: str) -> Any:
-        keys = [tuple(key["items"]) if isinstance(key, dict) else key for key in node["keys"]]
+        keys = [self._key(key) for key in node["keys"]]
         there = current if isinstance(current, dict) else {}
-        found = {
-            key: self.decode(item, there.get(key, MISSING), f"{path}[{key!r}]", key if type(key) is str else "")
-            for key, item in zip(keys, _items(node))
-        }
+        found = {}
+        for number, (key, item) in enumerate(zip(keys, _items(node))):
+            name = key if type(key) is str else ""
+            found[key] = self.decode(item, there.get(key, MISSING), _path_of_item(path, key, number), name)
         if type(current).__name__ != node["kind"]:
             current = DICTS[node["kind"]]()
             if node["kind"] == "defaultdict":
@@ -613,6 +792,16 @@ class Decoder:
             value = self.decode(more[name], there, f"{path}.more[{name!r}]", name)
             if value is not there and value is not MISSING:
                 setattr(holder, key, value)
+
+
+def _set_attributes(value: object, attributes: Mapping[str, object]) -> None:
+    """Set attributes of an object, also those in slots, without its own `__setattr__`."""
+    slots = set(_slots_of(type(value)))
+    for name, each in attributes.items():
+        if name in slots:
+            object.__setattr__(value, name, each)
+        else:
+            vars(value)[name] = each
 
 
 def _is_deleted(node: object) -> bool:
@@ -682,6 +871,7 @@ class KeptAttributes:
         """A look that knows the objects of the library, which a small look at each update need not walk over."""
         self._too_large: set[str] = set()
         """Attributes beyond the limit when all were remembered last."""
+        self._has_listed = False
 
     def begin(self) -> None:
         """Remember the values that the program has set. Called before anything is restored."""
@@ -760,6 +950,8 @@ class KeptAttributes:
         for key, entry in now.items():
             begun, left = self._begun.get(key, Entry()), entry.left.items()
             unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path)]
+            replaced = (path for path, value in entry.fixed.items() if begun.fixed.get(path, value) != value)
+            unsavable += [path for path in replaced if entry.node != {"kind": "left"}]
             if (entry.digest != begun.digest or key in kept) and entry.node != {"kind": "left"}:
                 # A restore needs the objects that `__init__` made.
                 if entry.needs.items() <= begun.needs.items():
@@ -771,6 +963,7 @@ class KeptAttributes:
             "changed since the program set it, and a checkpoint cannot hold it: a resumed run goes on with another one. Make the object in "
             "__init__ and give it `state_dict` and `load_state_dict`, or name the attribute in `not_saved` on the class",
         )
+        self._list_without_encoding(now, unsavable)
         keys = sorted(set().union(*world.gather_objects(mine)))
         if not keys:
             return {}
@@ -793,6 +986,23 @@ class KeptAttributes:
                 entries = {"of": world.size, "ranks": values}
             found.setdefault(key[0], {})[key[1]] = entries
         return found
+
+    def _list_without_encoding(self, now: Mapping[Key, Entry], named: Collection[str]) -> None:
+        """Name once what no checkpoint of this run contains, less what a warning has named."""
+        listed = {path: what for entry in now.values() for path, what in entry.listed.items() if path not in named}
+        if self._has_listed or not listed:
+            return
+        self._has_listed = True
+        shown = [f"self.{path} ({what})" for path, what in list(listed.items())[:_MOST_NAMED]]
+        if len(listed) > _MOST_NAMED:
+            shown.append(f"{len(listed) - _MOST_NAMED} more")
+        if self._runner.is_main_process:
+            logger.info(
+                "No checkpoint of this run contains the following attributes, since their types have no encoding: %s. A resumed run has "
+                "them as the program sets them. Give the class `state_dict` and `load_state_dict` to have one saved, or name the attribute "
+                "in `not_saved`.",
+                ", ".join(shown),
+            )
 
     def _entries(self) -> dict[Key, Entry]:
         """Return all that is saved where it has changed, with what the program has set and is not there any more."""

@@ -10,7 +10,9 @@ import signal
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, Flag
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
@@ -73,6 +75,43 @@ class History(Meter):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.losses.clear()
         self.losses.extend(state["losses"])
+
+
+class Colour(Enum):
+    RED = 1
+    BLUE = "b"
+
+
+class Rights(Flag):
+    READ = 1
+    WRITE = 2
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """An immutable object that names a member."""
+
+    level: int = 0
+    colour: Colour = Colour.RED
+
+
+class Slots:
+    """An object without a dictionary of attributes."""
+
+    __slots__ = ("__secret", "colour", "total")
+
+    def __init__(self) -> None:
+        self.total, self.colour, self.__secret = torch.zeros(1), Colour.RED, 0
+
+    def add(self, number: int) -> None:
+        self.total += number
+        self.__secret += number
+        self.colour = Colour.BLUE
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slots) and (self.total, self.__secret) == (other.total, other.__secret)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Recurrent(nn.Module):
@@ -211,6 +250,24 @@ CASES: dict[str, tuple[Make, Change]] = {
     "teachers": (lambda r: {"of": copy.deepcopy(_second(r)["module"])}, lambda r, v, n: {"of": _follow(r, v["of"], n)}),
     "frozen_teacher": (lambda r: copy.deepcopy(_second(r)["module"]).requires_grad_(False), _follow),
     "averages": (lambda r: AveragedModel(r.source_of_averages), _averaged),
+    "by_parameter": (
+        lambda r: {},
+        lambda r, v, n: {p: v.get(p, 0.0) + n / 2 for p in r.unwrapped_model.parameters()},
+    ),
+    "by_module": (lambda r: {}, lambda r, v, n: v.update({r.unwrapped_model[0]: n}) or v),
+    "by_number_of_numpy": (lambda r: {}, lambda r, v, n: v.update({numpy.int64(n): n, numpy.float32(n / 3): 1}) or v),
+    "by_member": (lambda r: {}, lambda r, v, n: v.update({Colour.BLUE: torch.ones(1) * n}) or v),
+    "by_bits": (lambda r: {}, lambda r, v, n: v.update({bytes([n, 255]): n}) or v),
+    "by_pairs": (
+        lambda r: {},
+        lambda r, v, n: v.update({(n, (numpy.int32(n), Colour.RED)): n, frozenset({n}): 1}) or v,
+    ),
+    "members": (lambda r: set(), lambda r, v, n: v | {Colour.RED, (n, b"a"), frozenset({n, "a"})}),
+    "colour": (lambda r: Colour.RED, lambda r, v, n: Colour.BLUE if n > 1 else v),
+    "rights": (lambda r: Rights.READ, lambda r, v, n: Rights.READ | Rights.WRITE),
+    "frozen": (lambda r: Frozen(), lambda r, v, n: Frozen(v.level + n, Colour.BLUE)),
+    "slots": (lambda r: Slots(), _call("add", lambda n: n)),
+    "slots_of_slots": (lambda r: SimpleNamespace(at=Slots()), lambda r, v, n: v.at.add(n) or v),
     "by_rank": (lambda r: [r.rank], _call("append", lambda n: n)),
 }
 """By name: what `__init__` sets, and what an update makes of it."""
@@ -271,6 +328,10 @@ class Keeping(dl.Runner):
         return pred, loss
 
 
+def _key(key: Any) -> Any:
+    return type(key).__name__ if isinstance(key, (Tensor, nn.Module)) else (type(key).__name__, repr(key))
+
+
 def described(value: Any) -> Any:
     """Return a value as something that can be compared and sent; tensors by their bits."""
     if isinstance(value, Tensor):
@@ -278,6 +339,8 @@ def described(value: Any) -> Any:
         return str(value.dtype), tuple(local.shape), local.reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, (numpy.ndarray, numpy.generic)):
         return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, Slots):
+        return [described(getattr(value, name)) for name in ("total", "colour", "_Slots__secret")]
     if isinstance(value, torch.Generator):
         return described(value.get_state())
     if isinstance(value, numpy.random.Generator):
@@ -291,11 +354,11 @@ def described(value: Any) -> Any:
     if hasattr(value, "state_dict"):
         return described(value.state_dict())
     if isinstance(value, Mapping):
-        return type(value).__name__, [(described(key), described(item)) for key, item in value.items()]
+        return type(value).__name__, [(_key(key), described(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple, deque)):
         return type(value).__name__, getattr(value, "maxlen", None), [described(item) for item in value]
     if isinstance(value, (set, frozenset)):
-        return type(value).__name__, sorted(value)
+        return type(value).__name__, sorted(map(_key, value), key=repr)
     return described(vars(value)) if hasattr(value, "__dict__") and not callable(value) else value
 
 

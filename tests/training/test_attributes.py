@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import logging
+import math
 import random
+import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import pytest
 import torch
 from support.toys import Small
 from torch import nn
+from torch.utils.data import Dataset
 
 
 class Counts:
@@ -100,7 +105,7 @@ class Losing(Small):
     def train_step(self, data: Any) -> Any:
         self.own["steps"] = self.started = self.state.train.global_step + 1
         self.made = [Counts()]
-        self.pairs.add((self.started, 0))
+        self.pairs.add(object())
         return super().train_step(data)
 
 
@@ -134,3 +139,130 @@ def test_an_optimizer_inside_of_the_optimizer_is_saved_once(name: str, tmp_path:
     with Wrapped({**CONFIG, "dir": str(tmp_path), "steps": 1}) as runner:
         runner.train()
         assert "attributes" not in runner.state_dict()
+
+
+class Level:
+    """An object in an object in an object."""
+
+    def __init__(self, depth: int) -> None:
+        self.count = 0
+        self.next = Level(depth - 1) if depth else None
+
+
+class Bare:
+    """An object that is a key."""
+
+
+class WordTokenizer:
+    def __init__(self) -> None:
+        self.table = {Bare(): 1}
+
+
+class Table(Dataset[int]):
+    def __init__(self) -> None:
+        self.rows = {Bare(): 1}
+
+
+class Handle:
+    """What belongs to a process, and a count, which is saved."""
+
+    def __init__(self) -> None:
+        self.lock, self.loop, self.log, self.count = threading.Lock(), len, logging.getLogger("x"), 0
+
+
+class Bringing(Small):
+    """Has every kind of what no checkpoint holds, and changes it in place."""
+
+    not_saved = ("silenced",)
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        pandas = pytest.importorskip("pandas")
+        self.by_object, self.silenced = {Bare(): 0}, {Bare(): 0}
+        self.objects = numpy.array([{}, []], dtype=object)
+        self.sparse = torch.eye(2).to_sparse()
+        self.frame = pandas.DataFrame({"a": [1, 2]})
+        self.masked = numpy.ma.masked_array([1, 2], mask=[0, 1])
+        self.deep = Level(4)
+        self.nested = {"unique": {Bare()}}
+        self.when = datetime.datetime(2026, 1, 1)
+        # Left to the program, and not named.
+        self.function, self.kind, self.module, self.lock = len, Small, math, threading.RLock()
+        self.logger, self.tokenizer, self.table = logging.getLogger("mine"), WordTokenizer(), Table()
+        self.place, self.device_of, self.handle = Path("there"), torch.device("cpu"), Handle()
+
+    def train_step(self, data: Any) -> Any:
+        self.objects[0]["a"] = self.deep.next.next.next.next.count = 1  # type: ignore[union-attr]
+        self.handle.count += 1
+        return super().train_step(data)
+
+
+NAMED = {
+    "by_object": "a dict by Bare",
+    "objects": "an array of object",
+    "sparse": "a tensor that is not strided",
+    "frame": "a DataFrame, in which ._mgr is a BlockManager",
+    "masked": "a MaskedArray",
+    "deep": "a Level, in which .next.next.next is a Level, deeper than 3 objects",
+    "nested['unique']": "a set of Bare",
+    "when": "a datetime",
+}
+
+
+def test_attributes_without_an_encoding_are_listed_once_at_the_first_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {**CONFIG, "dir": str(tmp_path), "checkpoint": {"interval": 1}}
+    with caplog.at_level(logging.INFO, "danling"):
+        with Bringing({**config, "steps": 3}) as runner:
+            runner.train()
+        with Bringing({**config, "steps": 4, "auto_resume": True}) as runner:
+            assert runner.handle.count == 3 and runner.handle.lock.acquire(blocking=False)
+    said = [record for record in caplog.records if "have no encoding" in record.getMessage()]
+    assert [record.levelname for record in said] == ["INFO"]
+    listing = ", ".join(f"self.{name} ({what})" for name, what in NAMED.items())
+    assert f"since their types have no encoding: {listing}. A resumed run" in said[0].getMessage()
+    assert "Not saved" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["by_object", "sparse", "nested", "when", "handle.loop", "deep.next"])
+def test_replaced_or_grown_attributes_without_an_encoding_are_warned_of(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Changing(Bringing):
+        def train_step(self, data: Any) -> Any:
+            changes: dict[str, Any] = {
+                "by_object": lambda: self.by_object.update({Bare(): 1}),
+                "sparse": lambda: self.sparse.mul_(2),
+                "nested": lambda: self.nested["unique"].add(Bare()),
+                "when": lambda: setattr(self, "when", datetime.datetime(2027, 1, 1)),
+                "handle.loop": lambda: setattr(self.handle, "loop", max),
+                "deep.next": lambda: setattr(self.deep, "count", self.deep.count + 1),
+            }
+            changes[name]()
+            return super().train_step(data)
+
+    config = {**CONFIG, "dir": str(tmp_path), "steps": 2, "checkpoint": {"interval": 1}}
+    with Changing(config) as runner:
+        runner.train()
+    said = [record.getMessage() for record in caplog.records if "Not saved: " in record.getMessage()]
+    shown = {"nested": "nested['unique']", "deep.next": "deep"}.get(name, name)
+    assert len(said) == 1 and said[0].startswith(f"Not saved: self.{shown}: changed since the program set it")
+
+
+def test_the_list_of_attributes_without_an_encoding_is_bounded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Many(Small):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__(config)
+            self.whens = [datetime.date(2026, 1, 1 + day) for day in range(25)]
+            self.levels = [Level(0) for _ in range(10_001)]
+
+    with (
+        caplog.at_level(logging.INFO, "danling"),
+        Many({**CONFIG, "dir": str(tmp_path), "steps": 1}) as runner,
+    ):
+        runner.train()
+    (line,) = [record.getMessage() for record in caplog.records if "have no encoding" in record.getMessage()]
+    assert line.count("(a date)") == 20 and ", 6 more. A resumed run" in line
