@@ -39,6 +39,8 @@ logger = logging.getLogger("danling")
 _END = object()
 _VALUES = 64
 """How many values of a tensor or a list are looked at."""
+_SAMPLERS = 8
+"""How many samplers within samplers are looked at."""
 _NAMED = 5
 """How many changed attributes a message names."""
 
@@ -99,7 +101,10 @@ def open_source(
 def _check_share(loader: object, share: Share) -> None:
     """Refuse a sampler that divides a user's loader over other ranks than those that read different data."""
     sampler = order_of(loader)
-    while hasattr(sampler, "sampler") and not isinstance(sampler, DistributedSampler):
+    # Objects that pass attributes on may be their own sampler, or make another one at each question.
+    for _ in range(_SAMPLERS):
+        if isinstance(sampler, DistributedSampler) or getattr(sampler, "sampler", None) is None:
+            break
         sampler = sampler.sampler
     number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
     if (

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.datasets import Augmented, Stream, drain, ids, share_of, source_over, stateful_loader
+from support.processes import run_outcomes, run_processes
+from torch import nn
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from danling import TorchRunner
 from danling.data import BatchSource, DataLoader, Share, open_source, seed_streams
 
 LENGTH = 22
@@ -242,3 +246,91 @@ def test_a_loaded_position_is_given_up_by_a_rewind(read: int) -> None:
     assert rest(loaded) == whole
     again.load_state_dict(state)
     assert rest(again) == whole[read:]
+
+
+class ItsOwnSampler:
+    """A loader with the attributes of its kind in one object."""
+
+    def __init__(self) -> None:
+        self.numbers = TorchDataLoader(Augmented(LENGTH), batch_size=4)
+        self.sampler = self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.numbers)
+
+
+class Delegating(ItsOwnSampler):
+    """A loader that makes a new view of itself at each question."""
+
+    def __init__(self) -> None:
+        self.numbers = TorchDataLoader(Augmented(LENGTH), batch_size=4)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Delegating() if name == "sampler" else getattr(self.numbers, name)
+
+
+class DelegatingSampler:
+    """A sampler that answers for the one within it."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.inner = sampler
+
+    @property
+    def sampler(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+ENDLESS: dict[str, Any] = {
+    "itself": lambda rank: ItsOwnSampler(),
+    "delegating": lambda rank: Delegating(),
+    "in a sampler": lambda rank: TorchDataLoader(
+        Augmented(LENGTH),
+        batch_size=4,
+        sampler=DelegatingSampler(DistributedSampler(range(LENGTH), num_replicas=2, rank=rank)),
+    ),
+}
+
+
+class Means(TorchRunner):
+    """Counts the samples that it trains on."""
+
+    def __init__(self, directory: str, kind: str, rank_of_sampler: int | None) -> None:
+        super().__init__({"dir": directory, "epochs": 1, "log": False, "seed": 1})
+        self.model, self.count = nn.Linear(1, 1), 0
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.dataloaders["train"] = ENDLESS[kind](self.rank if rank_of_sampler is None else rank_of_sampler)
+
+    def train_step(self, data: Any) -> Any:
+        loss = self.model(data[:, :1].float()).mean()
+        self.backward(loss)
+        self.count += len(data)
+        return None, loss
+
+
+def _train_with(kind: str, directory: str, rank_of_sampler: int | None = None) -> int:
+    with Means(directory, kind, rank_of_sampler) as runner:
+        runner.train()
+        return runner.count
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_sampler_that_leads_to_itself_is_read(tmp_path: Path, kind: str) -> None:
+    found = run_processes(_train_with, kind, str(tmp_path), world_size=2, timeout=30)
+    assert found == [LENGTH // 2 if kind == "in a sampler" else LENGTH] * 2
+
+
+def test_share_of_a_sampler_that_leads_to_itself_is_checked(tmp_path: Path) -> None:
+    found = run_outcomes(_train_with, "in a sampler", str(tmp_path), 0, world_size=2, timeout=30)
+    errors = {one.rank: one.error for one in found}
+    assert isinstance(errors[1], ValueError) and "to take share 1 of 2" in str(errors[1])
