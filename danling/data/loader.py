@@ -153,8 +153,7 @@ class KeyedLoader(LibraryLoader):
         told = hasattr(self.dataset, "set_epoch")
         if isinstance(self.dataset, OrderedDataset):
             self.dataset.set_seed(self.order.seed)
-        if told:
-            self.set_by_epoch |= set_epoch_of(self.dataset, self.order.epoch)
+        self.tell_epoch()
         if told or self.stateful or (self._copies is not None and self._copies.differ_from(self.dataset)):
             # Persistent workers have copies of the dataset that would not hear of it.
             shut_down_workers(self)
@@ -172,6 +171,11 @@ class KeyedLoader(LibraryLoader):
         finish = view.get("collate_fn", self.collate_fn)
         return (finish(read(key)) for key in keys)
 
+    def tell_epoch(self) -> None:
+        """Call `set_epoch` of the dataset with the pass of the position."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.set_by_epoch |= set_epoch_of(self.dataset, self.order.epoch)
+
     def _view(self) -> dict[str, Any]:
         own = self._own_collate
         dataset = KeyedDataset(
@@ -182,6 +186,12 @@ class KeyedLoader(LibraryLoader):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
         self.order.set_epoch(epoch)
+
+    def _go_to_pass(self, state: Mapping[str, Any]) -> None:
+        """Tell the dataset the pass of a saved position, from which its length may follow."""
+        if "epoch" in state and not isinstance(self.dataset, OrderedDataset):
+            self.order.set_epoch(state["epoch"])
+            self.tell_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, what tells whether it fits, and the dataset's own state, if it has one."""
@@ -200,6 +210,7 @@ class KeyedLoader(LibraryLoader):
         """
         if state["seed"] != self.order.seed:
             self.close()  # workers that are kept hold a copy of the old seed
+        self._go_to_pass(state)
         self.order.load_state_dict(state)
         saved = state.get("dataset", {})
         if self.stateful and saved.keys() != self.stateful.keys():
@@ -272,6 +283,12 @@ class DataLoader(KeyedLoader):
         _check_not_empty(self.order)
         self.close()  # workers that are kept hold a copy of the dataset
 
+    def tell_epoch(self) -> None:
+        """Call `set_epoch` of the dataset, and take over the length that follows where nothing of the pass is read."""
+        super().tell_epoch()
+        if hasattr(self.dataset, "set_epoch") and not self.order.consumed and len(self.dataset) != self.order.length:
+            self.take_length()
+
     @property
     def division(self) -> Division | None:
         """How updates are divided; `None` where `accum_steps` says how many batches make one."""
@@ -302,6 +319,7 @@ class DataLoader(KeyedLoader):
         Raises:
             ValueError: If the dataset has another length, or the order is another one.
         """
+        self._go_to_pass(state)
         self.order.check(state)
         if isinstance(self.dataset, OrderedDataset) and "order" in state:
             self.dataset.check_fingerprint(state["order"], state["epoch"], self.split)

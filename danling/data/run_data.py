@@ -355,16 +355,22 @@ class RunData:
     def of(self, split: str) -> BatchSource:
         """Return the batches of a split; opened anew where its loader is another one now.
 
-        At the beginning of a pass, a dataset that was replaced in `self.datasets` is taken in, and a dataset that has another length.
+        At the beginning of a pass, a dataset that was replaced in `self.datasets` is taken in, and a dataset that has another length. So is
+        one within a pass whose position was restored and not read behind: the program may have replaced it so before it was stopped.
         """
         self.check(split)
         run, known = self._run, self.sources.get(split)
+        restored = None
         if known is not None and known.remaining_batches() != 0 and self._change_of(split):
-            self.check_unchanged(split)
+            restored = known.restored if known.consumed else None
+            if restored is None:
+                self.check_unchanged(split)
             if self._is_replaced(split):
                 del run.dataloaders[split]
             else:
                 known.loader.take_length()
+                if restored is not None:
+                    known.load_state_dict(restored)
         if split not in run.dataloaders:
             run.build_dataloaders()
         if split not in run.dataloaders:
@@ -378,9 +384,44 @@ class RunData:
         added = self._take_in(split, loader)
         if epoch := run.state.train.epoch if known is None else known.epoch:
             added.set_epoch(epoch)
+        if restored is not None:
+            added.load_state_dict(restored)
         if known is not None:
             self._replaced.append(known)
         return added
+
+    def begin(self, split: str) -> BatchSource:
+        """Return the batches of a split to read a pass of, or its rest; its dataset knows the pass, from which its length may follow."""
+        source = self.of(split)
+        source.tell_epoch()
+        return source
+
+    def end_evaluation(self, source: BatchSource) -> None:
+        """Tell a dataset that is trained on too the pass of the training, after it was evaluated."""
+        dataset = getattr(source.loader, "dataset", None)
+        for trained in self.trained_sources().values():
+            if dataset is not None and trained is not source and getattr(trained.loader, "dataset", None) is dataset:
+                trained.tell_epoch()
+
+    def restore(self, split: str, state: Mapping[str, Any]) -> None:
+        """Go to a saved position. May be called on one rank.
+
+        Within a pass, a dataset that does not fit is an error only when the pass continues: an override of `train_epoch` may replace it.
+
+        Args:
+            split: The split.
+            state: The position of this rank.
+
+        Raises:
+            ValueError: If it does not fit the loader.
+        """
+        source = self.of(split)
+        try:
+            source.load_state_dict(state)
+        except ValueError as error:
+            if not state.get("consumed") or split not in self._run.datasets or not isinstance(source.read, KeyedLoader):
+                raise
+            source.await_dataset(state, error)
 
     def _take_in(self, split: str, loader: object) -> BatchSource:
         source = self.sources[split] = self.open(split, loader)
@@ -404,7 +445,7 @@ class RunData:
     def check_unchanged(self, split: str) -> None:
         """Refuse a dataset that was changed within a pass. May be called on one rank."""
         source = self.sources[split]
-        change = self._change_of(split) if source.consumed else None
+        change = self._change_of(split) if source.consumed and source.restored is None else None
         if change is not None:
             raise ValueError(
                 f"Expected the dataset of split {split!r} to stay as it is within a pass. Received: {change}, after {source.consumed} of "

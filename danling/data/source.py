@@ -145,6 +145,10 @@ class BatchSource:
         self.kind: str = read.kind
         self.is_rank_local: bool = read.is_rank_local
         self.foreseen: bool = read.foreseen
+        self.restored: Mapping[str, Any] | None = None
+        """The state that was loaded, until a batch is read behind it."""
+        self.misfit: ValueError | None = None
+        """Why that state does not fit the dataset that is there now."""
         self._noted: tuple[int, dict[str, object]] | None = None
         """The pass of which the small attributes of the dataset were noted, and these."""
 
@@ -182,12 +186,18 @@ class BatchSource:
     @property
     def epoch(self) -> int:
         """The pass that the position is in, from 0."""
-        return int(self.position.epoch)
+        return int(self.position.epoch if self.misfit is None else self._awaited["epoch"])
+
+    @property
+    def _awaited(self) -> Mapping[str, Any]:
+        """The state that waits for its dataset."""
+        assert self.restored is not None
+        return self.restored
 
     @property
     def consumed(self) -> int:
         """How much of the pass is consumed: samples over all ranks for a loader of the library, else batches of this rank."""
-        return int(self.position.consumed)
+        return int(self.position.consumed if self.misfit is None else self._awaited["consumed"])
 
     @property
     def even(self) -> bool:
@@ -196,7 +206,7 @@ class BatchSource:
 
     def remaining_batches(self) -> int | None:
         """Return the batches from the position to the end of the pass on this rank, `None` if unknown."""
-        left: int | None = self.position.remaining_batches()
+        left: int | None = self.position.remaining_batches() if self.misfit is None else None
         return left
 
     def batches(self) -> Iterator[Batch]:
@@ -205,6 +215,9 @@ class BatchSource:
         Calls `set_epoch` of the loader, its samplers and its dataset first. Workers prefetch batches; without workers, a batch is fetched
         only when the caller asks for it. A rank that reads nothing gets placeholders, without end where that is not known here.
         """
+        if self.misfit is not None:
+            raise self.misfit
+        self.restored = None
         batches: Iterator[Batch] = self.read.micro_batches(read=self.reads)
         return batches
 
@@ -218,7 +231,13 @@ class BatchSource:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of pass `epoch`."""
+        self.restored = self.misfit = None
         self.position.set_epoch(epoch)
+
+    def tell_epoch(self) -> None:
+        """Call `set_epoch` of the dataset, from which its length may follow. Reading calls it too."""
+        if isinstance(self.read, KeyedLoader):
+            self.read.tell_epoch()
 
     def finish_pass(self) -> None:
         """Go to the beginning of the next pass."""
@@ -230,6 +249,8 @@ class BatchSource:
 
     def state_dict(self) -> dict[str, object]:
         """Return the position, as tensors and plain values. Take it between updates."""
+        if self.misfit is not None:
+            return dict(self._awaited)
         return {"kind": self.kind, **self.read.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,6 +262,7 @@ class BatchSource:
         Raises:
             ValueError: If it was saved by another kind of loader, or does not fit this one.
         """
+        self.restored, self.misfit = state, None
         if not (self.reads or self.foreseen):  # the state of the loader itself is for the ranks that read it
             self.set_epoch(int(state["epoch"]))
             self.position.advance(int(state["consumed"]))
@@ -259,6 +281,15 @@ class BatchSource:
                 "loader from a dataset, or exclude 'dataloaders' from loading."
             )
         self.read.load_state_dict({key: value for key, value in state.items() if key != "kind"})
+
+    def await_dataset(self, state: Mapping[str, Any], misfit: ValueError) -> None:
+        """Take a position within a pass that the dataset does not fit: it may be replaced before the pass continues.
+
+        Args:
+            state: The position.
+            misfit: Why it does not fit; raised when the pass continues with this dataset.
+        """
+        self.restored, self.misfit = state, misfit
 
     def close(self) -> None:
         """End the loader's worker processes."""

@@ -134,10 +134,12 @@ class Evaluator:
         """Return the batches of a split. For a split to train on it is a separate pass, which does not move its position."""
         runner = self.runner
         if split not in runner.train_splits:
-            return runner.source(split)
+            return runner._data.begin(split)
         if split in runner.datasets:
             with runner._data.reading_once():
-                return runner._data.open(split, runner.build_dataloader(split, runner.datasets[split]))
+                source = runner._data.open(split, runner.build_dataloader(split, runner.datasets[split]))
+            source.tell_epoch()
+            return source
         if runner.source(split).consumed:
             raise ValueError(
                 f"Expected a separate loader to evaluate split {split!r} in the middle of training on it: its loader would lose "
@@ -193,7 +195,10 @@ class Evaluator:
         batches: Iterator[Batch] = islice(source.batches(), limit)
         if self.runner.preparation.evaluates_together:
             batches = even_out(batches, ranks=placement.optimizer, readers=placement.data, reads=source.reads)
-        yield from batches
+        try:
+            yield from batches
+        finally:
+            self.runner._data.end_evaluation(source)
         source.rewind()
 
     @contextmanager

@@ -418,9 +418,8 @@ class TrainingLoop:
         """
         runner, session, agreement = self._runner, self._session, self._runner._parts.agreement
         run_window, member = runner._parts.run_window, runner.fault_tolerance
-        source = runner._data.of(split)
+        source = runner._data.begin(split)
         source.note_dataset()
-        runner._data.agree_lengths()
         runner._bind_reduction()
         runner._parts.update.split = split
         runner.observers.notify("pass_started", split)
@@ -438,14 +437,15 @@ class TrainingLoop:
                     return
                 yield batch
 
-        batches, ends_alike, found = read(), agreement.ends_alike(source), source.consumed > 0
         compared, begins = False, source.consumed == 0
         # Whether there is one more pass over a stream is known only when it is read.
-        is_called_first = source.kind != "window"
+        if begins and source.kind != "window":
+            runner.on_pass_start(split)
+            begins = False
+            source = runner._data.begin(split)  # it may have replaced or extended the dataset
+        runner._data.agree_lengths()
+        batches, ends_alike, found = read(), agreement.ends_alike(source), source.consumed > 0
         while True:
-            if begins and is_called_first:
-                runner.on_pass_start(split)
-                begins = False
             batch = next(batches, None)
             if batch is None if ends_alike else not agreement.all_have(source, batch):
                 break

@@ -308,7 +308,7 @@ def restore_positions(runner: BaseRunner, states: Mapping[str, Mapping[str, obje
         stored = states[split]
         own = share_of_rank(runner, split, stored) if stored is not None else None
         if own is not None:
-            runner.source(split).load_state_dict(own)
+            runner._data.restore(split, own)
 
 
 def share_of_rank(runner: BaseRunner, split: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
