@@ -95,6 +95,7 @@ class MetricSet:
                 # `prediction == None` is False, and an array of it in NumPy.
                 raise _needs_target(name, f"which it compared, and returned {value!r}")
             total, weight = _as_totals(name, value, samples)
+            self._meters.expect(name)
             self._meters.add_totals(name, total, weight)
         for name, metric in self._objects.items():
             if target is not None:
@@ -105,7 +106,8 @@ class MetricSet:
     def compute(self, domain: Domain | None = None) -> dict[str, float]:
         """Return the metrics over the domain, by name, the same on all its members. Call on all of them.
 
-        A metric that no member has data for is left out. Several values of one metric are called `name.key` or `name.0`.
+        A metric that no member has data for is left out; one whose data has no weight, such as targets that are all ignored, is NaN.
+        Several values of one metric are called `name.key` or `name.0`.
         """
         result = self._meters.averages(domain) | self.compute_objects(domain)
         _check_names(result)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from danling.utils.tensors import as_signed
+
 
 def accuracy(
     pred: Tensor, target: Tensor, ignore_index: int = -100, *, dim: int | None = None
@@ -27,6 +29,7 @@ def accuracy(
     Raises:
         ValueError: If the shapes do not fit, or fit in two ways.
     """
+    target = as_signed(target)
     has_scores = pred.shape != target.shape
     if has_scores:
         pred = pred.argmax(_class_dim(pred, target) if dim is None else dim)
@@ -64,6 +67,7 @@ def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, ignore_index: int =
         k: How many scores count; all of them where there are fewer.
         ignore_index: Targets that do not count.
     """
+    target = as_signed(target)
     best = pred.topk(min(k, pred.shape[-1]), dim=-1).indices
     counted = target != ignore_index
     correct = (best == target.unsqueeze(-1)).any(-1) & counted

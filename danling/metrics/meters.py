@@ -55,6 +55,7 @@ class Meters:
         self.exact = exact
         self._meters: dict[str, Meter] = {}
         self._reserved = frozenset(reserved)
+        self._expected: set[str] = set()
 
     def __getitem__(self, name: str) -> Meter:
         return self._meters[name]
@@ -113,6 +114,10 @@ class Meters:
         if self.exact:
             meter.terms.append((sum, weight))
 
+    def expect(self, name: str) -> None:
+        """Have `averages` return NaN for a name that gets no weight on any rank, instead of leaving it out."""
+        self._expected.add(name)
+
     def merge(self, others: Meters) -> None:
         """Take in all that other meters of this rank have seen."""
         for name, meter in others._meters.items():
@@ -127,19 +132,25 @@ class Meters:
         Args:
             domain: Ranks to sum over; `None` is this one alone.
         """
-        names = sorted(self._meters)
+        return self._summed(domain)[0]
+
+    def _summed(self, domain: Domain | None) -> tuple[dict[str, tuple[float, float]], set[str]]:
+        """Return the totals over the domain, and the names that one of its members expects."""
+        names, expected = sorted(self._meters), set(self._expected)
         shared = domain is not None and domain.size > 1
         if domain is not None and shared:
-            names = sorted({name for members in domain.gather_objects(names) for name in members})
+            members = domain.gather_objects((names, expected))
+            names = sorted({name for known, _ in members for name in known})
+            expected = set().union(*(asked for _, asked in members))
         if not names:
-            return {}
+            return {}, expected
         if self.exact:
-            return self._exact_totals(names, domain if shared else None)
+            return self._exact_totals(names, domain if shared else None), expected
         mine = [self._meters.get(name) or Meter() for name in names]
         figures = _read([*(meter.sum for meter in mine), *(meter.weight for meter in mine)])
         if domain is not None and shared:
             figures = domain.all_reduce(torch.tensor(figures, dtype=torch.float64)).tolist()
-        return dict(zip(names, zip(figures, figures[len(names) :])))
+        return dict(zip(names, zip(figures, figures[len(names) :]))), expected
 
     def _exact_totals(self, names: list[str], domain: Domain | None) -> dict[str, tuple[float, float]]:
         own = [self._meters[name].terms if name in self._meters else [] for name in names]
@@ -151,13 +162,16 @@ class Meters:
     def averages(self, domain: Domain | None = None) -> dict[str, float]:
         """Return the weighted means over the domain. Call on all its members.
 
-        A name without any weight is left out: there is no mean of nothing.
+        A name without any weight is left out, since there is no mean of nothing; one that was expected is NaN.
         """
-        return {name: total / weight for name, (total, weight) in self.totals(domain).items() if weight}
+        totals, expected = self._summed(domain)
+        found = {name: total / weight for name, (total, weight) in totals.items() if weight}
+        return {**found, **dict.fromkeys(expected - found.keys(), math.nan)}
 
     def reset(self) -> None:
         """Forget everything."""
         self._meters.clear()
+        self._expected.clear()
 
     @contextmanager
     def aside(self, *, exact: bool = False) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from danling.data import PLACEHOLDER, Batch
 from danling.data.collation import collate
+from danling.utils.tensors import WIDE_UNSIGNED, as_signed
 
 from .keys import preserved_streams
 
@@ -26,7 +27,7 @@ logger = logging.getLogger("danling")
 TARGET_NAMES = ("target", "targets", "label", "labels", "y")
 """Names under which a target is found in a batch that is a mapping, the first one that is there."""
 
-_LABELS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_LABELS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *WIDE_UNSIGNED)
 
 
 def is_pair(data: Any) -> bool:
@@ -357,6 +358,7 @@ def aligned_labels(data: object) -> Tensor | None:
 def _count(target: Tensor, ignore_index: int | None) -> float | Tensor:
     if ignore_index is None:
         return float(target.numel())
+    target = as_signed(target)
     if target.device.type != "cpu":
         return torch.count_nonzero(target != ignore_index)
     # Most batches ignore nothing, and the smallest target tells that in one pass.
@@ -374,7 +376,7 @@ def _dense_weight(criterion: object, target: Tensor) -> float:
 
 
 def _class_weight(target: Tensor, class_weight: Tensor, ignore_index: int | None) -> Tensor:
-    weights = class_weight.to(target.device)
+    weights, target = class_weight.to(target.device), target.long()  # an index of uint8 would be a mask
     if ignore_index is None:
         return weights[target].sum()
     counts = target != ignore_index

@@ -89,6 +89,8 @@ class Evaluator:
         """Whether an evaluation has the same bits at any number of ranks."""
         self._has_tried = self._has_said_averaged = False
         self._logged_orders: set[str] = set()
+        self._without_targets: set[str] = set()
+        """Splits of which it was logged that no target counts."""
 
     # Metrics
 
@@ -102,8 +104,10 @@ class Evaluator:
             own = max(-(-(limit - runner.data_domain.rank) // runner.data_domain.size), 0)
         source = self._source(split)
         self._log_order(split, limit, source)
-        totals, _, samples = self._sums(split, own, source)
+        totals, scored, samples = self._sums(split, own, source)
         metrics = checked_figures("summarize", split, runner.summarize(split, totals))
+        if scored and math.isnan(metrics.get("loss", 0.0)):
+            self._log_ignored(split, limit, totals)
         if limit is not None:
             # Of a part of a split, the number of batches and ranks decides which one.
             placement = runner.placement
@@ -129,6 +133,17 @@ class Evaluator:
         why = f" {' and '.join(settings)} {'hold' if len(settings) > 1 else 'holds'} for training." if settings else ""
         more = "" if first == samples else " Call `evaluate`, or override `evaluate_steps`, for all of them."
         logger.info("An evaluation reads %s samples of split %r, in %s.%s%s", which, split, order, why, more)
+
+    def _log_ignored(self, split: str, limit: int | None, totals: Meters) -> None:
+        """Log once a split that its loss is NaN where none of its targets counts."""
+        has_weight = "loss" in totals and totals["loss"].weight
+        if has_weight or split in self._without_targets or not self.runner.is_main_process:
+            return
+        self._without_targets.add(split)
+        text = f"No evaluated target of split {split!r} counts: all are ignored, so its loss is NaN."
+        if limit is not None:
+            text += f" Its first {limit} batches were evaluated; override evaluate_steps to evaluate more of them."
+        logger.warning("%s", text)
 
     def _source(self, split: str) -> BatchSource:
         """Return the batches of a split. For a split to train on it is a separate pass, which does not move its position."""
@@ -164,6 +179,8 @@ class Evaluator:
                     weight, samples = runner._parts.loss.weigh(batch, data)
                     self.batch_weight = weight
                     pred, loss = self._evaluated(split, data)
+                    if loss is not None and samples:
+                        totals.expect("loss")
                     if loss is not None and (isinstance(weight, Tensor) or weight):
                         if runner._parts.sums_loss:
                             totals.add_totals("loss", loss, weight)

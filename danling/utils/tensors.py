@@ -138,3 +138,12 @@ def scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
     for target in targets:
         target.copy_(flat[start : start + target.numel()].view(target.shape))
         start += target.numel()
+
+
+WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Types of integers for which torch has hardly an operation: it stores them, and users cast them."""
+
+
+def as_signed(target: Tensor) -> Tensor:
+    """Return integer targets in a type that torch computes with, as a criterion casts them."""
+    return target.long() if target.dtype in WIDE_UNSIGNED else target

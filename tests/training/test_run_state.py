@@ -44,6 +44,7 @@ class Run:
         self.component_parts = lambda: [self.part(name) for name in components if name in self.values]
         self.progress_parts = lambda: [self.part(name) for name in progress]
         self.run_state = RunState(self)  # type: ignore[arg-type]
+        self._data = SimpleNamespace(restore=lambda split, state: self.source(split).load_state_dict(state))
 
     def part(self, name: str) -> StatePart:
         def restore(value: Any, excluded: Collection[str]) -> None:
@@ -133,7 +134,7 @@ def test_states_of_each_replica_are_handed_back_to_it(caplog: pytest.LogCaptureF
     source = open_source(TorchDataLoader(Numbers(), batch_size=2), split="train", rank=0, world_size=2, seed=1)
     run: Any = Run()
     # Ranks 0 and 1 read the same data.
-    others: list[Any] = [(0, {"train": {"other": 1}}), (1, {"train": {"second": 2}})]
+    others: list[Any] = [(0, {"train": {"other": 1}}, []), (1, {"train": {"second": 2}}, [])]
     run.world = SimpleNamespace(gather_objects=lambda mine: [mine, *others])
     state = loader_states(run, {"train": source})["train"]
     assert state == {"ranks": {"0": source.state_dict(), "1": {"second": 2}}}
