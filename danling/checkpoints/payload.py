@@ -165,10 +165,10 @@ _elastic = _entries({**dict.fromkeys(_ATTEMPTS, _count), "micro_batch_size": _op
 
 
 def _settings(value: Any, path: str) -> None:
-    """Check that settings are plain values by texts."""
+    """Check that settings are plain values."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            _text(key, f"a key of {path}")
+            _scalar(key, f"a key of {path}")
             _settings(item, f"{path}.{key}")
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
@@ -184,6 +184,8 @@ def _texts(value: Any, path: str) -> None:
 
 def _runner(value: Any, path: str) -> None:
     _mapping(value, path)
+    for key in value:
+        _text(key, f"a key of {path}")
     _settings(value, path)
     _optional(_count)(value.get("seed"), f"{path}.seed")
     for name in _SECTIONS_OF_SETTINGS:

@@ -24,7 +24,7 @@ import yaml
 
 from danling.utils.files import read_text
 from danling.utils.messages import did_you_mean
-from danling.utils.plain import NUMBER, NUMBER_BEGINS, check_yaml, parse_json
+from danling.utils.plain import NUMBER, NUMBER_BEGINS, check_yaml, parse_json, with_plain_numbers
 from danling.utils.process import ERROR_FILE, first_failure
 
 from .names import FILE_SECTIONS
@@ -54,13 +54,39 @@ FORMATS = (".yaml", ".yml", ".json", ".toml")
 
 
 _MERGE = "tag:yaml.org,2002:merge"
+_DEEPEST_INCLUDE, _MOST_INCLUDES = 20, 1000
+_LARGEST_SETTINGS = 4 << 20
+"""Bytes of a file with settings, and of all that it includes."""
+
+
+class _TooMuch(ValueError):
+    """A file of settings includes more than it may, in itself or in a file that it includes."""
+
+
+class _Included:
+    """How many files and bytes a file of settings may still include, at any depth."""
+
+    def __init__(self) -> None:
+        self.files, self.bytes = _MOST_INCLUDES, _LARGEST_SETTINGS
+
+    def read(self, path: Path, depth: int) -> str:
+        if depth > _DEEPEST_INCLUDE:
+            raise _TooMuch(f"files nested deeper than {_DEEPEST_INCLUDE} levels, maybe in a circle: {str(path)!r}")
+        text = read_text(path, limit=self.bytes)
+        self.files, self.bytes = self.files - 1, self.bytes - len(text)
+        if self.files < 0:
+            raise _TooMuch(f"more than {_MOST_INCLUDES} files")
+        return text
 
 
 class SettingsLoader(YamlLoader):
     """A safe YAML loader that reads `1e-3` as a number, as people write it, and refuses a key that is there twice.
 
-    YAML 1.1 takes `1e-3` for a string, and a learning rate that is a string fails far from the file.
+    YAML 1.1 takes `1e-3` for a string, and a learning rate that is a string fails far from the file. Files are included with bounds.
     """
+
+    included: _Included
+    depth = 0
 
     def get_single_data(self) -> Any:
         """Return the content."""
@@ -70,15 +96,20 @@ class SettingsLoader(YamlLoader):
 
     @staticmethod
     def _include(loader: Any, node: Any) -> Any:
-        return read_settings(os.path.join(loader._root, loader.construct_scalar(node)))
+        return loader.read_included(loader.construct_scalar(node))
 
     @staticmethod
     def _includes(loader: Any, node: Any) -> Any:
         if not isinstance(node, yaml.SequenceNode):
             raise ValueError(f"!includes expects a list of files in line {node.start_mark.line + 1}")
-        return [read_settings(os.path.join(loader._root, name)) for name in loader.construct_sequence(node)]
+        return [loader.read_included(name) for name in loader.construct_sequence(node)]
+
+    def read_included(self, name: str) -> dict[str, object]:
+        """Return the settings in another file, by its path from this one."""
+        return _read_settings(Path(self._root, name), self.included, self.depth + 1)
 
 
+with_plain_numbers(SettingsLoader)
 SettingsLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, NUMBER_BEGINS)
 
 
@@ -146,14 +177,21 @@ def _refuse_two_places(settings: Mapping[Any, Any]) -> None:
 
 def read_settings(file: str | os.PathLike[str]) -> dict[str, object]:
     """Return the settings in a file; an empty file gives none."""
-    path = Path(file)
+    return _read_settings(Path(file), _Included(), 0)
+
+
+def _read_settings(path: Path, included: _Included, depth: int) -> dict[str, object]:
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
         raise ValueError(f"Expected a file that ends in {', '.join(FORMATS)}. Received: {str(path)!r}.")
     if not path.is_file():
         raise FileNotFoundError(f"Expected a file with settings. Received: {str(path)!r}, which does not exist.")
     try:
-        content = _parse_settings(read_text(path), suffix, path.parent)
+        content = _parse_settings(included.read(path, depth), suffix, path.parent, included, depth)
+    except _TooMuch as error:
+        if depth:
+            raise
+        raise ValueError(f"Expected settings of bounded size in {str(path)!r}. Received: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(
             f"Expected {suffix[1:].upper()} in {str(path)!r}. Received: {' '.join(str(error).split())}"
@@ -167,7 +205,7 @@ def read_settings(file: str | os.PathLike[str]) -> dict[str, object]:
     return dict(content or {})
 
 
-def _parse_settings(text: str, suffix: str, directory: Path) -> Any:
+def _parse_settings(text: str, suffix: str, directory: Path, included: _Included, depth: int) -> Any:
     if suffix == ".json":
         return _parse_json(text)
     if suffix == ".toml":
@@ -175,6 +213,7 @@ def _parse_settings(text: str, suffix: str, directory: Path) -> Any:
     check_yaml(text)
     loader: Any = SettingsLoader(text)  # type: ignore[no-untyped-call]
     loader._root = os.path.abspath(directory)  # where !include looks
+    loader.included, loader.depth = included, depth
     try:
         return loader.get_single_data()
     finally:

@@ -19,6 +19,8 @@ _DEEPEST = 200
 _MOST_NODES = 500_000
 _MOST_VALUES = 10_000_000
 _LONGEST_INTEGER = 40
+_LONGEST_NUMBER = 200
+_LONGEST_YAML = 16 << 20
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 NUMBER = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
@@ -35,14 +37,56 @@ class PlainDumper(_DUMPER):  # type: ignore[misc]
 PlainDumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, NUMBER_BEGINS)
 
 
+_WORD = rf"(?=.{{1,{_LONGEST_NUMBER}}}\Z)"
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)",
+    "tag:yaml.org,2002:float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)"
+    r"|\.(?:nan|NaN|NAN)",
+}
+"""Plain scalars that are numbers, by tag: those of YAML 1.1, but not those to base 60, which cost quadratic time. `1:30` is a text."""
+
+
+def with_plain_numbers(loader: Any) -> Any:
+    """Return a class of loaders with the numbers of `_NUMBERS` in the place of its own."""
+    own = {
+        first: [(tag, form) for tag, form in forms if tag not in _NUMBERS]
+        for first, forms in loader.yaml_implicit_resolvers.items()
+    }
+    loader.yaml_implicit_resolvers = own
+    for tag, form in _NUMBERS.items():
+        loader.add_implicit_resolver(tag, re.compile(f"{_WORD}(?:{form})\\Z"), NUMBER_BEGINS)
+        # A tag that is written out comes here too.
+        loader.add_constructor(tag, _number_of(loader.yaml_constructors[tag]))
+    return loader
+
+
+def _number_of(construct: Any) -> Any:
+    def number(self: Any, node: Any) -> Any:
+        text = self.construct_scalar(node)
+        if ":" in text or len(text) > _LONGEST_NUMBER:
+            raise ValueError(f"{text[:_LONGEST_INTEGER]!r} is no number")
+        return construct(self, node)
+
+    return number
+
+
+class _PlainLoader(_LOADER):  # type: ignore[misc]
+    """A safe loader without numbers to base 60."""
+
+
+with_plain_numbers(_PlainLoader)
+
+
 def parse_yaml(text: str) -> object:
     """Return the content of YAML, read by the safe loader."""
     check_yaml(text)
-    return yaml.load(text, Loader=_LOADER)
+    return yaml.load(text, Loader=_PlainLoader)
 
 
 def check_yaml(text: str) -> None:
     """Refuse YAML that costs more than its size: a few aliases of aliases expand to billions of values."""
+    if len(text) > _LONGEST_YAML:
+        raise ValueError(f"it has more than {_LONGEST_YAML:,} characters")
     nodes = 0
     open_nodes: list[tuple[str | None, int]] = []
     sizes: dict[str | None, int] = {}
