@@ -114,11 +114,20 @@ _NO_SETTINGS = {
     "torchrun --nproc-per-node N": "devices gpus nproc_per_node num_processes",
     "torchrun --nnodes N": "num_nodes nnodes",
     "the variable CUDA_VISIBLE_DEVICES": "accelerator device",
-    "torchrun, which tells each process": "local_rank rank world_size",
     "stack and parallel.axes": "strategy",
+    "name": "run_name",
+    "steps, and the argument of evaluate_steps": "fast_dev_run limit_train_batches limit_val_batches overfit_batches",
+    "the criterion, such as nn.CrossEntropyLoss(label_smoothing=0.1)": "label_smoothing_factor",
+    "the checkpoint `best`, which runner.load_checkpoint('best') loads": "load_best_model_at_end",
+    "nn.SyncBatchNorm.convert_sync_batchnorm(model) in __init__": "sync_batchnorm",
+    "methods that a subclass overrides, and runner.observers": "callbacks",
 }
+"""Names of other trainers for what is no key of this library, by what does it here."""
+_OF_LAUNCHER = ["local_rank", "rank", "world_size"]
+"""What torchrun tells each process. Programs set them for their own use."""
 _PLACES = {name: place for place, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 _NO_PLACES = {name: answer for answer, names in _NO_SETTINGS.items() for name in names.split()}
+_ANSWERS = _NO_PLACES | dict.fromkeys(_OF_LAUNCHER, "torchrun, which tells each process")
 _DECIDING = ("optim.", "scheduler.", "ema.", "dataloader.")
 """Sections that change the training: their keys are refused at the top level."""
 METHODS_ELSEWHERE = {
@@ -131,6 +140,8 @@ METHODS_ELSEWHERE = {
     "configure_optimizers": "build_optimizer",
     "create_optimizer": "build_optimizer",
     "create_scheduler": "build_scheduler",
+    "create_optimizer_and_scheduler": "build_optimizer",
+    "compute_metrics": "self.metrics",
     "training_epoch_end": "train_epoch",
     "on_train_epoch_end": "train_epoch",
     "on_train_epoch_start": "train_epoch",
@@ -169,9 +180,20 @@ def place_of(name: str, root: type[Config], *, in_code: bool = False) -> str | N
     return _PLACES.get(plain) or " or ".join(places) or None
 
 
+def warn_elsewhere(name: str) -> None:
+    """Warn that a key set in code is a name of another trainer, which the library does not read; users may have such keys."""
+    answer = _NO_PLACES.get(name)
+    if answer is not None:
+        warn_user(
+            f"The library does not read the key {name!r} of other trainers. Use {answer}. If the key is your own, declare it in a class "
+            "derived from RunnerConfig, and this line is left out.",
+            UserWarning,
+        )
+
+
 def refusal(name: str, received: str, root: type[Config], known: Iterable[str], secret_keys: Iterable[str]) -> str:
     """Return why a top-level key that is not declared is refused, and what to do."""
-    place, elsewhere = place_of(name, root), _NO_PLACES.get(name)
+    place, elsewhere = place_of(name, root), _ANSWERS.get(name)
     declared = "declare it in a class derived from RunnerConfig"
     if place is not None:
         advice = f". Its place is {place}. To use the name for your own key, {declared}."

@@ -22,7 +22,7 @@ from danling.utils.secrets import hide_secrets, without_secrets
 from . import identity
 from .checks import check_sections, settings_without_effect
 from .inputs import SettingsLoader, as_mapping, help_text, read_settings, set_option, split_options, usage_errors
-from .names import ALIASES, FILE_SECTIONS, OLDER_KEYS, place_of, refusal, slip_of, warn_older
+from .names import ALIASES, FILE_SECTIONS, OLDER_KEYS, place_of, refusal, slip_of, warn_elsewhere, warn_older
 from .schema import TopLevelConfig
 from .sections import Field, Section, fields_of
 
@@ -133,6 +133,8 @@ class RunnerConfig(TopLevelConfig):
         is_known = name in fields_of(type(self)) or dict.__contains__(self, name) or "_given" in self.__dict__
         if not is_known and place_of(str(name), RunnerConfig, in_code=True) is not None:
             raise ValueError(refusal(str(name), f"{name}{received}", RunnerConfig, (), self.secret_keys or ()))
+        if not is_known:
+            warn_elsewhere(str(name))
 
     def __missing__(self, name: Any) -> Any:  # type: ignore[override]
         if name in OLDER_KEYS:

@@ -380,6 +380,8 @@ class Section(Config):
         lock, prefix = self.__dict__.get("_lock") or (None, "")
         if lock is not None:
             lock.attach(value, f"{prefix}{name}.")
+        if isinstance(value, Section) and not self.__dict__.get("default_factory"):
+            refuse_absent_keys(value)
         # Also an instance attribute, so that reading costs no Python call.
         if isinstance(name, str) and not hides_method(type(self), name):
             self.__dict__[name] = value
@@ -414,7 +416,8 @@ class Section(Config):
         # Private names are asked for by notebooks, debuggers and copy protocols, never by a user.
         if not factory or self.__dict__.get("frozen") or (isinstance(name, str) and name.startswith("_")):
             options = [*fields_of(type(self)), *map(str, self)]
-            raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), options)}")
+            optional = "" if factory else f" get({name!r}) reads a key that may be absent."
+            raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), options)}{optional}")
         self._store(name, factory())
         return dict.__getitem__(self, name)
 
@@ -567,6 +570,14 @@ def hides_method(cls: type, name: str) -> bool:
     """Whether a key of this name would be hidden behind a method, a property or an attribute that chanfig uses."""
     value = getattr(cls, name, None)
     return name in _OF_CHANFIG or callable(value) or isinstance(value, property)
+
+
+def refuse_absent_keys(section: Section) -> None:
+    """Have absent keys of a section, and of those in it, raise an error from now on when they are read; they may still be set."""
+    section.__dict__["default_factory"] = None
+    for value in section.values():
+        if isinstance(value, Section):
+            refuse_absent_keys(value)
 
 
 def fresh(value: Any) -> Any:

@@ -27,6 +27,7 @@ from danling.config.agreement import check_alike, content_differs
 from danling.config.inputs import impose
 from danling.config.lock import BUDGET, SettingsLock
 from danling.config.runner_config import continued
+from danling.config.sections import refuse_absent_keys
 from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels
 from danling.data.run_data import RunData
@@ -266,6 +267,7 @@ class BaseRunner(metaclass=MetaRunner):
         own = config.clone() if isinstance(config, RunnerConfig) else self.config_class(config)
         impose(own)
         own.validate()
+        refuse_absent_keys(own)
         asked = own.stack_name()
         chosen_by_user = own.stack.lower() != "auto"
         if chosen_by_user and self.stack not in (asked, "base"):

@@ -165,7 +165,7 @@ class TorchRunner(BaseRunner):
             own = any(self._overrides(hook) for hook in ("build_reduction", "complete_gradients", "unscale_gradients"))
             self.preparation.check_reduced(self.model, trains=trains, reduced_by_user=own)
         if self.optimizer is None and (self.config.get("optim", None) or self._overrides("build_optimizer")):
-            self.optimizer = self.build_optimizer()
+            self.optimizer = self._parts.built_optimizer = self.build_optimizer()
         self.build_dataloaders()
         self._data.agree_lengths()
         self.bind_optimizer()
@@ -1019,6 +1019,8 @@ class TorchParts:
 
     metrics: MetricSet
     train_metrics: TrainMetrics | None = None
+    built_optimizer: Any = None
+    """What `build_optimizer` returned."""
     built_scheduler: Any = None
     """What `build_scheduler` returned."""
 

@@ -118,11 +118,17 @@ def misnamed(runner: TorchRunner) -> list[str]:
         "datasets": has_data,
         "dataloaders": has_data,
     }
+    # A program that sets a component may call such a method of its own for it.
+    parts = runner._parts
+    set_by_program = {
+        "build_optimizer": runner.optimizer is not None and runner.optimizer is not parts.built_optimizer,
+        "build_scheduler": runner.scheduler is not None and runner.scheduler is not parts.built_scheduler,
+        "self.metrics": runner.metrics is not None or any(map(runner._overrides, ("summarize", "evaluate_step"))),
+    }
     sentences = []
     for name in sorted(own - library):
         meant = METHODS_ELSEWHERE.get(name) or slip_of(name, sorted(library))
-        made_anyway = meant in ("build_optimizer", "build_scheduler") and given[meant.removeprefix("build_")]
-        if meant is not None and meant not in own and not made_anyway:
+        if meant is not None and meant not in own and not set_by_program.get(meant, False):
             sentences.append(f"The library does not call the method {name!r}: did you mean `{meant}`?")
     for component in (name for name, is_given in given.items() if not is_given):
         hint = _did_you_mean(component, vars(runner))

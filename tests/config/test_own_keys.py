@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from support.toys import Line, settings
 
 import danling as dl
 from danling.config.names import place_of
@@ -147,3 +149,112 @@ def test_other_names_in_code_are_the_users() -> None:
 def test_a_decimal_with_leading_zeros_is_a_number_and_a_word_is_none() -> None:
     config = dl.RunnerConfig().parse(["--model.rate", "00.5", "--model.code", "05", "--model.name", "infinity"])
     assert config.model == {"rate": 0.5, "code": "05", "name": "infinity"}
+
+
+ELSEWHERE = {
+    "device": "the variable CUDA_VISIBLE_DEVICES",
+    "devices": "torchrun --nproc-per-node N",
+    "gpus": "torchrun --nproc-per-node N",
+    "accelerator": "the variable CUDA_VISIBLE_DEVICES",
+    "strategy": "stack and parallel.axes",
+    "fast_dev_run": "steps",
+    "limit_train_batches": "steps",
+    "label_smoothing_factor": "the criterion, such as nn.CrossEntropyLoss(label_smoothing=0.1)",
+    "load_best_model_at_end": "the checkpoint `best`",
+    "sync_batchnorm": "nn.SyncBatchNorm.convert_sync_batchnorm",
+    "callbacks": "methods that a subclass overrides, and runner.observers",
+    "run_name": "name",
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_name_of_another_trainer_in_code_is_warned_of_once(name: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"does not read the key {name!r}") as caught:
+        runner = Line(settings(tmp_path, **{name: 1}))
+    runner.close()
+    assert len(caught) == 1 and f"Use {ELSEWHERE[name]}" in str(caught[0].message)
+    assert runner.config[name] == 1
+
+
+def test_a_declared_name_is_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    class Declares(dl.RunnerConfig):
+        device: str = "cuda"
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.callbacks = 3
+
+    assert Declares(device="cpu").device == "cpu"
+    assert dl.RunnerConfig(Namespace(strategy="mine", local_rank=0)).strategy == "mine"
+    assert dl.RunnerConfig(local_rank=1).local_rank == 1
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("configure_optimizers", "build_optimizer"), ("compute_metrics", "self.metrics")]
+)
+def test_a_method_of_another_trainer_is_named_unless_the_program_may_call_it(
+    name: str, meant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Ignored(Line):
+        pass
+
+    class Called(Line):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.optimizer, self.metrics = (
+                torch.optim.SGD(self.model.parameters(), lr=0.1),
+                {"mine": lambda p, t: p.mean()},
+            )
+
+    for kind in (Called, Ignored):
+        setattr(kind, name, lambda self: None)
+        kind(settings(tmp_path / kind.__name__)).close()
+        assert (f"does not call the method {name!r}: did you mean `{meant}`?" in caplog.text) == (kind is Ignored)
+
+
+READS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "own": (lambda config: config.net.encoder.wdith, "no key 'wdith'. Did you mean 'width'?"),
+    "section": (lambda config: config.net.decoder.width, "no key 'decoder'"),
+    "top": (lambda config: config.nett, "no key 'nett'. Did you mean 'net'?"),
+    "set late": (lambda config: config.late.mixture.alhpa, "no key 'alhpa'. Did you mean 'alpha'?"),
+    "open": (lambda config: config.optim.momentun, "no key 'optim.momentun'. Did you mean 'momentum'?"),
+    "split": (lambda config: config.dataloader.val, "no key 'dataloader.val'"),
+}
+
+
+@pytest.mark.parametrize("place", READS)
+def test_an_absent_key_is_an_error_once_a_runner_has_the_configuration(place: str, tmp_path: Path) -> None:
+    read, message = READS[place]
+    seen: list[str] = []
+
+    class Reads(Line):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.config.late = {"mixture": {"alpha": 1}}
+            before = self.config.plain()
+            with pytest.raises(AttributeError) as caught:
+                read(self.config)
+            seen.append(str(caught.value))
+            assert self.config.plain() == before, "reading has set a key"
+
+    config = dl.RunnerConfig(settings(tmp_path))
+    config.net.encoder.width = 3  # before, sections are made by assignment
+    config.optim.momentum = 0.9
+    Reads(config).close()
+    assert message in seen[0] and "reads a key that may be absent" in seen[0]
+
+
+def test_a_key_that_may_be_absent(tmp_path: Path) -> None:
+    config = dl.RunnerConfig(settings(tmp_path))
+    config.net.encoder.width = 3
+    with Line(config) as runner:
+        own = runner.config
+        assert own.net.get("depth") is None and own.get("net.depth", 4) == 4 and getattr(own.net, "depth", 5) == 5
+        assert not hasattr(own, "nothing") and "nothing" not in own
+        own.set("new.section.key", 1)
+        own.net.encoder.depth = 2
+        assert own.new.section.key == 1 and copy.deepcopy(own).net.encoder.depth == 2
+    # The caller's object still makes sections.
+    config.net.decoder.width = 4
+    assert config.net.decoder.width == 4
