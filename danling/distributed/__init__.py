@@ -6,6 +6,7 @@ from .calls import FAMILIES, CollectiveCallError, CollectiveCalls
 from .domain import Domain, JointLeave, LocalDomain, Placement, all_arrive, default_store, world_of
 from .environment import (
     LaunchEnvironment,
+    check_tasks,
     collective_timeout,
     destroy_process_group,
     init_process_group,
@@ -31,6 +32,7 @@ __all__ = [
     "StepTotals",
     "agree",
     "all_arrive",
+    "check_tasks",
     "collective_timeout",
     "default_store",
     "destroy_process_group",

@@ -71,6 +71,23 @@ class LaunchEnvironment:
         return cls(*values.values())
 
 
+def check_tasks() -> None:
+    """Refuse to train alone as one of several tasks that SLURM has started at once without ranks.
+
+    Raises:
+        ValueError: If there are several tasks, and neither RANK nor WORLD_SIZE is set.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    has_ranks = any(os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if tasks.isdecimal() and int(tasks) > 1 and not has_ranks:
+        raise ValueError(
+            f"Expected RANK and WORLD_SIZE in each of the {tasks} tasks that srun has started. Received: SLURM_STEP_NUM_TASKS={tasks} "
+            "without them: each task would train a run of one process. Start torchrun in one task on each machine, or set "
+            "RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID, WORLD_SIZE=$SLURM_NTASKS, MASTER_ADDR and MASTER_PORT in each task. For one "
+            "run in each task, as in a sweep, set WORLD_SIZE=1."
+        )
+
+
 def is_first_on_machine() -> bool:
     """Whether this process is the first one of its machine, as its launcher says; without one it is."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -36,6 +36,7 @@ from danling.distributed import (
     Domain,
     LaunchEnvironment,
     Placement,
+    check_tasks,
     collective_timeout,
     destroy_process_group,
     init_process_group,
@@ -427,6 +428,7 @@ class BaseRunner(metaclass=MetaRunner):
         From here on a failure of this process is recorded for torchrun.
         """
         record_failures()
+        check_tasks()
         launch = self.launch = LaunchEnvironment.read()
         self.device = select_device(launch.local_rank)
         created = init_process_group(
