@@ -185,14 +185,15 @@ class CheckpointStore:
     def sweep(self, protected: set[int]) -> None:
         """Remove what no name leads to any more, except the saves with these sequences."""
 
-    def prune(self, line: Line, *, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
+    def prune(self, *, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
         """Remove the history that retention gives up. What cannot be removed is tried again at the next save."""
         try:
-            records = [r for r in self.records(complete=True) if on_line(r, line.branch, line.ancestors)]
+            # Those of an abandoned line count too: else they would stay for ever.
+            records = self.records(complete=True)
         except OSError as error:
             logger.warning("Could not see which checkpoints in %s are old: %s", self.directory, error)
             return
-        protected = {r.sequence for r in records if r.name in ("latest", "best")} | pending
+        protected = {record.sequence for record in records if record.name in ("latest", "best")} | pending
         if resumed is not None:
             protected.add(resumed.sequence)
         for name in to_delete(records, keep=keep, protected=protected):
@@ -792,7 +793,7 @@ class CheckpointDirectory:
         """Remove the history that retention gives up, once a save is complete; saves whose upload is pending stay."""
         if self._line is not None:
             keep = self._settings.keep_latest_k
-            self.stores[0].prune(self._line, keep=keep, resumed=self.resumed, pending=pending)
+            self.stores[0].prune(keep=keep, resumed=self.resumed, pending=pending)
 
     def tidy(self) -> None:
         """Remove the files that killed saves and deletions have left in the directory of this run, where no other process writes."""

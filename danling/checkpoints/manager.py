@@ -568,6 +568,9 @@ class CheckpointManager(ABC):
         finally:
             if self.mirror is not None:
                 self.mirror.close(timeout)
+                if self.domain.rank == 0 and not self.checkpoints.is_split:
+                    # What waited for its upload is in the store now. Disks of several machines are pruned together, at the next save.
+                    self._prune()
 
     def _end(self, timeout: float | None) -> None:
         if not self._executor.close(timeout):

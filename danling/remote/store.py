@@ -57,6 +57,10 @@ class RemoteUnavailable(RemoteError):
     """The store could not be reached, did not answer in time, or could not store the data. A later attempt may succeed."""
 
 
+class RemoteBadKey(RemoteError):
+    """A listing has an object whose key has a part `.` or `..`."""
+
+
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "https", "http", "file", "memory")
 """Schemes of the URLs that name a store."""
 
@@ -153,9 +157,10 @@ class RemoteStore:
         self.url = url.rstrip("/")
         self.settings = settings
         self.bare_tags = False
-        self.starting = False
+        self.starting = self._has_bad_key = False
         check_url(url)
         _obstore()
+        self._credentials = credentials
         try:
             self._client = _open(self.url, settings, credentials)
         except Exception as error:
@@ -230,12 +235,30 @@ class RemoteStore:
 
     def directories(self, prefix: str = "") -> list[str]:
         """Return the names directly below a prefix that have further keys below them, sorted."""
-        found = self._ask("list", prefix, lambda store: _obstore().list_with_delimiter(store, prefix or None))
-        return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found["common_prefixes"])
+        try:
+            found, _ = self._level(prefix)
+            return found
+        except RemoteBadKey as error:
+            self._name_bad_key(error)
+            below = f"{prefix}/" if prefix else ""
+            keys = [entry.key.removeprefix(below) for entry in self._list_behind_dots(prefix)]
+            return sorted({key.partition("/")[0] for key in keys if "/" in key})
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[RemoteObject]:
-        """Yield the objects below a prefix, as directories do: `a/b` does not list `a/bc`. In order of keys on most stores."""
+        """Yield the objects below a prefix, as directories do: `a/b` does not list `a/bc`. In order of keys on most stores.
 
+        An object whose key has a part `.` or `..`, which another program has made, is named in the log once and left out.
+        """
+        try:
+            for entry in self._list(prefix, after):
+                yield entry
+                after = entry.key
+        except RemoteBadKey as error:
+            self._name_bad_key(error)
+            # No page that has such a key can be read, so the directories are listed one by one.
+            yield from (entry for entry in self._walk(prefix) if after is None or entry.key > after)
+
+    def _list(self, prefix: str, after: str | None = None) -> Iterator[RemoteObject]:
         def begin(store: ObjectStore) -> tuple[Any, Any]:
             pages = iter(_obstore().list(store, prefix or None, offset=after, chunk_size=_PAGE))
             return pages, next(pages, None)
@@ -244,6 +267,38 @@ class RemoteStore:
         while page:
             yield from (_object(entry) for entry in page)
             page = self._ask("list", prefix, lambda _: next(pages, None), patient=False)
+
+    def _level(self, prefix: str) -> tuple[list[str], list[RemoteObject]]:
+        """Return the names of directories directly below a prefix, sorted, and the objects there."""
+        found = self._ask("list", prefix, lambda store: _obstore().list_with_delimiter(store, prefix or None))
+        names = sorted(str(name).rstrip("/").rpartition("/")[2] for name in found["common_prefixes"])
+        return names, [_object(entry) for entry in found["objects"]]
+
+    def _walk(self, prefix: str) -> Iterator[RemoteObject]:
+        """Yield the objects below a prefix, directory by directory."""
+        try:
+            names, objects = self._level(prefix)
+        except RemoteBadKey as error:
+            self._name_bad_key(error)
+            yield from self._list_behind_dots(prefix)
+            return
+        yield from objects
+        for name in names:
+            yield from self._walk(f"{prefix}/{name}" if prefix else name)
+
+    def _list_behind_dots(self, prefix: str) -> list[RemoteObject]:
+        """Return the objects below a prefix that come after its parts `.` and `..`; none if there are others further below."""
+        try:
+            # As keys are ordered, `..` is before `./`, and that before `.0`; names of a run come later.
+            return [*self._list(prefix, f"{prefix}/.0" if prefix else ".0")]
+        except RemoteBadKey as error:
+            self._name_bad_key(error)
+            return []
+
+    def _name_bad_key(self, error: RemoteBadKey) -> None:
+        if not self._has_bad_key:
+            self._has_bad_key = True
+            logger.warning("%s has an object that no run has made, and whose key cannot be read: %s", self.url, error)
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is gone already is no error."""
@@ -267,6 +322,7 @@ class RemoteStore:
                 "client hangs. Start processes that use an object store by 'spawn' or 'forkserver'."
             )
         _user, end = os.getpid(), math.inf
+        may_renew = patient and self._credentials is not None
         while True:
             try:
                 return call(self._client)
@@ -274,6 +330,11 @@ class RemoteStore:
                 raise
             except Exception as error:
                 told = _error_of(error, operation, f"{self.url}/{key}".rstrip("/"), refused)
+                if may_renew and isinstance(told, RemoteDenied):
+                    # The client keeps credentials until they expire, and does not notice that they were revoked.
+                    may_renew = False
+                    self._client = _open(self.url, self.settings, self._credentials)
+                    continue
                 if not (patient and self.starting and isinstance(told, RemoteUnavailable)) or time.monotonic() > end:
                     raise told from error
                 if end == math.inf:
@@ -379,6 +440,8 @@ def _error_of(error: Exception, operation: str, place: str, refused: type[Remote
     if isinstance(error, FileNotFoundError) or no_bucket:
         mend = "Make the bucket, or name another one" if no_bucket else "Name an object that is there"
         return RemoteMissing(f"{expected} {mend}.")
+    if isinstance(error, exceptions.InvalidPathError):
+        return RemoteBadKey(f"{expected} Remove that object.")
     if isinstance(error, exceptions.AlreadyExistsError):
         return RemoteExists(f"{expected} Another process has made it.")
     if isinstance(error, exceptions.PreconditionError):

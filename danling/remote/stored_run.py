@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from danling.checkpoints import storage
 from danling.checkpoints.directory import FILE_SUMS, SUFFIX, SUMS, TARGETS, is_target
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
-from danling.checkpoints.manifest import Manifest, Record, is_name, newest, on_line, to_delete
+from danling.checkpoints.manifest import Manifest, Record, is_name, to_delete
 
 from .store import RemoteMissing, RemoteStore, check_url
 
@@ -253,12 +253,10 @@ class StoredRun:
         """Remove the history that is given up, and then what no name leads to."""
         named = self.named()
         records = [found.record for found in named]
-        last = newest(records)
-        if last is None:
+        if not records:
             return
-        of_line = [record for record in records if on_line(record, last.branch, last.line)]
-        protected = {record.sequence for record in of_line if record.name in ("latest", "best")}
-        given_up = to_delete(of_line, keep=keep, protected=protected)
+        protected = {record.sequence for record in records if record.name in ("latest", "best")}
+        given_up = to_delete(records, keep=keep, protected=protected)
         self._remove([visible_key(found.entry) for found in named if found.record.name in given_up])
         kept = {*spared, *(found.content for found in named if found.record.name not in given_up)}
         gone = [

@@ -219,7 +219,8 @@ def test_retention_spares_best_and_what_the_run_goes_on_from(kind: str, tmp_path
     again.begin("ckpt-s000000000005")
     for step in (7, 8):
         save(again, step, best=False)
-    assert names_in(tmp_path) == ["best", *(f"ckpt-s{step:012d}" for step in (2, 5, 6, 8)), "latest"]
+    # Number 6 is of the line that was left.
+    assert names_in(tmp_path) == ["best", *(f"ckpt-s{step:012d}" for step in (2, 5, 8)), "latest"]
 
 
 def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
 
 
 @of_both_kinds
-def test_going_back_begins_a_line_that_neither_retention_nor_auto_resume_mixes(
+def test_going_back_begins_a_line_and_retention_counts_the_saves_of_both(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = make_manager(kind, tmp_path, keep=0)
@@ -246,13 +247,16 @@ def test_going_back_begins_a_line_that_neither_retention_nor_auto_resume_mixes(
     with caplog.at_level(logging.WARNING, "danling"):
         save(back, 5, best=False)
     assert "2 saves" in caplog.text and "no longer part of this run" in caplog.text
-    # Of the old line 1 goes, as the third newest of ours, and 2 is what we came from; 3 and 4 are not ours to remove.
-    assert names_in(tmp_path) == [*(f"ckpt-s{step:012d}" for step in (2, 3, 4, 5)), "latest"]
+    # The two newest stay, whatever their line, and the one that the run goes on from.
+    assert names_in(tmp_path) == [*(f"ckpt-s{step:012d}" for step in (2, 4, 5)), "latest"]
     record = back.store.record(back.store.path("latest"))
     assert (record.sequence, record.branch, record.line) == (5, 1, ((0, 2),))
     fresh = make_manager(kind, tmp_path)
     save(fresh, 1, history=False, best=False)
     assert fresh.find_latest() == "latest" and load(fresh, "latest") == 1
+    save(fresh, 2, best=False)
+    save(fresh, 3, best=False)
+    assert names_in(tmp_path) == [*(f"ckpt-s{step:012d}" for step in (2, 3)), "latest"]
 
 
 # Damage

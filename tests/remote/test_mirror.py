@@ -192,6 +192,17 @@ def test_what_is_not_copied_yet_stays_on_the_disk(place: Place) -> None:
     assert not list(checkpoints.glob(f"{storage.UPLOADING}*"))
 
 
+def test_saves_that_waited_for_their_upload_are_removed_at_the_end(place: Place) -> None:
+    manager = place.manager(keep=1)
+    fault = place.proxy.hold(when=is_object)
+    for step in (1, 2, 3):
+        save(manager, step, history=True)
+    fault.release()
+    manager.close()
+    assert [path.stem for path in (place.directory / "checkpoints").glob("ckpt-*.pth")] == ["ckpt-s000000000003"]
+    assert [place.step(f"ckpt-s00000000000{step}") for step in (1, 2, 3)] == [1, 2, 3]
+
+
 def test_a_full_disk_gives_up_what_waits_and_says_so(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

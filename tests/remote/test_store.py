@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,51 @@ def test_errors_name_the_object_and_the_mend_on_one_line(
         open_store("s3://no-such-bucket-here").put("a", b"content")
     with pytest.raises(RemoteMissing, match="Make the bucket"):
         list(open_store("s3://no-such-bucket-here").list())
+
+
+@pytest.mark.parametrize("bad", [("lin/one/../other", "lin/two/files/./other"), ("../lin/x",)])
+def test_key_with_dots_is_named_once_and_the_other_objects_are_listed(
+    bad: tuple[str, ...], moto: ObjectServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = use(moto, monkeypatch)
+    bucket = url.split("/")[2]
+    keys = ["lin/one/checkpoints/latest.pth", "lin/one/files/metrics.jsonl", "lin/two/files/logs/a.log", "top"]
+    for key in keys:
+        moto.write(bucket, f"pre/fix/{key}", b"content")
+    for key in bad:
+        moto.write(bucket, f"pre/fix/{key}", b"content")
+    for prefix in ("", "lin", "lin/one"):
+        store = open_store(url, settings=QUICK)
+        with caplog.at_level("WARNING", "danling"):
+            found = [entry.key for entry in store.list(prefix)]
+        assert sorted(found) == [key for key in keys if key.startswith(prefix)]
+        assert [entry.key for entry in store.list(prefix)] == found
+        told = [record.getMessage() for record in caplog.records]
+        is_met = any(f"/{key}".startswith(f"/{prefix}" if prefix else "") for key in bad)
+        assert len(told) == is_met and all("Remove that object" in line and "/." in line for line in told)
+        caplog.clear()
+    assert store.directories("lin") == ["one", "two"] and store.directories("lin/one") == ["checkpoints", "files"]
+    assert store.directories() == ["lin"]
+    assert [entry.key for entry in store.list("lin", after="lin/one/files/metrics.jsonl")] == [keys[2]]
+
+
+def test_credentials_that_were_revoked_before_their_end_are_asked_for_again(
+    moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = use(moto, monkeypatch, proxy.endpoint)
+    names = ["first", "second"]
+
+    def credentials() -> dict[str, object]:
+        end = datetime.now(timezone.utc) + timedelta(hours=1)
+        return {"access_key_id": names[0], "secret_access_key": "secret", "token": None, "expires_at": end}
+
+    store = open_store(url, settings=QUICK, credentials=credentials)
+    store.put("a", b"one")
+    revoked = proxy.answer(403, "InvalidToken", when=lambda request: "Credential=first" in str(request.headers))
+    with pytest.raises(RemoteDenied):
+        store.get("a")
+    del names[0]
+    assert store.get("a") == b"one" and revoked.hit == 3
 
 
 def test_a_url_of_no_store_is_refused(tmp_path: Path) -> None:
