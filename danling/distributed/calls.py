@@ -9,8 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import distributed as dist
 
@@ -33,7 +32,6 @@ _SECONDS_BEFORE_REPORT = 10.0
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.05
 _SECONDS_BETWEEN_CHECKS = 0.25
 """How often a rank that waits looks whether those that it waits for can still come."""
-_SECONDS_A_REQUEST = 3.0
 _DEFAULT_LIMIT_SECONDS = 1800.0
 _FAILED, _CLOSED = "failed", "closed"
 _LONGEST_LIST = 64
@@ -130,26 +128,24 @@ class CollectiveCalls:
             # The others are to find this rank in the call in which the collective failed.
             self._has_ended = True
             where = self.differences()
-            if not where:
+            # After a death or a failure the ranks are in different calls by chance.
+            if not where or self._reason_to_give_up():
                 raise
             raise CollectiveCallError(
                 f"A collective failed while the ranks were in different calls: {where}. Make each of these calls on all ranks, outside of "
-                f"`if self.is_main_process`. If a rank was killed, this follows from it. ({error})"
+                f"`if self.is_main_process`. ({error})"
             ) from error
 
     def differences(self, store: Any = None) -> str:
         """Return which ranks are in which call, if they are not all in the same one; else an empty text. No communication but the store's.
 
         Args:
-            store: A connection of the calling thread; `None` opens one.
+            store: A connection for a thread that is not the one of the calls; `None` takes that of the calls.
         """
         try:
-            if store is None:
-                store = self._store.clone()
-                store.set_timeout(timedelta(seconds=_SECONDS_A_REQUEST))
-            entries = self._entries(store)
-        except (RuntimeError, AttributeError):
-            # The process that has the store is gone, or the store has one connection only.
+            # No new connection is made: if the process that has the store is gone, that would take as long as a collective may.
+            entries = self._entries(self._store if store is None else store)
+        except RuntimeError:
             return ""
         if _FAILED in entries.values() or len(set(entries.values())) == 1:
             return ""
@@ -163,54 +159,71 @@ class CollectiveCalls:
         family = FAMILIES[name]
         self._counts[family] += 1
         counter = f"{self._prefix}/{family}/{self._counts[family]}"
+        limit = self._limit() or _DEFAULT_LIMIT_SECONDS
         began, pause, has_reported = time.monotonic(), _SHORTEST_PAUSE_SECONDS, False
         checks_at = began + _SECONDS_BETWEEN_CHECKS
-        limit = self._limit() or _DEFAULT_LIMIT_SECONDS
         arrived = self._store.add(counter, 1)
         while arrived < self._size:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            arrived = self._store.add(counter, 0)
             now = time.monotonic()
-            if arrived == self._size or now < checks_at:
-                continue
-            checks_at = now + _SECONDS_BETWEEN_CHECKS
-            reason = self._reason_to_give_up() or (f"not within {limit:g} s" if now - began > limit else "")
-            if reason:
-                where = self.differences(self._store)
-                self._has_ended = True
-                raise CollectiveCallError(
-                    f"Expected {name}() on all {self._size} ranks. Received: {arrived}; {reason}"
-                    + (f" ({where})" if where else "")
-                    + ". "
-                    "Call it on all ranks, outside of `if self.is_main_process`."
-                )
-            if now - began > _SECONDS_BEFORE_REPORT and not has_reported:
-                has_reported = True
-                is_first = (
-                    bytes(self._store.compare_set(f"{counter}/reports", "", str(self._rank)))
-                    == str(self._rank).encode()
-                )
-                where = self.differences(self._store)
-                if is_first and where:
-                    logger.warning(
-                        "%s() has begun on %d of %d ranks, which wait for the others: %s. Call it on all ranks, outside of "
-                        "`if self.is_main_process`.",
-                        name,
-                        arrived,
-                        self._size,
-                        where,
-                    )
+            if now >= checks_at:
+                checks_at = now + _SECONDS_BETWEEN_CHECKS
+                reason = self._reason_to_give_up()
+                if not reason and now - began > limit:
+                    reason = f"the others did not come within {limit:g} s"
+                if reason:
+                    self._give_up(name, arrived, reason)
+                if now - began > _SECONDS_BEFORE_REPORT and not has_reported:
+                    has_reported = True
+                    self._report(name, arrived, f"{counter}/reports")
+            arrived = self._store.add(counter, 0)
+
+    def _give_up(self, name: str, arrived: int, reason: str) -> NoReturn:
+        where = self.differences()
+        calls = f" ({where})" if where else ""
+        by_itself = reason.endswith(("has died", _in(_FAILED)))
+        mend = "This follows from it" if by_itself else "Call it on all ranks, outside of `if self.is_main_process`"
+        # The others are to find this rank in the call that it gave up.
+        self._has_ended = True
+        raise CollectiveCallError(
+            f"Expected {name}() on all {self._size} ranks. Received: {arrived}; {reason}{calls}. {mend}."
+        )
+
+    def _report(self, name: str, arrived: int, key: str) -> None:
+        """Log which ranks are awaited, on the first of those that wait."""
+        own = str(self._rank)
+        speaker = bytes(self._store.compare_set(key, "", own)).decode()
+        where = self.differences()
+        if speaker == own and where:
+            logger.warning(
+                "%s() has begun on %d of %d ranks, which wait for the others: %s. Call it on all ranks, outside of "
+                "`if self.is_main_process`.",
+                name,
+                arrived,
+                self._size,
+                where,
+            )
 
     def _reason_to_give_up(self) -> str:
-        """Return why a rank that is awaited will not come; an empty text if it may."""
-        for rank, entry in self._entries(self._store).items():
-            if entry in (_FAILED, _CLOSED):
-                return f"rank {rank} {_in(entry)}"
-            space, _, process = self._store.get(f"{self._prefix}/process/{rank}").decode().rpartition(":")
-            if space == process_space() and is_gone(int(process)):
-                return f"rank {rank} has died"
+        """Return why a rank will not come any more; an empty text if all of them may."""
+        try:
+            for rank, entry in self._entries(self._store).items():
+                if entry in (_FAILED, _CLOSED):
+                    return f"rank {rank} {_in(entry)}"
+                if self._has_died(rank):
+                    return f"rank {rank} has died"
+        except RuntimeError:
+            return "the process that has the store of the job has died"
         return ""
+
+    def _has_died(self, rank: int) -> bool:
+        """Whether a process that this one can see has ended."""
+        key = f"{self._prefix}/process/{rank}"
+        if not self._store.check([key]):
+            return False
+        space, _, process = self._store.get(key).decode().rpartition(":")
+        return space == process_space() and is_gone(int(process))
 
     def _note(self, entry: str) -> None:
         if self._has_ended:
@@ -222,8 +235,11 @@ class CollectiveCalls:
             logger.debug("The store of the job does not answer.", exc_info=True)
 
     def _entries(self, store: Any) -> dict[int, str]:
-        keys = [f"{self._prefix}/rank/{rank}" for rank in range(min(self._size, _LONGEST_LIST))]
-        return {rank: bytes(entry).decode() for rank, entry in enumerate(store.multi_get(keys))}
+        keys = {rank: f"{self._prefix}/rank/{rank}" for rank in range(min(self._size, _LONGEST_LIST))}
+        if not store.check([*keys.values()]):
+            # A rank is still on its way to its first call; `multi_get` would wait for it.
+            keys = {rank: key for rank, key in keys.items() if store.check([key])}
+        return {rank: bytes(entry).decode() for rank, entry in zip(keys, store.multi_get([*keys.values()]))}
 
 
 def _in(entry: str) -> str:

@@ -364,6 +364,28 @@ def _is_trained(module: nn.Module) -> bool:
 # Weights that are loaded
 
 
+def with_tied_names(model: nn.Module, weights: Mapping[str, object]) -> dict[str, object]:
+    """Return weights with an entry for each name of a tied weight of which another name is there.
+
+    Safetensors and `save_pretrained` of Hugging Face write one name of each. Names are those of `model.state_dict()` without prefixes of
+    wrappers.
+    """
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    groups = defaultdict[object, list[str]](list)
+    for name, tensor in named:
+        groups[id(tensor)].append(canonical_name(name))
+    completed = dict(weights)
+    for names in groups.values():
+        given = next((name for name in names if name in weights), None)
+        if given is not None:
+            completed.update({name: weights[given] for name in names if name not in weights})
+    persistent = {canonical_name(name) for name in model.state_dict()}
+    return {name: value for name, value in completed.items() if name in weights or name in persistent}
+
+
 def untied(model: nn.Module, weights: Mapping[str, object]) -> list[str]:
     """Return a sentence for each weight that the model ties and the loaded weights do not, or the other way round."""
     tied, shared = defaultdict[int, list[str]](list), defaultdict[tuple[int, object], list[str]](list)

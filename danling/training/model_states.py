@@ -21,6 +21,7 @@ from danling.optim.state import (
 )
 from danling.utils.tensors import canonical_name, local_part, whole
 
+from .checks import with_tied_names
 from .ema import EMA
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class ModelStates:
         if names and all(name.startswith(prefix) for name in names) and not any(name in names for name in state):
             # Of a model whose only part is called `module`, as what wraps a model calls it too.
             state = {f"{prefix}{name}": value for name, value in state.items()}
+        state = with_tied_names(model, state)
         missing = sorted(names.keys() - state.keys())
         unexpected = sorted(state.keys() - names.keys())
         if unexpected or (missing and not partial):

@@ -189,6 +189,20 @@ def test_from_pretrained_loads_what_was_trained(kind: str, auto: Any, road: str,
         assert loaded.generation_config.eos_token_id == model.generation_config.eos_token_id
 
 
+@pytest.mark.parametrize("kind", ["causal", "masked", pytest.param("seq2seq", marks=pytest.mark.slow)])
+def test_tied_weights_that_transformers_has_saved_under_one_name_are_loaded(kind: str, tmp_path: Path) -> None:
+    published = model_of(kind)
+    with torch.no_grad():
+        for parameter in published.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    published.save_pretrained(tmp_path / "published")
+    with HFRunner(settings(tmp_path, pretrained=str(tmp_path / "published")), kind, model_of(kind)) as runner:
+        expected = published.state_dict()
+        found = runner.model_state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_a_checkpoint_without_the_frozen_weights_is_no_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

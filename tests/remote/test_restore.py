@@ -94,7 +94,9 @@ def test_urls_are_taken_wherever_a_path_is(tmp_path: Path, url: str, backend: st
         runner.train()
         assert runner.state.train.global_step == 8
     latest = f"{run}/checkpoints/latest"
-    with TracingRunner(settings(tmp_path / "pretrained", seed=4, pretrained=latest, auto_resume=False)) as runner:
+    with TracingRunner(
+        settings(tmp_path / "pretrained", seed=4, pretrained=latest, auto_resume=False, pretrained_averages=False)
+    ) as runner:
         assert runner.state.train.global_step == 0
         assert all(torch.equal(tensor, weights[name]) for name, tensor in runner.unwrapped_model.state_dict().items())
     assert TracingRunner.read_config(run)["seed"] == 3
