@@ -26,6 +26,7 @@ from .compiler import check_compiler
 if TYPE_CHECKING:
     from danling.runners.graph_runner import GraphRunner
     from danling.runners.torch_runner import TorchRunner
+    from danling.training import Window
 
 logger = logging.getLogger("danling")
 
@@ -303,14 +304,23 @@ class WholeLoss(nn.Module):
     DistributedDataParallel goes around this module, so that its hooks stay outside of the graph.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[], Loss | None], compilation: Compilation) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[[], Loss | None], compilation: Compilation, window: Window
+    ) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
+        self._window = window
         self._compiled = compilation.function(_forward_and_loss)
 
     def forward(self, inputs: object, target: object) -> tuple[Any, Tensor | None]:
         """Return the prediction, and its loss unless that is found outside."""
+        if self._window.weighs_nothing:
+            # Not compiled: within a graph, the gradient of the loss cannot be kept from the prediction.
+            pred = call_model(self.model, inputs)
+            self._window.cut(pred)
+            loss = self._loss()
+            return pred, None if loss is None else loss(pred, target)
         found: tuple[Any, Tensor | None] = self._compiled(self.model, self._loss(), inputs, target)
         return found
 

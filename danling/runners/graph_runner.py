@@ -61,7 +61,9 @@ class GraphRunner(TorchRunner):
             # `materialize_model` is the user's, or `compile_modules`.
             GraphRunner.compile_modules(self, [model])
         assert self.compilation is not None
-        return WholeLoss(model, lambda: self.compute_loss if self._has_own_loss else None, self.compilation)
+        return WholeLoss(
+            model, lambda: self.compute_loss if self._has_own_loss else None, self.compilation, self.window
+        )
 
     @property
     def _has_own_loss(self) -> bool:

@@ -439,6 +439,7 @@ class ParallelRunner(TorchRunner):
                 leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
                 return sum((leaf.sum() * 0.0 for leaf in leaves), torch.zeros((), device=self.device))
             chunk, window.current = shares[place]
+            window.cut(output)
             self._handed_on = []
             pipeline.seed_step(place, opened=True)
             self.model.output_is(step, chunk, output)

@@ -570,6 +570,7 @@ class TorchRunner(BaseRunner):
     def _pred_and_loss(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
         """Return the prediction and the loss of a micro-batch in training; a stack may compute them in another way."""
         pred = call_model(self.model, inputs)
+        self.window.cut(pred)
         return pred, self.compute_loss(pred, target)
 
     def backward(self, loss: Tensor) -> None:
@@ -1052,6 +1053,14 @@ class TorchParts:
     def sums_loss(self) -> bool:
         """Whether the criterion sums instead of averaging, so that its gradient is not divided."""
         return criterion_setting(self.runner.criterion, "reduction") == "sum"
+
+    @property
+    def may_divide_by_zero(self) -> bool:
+        """Whether the mean over no target at all may have a gradient of NaN: not that of torch's criterions without class weights."""
+        runner = self.runner
+        own = self.loss.own_loss or runner._overrides("train_step")
+        plain = runner.criterion is None or type(runner.criterion) in (nn.CrossEntropyLoss, nn.NLLLoss)
+        return own or not plain or criterion_setting(runner.criterion, "weight") is not None
 
     @cached_property
     def agreement(self) -> PassAgreement:

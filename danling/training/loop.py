@@ -224,6 +224,7 @@ class TrainingLoop:
             runner.fault_tolerance.begin_training()
         runner.window.reduces = True
         runner.window.sum_reduced = runner._parts.sums_loss
+        runner.window.may_divide_by_zero = runner._parts.may_divide_by_zero
         self.read_intervals()
         update.steps_scheduler = runner.scheduler is not None and runner._parts.scheduler_interval() == "step"
         update.tells_place = is_told_its_place(runner.scheduler)

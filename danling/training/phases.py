@@ -99,6 +99,7 @@ class Phases:
         phase.is_due = (runner.state.train.attempted + 1) % every == 0
         window.expect_no_loss()
         phase.window.agreed_reference, phase.window.sum_reduced = window.agreed_reference, window.sum_reduced
+        phase.window.may_divide_by_zero = window.may_divide_by_zero
         if phase.is_due:
             for parameter, gradient in phase.gradients:
                 parameter.grad = gradient

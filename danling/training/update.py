@@ -11,13 +11,16 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from danling.data import Batch, BatchSource, DataLoader
+from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.distributed import Domain, GradientNorms, StepSync, StepTotals
 from danling.metrics import TrainMetrics
 from danling.optim import JointScheduler
@@ -26,6 +29,7 @@ from danling.utils.tensors import local_part
 
 from .batches import check_returned, not_one_loss, note_batch, peek_target, prediction_of
 from .recompute import Recompute, SkippedUpdates, map_carry
+from .reduction import NO_CONTEXT
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -92,6 +96,8 @@ class Window:
         self.fixed_reference: float | None = None
         """A reference that depends on neither ranks nor batches, instead of the others."""
         self.sum_reduced = False
+        self.may_divide_by_zero = True
+        """Whether the loss of a micro-batch that weighs nothing may have a gradient of NaN; asked where the weight is on a device."""
         self.is_first = True
         """Whether this process has not looked at the gradients of an update yet."""
         self.reduces = True
@@ -110,7 +116,12 @@ class Window:
         self._reference: float | Tensor = 1.0
         self.unscaled = 0
         """Micro-batches of non-zero weight for which `backward` was not called, the open one included."""
-        self._awaits_loss = False
+        self._awaits_loss = self._is_cut = False
+
+    @property
+    def weighs_nothing(self) -> bool:
+        """Whether the open micro-batch is known to weigh nothing."""
+        return isinstance(self.current, float) and self.current == 0.0
 
     def begin_microbatch(self, weight: float | Tensor, samples: float) -> None:
         """Begin a micro-batch. The first one of a run is a collective of the domain."""
@@ -128,6 +139,7 @@ class Window:
             else:
                 self._reference = weight.clamp_min(1.0) if isinstance(weight, Tensor) else weight or 1.0
         self.count += 1
+        self._is_cut = False
         self._awaits_loss = isinstance(weight, Tensor) or weight != 0.0
         self.unscaled += self._awaits_loss
         self.current, self.current_samples = weight, samples
@@ -138,6 +150,23 @@ class Window:
         """Expect no further loss of the open micro-batch on this rank."""
         self.unscaled -= self._awaits_loss
         self._awaits_loss = False
+
+    def cut(self, output: object) -> None:
+        """Give the output of the model a gradient of exactly zero if the open micro-batch weighs nothing. Called after its forward.
+
+        The loss of nothing may be 0/0, and neither a factor of zero nor `torch.where` keeps the NaN out of its gradient. The backward runs
+        all the same, since ranks wait for each other in it, and finds a NaN that comes from the weights.
+        """
+        current = self.current
+        if isinstance(current, Tensor):
+            if not self.may_divide_by_zero:
+                return
+        elif current != 0.0:
+            return
+        self._is_cut = True
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(_zero_unless, current))
 
     def check_open(self) -> None:
         """Refuse a loss, or an update, without a micro-batch."""
@@ -153,6 +182,12 @@ class Window:
             raise not_one_loss(loss)
         self.unscaled -= self._awaits_loss
         self._awaits_loss = False
+        if self.weighs_nothing and not self._is_cut and not bool(loss.detach().isfinite()):
+            raise ValueError(
+                "Expected a finite loss of a micro-batch that weighs nothing, where no output of the model is known whose gradient can be "
+                f"set to zero. Received: loss={loss.item()}. Call self.model(...) as a whole in train_step, or divide by at least 1, as in "
+                "loss_sum / count.clamp(min=1)."
+            )
         weight = 1.0 if self.sum_reduced and (isinstance(self.current, Tensor) or self.current) else self.current
         if not self.on_host:
             summed = loss.detach().double()
@@ -180,6 +215,10 @@ class Window:
         if isinstance(total_weight, Tensor):
             return self._reference * averaged_over / total_weight.clamp_min(1e-12)
         return self._reference * averaged_over / total_weight if total_weight else 0.0
+
+
+def _zero_unless(weight: float | Tensor, gradient: Tensor) -> Tensor:
+    return torch.where(weight > 0, gradient, 0.0) if isinstance(weight, Tensor) else torch.zeros_like(gradient)
 
 
 class UpdateStep:
@@ -301,14 +340,15 @@ class UpdateStep:
             data = self.recorder.took(data)
         weight, samples = runner._parts.loss.weigh(batch, data, training=True)
         window.begin_microbatch(weight, samples)
-        if window.count == 1:
-            self.skipped.begin(weight)
+        if window.count == 1 and data is not PLACEHOLDER:
+            self.skipped.begin(window.current)
         observed = bool(session.observers) and batch.samples != 0
         if observed:
             session.observers.notify("micro_batch_started", data, read=batch.data, samples=samples)
         session.in_step = True
         try:
-            returned = runner._run_train_step(step, data)
+            with self._cut_forward() if window.weighs_nothing else NO_CONTEXT:
+                returned = runner._run_train_step(step, data)
             if self.metrics is not None:
                 self._measure(self.metrics, returned, data, samples)
         except Exception as error:
@@ -323,6 +363,44 @@ class UpdateStep:
         self.skipped.look()
         runner.state.train.micro_step += 1
         return returned
+
+    @contextmanager
+    def _cut_forward(self) -> Iterator[None]:
+        """Cut the gradient of a micro-batch that weighs nothing where the model returns, whatever computes the loss from that.
+
+        Only at the outermost call of a module, and within a mesh of the whole model: gradients from other ranks may arrive further in.
+        """
+        runner, depth = self._runner, 0
+        own_data = runner.placement.data_replicas == runner.placement.optimizer.size
+        modules = list(_uncompiled(runner.model)) if own_data else [runner.model]
+
+        def enter(*_: Any) -> None:
+            nonlocal depth
+            depth += 1
+
+        def leave(module: nn.Module, given: object, output: object) -> None:
+            nonlocal depth
+            depth -= 1
+            # In a phase the weight is its own.
+            if depth == 0 and (runner._phases is None or runner._phases.current is not None):
+                runner.window.cut(output)
+
+        handles: list[Any] = []
+        if (
+            getattr(runner, "pipeline", None) is None
+        ):  # whose last stage has the loss, of one part of the batch after the other
+            handles += [module.register_forward_pre_hook(enter) for module in modules]
+            handles += [module.register_forward_hook(leave, always_call=True) for module in modules]
+            handles += [
+                parameter.register_hook(torch.zeros_like)
+                for parameter in runner._criterion_tensors("parameters")
+                if parameter.requires_grad and runner._phases is None
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _measure(self, metrics: TrainMetrics, returned: Any, data: object, samples: float) -> None:
         check_returned(returned, "train_step")
@@ -492,3 +570,11 @@ class UpdateStep:
             self.norms.settle()
         if self._session.observers:
             self._session.observers.notify("results_needed")
+
+
+def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those within it, but for compiled ones, in whose graph a hook would be."""
+    if getattr(module, "_compiled_call_impl", None) is None:
+        yield module
+        for child in module.children():
+            yield from _uncompiled(child)
