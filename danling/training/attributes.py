@@ -945,19 +945,7 @@ class KeptAttributes:
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the entries of a checkpoint, those alone that are not empty. Called on all ranks."""
         world, now = self._runner.world, self._entries()
-        kept = self._kept | {("attributes", name) for name in _declared(self._runner, "saved")}
-        mine, unsavable = set[Key](), list[str]()
-        for key, entry in now.items():
-            begun, left = self._begun.get(key, Entry()), entry.left.items()
-            unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path)]
-            replaced = (path for path, value in entry.fixed.items() if begun.fixed.get(path, value) != value)
-            unsavable += [path for path in replaced if entry.node != {"kind": "left"}]
-            if (entry.digest != begun.digest or key in kept) and entry.node != {"kind": "left"}:
-                # A restore needs the objects that `__init__` made.
-                if entry.needs.items() <= begun.needs.items():
-                    mine.add(key)
-                else:
-                    unsavable.append(key[1])
+        mine, unsavable = self._changed(now)
         self._warn_of_unsaved(
             unsavable,
             "changed since the program set it, and a checkpoint cannot hold it: a resumed run goes on with another one. Make the object in "
@@ -986,6 +974,45 @@ class KeptAttributes:
                 entries = {"of": world.size, "ranks": values}
             found.setdefault(key[0], {})[key[1]] = entries
         return found
+
+    def _changed(self, now: Mapping[Key, Entry]) -> tuple[set[Key], list[str]]:
+        """Return what is saved since it has changed, and the paths of what has changed and cannot be saved."""
+        kept = self._kept | {("attributes", name) for name in _declared(self._runner, "saved")}
+        mine, unsavable = set[Key](), list[str]()
+        for key, entry in now.items():
+            begun, left = self._begun.get(key, Entry()), entry.left.items()
+            unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path)]
+            replaced = (path for path, value in entry.fixed.items() if begun.fixed.get(path, value) != value)
+            unsavable += [path for path in replaced if entry.node != {"kind": "left"}]
+            if (entry.digest != begun.digest or key in kept) and entry.node != {"kind": "left"}:
+                # A restore needs the objects that `__init__` made.
+                if entry.needs.items() <= begun.needs.items():
+                    mine.add(key)
+                else:
+                    unsavable.append(key[1])
+        return mine, unsavable
+
+    # Another replica group
+
+    def of_rank(self) -> dict[str, dict[str, Any]]:
+        """Return what this rank would save, and all of `requires_grad` and buffers, for a rank that may have changed others.
+
+        No communication: may be called on one rank.
+        """
+        now = self._entries()
+        mine, _ = self._changed(now)
+        found: dict[str, dict[str, Any]] = {}
+        for key, entry in now.items():
+            if (key in mine or key[0] != "attributes") and entry.node != {"kind": "left"}:
+                found.setdefault(key[0], {})[key[1]] = {"value": tree_map_only(Tensor, Tensor.clone, entry.node)}
+        return found
+
+    def take_over(self, section: str, payload: Mapping[str, Any]) -> None:
+        """Restore a section of what `of_rank` returned on a rank of another group."""
+        kept = set(self._kept)
+        self.load(section, payload)
+        # It is in the middle of a training: what has changed is saved as ever, and what is set from here on is no surprise.
+        self._kept, self._restored = kept, {}
 
     def _list_without_encoding(self, now: Mapping[Key, Entry], named: Collection[str]) -> None:
         """Name once what no checkpoint of this run contains, less what a warning has named."""
