@@ -275,6 +275,8 @@ _MADE_OF: dict[str, frozenset[str]] = {
     "scheduler": frozenset({"scheduler", "optim", "steps", "epochs"}),
 }
 """Settings of which a component is made, where they are not a section of its name."""
+_SWITCHED_BY = {"ema": "ema.enabled"}
+"""The setting that switches a component on."""
 USERS_OWN = "users' own"
 """In a set of changed sections: any of the user's own, of which every component may be made."""
 
@@ -299,10 +301,23 @@ class ExcludedFromLoading:
         """Entries that name parts of the payload, as they were written."""
         return [entry for entry in self._all if entry.partition(".")[0] != _SETTINGS]
 
-    def apply(self, payload: Mapping[str, object], *, section: str | None = None) -> tuple[dict[str, Any], set[str]]:
-        """Return the payload without the excluded parts, and the dotted paths that were left out."""
+    def apply(
+        self, payload: Mapping[str, object], *, section: str | None = None, needed: Collection[str] = ()
+    ) -> tuple[dict[str, Any], set[str]]:
+        """Return the payload without the excluded parts, and the dotted paths that were left out.
+
+        Args:
+            payload: A checkpoint.
+            section: The component whose entries count; `None` for all.
+            needed: Components of the run. One that the checkpoint lacks may be named, and is left out where the setting that switches it
+                on may differ.
+        """
+        lacking = {name for name in needed if name not in payload}
+        begun = {name for name in lacking if name in _SWITCHED_BY and self.allows_setting(_SWITCHED_BY[name])}
         counting = [e for e in self.entries if section is None or e.partition(".")[0] == section]
-        return exclude(payload, counting)
+        named = [entry for entry in counting if "".join(_canonical(entry)) in lacking]
+        kept, excluded = exclude(payload, [entry for entry in counting if entry not in named])
+        return kept, excluded | begun | {_canonical(entry)[0] for entry in named}
 
     def loaded_since(self, before: ExcludedFromLoading, changed: Collection[str]) -> list[str]:
         """Return the entries that do not count for a checkpoint, since they did when its run began, and it has trained the parts since.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import yaml
 
 from danling.utils.files import read_text
-from danling.utils.messages import did_you_mean
+from danling.utils.messages import did_you_mean, number_hint
 from danling.utils.plain import NUMBER, NUMBER_BEGINS, check_yaml, parse_json, with_plain_numbers
 from danling.utils.process import ERROR_FILE, first_failure
 
@@ -291,7 +291,8 @@ def set_option(config: Section, key: str, words: list[str]) -> None:
         value = read_words(words, hint)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"Expected --{key} to be {error}. Received: {' '.join(words) or 'no value'}.") from None
+        text = " ".join(words)
+        raise kind(f"Expected --{key} to be {error}. Received: {text or 'no value'}.{number_hint(text)}") from None
     config.set(key, value)
 
 
@@ -340,6 +341,8 @@ def read_words(words: list[str], hint: object) -> Any:
         if text.startswith(("[", "(", "{")):
             return conform(_read_yaml(f"[{text[1:-1]}]" if text.startswith("(") else text), hint)
         item = next((argument for argument in get_args(sequence) if argument is not Ellipsis), Any)
+        if len(words) == 1 and item is not Any:
+            words = [word for word in words[0].split(",") if word]  # as `val,test`
         return conform([read_words([word], item) for word in words], hint)
     if len(words) > 1 and text[0] not in "[{":
         raise TypeError(describe(hint))

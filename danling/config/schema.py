@@ -474,7 +474,7 @@ class TopLevelConfig(ClosedSection):
     score_split: str | None = None
     """Split that selects the best model; none: val, validation, or the first evaluation split."""
     score_name: str = "loss"
-    """Metric that selects the best model."""
+    """Metric that selects the best model, also with its split as logs write it: val.acc."""
     score_mode: Literal["min", "max"] | None = None
     """min or max; none: min for losses, errors and perplexities, else max."""
     evaluate_interval: PositiveInt | None = None
@@ -494,7 +494,7 @@ class TopLevelConfig(ClosedSection):
     experiment: str = "exp"
     """Name of the experiment."""
     workspace_root: str = "experiments"
-    """Directory of all runs."""
+    """Directory of all runs. In paths, ~ and variables such as $HOME are replaced when they are set."""
     dir: str | None = None
     """Run directory, instead of the one under the workspace root."""
     checkpoint_dir: str | None = None

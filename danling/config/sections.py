@@ -27,7 +27,7 @@ from chanfig.io import YamlLoader as YamlLoader
 from chanfig.utils import Null as Null
 from typing_extensions import Never
 
-from danling.utils.messages import did_you_mean, warn_user
+from danling.utils.messages import did_you_mean, number_hint, warn_user
 from danling.utils.plain import to_plain
 
 MISSING = object()
@@ -36,6 +36,29 @@ _NONE_WORDS = frozenset({"none", "null", "~"})
 _PLACEHOLDER = re.compile(r"\$\{([^${}]+)\}")
 _OF_CHANFIG = frozenset({"indent", "separator", "convert_mapping", "fallback", "frozen", "parser", "default_factory"})
 """Attributes of a `chanfig.Config` that are no keys."""
+
+
+EXPANDED = frozenset({"workspace_root", "dir", "checkpoint_dir", "log_file", "resume", "pretrained"}) | {
+    *("wandb.dir", "profiling.trace_dir", "compile.precompile_artifact_dir"),
+    *("audit.gradients.dir", "audit.gradients.weights"),
+}
+"""Keys of the library with a path, in which `~` and variables such as `$HOME` are replaced when they are set."""
+_VARIABLE = re.compile(r"\$(\w+)")
+
+
+def expanded(path: str) -> str:
+    """Return a path with `~` and variables of the environment replaced.
+
+    Raises:
+        ValueError: If a variable is not set.
+    """
+
+    def value_of(found: re.Match[str]) -> str:
+        if found[1] not in os.environ:
+            raise ValueError(f"a path whose variables are set ({found[0]} is not)")
+        return os.environ[found[1]]
+
+    return _VARIABLE.sub(value_of, os.path.expanduser(path) if path.startswith("~") else path)
 
 
 # Types of declared keys
@@ -357,13 +380,18 @@ class Section(Config):
         name = self._join(field.name)
         if field.section:
             if not isinstance(value, Mapping):
-                raise TypeError(f"Expected {name!r} to be a section, a mapping of keys. Received: {name}={value!r}.")
+                example = section_example(field.section, value)
+                raise TypeError(
+                    f"Expected {name!r} to be a section, a mapping of keys. Received: {name}={value!r}. Write {name}={example}."
+                )
             return value if isinstance(value, field.section) else field.section(value)
         try:
-            return conform(value, field.hint)
+            fitted = conform(value, field.hint)
+            is_path = field.is_own and name in EXPANDED and isinstance(fitted, str)
+            return expanded(fitted) if is_path else fitted
         except (TypeError, ValueError) as error:
             raise type(error)(
-                f"Expected {name} to be {error}. Received: {name}={value!r} ({type(value).__name__})."
+                f"Expected {name} to be {error}. Received: {name}={value!r} ({type(value).__name__}).{number_hint(value)}"
             ) from None
 
     def _adopt(self, value: object) -> Any:
@@ -570,6 +598,18 @@ def hides_method(cls: type, name: str) -> bool:
     """Whether a key of this name would be hidden behind a method, a property or an attribute that chanfig uses."""
     value = getattr(cls, name, None)
     return name in _OF_CHANFIG or callable(value) or isinstance(value, property)
+
+
+def section_example(kind: type[Config], value: object) -> str:
+    """Return a section as a program writes it, for one that was given a single value."""
+    fields = fields_of(kind)
+    switch = next((name for name in ("enabled", "enable") if name in fields), None)
+    if isinstance(value, bool) and switch is not None:
+        return f"{{{switch!r}: {value}}}"
+    if isinstance(value, str) and "type" in fields:
+        return f"{{'type': {value!r}}}"
+    name = next(iter(fields), "key")
+    return f"{{{name!r}: ...}}"
 
 
 def refuse_absent_keys(section: Section) -> None:

@@ -100,6 +100,10 @@ class RunData:
         asked = self._run.config.get("score_split", None)
         if asked is not None:
             return str(asked)
+        name = self._run.config.score_name
+        named = [split for split in evaluated if name.startswith(f"{split}.")]
+        if named:
+            return max(named, key=len)
         return next((name for name in _SCORED_FIRST if name in evaluated), next(iter(evaluated), None))
 
     def choose(self, asked: str | Sequence[str] | None, default: Sequence[str], verb: str) -> list[str]:

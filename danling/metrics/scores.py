@@ -29,11 +29,16 @@ def infer_mode(name: str) -> str:
     return "min" if any(map(_FALLING.fullmatch, words)) else "max"
 
 
+def metric_of(name: str, split: str | None) -> str:
+    """Return the name of a metric without its split, with which logs and errors write it."""
+    return name.removeprefix(f"{split}.") if split else name
+
+
 class ScoreBoard:
     """The scores of a run, the best of them, and how long it is since.
 
     Args:
-        name: Metric to watch.
+        name: Metric to watch, also with its split: `acc` or `val.acc`.
         split: Split it is taken from.
         mode: `"min"`, `"max"`, or `None` to infer it from the name.
         min_delta: A score is better when it differs by more than this.
@@ -48,7 +53,7 @@ class ScoreBoard:
     """
 
     def __init__(self, name: str, *, split: str, mode: str | None = None, min_delta: float = 0.0) -> None:
-        self.name = name
+        self.name = metric_of(name, split)
         self.split = split
         self.mode = mode.lower() if mode else infer_mode(name)
         if self.mode not in ("min", "max"):

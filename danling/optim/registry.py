@@ -367,9 +367,16 @@ def build_scheduler(settings: Mapping[str, Any], optimizer: object, *, steps: in
             f"Expected scheduler.type next to other keys of the section. Received: {received}. "
             "Set scheduler.type, such as to 'cosine'."
         )
-    length = epochs if scheduler_interval(settings, name=options["type"]) == "epoch" else steps
-    if length is not None and "total_steps" not in options and SCHEDULERS.accepts(options["type"], "total_steps"):
-        options["total_steps"] = length
+    by_epoch = scheduler_interval(settings, name=options["type"]) == "epoch"
+    length = epochs if by_epoch else steps
+    if "total_steps" not in options and SCHEDULERS.accepts(options["type"], "total_steps"):
+        if length is not None:
+            options["total_steps"] = length
+        elif by_epoch and steps is not None:
+            raise ValueError(
+                f"Expected a budget of epochs for scheduler.interval='epoch'. Received: steps={steps}, which says no number of epochs. Set "
+                "scheduler.interval='step', or `epochs` instead of `steps`, or scheduler.total_steps as a number of epochs."
+            )
     return SCHEDULERS.build(optimizer, **options)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from danling.utils.messages import number_hint
+
 logger = logging.getLogger("danling")
 
 _SHAPE = ("total_steps", "warmup_steps", "decay_steps", "final_lr_ratio")
@@ -108,8 +110,11 @@ def rewrite_rates(scheduler: LRScheduler) -> None:
 
 def _count(name: str, value: float, total: int) -> int:
     """Return a number of updates; a value below 1 is a share of `total`."""
-    if value is None or not value >= 0:
-        raise ValueError(f"Expected scheduler.{name} >= 0. Received: {name}={value!r}.")
+    if isinstance(value, str) or value is None or not value >= 0:
+        raise ValueError(
+            f"Expected scheduler.{name} to be a number >= 0: updates, or below 1 a share of the run. Received: {name}={value!r}."
+            f"{number_hint(value)}"
+        )
     return round(value * total) if value < 1 else int(value)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import danling
+from danling.metrics.scores import metric_of
 from danling.utils.observers import Observer
 from danling.utils.process import arithmetic
 
@@ -85,7 +86,7 @@ class RunRecorder(Observer):
                 },
                 "environment": environment(runner.device),
                 "checkpoints": {"manager": _kind(runner.checkpoint_manager), "interval": runner.checkpoint_interval},
-                "score": {"split": runner.score_split, "name": runner.config.score_name},
+                "score": {"split": runner.score_split, "name": metric_of(runner.config.score_name, runner.score_split)},
                 "seed": runner.seed,
             }
             runner.workspace.write_record(record)

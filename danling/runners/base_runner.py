@@ -1067,8 +1067,8 @@ class BaseRunner(metaclass=MetaRunner):
             state: What `state_dict` returned, or the payload of a checkpoint.
         """
         with self.run_state.loading(state):
-            payload, excluded = self.run_state.excluded.apply(state)
             needed = self.run_state.names() or list(self.component_states())
+            payload, excluded = self.run_state.excluded.apply(state, needed=needed)
             check_complete(payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])])
             self._attributes.load("requires_grad", payload)
             self.load_components(payload, excluded)

@@ -128,12 +128,27 @@ def _met(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> object:
+        if GUARDED in vars(self):
+            raise ValueError(
+                f"Expected `{verb}` to be called on a constructed runner: model, optimizer and loaders are prepared when __init__ has "
+                f"ended. Received: a call in __init__, which is too early. Call runner.{verb}() after the construction."
+            )
+        if args and verb == "save_checkpoint" and _is_own(function):
+            raise TypeError(
+                f"Expected save_checkpoint() without a name: it saves the full state as `latest`, and as history and best where that "
+                f"applies. Received: {args[0]!r}. For the weights in a file of your choice call runner.save_pretrained(directory), or run "
+                "`danling export CHECKPOINT FILE`."
+            )
         calls = self._calls
         if calls is None:
             return function(self, *args, **kwargs)
         return calls.run(verb, functools.partial(function, self, *args, **kwargs))
 
     return method
+
+
+def _is_own(function: Callable[..., object]) -> bool:
+    return function.__module__.startswith("danling.")
 
 
 def _train_step(runner: TorchRunner, call: Callable[[Any], Any], data: object) -> Any:

@@ -945,6 +945,8 @@ class TorchRunner(BaseRunner):
         """
         options = options_of(self.optimizer) if self.optimizer is not None else []
         super().load_components(payload, excluded)
+        if self.ema is not None and "ema" not in payload:
+            self.ema.reset()  # else the averages would be those of the weights before the restore
         if self.optimizer is not None and "optimizer" in payload:
             allows = self.run_state.excluded.allows_setting
             adopt_options(

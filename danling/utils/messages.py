@@ -37,6 +37,19 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
     return f" Did you mean {match!r}?" if match else ""
 
 
+_COMMA = re.compile(r"([-+]?\d+),(\d+([eE][-+]?\d+)?)")
+_PERCENT = re.compile(r"([-+]?\d+(?:\.\d+)?) ?%")
+
+
+def number_hint(value: object) -> str:
+    """Return how to write a number that text means, with a blank before it; empty for other text."""
+    text = value.strip() if isinstance(value, str) else ""
+    comma, percent = _COMMA.fullmatch(text), _PERCENT.fullmatch(text)
+    if comma is not None:
+        return f" Write {comma[1]}.{comma[2]}, with a point."
+    return f" Write {float(percent[1]) / 100:g}, as a share of 1." if percent is not None else ""
+
+
 class Paced:
     """Says whether a line is due: the first ones are, then one in so many seconds."""
 

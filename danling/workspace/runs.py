@@ -160,9 +160,13 @@ class Run:
         splits = self.best.get("result", {})
         chosen = self.config.get("score_split")
         score = self.best.get("score")
-        found = [split for split, figures in splits.items() if figures.get(name) == score and split != "train"]
+        found = [
+            split
+            for split, figures in splits.items()
+            if figures.get(name.removeprefix(f"{split}.")) == score and split != "train"
+        ]
         split = str(chosen) if chosen else next(iter(found), None)
-        return f"{split}/{name}" if split else (name if self.best else None)
+        return f"{split}/{name.removeprefix(f'{split}.')}" if split else (name if self.best else None)
 
     @property
     def latest_score(self) -> float | None:
