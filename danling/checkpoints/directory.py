@@ -10,8 +10,8 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,7 @@ class CheckpointStore:
         self.is_part = False
         """Whether other machines have the rest of each checkpoint, so that none can be read here."""
         self.directory = directory
+        self._pinned: storage.Identity | None = None
         self._skipped: dict[Path | str, str] = {}
 
     @property
@@ -179,17 +180,24 @@ class CheckpointStore:
         """Return the files that killed saves and deletions have left where no process writes."""
         return []
 
+    def pin(self) -> None:
+        """Remember the directory in which this run saves: in one that takes its path later nothing is removed."""
+        self._pinned = storage.identity_of(self.directory)
+
+    def refuse_links(self) -> None:
+        """Refuse a link in the place of a directory in which saves are made."""
+
     def delete(self, name: str) -> None:
         raise NotImplementedError
 
-    def sweep(self, protected: set[int]) -> None:
-        """Remove what no name leads to any more, except the saves with these sequences."""
+    def sweep(self, protected: set[int], *, run: str) -> None:
+        """Remove what no name of a run leads to any more, except the saves with these sequences."""
 
-    def prune(self, *, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
-        """Remove the history that retention gives up. What cannot be removed is tried again at the next save."""
+    def prune(self, *, run: str, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
+        """Remove the history of a run that retention gives up. What cannot be removed is tried again at the next save."""
         try:
             # Those of an abandoned line count too: else they would stay for ever.
-            records = self.records(complete=True)
+            records = [record for record in self.records(complete=True) if record.run == run]
         except OSError as error:
             logger.warning("Could not see which checkpoints in %s are old: %s", self.directory, error)
             return
@@ -198,7 +206,7 @@ class CheckpointStore:
             protected.add(resumed.sequence)
         for name in to_delete(records, keep=keep, protected=protected):
             self._try_to(partial(self.delete, name))
-        self._try_to(partial(self.sweep, protected))
+        self._try_to(partial(self.sweep, protected, run=run))
 
     def _try_to(self, remove: Callable[[], None]) -> None:
         try:
@@ -325,10 +333,11 @@ class FileStore(CheckpointStore):
 
     def delete(self, name: str) -> None:
         mark, path = self.directory / f"{DELETING}{name}", self.path(name)
-        storage.write_new_text(mark, "")
-        # Sums last: a file that lost them alone would stay for ever, neither a checkpoint nor removed by retention.
-        for part in (path, _beside(path, NEXT), _beside(path, FILE_SUMS), mark):
-            storage.remove(part)
+        with storage.opened(self.directory, self._pinned) as here:
+            storage.write_mark(mark, within=here)
+            # Sums last: a file that lost them alone would stay for ever, neither a checkpoint nor removed by retention.
+            for part in (path, _beside(path, NEXT), _beside(path, FILE_SUMS), mark):
+                storage.remove(part, within=here)
 
 
 def has_sums(path: Path) -> bool:
@@ -389,15 +398,37 @@ class TargetStore(CheckpointStore):
     A pointer holds the name of a target and nothing else. A target counts when it has its manifest, which is written last.
     """
 
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._pinned_targets: storage.Identity | None = None
+
     def path(self, name: str) -> Path:
         return self.directory / TARGETS / name if is_target(name) else self.directory / name
 
     def give_up(self, target: str) -> None:
         """Remove a target that could not be finished; when that fails as well, the next process that saves does it."""
         try:
-            storage.remove_tree(self.path(target))
+            with self._opened_targets() as targets:
+                storage.remove_tree(self.path(target), within=targets)
         except OSError as error:
             logger.warning("Could not remove the unfinished %s: %s", self.path(target), error)
+
+    def pin(self) -> None:
+        super().pin()
+        self._pinned_targets = storage.identity_of(self.directory / TARGETS)
+
+    def refuse_links(self) -> None:
+        refuse_link(self.directory / TARGETS)
+
+    @contextmanager
+    def _opened_targets(self) -> Iterator[int]:
+        """Open the directory of the targets to remove some; a link, or another directory than this run has saved in, is refused."""
+        path = self.directory / TARGETS
+        with (
+            storage.opened(self.directory, self._pinned) as here,
+            storage.opened(path, self._pinned_targets, within=here) as targets,
+        ):
+            yield targets
 
     def publish(self, target: str, names: Sequence[str]) -> None:
         """Let names lead to a complete target, in the order given. Here a save into a directory becomes visible."""
@@ -434,7 +465,7 @@ class TargetStore(CheckpointStore):
 
     def recover(self) -> None:
         targets = self.directory / TARGETS
-        refuse_link(targets)
+        self.refuse_links()
         if os.path.lexists(targets) and not os.path.isdir(targets):
             storage.set_aside(targets)
         storage.make_directory(targets)
@@ -482,22 +513,30 @@ class TargetStore(CheckpointStore):
         return manifest, problems + [f"{name} is not part of it" for name in extra]
 
     def delete(self, name: str) -> None:
-        storage.remove(self.directory / name)
+        with storage.opened(self.directory, self._pinned) as here:
+            storage.remove(self.directory / name, within=here)
 
-    def sweep(self, protected: set[int]) -> None:
+    def sweep(self, protected: set[int], *, run: str) -> None:
         for record in self.records(complete=False):
-            unused = is_target(record.name) and record.sequence not in protected
-            if unused and not os.path.islink(self.path(record.name)):
-                # The manifest first: without it the target does not count, whatever else is left when this is interrupted.
-                storage.remove(self.path(record.name) / SUMS)
-                storage.remove_tree(self.path(record.name))
+            path = self.path(record.name)
+            unused = is_target(record.name) and record.run == run and record.sequence not in protected
+            if unused and not os.path.islink(path):
+                with self._opened_targets() as targets:
+                    # The manifest first: without it the target does not count, whatever else is left when this is interrupted.
+                    with storage.opened(path, None, within=targets) as target:
+                        storage.remove(path / SUMS, within=target)
+                    storage.remove_tree(path, within=targets)
 
     def follow(self, sequence: int, kept: Collection[str]) -> None:
         """Remove this machine's part of older targets that the main process has removed."""
         for name in sorted(self.targets() - {*kept}):
             older = is_target(name) and int(name.partition("-")[0]) < sequence
             if older and not os.path.islink(self.path(name)):
-                self._try_to(partial(storage.remove_tree, self.path(name)))
+                self._try_to(partial(self._remove, name))
+
+    def _remove(self, name: str) -> None:
+        with self._opened_targets() as targets:
+            storage.remove_tree(self.path(name), within=targets)
 
 
 def new_target(sequence: int) -> str:
@@ -771,6 +810,7 @@ class CheckpointDirectory:
             return
         storage.make_directory(self.path)
         self.stores[0].recover()
+        self.stores[0].pin()
         found = self.records()
         self.refuse_foreign(found)
         records = [record for record, _ in found]
@@ -786,6 +826,7 @@ class CheckpointDirectory:
     def next_records(self, names: list[str], *, epoch: int, global_step: int) -> list[Record]:
         """Number the next save, and return its records, one a name."""
         assert self._line is not None
+        self.stores[0].refuse_links()
         self._line = line = replace(self._line, sequence=self._line.sequence + 1)
         return [Record(n, line.sequence, line.branch, line.ancestors, self.run_id, global_step, epoch) for n in names]
 
@@ -793,7 +834,7 @@ class CheckpointDirectory:
         """Remove the history that retention gives up, once a save is complete; saves whose upload is pending stay."""
         if self._line is not None:
             keep = self._settings.keep_latest_k
-            self.stores[0].prune(keep=keep, resumed=self.resumed, pending=pending)
+            self.stores[0].prune(run=self.run_id, keep=keep, resumed=self.resumed, pending=pending)
 
     def tidy(self) -> None:
         """Remove the files that killed saves and deletions have left in the directory of this run, where no other process writes."""

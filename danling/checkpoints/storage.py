@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from danling.utils.files import NEW_FILE
+
 from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError, disk_error, reason
 
 logger = logging.getLogger("danling")
@@ -30,6 +32,7 @@ _CHUNK = 4 << 20
 _TEXT_CHUNK = 64 << 10
 _TEXT_LIMIT = 64 << 20
 _LOOKS = ("read", "list", "look at")
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 
 
@@ -125,8 +128,10 @@ class HashingWriter:
 def open_new(path: Path) -> Iterator[HashingWriter]:
     """Open a new file for writing. When the context ends the contents are durable; if it fails, the file is removed."""
     with _trying("create", path):
-        # Follow no symlink, and do not wait for the reader of a named pipe.
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        # What is there under its name, such as a hard link of another file, is never opened.
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        handle = os.open(path, NEW_FILE, 0o666)
     writer = HashingWriter(handle, path)
     try:
         yield writer
@@ -365,22 +370,46 @@ def sampled_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def remove(path: Path) -> None:
-    """Remove a file that may be gone already."""
+def write_mark(path: Path, *, within: int) -> None:
+    """Make an empty file durably in an open directory; one that is there is replaced."""
+    remove(path, within=within)
+    with _trying("create", path):
+        handle = os.open(path.name, NEW_FILE, 0o666, dir_fd=within)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def remove(path: Path, *, within: int | None = None) -> None:
+    """Remove a file that may be gone already; of a directory that is open, if its descriptor is given, whatever its path leads to now."""
     with _trying("remove", path), suppress(FileNotFoundError):
-        os.unlink(path)
+        os.unlink(path if within is None else path.name, dir_fd=within)
 
 
-def remove_tree(directory: Path) -> None:
-    """Remove a directory of files, and directories below it. Links in it are removed, and what they lead to is not."""
-    if os.path.islink(directory):
+def remove_tree(directory: Path, *, within: int | None = None) -> None:
+    """Remove a directory of files, and directories below it. Links in it are removed, and what they lead to is not.
+
+    Every directory is opened once, and what is removed is named relative to it: an exchange of a directory for a link leads nowhere.
+    """
+    if within is None and os.path.islink(directory):
         raise CheckpointDiskError(
             f"Expected a directory to remove. Received: {directory}, a link, whose contents stay."
         )
-    for name in sorted(names(directory)):
-        _remove_any(directory / name)
+    name = directory if within is None else directory.name
     with _trying("remove", directory):
-        os.rmdir(directory)
+        handle = os.open(name, _DIRECTORY, dir_fd=within)
+        try:
+            with os.scandir(handle) as entries:
+                found = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
+            for entry, is_directory in found:
+                if is_directory:
+                    remove_tree(directory / entry, within=handle)
+                else:
+                    remove(directory / entry, within=handle)
+        finally:
+            os.close(handle)
+        os.rmdir(name, dir_fd=within)
 
 
 def _remove_any(path: Path) -> None:
@@ -388,6 +417,43 @@ def _remove_any(path: Path) -> None:
         remove_tree(path)
     else:
         remove(path)
+
+
+Identity = tuple[int, int]
+"""Device and inode of a directory."""
+
+
+@contextmanager
+def opened(directory: Path, expected: Identity | None, *, within: int | None = None) -> Iterator[int]:
+    """Open a directory in which a run saves, to remove files in it; refuse another one than it was.
+
+    Args:
+        directory: Its path. The last part of it may be a link unless `within` is given.
+        expected: What `identity_of` has returned; `None` takes any.
+        within: Descriptor of the directory above it.
+    """
+    flags = _DIRECTORY if within is not None else _DIRECTORY & ~os.O_NOFOLLOW
+    with _trying("open", directory):
+        handle = os.open(directory if within is None else directory.name, flags, dir_fd=within)
+    try:
+        if expected is not None and _identity(os.fstat(handle)) != expected:
+            raise CheckpointDiskError(
+                f"Expected {directory} to be the directory in which this run began to save. Received: another one, in which nothing is "
+                "removed. Bring the former one back."
+            )
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def identity_of(directory: Path) -> Identity:
+    """Return what tells a directory from another one that takes its path."""
+    with _trying("look at", directory):
+        return _identity(os.stat(directory))
+
+
+def _identity(about: os.stat_result) -> Identity:
+    return about.st_dev, about.st_ino
 
 
 def discard(path: Path) -> None:

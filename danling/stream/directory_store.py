@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from torch import Tensor
 
-from danling.utils.files import open_file, read_text, sync_directory, write_all, write_error
+from danling.utils.files import NEW_FILE, open_file, read_bytes, refuse_link, sync_directory, write_all, write_error
 from danling.utils.locks import FileLock, exclusive
 from danling.utils.plain import parse_json
 
@@ -32,6 +32,7 @@ _SYNCING_THREADS = 8
 _KEY = "danling"
 _RESERVED = "__metadata__"
 _LONGEST_NAME = 160
+_USAGE_BYTES = 4096
 
 
 class DirectoryStore(CheckedStore):
@@ -49,6 +50,7 @@ class DirectoryStore(CheckedStore):
     Raises:
         ImportError: If safetensors is not installed: `pip install safetensors`.
         FileNotFoundError: If it is to be read only and is no store.
+        ValueError: If `objects` or `writing` in it is a link.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int | None = None, read_only: bool = False) -> None:
@@ -65,8 +67,9 @@ class DirectoryStore(CheckedStore):
         self._usage_file = self.path / "usage.json"
         self._opened_by = 0
         if not read_only:
-            self._objects.mkdir(parents=True, exist_ok=True)
-            self._writing.mkdir(exist_ok=True)
+            for directory in (self._objects, self._writing):
+                refuse_link(directory)
+                directory.mkdir(parents=True, exist_ok=True)
         elif not self._objects.is_dir():
             raise FileNotFoundError(
                 f"Expected a directory that a DirectoryStore has written. Received: {self.path}, which has no folder 'objects'. "
@@ -191,12 +194,22 @@ class DirectoryStore(CheckedStore):
     def _exclusive(self) -> Iterator[None]:
         with exclusive(self.path / "lock"):
             if self._opened_by != os.getpid():
-                for file in self._writing.iterdir():
-                    if not FileLock(file.with_suffix(".lock")).is_taken():
-                        file.unlink(missing_ok=True)  # its writer has died
+                self._remove_left()
                 self._note(self._recount())  # what a power cut has left of the count is not trusted
                 self._opened_by = os.getpid()
             yield
+
+    def _remove_left(self) -> None:
+        """Remove the files of writers that have died. The directory is opened once: a link that takes its place leads nowhere."""
+        refuse_link(self._writing)
+        handle = os.open(self._writing, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            for name in os.listdir(handle):
+                if not FileLock((self._writing / name).with_suffix(".lock")).is_taken():
+                    with suppress(FileNotFoundError, IsADirectoryError):
+                        os.unlink(name, dir_fd=handle)
+        finally:
+            os.close(handle)
 
     @contextmanager
     def _changing(self) -> Iterator[list[int]]:
@@ -214,15 +227,18 @@ class DirectoryStore(CheckedStore):
 
     def _count(self) -> int:
         try:
-            return int(parse_json(read_text(self._usage_file))["bytes"])
+            return int(parse_json(read_bytes(self._usage_file, limit=_USAGE_BYTES, follow=False))["bytes"])
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             self._note(total := self._recount())
             return total
 
     def _note(self, total: int | None) -> None:
-        # Neither atomic nor durable: a file cut short by a kill or a full disk is no JSON, and `_count` counts anew.
+        # Neither atomic nor durable: without a file, or one cut short by a kill or a full disk, `_count` counts again.
         with suppress(OSError):
-            self._usage_file.write_text("" if total is None else json.dumps({"bytes": total}))
+            self._usage_file.unlink(missing_ok=True)
+            if total is not None:
+                with os.fdopen(os.open(self._usage_file, NEW_FILE, 0o666), "w") as file:
+                    json.dump({"bytes": total}, file)
 
     def _recount(self) -> int:
         total = 0
@@ -241,7 +257,7 @@ class DirectoryStore(CheckedStore):
 
 
 def _write_synced(file: Path, data: bytes) -> None:
-    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    handle = os.open(file, NEW_FILE, 0o666)
     try:
         write_all(handle, data)
         os.fsync(handle)

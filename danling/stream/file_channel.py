@@ -13,12 +13,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from danling.utils.files import open_file, read_text, sync_directory, write_all, write_atomically, write_error
+from danling.utils.files import (
+    open_file,
+    read_text,
+    refuse_link,
+    sync_directory,
+    write_all,
+    write_atomically,
+    write_error,
+)
 from danling.utils.locks import FileLock, exclusive, shared
 
 from .channel import RECORDS, RefChannel, StreamEnd
 from .refs import ROOM, SampleRef, has_checksum, parse_checked_json, to_checked_json
 
+_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _SAMPLE, _AFTER_ID = b'{"id":', b',"object":'
 
 _FIRST_LOOK_SECONDS = 120.0
@@ -45,9 +54,10 @@ class FileChannel(RefChannel):
         self.name = str(self.path)
         self._log = self.path / "log.jsonl"
         self._owner_file = self.path / "owner.json"
+        refuse_link(self._log)
         if not self._log.exists():
             self.path.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
+            os.close(os.open(self._log, os.O_WRONLY | os.O_CREAT | _FLAGS, 0o666))
             sync_directory(self.path)
         self._begin()
 
@@ -198,7 +208,7 @@ class FileChannel(RefChannel):
     def _write(self, lines: str, what: str) -> None:
         if not lines:
             return
-        handle = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK)
+        handle = os.open(self._log, os.O_WRONLY | os.O_APPEND | _FLAGS)
         try:
             write_all(handle, lines.encode())
             os.fsync(handle)

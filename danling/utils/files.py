@@ -106,7 +106,7 @@ def refuse_link(path: Path) -> None:
     if os.path.islink(path):
         raise ValueError(
             f"Expected no link at {path}, where files are written and removed. Received: a link to {os.readlink(path)}. Move what it leads "
-            "to here; the run directory and its `checkpoints` may be links."
+            "to here; a run directory, its `checkpoints` and the directory of a store may be links."
         )
 
 

@@ -284,7 +284,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
     The lock is one of the open file (`flock`), so that two objects of one process exclude each other too. Its file stays.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -304,7 +304,7 @@ def shared(path: Path, *, seconds: float) -> Iterator[None]:
     handle = None
     for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):
         try:
-            handle = os.open(path, flags | os.O_CLOEXEC, 0o666)
+            handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             break
         except OSError as error:
             if error.errno not in _NOT_TO_OPEN:

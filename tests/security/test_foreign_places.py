@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.canary import look_at
 from support.forked import child, fork, hold, wait
 from support.patience import until
@@ -16,6 +18,7 @@ from support.toys import Small
 from support.toys import settings as toy_settings
 
 from danling.reporting.trackers import JsonLines, read_jsonl
+from danling.stream import DirectoryStore, FileChannel
 from danling.utils.files import open_file, read_bytes, write_atomically
 
 Placement = Callable[[Path, Path], object]
@@ -141,3 +144,85 @@ def test_a_run_whose_lock_was_removed_writes_beside_no_other_run(tmp_path: Path,
 def _held(stack: ExitStack, root: Path) -> None:
     stack.enter_context(child(lambda: hold(root / "run" / ".lock", root / "held")))
     until((root / "held").exists)
+
+
+class Exchanges(Small):
+    """Exchanges a directory of its checkpoints for a link to that of another run, after its second update."""
+
+    not_saved = ("place", "goal")
+
+    def __init__(self, config: Any, place: str, goal: Path) -> None:
+        super().__init__(config)
+        self.place, self.goal = self.dir / place, goal / place
+
+    def optimizer_step(self) -> None:
+        if self.state.train.global_step == 4:
+            self.place.rename(self.place.with_name("before"))
+            self.place.symlink_to(self.goal)
+        super().optimizer_step()
+
+
+@pytest.mark.parametrize(
+    ("backend", "place"), [("file", "checkpoints"), ("dcp", "checkpoints"), ("dcp", "checkpoints/targets")]
+)
+def test_retention_removes_nothing_in_a_directory_that_took_the_place(tmp_path: Path, backend: str, place: str) -> None:
+    def config(name: str, steps: int, keep: int) -> dict[str, Any]:
+        policy = {"backend": backend, "interval": 1, "keep_latest_k": keep, "async_enabled": False}
+        return toy_settings(tmp_path / name, steps=steps, auto_resume=True, checkpoint=policy)
+
+    # A copy of the run: nothing but its place tells its checkpoints from those that retention may remove.
+    with Small(config("run", 3, 0)) as other:
+        other.train()
+    shutil.copytree(tmp_path / "run", tmp_path / "goal")
+    goal = tmp_path / "goal" / "checkpoints"
+    before = {str(path) for path in goal.rglob("*")}
+    with Exchanges(config("run", 6, 1), place, tmp_path / "goal") as runner, suppress(Exception):
+        runner.train()
+    assert {str(path) for path in goal.rglob("*")} >= before
+
+
+@pytest.mark.parametrize("name", ["writing", "objects"])
+def test_a_store_refuses_links_where_it_writes_and_removes(tmp_path: Path, canary: Path, name: str) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    store.put("a", {"x": torch.ones(2)})
+    shutil.rmtree(store.path / name)
+    (store.path / name).symlink_to(canary)
+    for use in (lambda: DirectoryStore(store.path), lambda: DirectoryStore(store.path).put("b", {"x": torch.ones(2)})):
+        with pytest.raises(ValueError, match="Expected no link at"):
+            use()
+
+
+def test_a_store_whose_folder_becomes_a_link_removes_nothing_there(tmp_path: Path, canary: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    (tmp_path / "writing").rmdir()
+    (tmp_path / "writing").symlink_to(canary)
+    with pytest.raises(ValueError, match="Expected no link at"):
+        store.put("a", {"x": torch.ones(2)})
+
+
+@pytest.mark.parametrize("kind", [*PLACEMENTS, "device", "huge", "directory"])
+@pytest.mark.timeout(60)
+def test_what_takes_the_place_of_the_count_of_a_store_is_not_opened(tmp_path: Path, canary: Path, kind: str) -> None:
+    store = DirectoryStore(tmp_path)
+    store.put("a", {"x": torch.ones(2)})
+    (tmp_path / "usage.json").unlink()
+    others: dict[str, Placement] = {
+        "device": lambda path, _: path.symlink_to("/dev/zero"),
+        "huge": lambda path, _: (path.touch(), os.truncate(path, 1 << 40)),
+        "directory": lambda path, _: path.mkdir(),
+    }
+    {**PLACEMENTS, **others}[kind](tmp_path / "usage.json", canary / "file.txt")
+    again = DirectoryStore(tmp_path)
+    again.put("b", {"x": torch.ones(2)})
+    assert again.usage() == sum(path.stat().st_size for path in (tmp_path / "objects").iterdir())
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "lock", "committed.lock"])
+@pytest.mark.parametrize("kind", ["link", "dangling link"])
+def test_a_stream_writes_through_no_link(tmp_path: Path, canary: Path, kind: str, name: str) -> None:
+    PLACEMENTS[kind](tmp_path / name, canary / "file.txt")
+    with pytest.raises((OSError, ValueError)):
+        channel = FileChannel(tmp_path)
+        channel.claim("run")
+        channel.end()
+        channel.commit(0)

@@ -36,11 +36,14 @@ FUNCTIONS = {
         "make_directory",
         "open_new",
         "open_regular",
+        "opened",
         "remove",
         "remove_tree",
         "replace",
+        "sampled_digest",
         "sync_directory",
         "write_file",
+        "write_mark",
     ],
     "checkpoints/directory": [
         "FileStore._make_way",
@@ -73,10 +76,10 @@ FUNCTIONS = {
     "stream/channel": ["RefChannel._take"],
     "stream/directory_store": [
         "DirectoryStore.__init__",
-        "DirectoryStore._exclusive",
         "DirectoryStore._load",
         "DirectoryStore._note",
         "DirectoryStore._publish",
+        "DirectoryStore._remove_left",
         "DirectoryStore._write",
         "DirectoryStore.discard",
         "_write_synced",
@@ -201,3 +204,78 @@ def test_the_parser_takes_plain_names() -> None:
     assert plain_path("a/b/c") == "a/b/c"
     with pytest.raises(ValueError, match="in the directory itself"):
         plain_name("a/b")
+
+
+WRITERS = {
+    "audit/layout_record": ["LayoutRecorder._write: touch"],  # in a scratch directory
+    "audit/program": ["start_program: open"],  # what a program prints, in a scratch directory
+    "checkpoints/storage": ["open_new: os.open", "opened: os.open", "write_mark: os.open"],
+    "cli/main": ["_main: os.open"],  # /dev/null
+    "config/runner_config": ["RunnerConfig.json: open"],  # named by the user
+    "graph/artifacts": [
+        "Artifacts._add_files: os.open",
+        "Artifacts._open_directory: os.open",
+        "Artifacts._write: os.open",
+        "_user_key: os.open",
+    ],
+    "remote/mirror": ["RunMirror._written: touch"],  # under a random name
+    "remote/sources": ["runs_below: touch"],  # in a temporary directory
+    "reporting/logging": ["RunLog.__init__: FileHandler"],  # named by the user, or after the instant of the start
+    "reporting/trackers": ["JsonLines._open: os.open"],
+    "stream/directory_store": ["DirectoryStore._note: os.open", "_write_synced: os.open"],
+    "stream/file_channel": ["FileChannel.__init__: os.open", "FileChannel._write: os.open"],
+    "utils/files": ["replacing: os.open"],
+    "utils/locks": ["_made: os.open", "exclusive: os.open", "shared: os.open"],
+    "utils/process": ["first_failure: os.open"],
+}
+"""By module: every call that opens or makes a file to write. Other modules write by the functions of these."""
+
+SAFE = ("NEW_FILE", "O_NOFOLLOW", "_FLAGS", "os.devnull")
+"""One of them is in every `os.open` that writes."""
+
+
+def writing_calls(path: Path) -> list[tuple[str, ast.Call]]:
+    """Return the calls that open a file for writing, each with the name of its function and the kind of the call."""
+    found: list[tuple[str, ast.Call]] = []
+
+    def visit(node: ast.AST, inside: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = inside
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                name = f"{inside}.{child.name}".lstrip(".")
+            if isinstance(child, ast.Call) and (kind := kind_of_write(child)):
+                found.append((f"{name}: {kind}", child))
+            visit(child, name)
+
+    visit(ast.parse(path.read_text()), "")
+    return found
+
+
+def kind_of_write(call: ast.Call) -> str:
+    """Return how a call opens a file for writing; nothing where it does not."""
+    called, text = ast.unparse(call.func), ast.unparse(call)
+    if called == "os.open":
+        return "os.open" if any(flag in text for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "NEW_FILE", "flags")) else ""
+    modes = [
+        each.value for each in [*call.args[:2], *(k.value for k in call.keywords)] if isinstance(each, ast.Constant)
+    ]
+    writes = any(isinstance(mode, str) and mode[:1] in ("w", "a", "x") and len(mode) <= 2 for mode in modes)
+    if called == "open" or (called.endswith(".open") and not called.startswith(("os.", "archive."))):
+        return "open" if writes else ""
+    name = called.rpartition(".")[2]
+    return name if name in ("write_text", "write_bytes", "touch", "FileHandler") and "storage." not in called else ""
+
+
+def test_every_file_that_is_written_is_made_or_no_link() -> None:
+    found: dict[str, list[str]] = {}
+    unsafe = []
+    for path in sorted(ROOT.rglob("*.py")):
+        module = path.relative_to(ROOT).with_suffix("").as_posix()
+        for name, call in writing_calls(path):
+            reads = "O_RDONLY" in (text := ast.unparse(call)) or "flags, dir_fd=directory" in text
+            if not reads:
+                found.setdefault(module, []).append(name)
+                if name.endswith("os.open") and not any(each in text for each in SAFE) and "flags" not in text:
+                    unsafe.append(f"{module}: {name}")
+    assert {module: sorted(set(names)) for module, names in found.items()} == WRITERS
+    assert unsafe == []
