@@ -52,6 +52,10 @@ class EnginePreparation(ModelPreparation):
         """Return the model as it is: the engine takes it together with the optimizer."""
         return model
 
+    def held(self, parameter: Tensor) -> Tensor:
+        # From stage 3 on a parameter is empty, and this rank's share of it an attribute.
+        return super().held(getattr(parameter, "ds_tensor", parameter))
+
     def unwrap(self, model: object) -> Any:
         return model.module if model is not None and model is self.runner.engine else model  # type: ignore[attr-defined]
 

@@ -65,6 +65,7 @@ from danling.training.run_state import (
     restore_positions,
     restore_run,
 )
+from danling.training.session import BY_SIGNAL
 from danling.utils.process import arithmetic
 from danling.workspace import Workspace
 from danling.workspace.workspace import RunPlace, without_places
@@ -839,15 +840,15 @@ class BaseRunner(metaclass=MetaRunner):
             with self._reporter.trackers.telling_status():
                 try:
                     yield
-                    if not self.saver.is_saved:
-                        self.save_checkpoint()
+                    # After a signal `boundary` has said so.
+                    saved = self.saver.save_last(signalled=session.stop_reason in BY_SIGNAL)
                     self.checkpoint_manager.wait()
                     self.checkpoint_manager.wait_for_mirror()
                     self.boundary()
                 finally:
                     session.uninstall_signals()
                     self._reporter.trackers.flush()
-                session.exit_if_signalled(self.state.train.global_step)
+                session.exit_if_signalled(self.state.train.global_step, saved=saved)
 
     def boundary(self) -> bool:
         """Return whether the loop must end because a signal came on any rank. Call it after every update, on all ranks.

@@ -56,7 +56,7 @@ from danling.training import (
     unpack_batch,
 )
 from danling.training.batches import BatchLoss, criterion_setting, is_pair, returned_loss
-from danling.training.checks import ComponentChecks, FirstGradients, check_components, misnamed, untied
+from danling.training.checks import ComponentChecks, FiniteWeights, FirstGradients, check_components, misnamed, untied
 from danling.training.evaluation import EvaluationForward, Evaluator, RunResults
 from danling.training.loop import TrainingLoop
 from danling.training.model_states import FrozenWeights, ModelStates
@@ -1031,6 +1031,7 @@ class TorchParts:
         self.runner = runner
         self.checks = ComponentChecks(runner)
         self.frozen = FrozenWeights(runner)
+        self.finite = FiniteWeights(runner)
         self.loss = BatchLoss(runner)
         self.recompute = Recompute(runner)
         self.losses = Meters()

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,6 +20,8 @@ from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule
 from danling.optim.warmup import WarmupScheduler
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name
+
+from .update import NonFiniteError
 
 if TYPE_CHECKING:
     from danling.distributed import StepTotals
@@ -342,6 +345,68 @@ class FirstGradients(Observer):
                 "depend on them: use them in `forward`, or freeze them with requires_grad_(False).",
                 listed(names),
             )
+
+
+class FiniteWeights:
+    """Refuses to save weights that are not finite: the optimizer's step may make them from a finite gradient.
+
+    Parameters that are trained are read once for each save. Frozen ones, which no update changes, are looked at in the first save, and
+    named; buffers are not looked at, since they may hold -inf by design.
+    """
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self._seen: set[int] = set()
+        """`id` of the frozen parameters that were looked at."""
+
+    def check(self) -> None:
+        """Raise where a weight is not finite on some rank. One small collective: called on all ranks."""
+        runner, domain = self._runner, self._runner.placement.optimizer
+        held = {name: (p, runner.preparation.held(p)) for name, p in runner.named_parameters()}
+        bad = _not_finite({name: local for name, (p, local) in held.items() if p.requires_grad})
+        frozen = {name: local for name, (p, local) in held.items() if not p.requires_grad and id(p) not in self._seen}
+        self._seen.update(id(p) for p, _ in held.values() if not p.requires_grad)
+        for name in _not_finite(frozen)[:1]:
+            logger.warning(
+                "The frozen parameter %s is not finite. It is saved as it is; a buffer holds what is -inf by design.",
+                name,
+            )
+        flag = torch.tensor(float(bool(bad)), dtype=torch.float64)
+        if domain.size > 1:
+            flag = domain.all_reduce(flag, "max")
+        if not flag.item():
+            return
+        found = domain.gather_objects(bad) if domain.size > 1 else [bad]
+        names = list(dict.fromkeys(name for of_rank in found for name in of_rank))
+        ranks = [rank for rank, of_rank in enumerate(found) if of_rank]
+        others = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        raise NonFiniteError(
+            f"Expected finite weights to save after step {runner.state.train.global_step}. Received: {names[0]!r}{others} with NaN or "
+            f"infinity on ranks {ranks}. Loss and gradient were finite: the step of {type(runner.optimizer).__name__} or your own code "
+            "made them. Nothing was saved, and the last checkpoint stays. Raise eps of the optimizer, lower the learning rate, or set "
+            "max_grad_norm; then resume."
+        )
+
+
+@torch.no_grad()
+def _not_finite(weights: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors with NaN or infinity."""
+    known = {name: tensor for name, tensor in weights.items() if tensor.numel() and not tensor.is_meta}
+    wide = {name: tensor for name, tensor in known.items() if tensor.dtype.itemsize > 1}
+    narrow = [name for name, tensor in known.items() if tensor.is_floating_point() and name not in wide]
+    wide = {name: tensor for name, tensor in wide.items() if tensor.is_floating_point() or tensor.is_complex()}
+    suspects = list(narrow)
+    if wide:
+        # One pass, which reads each weight once. A norm may also overflow.
+        norms = torch._foreach_norm(list(wide.values()), 2.0)
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for norm in norms:
+            by_device[norm.device].append(norm.float())
+        if not all(bool(torch.stack(each).isfinite().all()) for each in by_device.values()):
+            suspects += [name for name, norm in zip(wide, norms) if not bool(norm.isfinite())]
+    # Types of eight bits have no operations of their own.
+    exact = ((name, known[name].float() if name in narrow else known[name]) for name in suspects)
+    return [name for name, tensor in exact if not bool(tensor.isfinite().all())]
 
 
 def _in_evaluation(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

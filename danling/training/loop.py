@@ -17,7 +17,7 @@ from danling.supervision import RankWatch, is_out_of_memory, write_memory_snapsh
 from danling.utils.observers import Observer
 
 from .evaluation import Boundary, checked_figures
-from .session import DataEnded, EvaluationStopped, IntactStateError, PassLeft, TrainingAbandoned, first_stop
+from .session import BY_SIGNAL, DataEnded, EvaluationStopped, IntactStateError, PassLeft, TrainingAbandoned, first_stop
 from .update import UNCOMMITTED, UpdateOutcome
 
 if TYPE_CHECKING:
@@ -240,8 +240,7 @@ class TrainingLoop:
 
     def _finish(self) -> None:
         runner, session, manager = self._runner, self._session, self._runner.checkpoint_manager
-        if not runner.saver.is_saved:
-            runner.save_checkpoint()
+        saved = runner.saver.save_last(signalled=session.stop_reason in BY_SIGNAL)
         if session.stop_reason is None and runner.config.checkpoint.last_save_model_only:
             runner.saver.export()
         runner._parts.results.write()
@@ -249,7 +248,7 @@ class TrainingLoop:
         manager.wait()
         manager.wait_for_mirror()
         runner._reporter.say_ending(session.hear_late_signals(runner.placement.optimizer))
-        session.exit_if_signalled(runner.state.train.global_step)
+        session.exit_if_signalled(runner.state.train.global_step, saved=saved)
 
     def _fail(self, error: Exception) -> None:
         """Save a state that is whole, and say what failed and where the memory of a device went that ran out."""

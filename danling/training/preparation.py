@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from danling.distributed import Domain
+from danling.utils.tensors import local_part
 
 from .ema import EMA
 
@@ -135,6 +136,10 @@ class ModelPreparation:
         """Return what every rank has a copy of, in the same order on all of them. May be called on one rank."""
         whole = isinstance(model, DistributedDataParallel)
         return [*model.module.parameters(), *model.module.buffers(), *averaged] if whole else []
+
+    def held(self, parameter: Tensor) -> Tensor:
+        """Return what this rank holds of a parameter. No communication."""
+        return local_part(parameter.detach())
 
     # Evaluation and EMA
 

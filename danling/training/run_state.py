@@ -28,6 +28,7 @@ from danling.reporting import format_number
 from danling.utils.tensors import floating_dtype
 
 from .recompute import map_carry
+from .update import NonFiniteError
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -461,9 +462,7 @@ class RunSaver:
         """Save the full state. Called on all ranks."""
         runner = self._runner
         with runner._session.saving():
-            if runner._parts is not None:
-                # Weights must not be saved while the check of the last update is pending.
-                runner._parts.update.raise_pending_error()
+            self._check_weights()
             for check in self.before:
                 check()
             step, epoch = self.at
@@ -477,6 +476,30 @@ class RunSaver:
             self.saved_at = self.at
             for action in self.saved:
                 action()
+
+    def save_last(self, *, signalled: bool) -> bool:
+        """Save where a training ends, unless that is saved, and return whether it is. Called on all ranks.
+
+        After a signal, weights that are not finite are an error in the log only: the process ends with the exit code of the signal, and
+        the checkpoint before stays the last one.
+        """
+        if not self.is_saved:
+            try:
+                self._runner.save_checkpoint()
+            except NonFiniteError as error:
+                if not signalled:
+                    raise
+                logger.error("%s", error)
+                return False
+        return True
+
+    def _check_weights(self) -> None:
+        """Refuse to save weights that are not finite. Called on all ranks."""
+        parts = self._runner._parts
+        if parts is not None:
+            # The check of the last update may be pending.
+            parts.update.raise_pending_error()
+            parts.finite.check()
 
     def _writes(self) -> bool:
         """Whether this replica group writes; another one may."""
@@ -554,7 +577,7 @@ class RunSaver:
             if alone or (settings.before_evaluation and hasattr(manager, "save_ahead")):
                 # Gathered now, since a rank that fails finds no other rank to gather it from.
                 with runner._session.saving():
-                    runner._parts.update.raise_pending_error()
+                    self._check_weights()
                     payload = runner.checkpoint_state()
                     if not alone:
                         manager.save_ahead(payload, epoch=epoch, global_step=step)

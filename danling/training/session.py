@@ -314,10 +314,11 @@ class TrainingSession:
         self.stop_reason = next((name for name in BY_SIGNAL if name in {*late, self.stop_reason}), self.stop_reason)
         return ENDINGS.get(str(self.stop_reason), "Finished")
 
-    def exit_if_signalled(self, step: int) -> None:
+    def exit_if_signalled(self, step: int, *, saved: bool = True) -> None:
         """End the process after a signal, with its exit code."""
         if self.stop_reason in EXIT_CODES:
-            logger.info("Stopped by a signal at step %d; the full state is saved.", step)
+            what = "the full state is saved" if saved else "nothing was saved"
+            logger.info("Stopped by a signal at step %d; %s.", step, what)
             raise SystemExit(EXIT_CODES[self.stop_reason])
 
     def uninstall_signals(self, *, keep: bool = False) -> None:
