@@ -1,5 +1,8 @@
 """Random damage to checkpoints of every kind, on every road: nothing wrong is loaded, nothing hangs, no error is without a name.
 
+Placements put links, pipes, devices, hard links, foreign owners and enormous files into each place of a run, a stream, its store and a
+folder of compiled code, for each command and each start: nothing outside is touched.
+
 Forged checkpoints, whose sums are right and whose contents are hostile, are as many: what is in them may be loaded, but no file outside is
 touched, nothing takes 60 seconds or 2 GB, and no error is without a name.
 
@@ -9,14 +12,16 @@ touched, nothing takes 60 seconds or 2 GB, and no error is without a name.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import resource
 import shutil
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,8 +29,11 @@ from typing import Any
 import pytest
 import torch
 from support import hostile
+from support.canary import look_at
 from support.fuzz import forge, spoil
-from support.recorded import record_run
+from support.placements import place
+from support.recorded import record_run, recorded_settings
+from support.streams import reference
 from support.toys import TracingRunner, differences
 
 from danling.checkpoints import (
@@ -43,6 +51,9 @@ from danling.checkpoints.storage import hash_file
 from danling.cli.inspect import read_contents
 from danling.cli.main import main
 from danling.distributed import LocalDomain
+from danling.graph.artifacts import Artifacts
+from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
+from danling.workspace.run_directory import RunInUseError
 
 CASES, SEED = int(os.environ.get("FUZZ_CASES", "150")), int(os.environ.get("FUZZ_SEED", "0"))
 SECONDS, BYTES = 60, 2 << 30
@@ -344,3 +355,164 @@ def test_forged_checkpoints(originals: list[Original], tmp_path: Path, capsys: p
 
     ends = _fuzz("forged", originals, tmp_path, ROADS_OF_FORGERIES, change, _try_forged, capsys)
     assert ends["refused"] > CASES // 10 and ends["read"] > 0
+
+
+# Placements
+
+
+def _command(*words: str) -> Callable[[Path, Path], None]:
+    """Call a command on a run, in which files are that no run has written."""
+
+    def act(run: Path, root: Path) -> None:
+        code = main([word.format(run=run, out=root / "out.pth", curves=root / "out.png") for word in words])
+        assert code in (0, 1, 2, 3), code
+
+    return act
+
+
+def _started(run: Path, **settings: Any) -> TracingRunner:
+    kept = {"steps": 9, "keep": 1, **settings}
+    checkpoint = {"interval": 1, "keep_latest_k": kept.pop("keep"), "backend": run.parent.name, "async_enabled": False}
+    return TracingRunner(recorded_settings(checkpoint=checkpoint) | {"dir": str(run), "auto_resume": True} | kept)
+
+
+def _auto_resumed(run: Path, root: Path) -> None:
+    with _started(run) as runner:
+        runner.train()
+
+
+def _resumed_elsewhere(run: Path, root: Path) -> None:
+    source = run / "checkpoints" / ("latest.pth" if run.parent.name == "file" else "latest")
+    with _started(root / "file" / "own", auto_resume=False, resume=str(source)) as runner:
+        runner.train()
+
+
+def _started_beside(run: Path, root: Path) -> None:
+    with _started(run, dir=None, workspace_root=str(run.parents[1]), lineage=run.parent.name) as runner:
+        runner.train()
+
+
+def _evaluated(run: Path, root: Path) -> None:
+    with _started(run, checkpoint={"load_only": True}) as runner:
+        runner.evaluate(["val"])
+
+
+def _from_checkpoint_of(run: Path, root: Path) -> None:
+    with TracingRunner.from_checkpoint(run / "checkpoints", {"dir": str(root / "own")}):
+        pass
+
+
+PLACED_RUNS: dict[str, tuple[int, Callable[[Path, Path], None]]] = {
+    "auto_resume": (8, _auto_resumed),
+    "resume": (2, _resumed_elsewhere),
+    "a start beside it": (2, _started_beside),
+    "evaluation": (2, _evaluated),
+    "from_checkpoint": (1, _from_checkpoint_of),
+    "runs": (2, _command("runs", "{run}")),
+    "explain": (2, _command("explain", "{run}")),
+    "diff": (1, _command("diff", "{run}", "{run}")),
+    "ranks": (1, _command("ranks", "{run}")),
+    "plot": (1, _command("plot", "{run}", "-o", "{curves}")),
+    "inspect": (2, _command("inspect", "{run}", "--config", "--tensors")),
+    "verify": (3, _command("verify", "{run}")),
+    "export": (2, _command("export", "{run}", "{out}", "--force")),
+}
+"""How often each start and command is taken on a run."""
+
+
+def _used_stream(directory: Path, root: Path) -> None:
+    tensors = {"x": torch.arange(4.0)}
+    store = DirectoryStore(directory / "store")
+    for channel in (FileChannel(directory / "log"), SQLiteChannel(directory / "log.sqlite")):
+        with closing(channel):
+            name = f"b{channel.published()}"
+            store.put(name, tensors)
+            channel.append([reference(name, tensors)])
+            for ref in channel.read(0, channel.published()):
+                store.get(ref)
+            assert channel.claim("run")
+            channel.commit(channel.published())
+            store.discard([name])
+    store.usage()
+
+
+def _used_code(directory: Path, root: Path) -> None:
+    """Start twice: nothing is found but what the first start has compiled."""
+    found = []
+    for _ in range(2):
+        code = Artifacts(directory / "run" / "compiled" / "code", signed=True, world=LocalDomain(), leads=True)
+        code.open()
+        assert code.folder is not None
+        found = [path.name for path in code.folder.rglob("*")]
+        (code.folder / "mine.so").write_text("code")
+        code.close()
+    assert set(found) <= {"mine.so", "earlier.so"}, found
+
+
+@pytest.fixture(scope="module")
+def placed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each kind of checkpoints, a stream with its store, and a run with compiled code and the key that signs it."""
+    root = tmp_path_factory.mktemp("placed")
+    for backend in ("file", "dcp"):
+        with _started(root / backend / "run", steps=8, keep=0, heartbeat={"enabled": True}) as runner:
+            runner.train()
+    _used_stream(root / "stream", root)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(root / "compiled" / "me"))
+        _used_code(root / "compiled", root)
+    return {"file": root / "file", "dcp": root / "dcp", "stream": root / "stream", "compiled": root / "compiled"}
+
+
+NAMED = (CheckpointError, ValueError, OSError, RunInUseError)
+
+
+@pytest.mark.timeout(0)
+def test_placements(
+    placed: dict[str, Path],
+    canary: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logging.getLogger("danling").setLevel(logging.CRITICAL)
+    ends: Counter[str] = Counter()
+    failures: list[str] = []
+    weights = [weight for weight, _ in PLACED_RUNS.values()]
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    before = look_at(canary)
+    for case in range(SEED, SEED + CASES):
+        random = Random(f"placed {case}")
+        kind = random.choices(sorted(placed), (2, 5, 5, 2))[0]
+        root = tmp_path / "case"
+        directory = Path(shutil.copytree(placed[kind], root / kind))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(root / "compiled" / "me"))
+        name = "use"
+        act = _used_stream if kind == "stream" else _used_code
+        if kind in ("file", "dcp"):
+            name = random.choices(list(PLACED_RUNS), weights)[0]
+            directory, act = directory / "run", PLACED_RUNS[name][1]
+        done = place("run" if directory.name == "run" else kind, directory, canary, random)
+        try:
+            with no_hang(case), bounded_memory():
+                act(directory, root)
+            ends["right"] += 1
+        except NAMED as error:
+            ends["refused"] += 1
+            # The system's own error names what is wrong and the path.
+            names_path = isinstance(error, OSError) and error.filename is not None
+            if "Expected " not in str(error) and not names_path:
+                failures.append(f"case {case}: {kind}, {done}, {name}: an error without a name: {error!r}")
+        except BaseException as error:
+            failures.append(f"case {case}: {kind}, {done}, {name}: {error!r}")
+        if look_at(canary) != before:
+            failures.append(f"case {case}: {kind}, {done}, {name}: touched what is outside")
+            break
+        gc.collect()
+        shutil.rmtree(root, ignore_errors=True)
+        capsys.readouterr()
+    logging.getLogger("danling").setLevel(logging.NOTSET)
+    with capsys.disabled():
+        print(f"\n{CASES} placements: {dict(ends.most_common())}")
+    assert not failures, "\n".join([f"{len(failures)} failures", *failures[:40]])
+    assert ends["right"] > CASES // 10 and ends["refused"] > 0

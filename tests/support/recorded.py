@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,26 @@ sys.exit(main(sys.argv[1:]))
 
 def record_run(root: Path, *, lineage: str = "toy", lr: float = 0.01, steps: int = 12, **settings: Any) -> Path:
     """Train the small runner with averaged weights and return its run directory below `root`."""
-    config: dict[str, Any] = {
-        "steps": steps,
+    own = {"steps": steps, "lineage": lineage, "workspace_root": str(root)}
+    with TracingRunner(
+        {**recorded_settings(lr=lr, checkpoint=settings.pop("checkpoint", {})), **own, **settings}
+    ) as runner:
+        runner.train()
+        return Path(runner.workspace.dir)
+
+
+def recorded_settings(*, lr: float = 0.01, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of such a run, without its place and length."""
+    return {
         "seed": 3,
-        "lineage": lineage,
-        "workspace_root": str(root),
         "log_interval": 1,
         "evaluate_interval": 4,
         "score_name": "acc",
         "ema": {"enabled": True},
         "dataloader": {"batch_size": 4},
         "optim": {"type": "adamw", "lr": lr},
-        "checkpoint": {"interval": 4, **settings.pop("checkpoint", {})},
+        "checkpoint": {"interval": 4, **checkpoint},
     }
-    with TracingRunner({**config, **settings}) as runner:
-        runner.train()
-        return Path(runner.workspace.dir)
 
 
 def command(*words: str) -> Callable[[Path, Path], None]:
