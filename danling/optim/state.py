@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from danling.utils.tensors import canonical_name, is_sharded, shard_like
+from danling.utils.tensors import canonical_name, is_sharded, local_part, shard_like, with_local_part
 
 from .joint import OWN, SHARED, JointOptimizer, JointScheduler, added_to
 
@@ -163,6 +163,8 @@ def _unpacked(node: object, parameters: Mapping[str, Tensor]) -> Any:
         return from_parts(node)
     if node["kind"] == "shards":
         found, like = from_parts(node["value"]), parameters.get(node["like"])
+        if like is not None and isinstance(found, Tensor) and found.shape == local_part(like).shape != like.shape:
+            return with_local_part(like, found)  # from the same rank of another replica group
         return found if like is None else shard_like(found, like)  # type: ignore[arg-type]
     items = (_unpacked(node["items"][str(number)], parameters) for number in range(len(node["items"])))
     if node["kind"] == "dict":

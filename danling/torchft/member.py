@@ -112,6 +112,8 @@ class ReplicaMember:
         self._store: TCPStore | None = None
         self._counts = {"step": 0, "batches_committed": 0}
         self._healed = self._healing = self._is_open = self._has_joined = False
+        self.moved_in_data = False
+        """Whether the open update began with the positions of a checkpoint, also in loaders that each rank has for itself."""
         self._take_back: Callable[[], None] | None = None
         self._writer: FileLock | None = None
 
@@ -180,6 +182,7 @@ class ReplicaMember:
         """
         if self._is_open:
             return False
+        self.moved_in_data = False
         begins = self.state_dict()["step"] == 0
         replaced = self._meet()
         self._is_open = True
@@ -187,7 +190,8 @@ class ReplicaMember:
             replaced = self._begin_alike(replaced)
         if not self._has_joined:
             self._has_joined = True
-            replaced = self._catch_up() or replaced
+            self.moved_in_data = self._catch_up()
+            replaced = self.moved_in_data or replaced
         self._take_back = self._runner._parts.recompute.remember()
         return replaced
 
@@ -418,6 +422,7 @@ class ReplicaMember:
         runner = self._runner
         progress = {**runner.state.state_dict(), **runner.run_state.progress()}
         payload: dict[str, Any] = {
+            **runner._attributes.of_rank(),
             **runner.run_state.components(),
             "state": {name: part for name, part in progress.items() if name != "rng"},
             "dataloaders": {split: source.state_dict() for split, source in runner._data.trained_sources().items()},
@@ -436,11 +441,15 @@ class ReplicaMember:
         """Take over what `sent_state` returned on the same rank of another group. Called on every rank of the group that heals."""
         runner = self._runner
         elastic, reference = copy(runner.state.elastic), runner.window.agreed_reference
+        # In the order of a resume.
+        runner._attributes.take_over("requires_grad", state)
         runner.run_state.load_components(self._laid_out(state), frozenset())
+        runner._attributes.take_over("buffers", state)
         sources = runner._data.trained_sources()
         for split, position in state["dataloaders"].items():
             if not (sources[split].is_rank_local and position_owner(runner.config) is not None):
                 sources[split].load_state_dict(position)
+        runner._attributes.take_over("attributes", state)
         runner.state.load_state_dict(state["state"])
         runner.run_state.load_progress(state["state"])
         # What the other group has counted is added by the other group.

@@ -16,6 +16,7 @@ import threading
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, Flag
 from functools import cached_property
@@ -97,6 +98,15 @@ def _own(runner: BaseRunner) -> dict[str, object]:
     return {name: value for name, value in {**of_class, **vars(runner)}.items() if name not in left_out}
 
 
+def _changeable(runner: BaseRunner) -> dict[str, object]:
+    """Return what a step may change: the attributes of the user's, and the objects and callables in `metrics`."""
+    metrics = vars(runner).get("metrics")
+    named = (
+        metrics.items() if isinstance(metrics, (Mapping, nn.ModuleDict)) else [] if metrics is None else [("", metrics)]
+    )
+    return {**_own(runner), **{f"metrics[{name!r}]" if name else "metrics": metric for name, metric in named}}
+
+
 def _modules(runner: BaseRunner) -> list[tuple[str, nn.Module]]:
     """Return model and criterion, with what the names of their tensors begin with."""
     model = runner.unwrapped_model if isinstance(runner.model, nn.Module) else None
@@ -171,9 +181,14 @@ class Look:
     """
 
     def __init__(
-        self, runner: BaseRunner, begun: Mapping[str, list[str]] | None = None, *, paths_of: Look | None = None
+        self,
+        runner: BaseRunner,
+        begun: Mapping[str, list[str]] | None = None,
+        *,
+        paths_of: Look | None = None,
+        with_metrics: bool = False,
     ) -> None:
-        self._paths_of = paths_of
+        self._paths_of, self._with_metrics = paths_of, with_metrics
         self.entries: dict[Key, Entry] = {}
         self.objects: dict[str, object] = {}
         self.unseen: dict[str, str] = {}
@@ -231,6 +246,8 @@ class Look:
         runner, found = self._runner, self.objects
         found["/"] = runner
         for name in runner.library_names & vars(runner).keys():
+            if name == "metrics" and self._with_metrics:
+                continue
             found[f"/{name}"] = vars(runner)[name]
             found.update((f"/{name}/{part}", each) for part, each in _parts_of(vars(runner)[name]))
         for at, module in _modules(runner):
@@ -622,7 +639,9 @@ class CannotRestore(Exception):
 class Decoder:
     """Puts encoded values back, into the objects of a look where they fit."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: Look, *, exact: bool = False) -> None:
+        self._exact = exact
+        """Whether attributes of objects that the values lack are removed."""
         # An object takes one value: where two values were apart when they were saved, the second one gets its own object.
         self._taken = {key for key, path in look.paths.items() if path.startswith("/")}
         self._live = look.objects
@@ -706,6 +725,8 @@ class Decoder:
             if value is not MISSING:
                 changed[name] = value
         _set_attributes(current, changed)
+        for name in held.keys() - set(node["keys"]) if self._exact else ():
+            object.__delattr__(current, name)
         for name in node.get("deleted", ()):
             if name in held and not self.is_of_program(name, held[name]):
                 object.__delattr__(current, name)
@@ -879,25 +900,25 @@ class KeptAttributes:
         self._begun, self._members = look.entries, look.members
 
     def remember(self, names: Collection[str] | None = None) -> Callable[..., None]:
-        """Copy the attributes, up to `REMEMBERED_BYTES`. May be called on one rank.
+        """Copy the attributes and the objects in `metrics`, up to `REMEMBERED_BYTES`. May be called on one rank.
 
         Args:
             names: Which ones, for each update again; `None` is all.
 
         Returns:
-            A function that restores them, or those alone of which it is given the names.
+            A function that restores them and removes attributes that were set since; given names, it restores those alone.
         """
         runner = self._runner
         kept: dict[str, tuple[Any, object]] = {}
         if names is None:
-            look, own = Look(runner), _own(runner)
+            look, values = Look(runner, with_metrics=True), _changeable(runner)
         else:
             if names and self._paths is None:
-                self._paths = Look(runner)
-            look = Look(runner, paths_of=self._paths)
-            own = {name: getattr(runner, name) for name in names if hasattr(runner, name)}
+                self._paths = Look(runner, with_metrics=True)
+            look = Look(runner, paths_of=self._paths, with_metrics=True)
+            values = {name: value for name, value in _changeable(runner).items() if name in names} if names else {}
         size, self._too_large = 0, set()
-        for name, value in own.items():
+        for name, value in values.items():
             entry = look.attribute(name, value)
             if size + entry.size <= REMEMBERED_BYTES:
                 size += entry.size
@@ -905,25 +926,56 @@ class KeptAttributes:
             else:
                 self._too_large.add(name)
 
-        def put_back(chosen: Collection[str] = kept) -> None:
-            decoder = Decoder(look)
+        def put_back(chosen: Collection[str] | None = None) -> None:
+            decoder = Decoder(look, exact=True)
             for name, (node, value) in kept.items():
-                if name not in chosen:
+                if chosen is not None and name not in chosen:
                     continue
                 before = decoder.decode(node, value, name, name)
-                if before is not MISSING and getattr(runner, name, MISSING) is not before:
+                is_metric = name == "metrics" or name.startswith("metrics[")
+                if not is_metric and before is not MISSING and getattr(runner, name, MISSING) is not before:
                     setattr(runner, name, before)
+            for name in _own(runner).keys() - values.keys() if chosen is None else ():
+                if name in vars(runner):
+                    delattr(runner, name)
 
         return put_back
 
     def digests(self) -> dict[str, bytes]:
-        """Return a digest of each attribute, up to `COMPARED_BYTES` in sum. May be called on one rank."""
-        look, size = Look(self._runner), 0
+        """Return a digest of each attribute and object in `metrics`, up to `COMPARED_BYTES` in sum. May be called on one rank."""
+        look, size = Look(self._runner, with_metrics=True), 0
         found = {}
-        for name, value in _own(self._runner).items():
+        for name, value in _changeable(self._runner).items():
             entry = look.attribute(name, value)
             if size + entry.size <= COMPARED_BYTES and entry.node != {"kind": "left"}:
                 size += entry.size
+                found[name] = look._digest(entry.node)
+        return found
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Put attributes and the objects in `metrics` back on exit, and name those that cannot be. May be called on one rank."""
+        put_back, large = self.remember(), set(self._too_large)
+        before = self._not_copied(large)
+        try:
+            yield
+        finally:
+            put_back()
+            now = self._not_copied(large)
+            self._warn(
+                sorted(path for path in before.keys() & now.keys() if before[path] != now[path]),
+                f"they have no encoding, or take more than {REMEMBERED_BYTES >> 20} MiB in sum. Set try_evaluation=false, or change them "
+                "elsewhere than in evaluate_step",
+                about="Changed by the trial of an evaluation, and not put back: ",
+            )
+
+    def _not_copied(self, large: Collection[str]) -> dict[str, object]:
+        """Return by path what tells whether a value has changed that `remember` leaves out."""
+        look, found = Look(self._runner, with_metrics=True), dict[str, object]()
+        for name, value in _changeable(self._runner).items():
+            entry = look.attribute(name, value)
+            found.update({path: seen for path, seen in entry.left.items() if seen is not None})
+            if name in large and entry.size <= COMPARED_BYTES:
                 found[name] = look._digest(entry.node)
         return found
 
@@ -945,19 +997,7 @@ class KeptAttributes:
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the entries of a checkpoint, those alone that are not empty. Called on all ranks."""
         world, now = self._runner.world, self._entries()
-        kept = self._kept | {("attributes", name) for name in _declared(self._runner, "saved")}
-        mine, unsavable = set[Key](), list[str]()
-        for key, entry in now.items():
-            begun, left = self._begun.get(key, Entry()), entry.left.items()
-            unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path)]
-            replaced = (path for path, value in entry.fixed.items() if begun.fixed.get(path, value) != value)
-            unsavable += [path for path in replaced if entry.node != {"kind": "left"}]
-            if (entry.digest != begun.digest or key in kept) and entry.node != {"kind": "left"}:
-                # A restore needs the objects that `__init__` made.
-                if entry.needs.items() <= begun.needs.items():
-                    mine.add(key)
-                else:
-                    unsavable.append(key[1])
+        mine, unsavable = self._changed(now)
         self._warn_of_unsaved(
             unsavable,
             "changed since the program set it, and a checkpoint cannot hold it: a resumed run goes on with another one. Make the object in "
@@ -986,6 +1026,45 @@ class KeptAttributes:
                 entries = {"of": world.size, "ranks": values}
             found.setdefault(key[0], {})[key[1]] = entries
         return found
+
+    def _changed(self, now: Mapping[Key, Entry]) -> tuple[set[Key], list[str]]:
+        """Return what is saved since it has changed, and the paths of what has changed and cannot be saved."""
+        kept = self._kept | {("attributes", name) for name in _declared(self._runner, "saved")}
+        mine, unsavable = set[Key](), list[str]()
+        for key, entry in now.items():
+            begun, left = self._begun.get(key, Entry()), entry.left.items()
+            unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path)]
+            replaced = (path for path, value in entry.fixed.items() if begun.fixed.get(path, value) != value)
+            unsavable += [path for path in replaced if entry.node != {"kind": "left"}]
+            if (entry.digest != begun.digest or key in kept) and entry.node != {"kind": "left"}:
+                # A restore needs the objects that `__init__` made.
+                if entry.needs.items() <= begun.needs.items():
+                    mine.add(key)
+                else:
+                    unsavable.append(key[1])
+        return mine, unsavable
+
+    # Another replica group
+
+    def of_rank(self) -> dict[str, dict[str, Any]]:
+        """Return what this rank would save, and all of `requires_grad` and buffers, for a rank that may have changed others.
+
+        No communication: may be called on one rank.
+        """
+        now = self._entries()
+        mine, _ = self._changed(now)
+        found: dict[str, dict[str, Any]] = {}
+        for key, entry in now.items():
+            if (key in mine or key[0] != "attributes") and entry.node != {"kind": "left"}:
+                found.setdefault(key[0], {})[key[1]] = {"value": tree_map_only(Tensor, Tensor.clone, entry.node)}
+        return found
+
+    def take_over(self, section: str, payload: Mapping[str, Any]) -> None:
+        """Restore a section of what `of_rank` returned on a rank of another group."""
+        kept = set(self._kept)
+        self.load(section, payload)
+        # It is in the middle of a training: what has changed is saved as ever, and what is set from here on is no surprise.
+        self._kept, self._restored = kept, {}
 
     def _list_without_encoding(self, now: Mapping[Key, Entry], named: Collection[str]) -> None:
         """Name once what no checkpoint of this run contains, less what a warning has named."""

@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.distributed import Domain, all_arrive
@@ -33,6 +33,7 @@ from .batches import (
     prediction_of,
     unpack_batch,
 )
+from .recompute import BufferCopies, remember_figures
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -259,7 +260,7 @@ class Evaluator:
     def try_once(self, splits: Iterable[str]) -> None:
         """Evaluate one batch of each split, once in a run, so that an error in evaluation shows before training begins.
 
-        Loader, meters and buffers are restored. Splits whose loader can be iterated only once are left out.
+        Loader, meters, buffers, attributes and metrics are restored. Splits whose loader can be iterated only once are left out.
         """
         if self._has_tried:
             return
@@ -278,12 +279,7 @@ class Evaluator:
         source = self._source(split)
         if not source.can_restart:
             return
-        # A forward may write to the buffers of model and criterion; their averages are put back as well.
-        modules = [each for each in (runner.unwrapped_model, runner.criterion) if isinstance(each, nn.Module)]
-        names = {canonical_name(name) for name, _ in runner.unwrapped_model.named_buffers()}
-        averaged = [tensor for name, tensor in getattr(runner.ema, "weights", {}).items() if name in names]
-        written = [*(buffer for module in modules for buffer in module.buffers()), *averaged]
-        with source.peek(), _preserved(written):
+        with source.peek(), self._preserved():
             # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
             opened = source if source.kind == "position" else runner._data.open(split, source.loader)
             totals, scored, _ = self._sums(split, 1, opened)
@@ -306,6 +302,24 @@ class Evaluator:
                     board.check({split: metrics})
             finally:
                 runner._parts.metrics.reset()
+
+    @contextmanager
+    def _preserved(self) -> Iterator[None]:
+        """Put back on exit what an evaluation may change: buffers and their averages, meters, the carry, attributes and metrics."""
+        runner = self.runner
+        averages = getattr(runner.ema, "weights", {})
+        names = {canonical_name(name) for name, _ in runner.unwrapped_model.named_buffers()}
+        averaged = [(tensor, tensor.clone()) for name, tensor in averages.items() if name in names]
+        buffers, put_figures_back = BufferCopies(runner), remember_figures(runner)
+        buffers.take()
+        try:
+            with runner._attributes.preserved():
+                yield
+        finally:
+            buffers.put_back()
+            put_figures_back()
+            for tensor, before in averaged:
+                tensor.copy_(before)
 
     # A step that a user calls
 
@@ -439,18 +453,6 @@ def checked_figures(hook: str, split: str, figures: object) -> dict[str, float]:
             f"those of super().{hook}(...), or a mapping such as {{'loss': 0.5}}."
         )
     return {str(name): as_number(f"{split}/{name}", value) for name, value in figures.items()}
-
-
-@contextmanager
-def _preserved(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Put the values of tensors back on exit, also after an error."""
-    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, before in kept:
-                tensor.copy_(before)
 
 
 # The record of an epoch or an evaluation

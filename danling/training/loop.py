@@ -455,13 +455,17 @@ class TrainingLoop:
                 agreement.compare(source, batch)
                 compared = True
             if member is not None and member.open_update():
-                # The state is that of another replica group now: batches that were read before do not count.
+                # The state is that of another replica group now, and other parameters may be frozen.
+                runner._bind_reduction()
                 runner._reporter.forget_samples(runner.state.train.samples)
                 self.has_jumped = self._is_trained(split)
                 if self.has_jumped:
                     return
                 # The group whose state it is began the pass: what it set then is in that state.
-                batches, begins = read(), False
+                begins = False
+                # Batches that were read before do not count, unless this rank has its own loader, which has not moved.
+                has_own_position = source.is_rank_local and not member.moved_in_data
+                batches = chain([batch], batches) if has_own_position else read()
                 continue
             if begins:
                 runner.on_pass_start(split)

@@ -97,6 +97,12 @@ def test_a_group_that_heals_continues_as_the_other_one(
     with runner_of(tmp_path / "a") as ahead, runner_of(tmp_path / "b", 1) as behind:
         source = ahead.sources["train"]
         source.commit([batch for batch, _ in zip(source.batches(), range(3))])
+        ahead.model[0].weight.requires_grad_(False)
+        behind.model[0].bias.requires_grad_(False)
+        for runner, seen in ((ahead, 3.0), (behind, 1.0)):
+            runner.model.register_buffer("calls", torch.full((2,), seen), persistent=False)
+            runner.counts, runner.note = {"a": [seen]}, "same"  # type: ignore[attr-defined]
+        held = behind.counts  # type: ignore[attr-defined]
         ahead.state, behind.state = UsersState(), UsersState()
         ahead.state.train.global_step, ahead.state.level = 7, 3
         behind.window.agreed_reference = 2.0
@@ -113,6 +119,13 @@ def test_a_group_that_heals_continues_as_the_other_one(
             assert torch.equal(behind.ema.weights[name], ahead.ema.weights[name])
         assert behind.sources["train"].consumed == source.consumed == 12 and behind.state.train.global_step == 7
         assert behind.state.level == 3
+        assert [p.requires_grad for p in behind.model.parameters()] == [
+            p.requires_grad for p in ahead.model.parameters()
+        ]
+        assert (
+            behind.model.calls.tolist() == [3.0, 3.0] and behind.model.calls.data_ptr() != ahead.model.calls.data_ptr()
+        )
+        assert behind.counts is held and held == {"a": [3.0]}  # type: ignore[attr-defined]
         # Its attempts and the scale of its losses are its own, and what the other group has counted is added there.
         assert behind.state.elastic.attempts == attempts and behind.window.agreed_reference == 2.0
         assert not behind.meters.averages()

@@ -317,6 +317,7 @@ class Keeping(dl.Runner):
             setattr(self, name, change(self, getattr(self, name), step))
         if step == self.rank + 1:
             del self.first_batch
+        if step == 1:
             recurrent: Any = self.unwrapped_model[0]
             recurrent.first = None
             del recurrent.second

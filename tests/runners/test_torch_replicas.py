@@ -16,7 +16,7 @@ from support.processes import run_processes
 from support.replicas import Lighthouse, ReplicaGroup, note_heals
 from support.toys import TracingRunner, differences, whole_state
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import danling as dl
 from danling.torchft.groups import QuorumError
@@ -343,9 +343,14 @@ class Joining(Patient):
     """Tells when it is in the middle of an epoch, and takes its time from then on."""
 
     not_saved = ("healed_at",)
+    counter: Any = 0
 
     def step(self) -> Any:
         outcome = super().step()
+        self.counter = {"updates": self.state.train.global_step, "seen": torch.ones(1) * self.state.train.global_step}
+        if self.state.train.global_step == 4:
+            self.unwrapped_model[0].weight.requires_grad_(False)
+            self.frozen_at = 4
         if self.config.ft.replica_id == 0 and self.state.train.global_step == 8:
             self.board("middle").touch()
             while not self.board("joining").exists():
@@ -377,7 +382,10 @@ def train_epochs(root: Path, group: int) -> dict[str, Any]:
         runner.train()
         state = whole_state(runner)
         healed = getattr(runner, "healed_at", None)
-        return {"state": state, "results": runner.results, "healed": healed, "step": runner.state.train.global_step}
+        frozen = [name for name, parameter in runner.named_parameters() if not parameter.requires_grad]
+        kept = {"frozen": frozen, "at": runner.frozen_at, "counter": runner.counter}
+        found = {"state": state, "results": runner.results, "healed": healed, "step": runner.state.train.global_step}
+        return {**found, "kept": kept}
 
 
 @needs_torchft
@@ -395,10 +403,49 @@ def test_a_group_joins_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert 8 <= step < 36
     assert epoch == step // 6
     assert list(joined["results"]) == [1, 2, 3, 4, 5, 6]
+    # A weight that was frozen before it came, and what the others have set.
+    assert joined["kept"]["frozen"] == ["0.weight"] and joined["kept"]["at"] == 4
+    assert differences(joined["kept"], steady["kept"]) == []
     for name in ("model", "optimizer", "scheduler", "dataloaders"):
         assert differences(joined["state"][name], steady["state"][name]) == []
     for index, result in steady["results"].items():
         assert joined["results"][index]["val"] == pytest.approx(result["val"], rel=1e-6)
+
+
+class OwnLoader(Joining):
+    """Has a loader of its own, of which each rank keeps its own position."""
+
+    def __init__(self, config: dict[str, Any], wait_for: Path | None, tell: Path | None) -> None:
+        super().__init__(config, wait_for, tell)
+        dataset = self.datasets.pop("train")
+        self.dataloaders = {"train": DataLoader(dataset, batch_size=2)}
+
+
+def train_steps(root: Path, group: int) -> dict[str, Any]:
+    wait_for, tell = (root / "middle", root / "joining") if group else (None, None)
+    config = settings(root, ft={"replica_id": group}, accum_steps=1, steps=24)
+    config.pop("dataloader")
+    with OwnLoader(config, wait_for, None) as runner:
+        if tell is not None:
+            while wait_for is not None and not wait_for.exists():
+                time.sleep(0.02)
+            tell.touch()
+        runner.train()
+        model = {name: value.clone() for name, value in runner.model_state_dict().items()}
+        return {"ids": runner.ids, "model": model, "healed": getattr(runner, "healed_at", None)}
+
+
+@needs_torchft
+def test_a_rank_with_its_own_loader_keeps_the_batch_in_hand_when_it_heals(tmp_path: Path) -> None:
+    with (
+        Lighthouse() as lighthouse,
+        ReplicaGroup(train_steps, tmp_path, 0, world_size=1, lighthouse=lighthouse) as first,
+        ReplicaGroup(train_steps, tmp_path, 1, world_size=1, lighthouse=lighthouse) as second,
+    ):
+        (steady,), (joined,) = first.values(), second.values()
+    assert joined["healed"][0] >= 8 and differences(joined["model"], steady["model"]) == []
+    # It begins with its first batch, and leaves none out.
+    assert joined["ids"] == [number % 24 for number in range(len(joined["ids"]))] and joined["ids"]
 
 
 def size_refused(root: Path, group: int) -> str:

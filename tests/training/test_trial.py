@@ -1,0 +1,211 @@
+"""The trial of an evaluation before training changes nothing: neither at the start nor at a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.processes import run_processes
+from support.toys import differences, line_of, settings
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+import danling as dl
+
+
+class Counter:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, [torch.zeros(2)]
+
+
+class Lasting:
+    """A metric that keeps something over `reset`."""
+
+    def __init__(self) -> None:
+        self.total, self.ever = 0.0, torch.zeros(())
+
+    def update(self, pred: Tensor, target: Tensor) -> None:
+        self.total += float(pred.sum())
+        self.ever += 1
+
+    def compute(self) -> float:
+        return self.total * float(self.ever)
+
+    def reset(self) -> None:
+        self.total = 0.0
+
+    def merge_state(self, other: Lasting) -> None:
+        self.total += other.total
+
+
+class Running:
+    """A callable metric with a state."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, pred: Tensor, target: Tensor) -> float:
+        self.calls += 1
+        return float(self.calls)
+
+
+class Resetting(MeanMetric):
+    """A metric of torchmetrics that counts its resets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resets = 0
+
+    def update(self, pred: Tensor, target: Tensor) -> None:
+        super().update(pred)
+
+    def reset(self) -> None:
+        self.resets += 1
+        super().reset()
+
+
+class Careless(dl.Runner):
+    """Has an evaluation that changes all kinds of state, and a training that depends on it."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        torch.manual_seed(5)
+        self.model, self.criterion = nn.Linear(3, 1), nn.MSELoss()
+        self.model.register_buffer("asked", torch.zeros(()))
+        self.model.register_buffer("hidden", torch.zeros(()), persistent=False)
+        self.datasets = {"train": line_of(16), "val": line_of(6)}
+        self.lasting = Lasting()
+        self.metrics = {"lasting": self.lasting, "running": Running(), "resetting": Resetting()}
+        self.scale, self.past, self.by_name = 1.0, [], {"a": 0}
+        self.tensor, self.array, self.counter = torch.zeros(3), numpy.zeros(2), Counter()
+        self.generator = torch.Generator().manual_seed(1)
+        self.passing = "there"
+        self.metrics_seen = 0
+
+    def train_step(self, data: Any) -> Any:
+        factor = (
+            self.scale + float(self.tensor.sum()) + len(self.past) + self.counter.calls + self.metrics["running"].calls
+        )
+        factor += (
+            float(self.unwrapped_model.asked + self.unwrapped_model.hidden + self.lasting.ever)
+            + self.metrics["resetting"].resets
+        )
+        return super().train_step((data[0] * (1 + 0.01 * factor), data[1]))
+
+    def evaluate_step(self, data: Any) -> Any:
+        self.scale += 1
+        self.past.append(torch.ones(2))
+        self.by_name["b"] = 2
+        self.tensor += 1
+        self.array[0] = 3
+        self.counter.calls += 1
+        self.counter.new = 1
+        self.counter.seen[0] += 1
+        self.model.asked = self.model.asked + 1
+        self.model.hidden += 1
+        self.metrics_seen += 1
+        self.log_metric("drawn", torch.rand((), generator=self.generator))
+        self.late = getattr(self, "late", 0) + 1
+        if hasattr(self, "passing"):
+            del self.passing
+        return super().evaluate_step(data)
+
+
+def state_of(runner: Careless) -> dict[str, Any]:
+    """Return copies of all that an evaluation of this runner changes."""
+    names = ("scale", "past", "by_name", "tensor", "passing", "late", "metrics_seen")
+    found: dict[str, Any] = {name: vars(runner).get(name, "none") for name in names}
+    found |= {"array": torch.from_numpy(runner.array), "generator": runner.generator.get_state()}
+    found |= {"counter": vars(runner.counter), "lasting": vars(runner.lasting)}
+    found |= {"running": vars(runner.metrics["running"]), "resets": runner.metrics["resetting"].resets}
+    found |= {"buffers": dict(runner.unwrapped_model.named_buffers())}
+    if runner.ema is not None:
+        found["averages"] = runner.ema.weights
+    return copied(found)
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else value
+
+
+def tried(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return what the trial of an evaluation changes, and what an evaluation does."""
+    with Careless(config) as runner:
+        before, objects = state_of(runner), (runner.past, runner.counter, runner.lasting, runner.model.asked)
+        runner._parts.evaluator.try_once(["val"])
+        assert all(now is then for now, then in zip((runner.past, runner.counter, runner.lasting), objects))
+        after = state_of(runner)
+        runner.evaluate("val")
+        return differences(after, before), differences(state_of(runner), before)
+
+
+def test_everything_that_an_evaluation_changes_is_put_back_after_its_trial(tmp_path: Path) -> None:
+    for ema in (False, True):
+        by_trial, by_evaluation = tried(settings(tmp_path / str(ema), ema={"enabled": ema}))
+        assert by_trial == []
+        places = (
+            "scale",
+            "past",
+            "by_name",
+            "tensor",
+            "array",
+            "generator",
+            "late",
+            "passing",
+            "counter",
+            "lasting",
+            "running",
+            "resets",
+        )
+        assert all(any(line.startswith(f"/{place}") for line in by_evaluation) for place in places), by_evaluation
+
+
+def trained(config: dict[str, Any]) -> dict[str, Tensor]:
+    for steps in (3, 6):
+        with Careless({**config, "steps": steps, "auto_resume": True}) as runner:
+            runner.train()
+            # A trial of each start is another one than the evaluations of the run.
+            weights = {name: value.clone() for name, value in runner.model_state_dict().items()}
+    return weights
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_with_the_trial_is_bitwise_one_without_it_also_after_a_resume(ranks: int, tmp_path: Path) -> None:
+    found = []
+    for trial in (True, False):
+        config = settings(tmp_path / str(trial), try_evaluation=trial, evaluate_interval=2)
+        found.append(run_processes(trained, config, world_size=ranks) if ranks > 1 else [trained(config)])
+    for with_trial, without in zip(*found):
+        assert differences(with_trial, without) == []
+
+
+def test_what_cannot_be_put_back_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("danling.training.attributes.REMEMBERED_BYTES", 2**16)
+
+    class Large(Careless):
+        def __init__(self, config: Mapping[str, Any]) -> None:
+            super().__init__(config)
+            self.large, self.kept = torch.zeros(2**16), torch.zeros(2**16)
+            self.counter.sparse = torch.zeros(3).to_sparse()
+
+        def evaluate_step(self, data: Any) -> Any:
+            self.large += 1
+            return super().evaluate_step(data)
+
+    with Large(settings(tmp_path)) as runner:
+        runner._parts.evaluator.try_once(["val"])
+        assert float(runner.large[0]) == 1.0
+    lines = [message for message in caplog.messages if "trial of an evaluation" in message]
+    assert len(lines) == 1 and "self.counter, self.large" in lines[0] and "self.kept" not in lines[0]
