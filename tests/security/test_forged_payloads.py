@@ -205,7 +205,6 @@ FORMS: dict[str, Callable[[dict[str, Any]], None]] = {
     "a mark of texts": put(["a", "b"], "state", "metrics_mark"),
     "a position that is a number": put(5, "dataloaders", "train"),
     "a seed that is a text": put("abc", "runner", "seed"),
-    "settings by tuples": put({(1, 2): 2}, "runner", "optim"),
     "a section that is a number": put(5, "runner", "checkpoint"),
     "splits that are a number": put(5, "runner", "train_splits"),
     "exclusions that are a number": put(5, "runner", "checkpoint", "exclude_from_loading"),
