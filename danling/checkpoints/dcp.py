@@ -74,6 +74,7 @@ FORMAT = "danling-index 1"
 
 _OF_RANK = re.compile(r"(?:\d+)?__(\d+)_\d+\.distcp")
 _DEEPEST = 200
+_LARGEST_INDEX = 1 << 30
 _MOST_CUTS = 8
 """Dimensions of a tensor that may be cut; each doubles the corners that are compared."""
 
@@ -690,7 +691,7 @@ def read_index(directory: Path, *, trust: bool = False) -> Metadata:
     path = directory / INDEX
     if storage.size_of(path) is not None:
         try:
-            metadata = parse_index(storage.read_text(path, limit=None))
+            metadata = parse_index(storage.read_text(path, limit=_LARGEST_INDEX))
         except (ValueError, RecursionError, MemoryError, OSError) as error:
             raise CheckpointDamaged(f"Expected an index of a sharded checkpoint. Received: {path}: {error}") from error
     elif trust:

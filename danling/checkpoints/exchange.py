@@ -449,7 +449,7 @@ def read_description(directory: Path, weights: Mapping[str, Tensor], dtype: torc
             "out for the weights alone; of a model with adapters, or one that holds a model of transformers, call "
             "`runner.save_pretrained(directory)` or the model's own `save_pretrained`."
         )
-    described = {path.name: path.read_text() for path in sorted(directory.glob("*.json"))}
+    described = {path.name: read_text(path) for path in sorted(directory.glob("*.json"))}
     content = json.loads(described[_CONFIG])
     kept = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), None)
     content["dtype"] = str(dtype or kept or torch.float32).removeprefix("torch.")

@@ -27,6 +27,8 @@ _INDEX_FILES = ("index.json", ".metadata")
 _SELF_CHECKSUM = "# sha256 of the lines above: "
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 62
+_MOST_FILES = 100_000
+"""Files of the largest checkpoint: each rank writes a few."""
 _HISTORY = re.compile(r"ckpt-(e\d{6,}|s\d{12,})")
 _CHUNK = 4 << 20
 _MAGIC = b"PK\x03\x04"
@@ -158,6 +160,8 @@ class Manifest:
         sizes: dict[str, int] = {}
         sums: dict[str, str] = {}
         for line in lines:
+            if len(sums) > _MOST_FILES:
+                raise ValueError(f"it names more than {_MOST_FILES:,} files")
             if line.startswith("# size: "):
                 size, _, name = line[8:].partition(" ")
                 sizes[plain_name(name)] = _number(size)

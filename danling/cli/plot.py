@@ -28,6 +28,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 
 _STYLES = {"train": "-", "train_mean": ":"}
 _ASIDE = frozenset({"skipped_updates", "eta_seconds", "memory_host_gib", "step_seconds"})
+_NAMED, _MOST_PANELS = 20, 100
 _WIDTH, _HEIGHT = 4.6, 3.0
 
 
@@ -139,7 +140,8 @@ def group(runs: Sequence[Run], figures: Sequence[str] = ()) -> dict[str, list[st
         )
     for wanted in figures:
         if not any(wanted in (name, quantity_of(name)) for name in known):
-            raise ValueError(f"Expected a metric that was logged: {', '.join(known)}. Received: {wanted!r}.")
+            some = ", ".join(known[:_NAMED]) + (f" and {len(known) - _NAMED} more" if len(known) > _NAMED else "")
+            raise ValueError(f"Expected a metric that was logged: {some}. Received: {wanted!r}.")
     if figures:
         chosen = [name for name in known if {name, quantity_of(name)} & set(figures)]
     else:
@@ -147,6 +149,10 @@ def group(runs: Sequence[Run], figures: Sequence[str] = ()) -> dict[str, list[st
     panels: dict[str, list[str]] = {}
     for name in chosen:
         panels.setdefault(quantity_of(name), []).append(name)
+    if len(panels) > _MOST_PANELS:
+        raise ValueError(
+            f"Expected at most {_MOST_PANELS} metrics to draw. Received: {len(panels)}. Name some, such as {next(iter(panels))!r}."
+        )
     # Losses first, and what was evaluated before what only describes the pace.
     return dict(sorted(panels.items(), key=lambda item: (item[0] != "loss", len(item[1]) == 1, item[0])))
 

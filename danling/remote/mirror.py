@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import threading
 import time
 import uuid
@@ -21,6 +20,7 @@ from danling.checkpoints.errors import CheckpointDamaged, CheckpointError
 from danling.checkpoints.manager import CheckpointManager, Saved
 from danling.checkpoints.manifest import is_name, newest, read_manifest
 from danling.distributed.environment import is_first_on_machine
+from danling.utils.files import open_file
 from danling.utils.messages import Paced
 from danling.utils.process import in_notebook
 from danling.workspace.workspace import is_unfinished
@@ -39,6 +39,8 @@ _FIRST_LOOK, _LONGEST_LOOK = 0.05, 2.0
 _PATIENCE = 10
 """So many times the longest time of a request a rank may take for a file."""
 _LOOK_SECONDS = 2.0
+_LARGEST_FILE = 1 << 30
+"""Bytes of the largest file, apart from checkpoints, that is copied."""
 _DIRECTORIES = ("metadata", "logs", "tensorboard")
 
 
@@ -458,17 +460,20 @@ class RunMirror:
         """Copy the other files that have changed. One that is being written to goes up as it is now, and again the next time."""
         for path in run_files(self._directory):
             try:
-                found = path.stat()
-                if not stat.S_ISREG(found.st_mode):
-                    continue  # a pipe would be waited for
-                state = (found.st_size, found.st_mtime_ns)
-                if self._copied.get(path) == state:
-                    continue
-                # Read the whole file at once: a line appended meanwhile must not go up in part.
-                content = path.read_bytes()
+                with open_file(path, follow=False) as file:
+                    found = os.fstat(file.fileno())
+                    state = (found.st_size, found.st_mtime_ns)
+                    if self._copied.get(path) == state:
+                        continue
+                    if found.st_nlink > 1:
+                        raise ValueError("it has another name (a hard link), and may be a file of another place")
+                    if found.st_size > _LARGEST_FILE:
+                        raise ValueError(f"it has more than {_LARGEST_FILE:,} bytes")
+                    # Read the whole file at once: a line appended meanwhile must not go up in part.
+                    content = file.read(_LARGEST_FILE)
             except FileNotFoundError:
                 continue
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 # A save is worth more than a log that cannot be read.
                 if path not in self._unread:
                     self._unread.add(path)
@@ -491,8 +496,11 @@ def _is_seen(path: Path) -> bool:
 def run_files(directory: Path) -> Iterator[Path]:
     """Yield the files of a run directory that belong to the run, apart from its checkpoints."""
     for name in RUN_FILES:
-        if (directory / name).is_file():
+        if os.path.lexists(directory / name):
             yield directory / name
     for name in _DIRECTORIES:
+        if os.path.islink(directory / name):
+            yield directory / name  # which cannot be opened as a file of the run
+            continue
         for place, _, files in os.walk(directory / name):
             yield from (Path(place, file) for file in sorted(files) if not is_unfinished(file))

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from danling.checkpoints.errors import CheckpointError
+from danling.utils.files import TEXT_LIMIT
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -209,15 +210,18 @@ class RemoteStore:
                 return tag
             raise
 
-    def get(self, key: str) -> bytes:
-        """Return the contents of an object."""
-        return self.get_tagged(key)[0]
+    def get(self, key: str, *, limit: int = TEXT_LIMIT) -> bytes:
+        """Return the contents of an object of at most so many bytes."""
+        return self.get_tagged(key, limit=limit)[0]
 
-    def get_tagged(self, key: str) -> tuple[bytes, Tag]:
-        """Return the contents and the tag of an object."""
+    def get_tagged(self, key: str, *, limit: int = TEXT_LIMIT) -> tuple[bytes, Tag]:
+        """Return the contents and the tag of an object of at most so many bytes."""
 
         def read(store: ObjectStore) -> tuple[bytes, Tag]:
             found = _obstore().get(store, key)
+            size = int(found.meta["size"])
+            if size > limit:
+                raise RemoteError(f"Expected an object of at most {limit:,} bytes at {key}. Received: {size:,} bytes.")
             return bytes(found.bytes()), Tag.of(found.meta)
 
         found: tuple[bytes, Tag] = self._ask("get", key, read)

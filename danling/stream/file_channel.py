@@ -25,7 +25,7 @@ from danling.utils.files import (
 from danling.utils.locks import FileLock, exclusive, shared
 
 from .channel import RECORDS, RefChannel, StreamEnd
-from .refs import ROOM, SampleRef, has_checksum, parse_checked_json, to_checked_json
+from .refs import LONGEST_LINE, ROOM, SampleRef, has_checksum, parse_checked_json, to_checked_json
 
 _FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _SAMPLE, _AFTER_ID = b'{"id":', b',"object":'
@@ -133,7 +133,12 @@ class FileChannel(RefChannel):
         # Opened anew each time: a buffer that is kept might hold what a producer has cut off since.
         with open_file(self._log) as file:
             file.seek(self._scanned)
-            for line in file:
+            while line := file.readline(LONGEST_LINE):
+                if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                    raise ValueError(
+                        f"Expected lines of at most {LONGEST_LINE:,} bytes in {self._log}. Received: a longer one at byte {self._scanned}. "
+                        "Bring the file back from a copy, or begin another stream in an empty directory."
+                    )
                 if not line.endswith(b"\n"):
                     break
                 if line.startswith(_SAMPLE):

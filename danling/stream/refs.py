@@ -106,7 +106,13 @@ class SampleRef:
         }
         if place is not None:
             plain["place"] = place
-        return to_checked_json(plain)
+        line = to_checked_json(plain)
+        if len(line) >= LONGEST_LINE:
+            raise ValueError(
+                f"Expected the reference of a sample in fewer than {LONGEST_LINE:,} characters. Received: sample {self.id[:80]!r} with "
+                f"{len(line):,}. Put what is large into the features, which go to the store."
+            )
+        return line
 
     @classmethod
     def from_json(cls, line: str | bytes, place: int | None = None) -> SampleRef:
@@ -177,5 +183,7 @@ def parse_checked_json(line: str | bytes, kinds: Sequence[set[str]]) -> dict[str
     return plain
 
 
+LONGEST_LINE = 16 << 20
+"""Bytes of the longest line of a log that is written or read."""
 ROOM = "Free space there, or let the producer be ahead by fewer samples"
 """Advice on a full disk."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import sqlite3
+import sys
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ from danling.utils.files import write_error
 from danling.utils.locks import FileLock
 
 from .channel import RECORDS, RefChannel, StreamEnd
-from .refs import ROOM, SampleRef, parse_checked_json, to_checked_json
+from .refs import LONGEST_LINE, ROOM, SampleRef, parse_checked_json, to_checked_json
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS samples (place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, ref TEXT NOT NULL);
@@ -262,6 +263,8 @@ def _connect(path: Path) -> sqlite3.Connection:
                     raise
                 time.sleep(0.001)
         connection.execute("PRAGMA synchronous=FULL")
+        if sys.version_info >= (3, 11):
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_LINE)
     except BaseException:
         connection.close()
         raise

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 import weakref
 from collections.abc import Iterator
@@ -236,12 +237,25 @@ def _made(path: Path, directory: Path) -> int:
     for attempt in range(_MOST_REMOVALS + 1):
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            return _opened(path, os.O_RDWR | os.O_CREAT)
         except (FileNotFoundError, FileExistsError):
             # Removed between the two calls, or within the first one; a fault of the path fails each time.
             if attempt == _MOST_REMOVALS:
                 raise
     raise AssertionError
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Open the file of a lock: a regular one with no other name, since a holder writes into it, and a pipe would be waited for."""
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    found = os.fstat(handle)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+        return handle
+    os.close(handle)
+    kind = f"a file with {found.st_nlink} names (hard links)" if stat.S_ISREG(found.st_mode) else "no regular file"
+    raise ValueError(
+        f"Expected {path}, the file of a lock, to be a file with one name. Received: {kind}. Remove that name."
+    )
 
 
 def _is_held_here(path: Path) -> bool:
@@ -284,7 +298,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
     The lock is one of the open file (`flock`), so that two objects of one process exclude each other too. Its file stays.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    handle = _opened(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -304,7 +318,7 @@ def shared(path: Path, *, seconds: float) -> Iterator[None]:
     handle = None
     for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):
         try:
-            handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            handle = _opened(path, flags)
             break
         except OSError as error:
             if error.errno not in _NOT_TO_OPEN:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danling.utils.files import clear_places, refuse_link, write_atomically
+from danling.utils.files import clear_places, read_bytes, refuse_link, write_atomically
 from danling.utils.plain import json_text, to_plain, yaml_text
 from danling.utils.process import in_notebook
 from danling.utils.secrets import redact_patch, secret_values, without_secrets
@@ -252,8 +252,8 @@ class Workspace:
             if content is None:
                 path.unlink(missing_ok=True)
                 continue
-            text = json_text(to_plain(content))
-            if not path.exists() or path.read_bytes() != text.encode():
+            text = json_text(to_plain(content)).encode()
+            if not _holds(path, text):
                 write_atomically(path, text)
 
     def write_streams(self, streams: Mapping[str, Mapping[str, object]]) -> None:
@@ -264,6 +264,14 @@ class Workspace:
             write_atomically(self.streams_file, json_text({name: dict(found) for name, found in streams.items()}))
         except OSError as error:
             logger.warning("How far the streams of this run are could not be written: %s.", error)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    """Whether a regular file has this content; not more than that is read of it."""
+    try:
+        return read_bytes(path, limit=len(content), follow=False) == content
+    except (OSError, ValueError):
+        return False
 
 
 class RunPlace:

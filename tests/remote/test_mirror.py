@@ -392,3 +392,36 @@ def test_files_of_the_run_go_before_the_save_becomes_visible(place: Place) -> No
     puts = [r.path for r in place.proxy.requests if r.method == "PUT" and "/files/" in r.path]
     assert len(puts) == 1 and "metrics.jsonl" in puts[0]
     assert place.server.read(place.bucket, f"pre/{LAYOUT.file('metrics.jsonl')}").count(b"\n") == 2
+
+
+def test_what_links_lead_to_is_not_copied(place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    outside = tmp_path / "outside"
+    (outside / "below").mkdir(parents=True)
+    (outside / "secret.txt").write_text("of another program")
+    (outside / "below" / "secret.txt").write_text("of another program")
+    for name in ("logs", "tensorboard"):
+        (place.directory / name).mkdir(parents=True)
+    (place.directory / "logs" / "first.log").write_text("line\n")
+    os.symlink(outside, place.directory / "metadata")
+    os.symlink(outside / "secret.txt", place.directory / "logs" / "link.log")
+    os.link(outside / "secret.txt", place.directory / "logs" / "hard.log")
+    os.symlink(outside / "secret.txt", place.directory / "results.json")
+    os.symlink(outside / "below", place.directory / "tensorboard" / "events")
+    with (place.directory / "logs" / "large.log").open("wb") as sparse:
+        sparse.truncate(8 << 30)
+    manager = place.manager()
+    for step in (1, 2):
+        save(manager, step)
+        manager.wait_for_mirror()
+    assert place.keys("files") == ["logs/first.log"]
+    told = [record.getMessage() for record in caplog.records if "is not copied to" in record.getMessage()]
+    names = ("metadata", "link.log", "hard.log", "results.json", "large.log")
+    assert len(told) == len(names) and all(any(name in line for line in told) for name in names)
+
+
+def test_object_that_is_too_large_is_not_read(place: Place) -> None:
+    store = open_store(f"s3://{place.bucket}/pre", settings=QUICK)
+    store.put("a", b"12345")
+    assert store.get("a", limit=5) == b"12345"
+    with pytest.raises(RemoteError, match="at most 4 bytes at a. Received: 5 bytes"):
+        store.get("a", limit=4)

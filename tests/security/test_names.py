@@ -69,7 +69,7 @@ FUNCTIONS = {
         "_remove_left",
         "_user_key",
     ],
-    "remote/mirror": ["RunMirror._file", "RunMirror._written", "RunMirror.open"],
+    "remote/mirror": ["RunMirror._copy_files", "RunMirror._file", "RunMirror._written", "RunMirror.open"],
     "remote/sources": ["RemoteCheckpoints._bring_target", "bring_object", "runs_below"],
     "reporting/logging": ["RunLog.__init__"],
     "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "_steps", "read_jsonl"],
@@ -99,7 +99,7 @@ FUNCTIONS = {
     "supervision/rank_watch": ["RankWatch._dump", "WatchedThread.__init__"],
     "torchft/member": ["ReplicaMember.take_over"],
     "utils/files": ["clear_places", "open_file", "read_bytes", "replacing", "sync_directory", "write_atomically"],
-    "utils/locks": ["FileLock.is_taken", "_give_back", "_made", "exclusive", "shared"],
+    "utils/locks": ["FileLock.is_taken", "_give_back", "_made", "_opened"],
     "utils/process": ["first_failure"],
     "workspace/run_directory": ["RunDirectory.make", "RunDirectory.release", "has_line", "make_directory"],
     "workspace/workspace": [
