@@ -225,7 +225,7 @@ WRITERS = {
     "stream/directory_store": ["DirectoryStore._note: os.open", "_write_synced: os.open"],
     "stream/file_channel": ["FileChannel.__init__: os.open", "FileChannel._write: os.open"],
     "utils/files": ["replacing: os.open"],
-    "utils/locks": ["_made: os.open", "exclusive: os.open", "shared: os.open"],
+    "utils/locks": ["_opened: os.open"],
     "utils/process": ["first_failure: os.open"],
 }
 """By module: every call that opens or makes a file to write. Other modules write by the functions of these."""
