@@ -393,13 +393,13 @@ class WatchedThread:
     """
 
     def __init__(self, *, on_accelerator: bool) -> None:
-        thread = threading.current_thread()
-        self._ident = thread.ident or 0
+        self._ident = threading.get_ident()
         self._file: int | None = None
         self._cpu_clock: int | None = None
         try:
             self._cpu_clock = time.pthread_getcpuclockid(self._ident)
-            self._file = os.open(f"/proc/self/task/{thread.native_id}/stat", os.O_RDONLY)
+            # Not `Thread.native_id`: in a forked process that is the number of the parent's thread.
+            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/stat", os.O_RDONLY)
         except (AttributeError, OSError):
             pass
         # Without the kernel's word a backward is taken for computing.

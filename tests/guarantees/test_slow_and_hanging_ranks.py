@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.patience import patience
-from support.processes import run_outcomes, run_processes
+from support.forked import fork, kill
+from support.patience import patience, until
+from support.processes import free_port, run_outcomes, run_processes
 from support.toys import settings
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -61,8 +63,8 @@ USUAL, MORE, UPDATES = 0.02, 0.06, 64
 
 
 class Slow(Timed):
-    def __init__(self, config: Any, where: str) -> None:
-        super().__init__(config, where)
+    def __init__(self, config: Any, where: str, rank: int = RANK) -> None:
+        super().__init__(config, where, rank)
         self.data.wait = lambda: time.sleep(MORE / 2 if self.where == "data" else 0.0)
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
@@ -113,6 +115,27 @@ def test_the_slow_rank_and_the_cause_are_named(
     assert main(["ranks", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["rank", "host"] and lines[1].split()[0] == str(RANK) and where in lines[1]
+
+
+def _train_as_rank(rank: int, port: int, directory: Path) -> None:
+    launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in launch.items()}, MASTER_ADDR="127.0.0.1")
+    with Slow(settings(directory, steps=24, dataloader={"batch_size": 2}, log_interval=8), "computing", 1) as runner:
+        runner.train()
+
+
+def test_forked_ranks_wait_in_the_reductions_of_a_backward(tmp_path: Path) -> None:
+    """Forked by `os.fork` alone: `multiprocessing` renews what Python knows of the main thread."""
+    port = free_port()
+    ranks = [fork(_train_as_rank, rank, port, tmp_path) for rank in range(2)]
+    try:
+        until(lambda: all(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in ranks))
+    finally:
+        codes = [kill(pid) for pid in ranks]
+    assert codes == [0, 0]
+    (fast, slow) = sorted(rank_table(read_jsonl(tmp_path / "metrics.jsonl")), key=lambda row: row.rank)
+    assert fast.seconds["waiting"] > 0.5 * 24 * MORE > slow.seconds["waiting"]
+    assert slow.cause == "computing" and slow.lost > 3 * fast.lost
 
 
 def threads_of_one_process(directory: Path) -> list[str]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.forked import fork, wait
 from support.patience import until
 
 from danling.config import RunnerConfig
 from danling.runners.state import TrainState
 from danling.supervision import RankWatch
-from danling.supervision.rank_watch import RankState, collective_of, excuse_of, fate_of, place_of, report
+from danling.supervision.rank_watch import RankState, WatchedThread, collective_of, excuse_of, fate_of, place_of, report
 
 TORCH = Path(torch.__file__).parent
 
@@ -75,6 +77,49 @@ def test_looks_add_up_until_the_end_also_after_a_fork(tmp_path: Path) -> None:
     watch.training_ended()
     assert watch._runner._reporter.rank_times is None
     assert not [thread for thread in threading.enumerate() if thread.name == "danling-rank-watch"]
+
+
+def _watch_a_backward(sleeps: bool) -> None:
+    thread = WatchedThread(on_accelerator=False)
+    seen: list[bool] = []
+    done = threading.Event()
+
+    class Waiting(torch.autograd.Function):
+        """Takes its time in a backward: asleep as in a reduction, or busy."""
+
+        @staticmethod
+        def forward(ctx: Any, value: Any) -> Any:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            while not done.is_set():
+                if sleeps:
+                    done.wait(0.2)
+            return gradient
+
+    def look() -> None:
+        for _ in range(20):
+            time.sleep(0.005)
+            # The frames below are those of this test, and in a run those of the reduction, which are native.
+            frame = thread.frame()
+            while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+                frame = frame.f_back
+            if frame is not None:
+                seen.append(thread.waits(frame))
+        done.set()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    value = torch.ones(1, requires_grad=True)
+    Waiting.apply(value).sum().backward()
+    looker.join()
+    assert seen and (sum(seen) > len(seen) / 2) is sleeps
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_forked_process_sees_whether_its_backward_waits(sleeps: bool) -> None:
+    assert wait(fork(_watch_a_backward, sleeps)) == 0
 
 
 def test_what_fails_in_it_ends_it_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
