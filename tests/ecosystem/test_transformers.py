@@ -7,6 +7,7 @@ Exact: the gradient of an update within 1e-6 in float64; masks that collators dr
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,11 @@ from support.toys import KeepsGradients
 from torch import Tensor, nn
 
 from danling.cli.main import main
+from danling.optim import build_param_groups
 
 pytest.importorskip("transformers")
 
+import transformers
 from support.language_models import SIZE, collator_of, model_of, rows_of, tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DataCollatorForLanguageModeling
 
@@ -250,3 +253,34 @@ def test_a_divided_model_is_written_whole(tmp_path: Path) -> None:
         assert Counter(map(type, [saved])) == {type(runner.unwrapped_model): 1}
         for name, weight in runner.unwrapped_model.state_dict().items():
             torch.testing.assert_close(saved.state_dict()[name], weight, rtol=1e-4, atol=1e-6)
+
+
+SMALL = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", SMALL),
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 32, "n_embd": 8, "n_layer": 2, "n_head": 2}),
+    "llama": ("LlamaForCausalLM", {**SMALL, "attention_bias": True}),
+    "t5": ("T5ForConditionalGeneration", {"vocab_size": 32, "d_model": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}),
+}
+
+
+def groups_of_the_page() -> list[dict[str, Any]]:
+    """Return the groups that the page about the Trainer names in the place of its `weight_decay`."""
+    page = Path(__file__).parents[2] / "docs" / "migrating" / "hf_trainer.md"
+    (row,) = (line for line in page.read_text().splitlines() if "optim.param_groups=" in line)
+    text = row.partition("optim.param_groups=")[2].partition("`")[0].replace("\\|", "|")
+    groups: list[dict[str, Any]] = json.loads(text)
+    return groups
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_groups_of_the_page_decay_what_the_trainer_decays(kind: str) -> None:
+    name, options = ARCHITECTURES[kind]
+    model = getattr(transformers, name)(transformers.AutoConfig.for_model(kind, **options))
+    names = {id(parameter): each for each, parameter in model.named_parameters()}
+    groups = build_param_groups(model.named_parameters(), lr=0.1, weight_decay=0.1, groups=groups_of_the_page())
+    (usual,) = (group for group in groups if "weight_decay" not in group)  # it takes the decay of the optimizer
+    decayed = {names[id(parameter)] for parameter in usual["params"]}
+    trainer = transformers.Trainer.__new__(transformers.Trainer)
+    assert decayed == set(trainer.get_decay_parameter_names(model)) & set(names.values())
+    assert 0 < len(decayed) < len(names)
