@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +19,8 @@ from torch.optim.swa_utils import SWALR
 from danling.utils.messages import did_you_mean
 
 from .warmup import ConstantSchedule, CosineSchedule, LinearSchedule, WSDSchedule, rewrite_rates
+
+logger = logging.getLogger("danling")
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -324,10 +328,11 @@ class OneCycleSchedule(OneCycleLR):
 
 
 def needs_metric(scheduler: object) -> bool:
-    """Whether `scheduler.step` wants the value of a metric, as `ReduceLROnPlateau` does."""
-    if isinstance(scheduler, ReduceLROnPlateau):
+    """Whether `step` of a schedule, or of a class of schedules, wants the value of a metric, as that of `ReduceLROnPlateau` does."""
+    kind = scheduler if isinstance(scheduler, type) else type(scheduler)
+    if issubclass(kind, ReduceLROnPlateau):
         return True
-    step = getattr(type(scheduler), "step", None)
+    step = getattr(kind, "step", None)
     parameters = list(inspect.signature(step).parameters.values())[1:] if step is not None else []
     return any(p.name in ("metrics", "metric") and p.default is inspect.Parameter.empty for p in parameters)
 
@@ -356,8 +361,18 @@ _SCHEDULER_KEYS = ("interval", "monitor")
 """Keys of the section `scheduler` that are the runner's and not the schedule's."""
 
 
-def build_scheduler(settings: Mapping[str, Any], optimizer: object, *, steps: int | None, epochs: int | None) -> object:
-    """Return the schedule of the section `scheduler`; one over the whole run is given its length."""
+def build_scheduler(
+    settings: Mapping[str, Any], optimizer: object, *, steps: int | None, epochs: int | None, mode: str | None = None
+) -> object:
+    """Return the schedule of the section `scheduler`.
+
+    Args:
+        settings: The section.
+        optimizer: The optimizer.
+        steps: Length of the run in updates, which a schedule over the whole run is given.
+        epochs: Its length in epochs.
+        mode: `"min"` or `"max"`, whichever is better for the metric that a schedule follows, if the section does not say.
+    """
     if not settings:
         return None
     options = {key: value for key, value in settings.items() if key not in _SCHEDULER_KEYS}
@@ -377,7 +392,24 @@ def build_scheduler(settings: Mapping[str, Any], optimizer: object, *, steps: in
                 f"Expected a budget of epochs for scheduler.interval='epoch'. Received: steps={steps}, which says no number of epochs. Set "
                 "scheduler.interval='step', or `epochs` instead of `steps`, or scheduler.total_steps as a number of epochs."
             )
+    by_metric = needs_metric(SCHEDULERS.lookup(options["type"])) and SCHEDULERS.accepts(options["type"], "mode")
+    if by_metric and options.get("mode") is None:
+        options["mode"] = mode or "min"
     return SCHEDULERS.build(optimizer, **options)
+
+
+def load_schedule(scheduler: Any, state: Mapping[str, object]) -> None:
+    """Restore a schedule. One that follows a metric keeps its mode, and waits again where that of the state is another one."""
+    mode = getattr(scheduler, "mode", None)
+    scheduler.load_state_dict(dict(state))
+    if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode != mode:
+        logger.info(
+            "%s follows the %s value now, and followed the %s one when it was saved: its best value and its patience begin again.",
+            *(type(scheduler).__name__, *(("lowest", "highest") if mode == "min" else ("highest", "lowest"))),
+        )
+        scheduler.mode = mode
+        scheduler.mode_worse = scheduler.best = math.inf if mode == "min" else -math.inf
+        scheduler.num_bad_epochs = 0
 
 
 def scheduler_interval(settings: Mapping[str, object], scheduler: object = None, *, name: str = "") -> str:

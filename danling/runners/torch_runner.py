@@ -26,8 +26,9 @@ from danling.config.lock import BUDGET
 from danling.data import LoaderSettings, move_to_device
 from danling.distributed import StepTotals
 from danling.metrics import Meters, MetricSet, TrainMetrics
+from danling.metrics.scores import infer_mode, metric_of
 from danling.optim import JointOptimizer, JointScheduler
-from danling.optim.registry import OPTIMIZERS, build_optimizer, build_scheduler, scheduler_interval
+from danling.optim.registry import OPTIMIZERS, build_optimizer, build_scheduler, load_schedule, scheduler_interval
 from danling.optim.state import (
     adopt_options,
     enter_training,
@@ -363,7 +364,8 @@ class TorchRunner(BaseRunner):
     def build_scheduler(self) -> Any:
         """Return the scheduler of `config.scheduler`; schedules over the whole run get its length."""
         settings = self.config.get("scheduler", None) or {}
-        return build_scheduler(settings, self.optimizer, steps=self.steps, epochs=self.epochs)
+        mode = self._parts.mode_of_schedule()
+        return build_scheduler(settings, self.optimizer, steps=self.steps, epochs=self.epochs, mode=mode)
 
     def _follow_setting(self, key: str) -> None:
         """Follow the change of a live setting: with another budget, the schedule has the shape that it has after a resume with it."""
@@ -990,7 +992,7 @@ class TorchRunner(BaseRunner):
         Args:
             state: What the schedule's `state_dict` returned.
         """
-        self.scheduler.load_state_dict(dict(state))
+        load_schedule(self.scheduler, state)
 
     def load_pretrained(self, checkpoint: str | Path | Mapping[str, Any]) -> None:
         """Load only the weights of the model; everything else starts from the beginning.
@@ -1051,6 +1053,19 @@ class TorchParts:
         """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`."""
         config = self.runner.config
         return scheduler_interval(config.scheduler if "scheduler" in config else {}, self.runner.scheduler)
+
+    @property
+    def score_path(self) -> str:
+        """Dotted path of the score, such as `val.loss`."""
+        return f"{self.runner.score_split}.{metric_of(self.runner.config.score_name, self.runner.score_split)}"
+
+    def mode_of_schedule(self) -> str:
+        """Return which value of the metric that a schedule follows is the better one: that of the score, or by the name of another one."""
+        config = self.runner.config
+        monitor = (config.get("scheduler", None) or {}).get("monitor", None)
+        if monitor and monitor != self.score_path:
+            return infer_mode(str(monitor).partition(".")[2])
+        return config.score_mode.lower() if config.score_mode else infer_mode(self.score_path.partition(".")[2])
 
     @property
     def sums_loss(self) -> bool:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, slip_of
 from danling.optim import JointScheduler
-from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule
+from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule, needs_metric
 from danling.optim.warmup import WarmupScheduler
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name
@@ -223,6 +223,30 @@ class ComponentChecks(Observer):
         runner = self._runner
         interval, monitors = runner._parts.scheduler_interval(), "monitor" in runner.config.get("scheduler", {})
         check_metric_of_schedule(runner.scheduler, interval=interval, evaluates=evaluates, monitors=monitors)
+        if runner.is_main_process and runner.scheduler is not None and needs_metric(runner.scheduler):
+            self._check_mode(runner.scheduler)
+
+    def _check_mode(self, scheduler: object) -> None:
+        """Name the mode of a schedule that follows a metric where it is another one than that of the score, or a guess."""
+        runner, names = self._runner, {"min": "lowest", "max": "highest"}
+        mode, board = getattr(scheduler, "mode", None), runner.standing.board
+        section = runner.config.get("scheduler", None) or {}
+        monitor = section.get("monitor", None)
+        if mode not in names:
+            return
+        if monitor and monitor != runner._parts.score_path:
+            if mode == "max" and section.get("mode", None) is None and scheduler is runner._parts.built_scheduler:
+                logger.info(
+                    "%s follows the highest %s; set scheduler.mode if lower is better.",
+                    type(scheduler).__name__,
+                    monitor,
+                )
+        elif board is not None and board.mode != mode:
+            logger.warning(
+                "Expected the %s to have the mode of the score %s, of which the %s is the best. Received: mode=%r. Make it with mode=%r "
+                "(scheduler.mode), or set score_mode=%r.",
+                *(type(scheduler).__name__, runner._parts.score_path, names[board.mode], mode, board.mode, mode),
+            )
 
     # Events
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.distributed import Domain, all_arrive
 from danling.metrics import Meters, ScoreBoard, as_number
-from danling.metrics.scores import metric_of
 from danling.optim import needs_metric
 from danling.optim.registry import is_told_its_place
 from danling.optim.state import evaluation_weights
@@ -547,7 +546,7 @@ class RunResults:
         runner, path, scores = self._runner, self._monitor(), self._runner.standing.scores
         if not path and runner.index in scores:
             return scores[runner.index]
-        path = path or f"{runner.score_split}.{metric_of(runner.config.score_name, runner.score_split)}"
+        path = path or runner._parts.score_path
         split, _, name = path.partition(".")
         if name not in metrics.get(split, {}):
             present = [f"{key}.{metric}" for key, of_split in metrics.items() for metric in of_split]
