@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +40,8 @@ serve(pipe, parent, key)
 """
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _END_SECONDS = 5.0
+_JOIN_SECONDS = 60.0
+"""How long the processes, which have imported what they need, wait for each other: one of them may be killed meanwhile."""
 _WATCH_SECONDS = 0.1
 
 Address = tuple[str, int]
@@ -95,7 +98,12 @@ class WriterProcess:
     def join(self, address: Address | None, group: int, *, rank: int, size: int) -> None:
         """Form a group with the processes of all other ranks, after `renew`. One rank has no address."""
         if address is not None:
-            self._ask(join_group, address, group, rank, size)
+            try:
+                self._ask(join_group, address, group, rank, size, _JOIN_SECONDS)
+            except BaseException:
+                # With half a group it is of no use; the next save starts another one.
+                self._process.kill()
+                raise
         self._joined = True
 
     def write(self, save: Callable[..., None], payload: dict[str, object], writer: object) -> None:
@@ -173,12 +181,25 @@ def _answer(action: Callable[..., None], *arguments: Any) -> BaseException | Non
     return None
 
 
-def join_group(address: Address, group: int, rank: int, size: int) -> None:
-    """Form a group with the other writers, over a store at an address."""
+def join_group(address: Address, group: int, rank: int, size: int, seconds: float) -> None:
+    """Form a group with the other writers, over a store at an address, within some seconds."""
     from torch import distributed as dist
+    from torch.distributed.constants import default_pg_timeout
 
-    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=dist.PrefixStore(str(group), store), rank=rank, world_size=size)  # type: ignore[attr-defined]
+    from danling.distributed import set_collective_timeout
+
+    limit = timedelta(seconds=seconds)
+    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(str(group), store)  # type: ignore[attr-defined]
+    try:
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=limit)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise CheckpointError(
+            f"Expected the {size} processes that write checkpoints to find each other within {seconds:g} s. Received: {error}. One of "
+            "them was ended; the next save starts others."
+        ) from None
+    # A write takes longer than this.
+    set_collective_timeout(default_pg_timeout.total_seconds())
 
 
 def write_target(save: Callable[..., None], payload: dict[str, object], writer: Any) -> None:

@@ -27,6 +27,7 @@ from danling.checkpoints import (
     TorchDistributedCheckpointManager,
     dcp,
     read_config,
+    writer_process,
 )
 from danling.distributed import Domain
 
@@ -379,6 +380,38 @@ def _lose_a_starting_process(directory: Path, victim: int) -> list[str]:
 def test_a_process_that_dies_as_it_starts_is_told_on_all_ranks(tmp_path: Path, victim: int) -> None:
     seen = run_processes(_lose_a_starting_process, tmp_path, victim, world_size=2, init_process_group=True)
     assert seen == [["ended by SIGKILL", "2"]] * 2
+
+
+def _lose_a_joining_process(directory: Path) -> list[str]:
+    writer_process._JOIN_SECONDS = 3.0
+    manager = _manager(directory, async_mode="async_with_pinned_mem")
+    process: Any = manager._process
+
+    def killed(*request: Any) -> None:
+        if request[0] is writer_process.join_group and manager.domain.rank == 1:
+            del process._ask
+            os.kill(process.pid, signal.SIGKILL)
+        type(process)._ask(process, *request)
+
+    process._ask = killed
+    seen = []
+    for step in (1, 2):
+        try:
+            _save(manager, step)
+            manager.wait()
+            seen.append(str(_step(manager, "latest")))
+        except CheckpointError as error:
+            seen.append(str(error))
+        vars(process).pop("_ask", None)
+    manager.close()
+    return seen
+
+
+def test_processes_wait_for_one_that_dies_as_they_join_for_a_limited_time(tmp_path: Path) -> None:
+    seen = run_processes(_lose_a_joining_process, tmp_path, world_size=2, init_process_group=True, timeout=90)
+    for first, second in seen:
+        assert "within 3 s" in first or "ended by SIGKILL" in first
+        assert second == "2"
 
 
 def _many_saves(directory: Path) -> list[int]:
