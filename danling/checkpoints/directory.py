@@ -361,6 +361,22 @@ def missing_sums(path: Path) -> CheckpointDamaged:
     )
 
 
+def advice_about(path: Path) -> str:
+    """Return how to read a directory that another program has written; an empty text if it is none that is known."""
+    if (path / ".metadata").is_file():
+        return (
+            f" It is a directory of torch.distributed.checkpoint of another program: convert it with `python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pth`, which runs what is pickled in it, and name "
+            "weights.pth."
+        )
+    bare = sorted(file.name for file in path.glob("*.bin")) if path.is_dir() else []
+    if len(bare) == 1:
+        return f" Name the file in it: {path / bare[0]}."
+    if bare:
+        return f" It has weights in {len(bare)} files of torch.save: write them as safetensors, with `model.save_pretrained`."
+    return ""
+
+
 def verify_alone(path: Path, level: str, *, required: bool = True) -> None:
     """Compare a file with the checksums inside of it."""
     problems = [] if level == "none" else archive_complaints(path, tensors=level == "full", required=required)
@@ -704,7 +720,7 @@ class CheckpointDirectory:
             )
         raise CheckpointNotFound(
             f"Expected a checkpoint: a name in {self.path} (there are: {there}), or a path. Received: {str(source)!r}. Give one "
-            "that is there, or bring it back (is the file system mounted?)."
+            f"that is there, or bring it back (is the file system mounted?).{advice_about(Path(source))}"
         )
 
     # The newest one

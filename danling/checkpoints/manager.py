@@ -419,7 +419,7 @@ class CheckpointManager(ABC):
         self._said_need = True
         if count > 1:
             logger.info(
-                "%d checkpoints of %s will be kept in %s, %s in all; checkpoint.keep_latest_k=3 keeps three.",
+                "%d checkpoints with %s of tensors each will be kept in %s, %s in all; checkpoint.keep_latest_k=3 keeps three.",
                 count,
                 _as_size(needed),
                 self.directory,

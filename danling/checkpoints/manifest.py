@@ -32,6 +32,8 @@ _MOST_FILES = 100_000
 _HISTORY = re.compile(r"ckpt-(e\d{6,}|s\d{12,})")
 _CHUNK = 4 << 20
 _MAGIC = b"PK\x03\x04"
+_LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""A pickle of `torch.serialization.MAGIC_NUMBER`."""
 
 # Records
 
@@ -240,6 +242,12 @@ def is_archive(path: Path) -> bool:
     """Whether a file is an archive, maybe a cut one; files of `torch.save` before 1.6 are none, and have no checksums inside."""
     with os.fdopen(storage.open_regular(path), "rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC or is_zipfile(file)
+
+
+def is_legacy(path: Path) -> bool:
+    """Whether a file is one of `torch.save` before 1.6, as some published weights are."""
+    with os.fdopen(storage.open_regular(path), "rb") as file:
+        return file.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC
 
 
 def archive_complaints(source: Path | BinaryIO, *, tensors: bool = True, required: bool = True) -> list[str]:

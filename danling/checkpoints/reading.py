@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from danling.config.identity import is_update_key
 
-from .directory import SUFFIX, CheckpointStore, is_engine_target, stores_in
+from .directory import SUFFIX, CheckpointStore, advice_about, is_engine_target, stores_in
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .storage import sampled_digest
 
@@ -52,7 +52,7 @@ def locate(source: str | Path) -> tuple[CheckpointStore, Path]:
         if found is not None:
             return store, found
     raise CheckpointNotFound(
-        f"Expected a checkpoint file or directory. Received: {str(source)!r}, where there is none."
+        f"Expected a checkpoint file or directory. Received: {str(source)!r}, where there is none.{advice_about(Path(source))}"
     )
 
 

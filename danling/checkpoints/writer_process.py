@@ -103,6 +103,7 @@ class WriterProcess:
             except BaseException:
                 # With half a group it is of no use; the next save starts another one.
                 self._process.kill()
+                self._process.wait()
                 raise
         self._joined = True
 

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
+from danling.checkpoints.directory import newest_record
 from danling.utils.messages import as_text
 from danling.workspace.runs import Run
 
@@ -50,10 +51,16 @@ def run(options: argparse.Namespace) -> int:
 
 def explain(run: Run) -> dict[str, list[str]]:
     """Return what a run trained: by section, the lines of it. Without `metadata/run.json`, only what its other files say."""
-    config, step = run.config, run.step
+    config = run.config
+    directory = Path(
+        str(config.get("checkpoint_dir") or run.path / str(config.get("checkpoint.dir_name", "checkpoints")))
+    )
+    saved = newest_record(directory)
+    step = run.step if saved is None else saved.step
     budget = f" of {as_text(config['steps'])}" if config.get("steps") else ""
     progress = [
         f"trained to step {step}{budget}" if step is not None else "no step was logged",
+        "no checkpoint was saved" if saved is None and step is not None else "",
         f"{max(run.results, default=0)} of {as_text(config['epochs'])} epochs" if config.get("epochs") else "",
         f"attempts {run.attempts}" if run.attempts else "",
         f"last written {run.changed:%Y-%m-%d %H:%M} UTC" if run.changed else "",
@@ -74,8 +81,7 @@ def explain(run: Run) -> dict[str, list[str]]:
         figures = [_line({f"{split}/{name}": value for name, value in of.items()}) for split, of in of_splits.items()]
         results.append(f"last, at {last_index}: {', '.join(figures)}")
     sections["results"] = results
-    directory = run.path / str(config.get("checkpoint.dir_name", "checkpoints"))
-    sizes = checkpoint_sizes(Path(str(config.get("checkpoint_dir") or directory)))
+    sizes = checkpoint_sizes(directory)
     disk = f"checkpoints take {as_bytes(sum(sizes))}; the last one {as_bytes(sizes[-1])}" if sizes else ""
     sections["disk"] = [disk or "no checkpoint here"]
     if not run.record:

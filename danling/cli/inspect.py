@@ -17,7 +17,7 @@ from typing import Any
 
 from danling.checkpoints.errors import CheckpointDamaged
 from danling.checkpoints.reading import Entry, Outline, locate, read_outline
-from danling.utils.files import open_file
+from danling.utils.files import open_file, plain_name, read_text
 from danling.utils.messages import as_text
 from danling.utils.plain import flatten, parse_json
 
@@ -92,6 +92,8 @@ def read_contents(source: str | Path) -> Outline:
     path = Path(source)
     if path.suffix == ".safetensors" and path.is_file():
         return read_safetensors(path)
+    if path.name.endswith(".safetensors.index.json") and path.is_file():
+        return _read_index(path)
     # As `danling export` and the Hugging Face libraries write weights in a directory.
     files = sorted(path.glob("model*.safetensors")) if path.is_dir() else []
     exported = [file for file in files if _MODEL.fullmatch(file.name)]
@@ -113,6 +115,21 @@ def read_contents(source: str | Path) -> Outline:
     names = ("run", "sequence", "step", "epoch")
     contents.record = {name: getattr(record, name) for name in names}
     return contents
+
+
+def _read_index(path: Path) -> Outline:
+    """Return what the headers of the files say that an index of safetensors names."""
+    try:
+        places = dict(parse_json(read_text(path))["weight_map"])
+        names = sorted({plain_name(file) for file in places.values()})
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointDamaged(f"Expected an index of safetensors. Received: {path}: {error!r}") from error
+    parts = [read_safetensors(path.parent / name) for name in names]
+    entries = [entry for part in parts for entry in part.entries]
+    missing = sorted(places.keys() - {entry.name for entry in entries})
+    if missing:
+        raise CheckpointDamaged(f"Expected all tensors of {path}. Received files without: {', '.join(missing[:10])}.")
+    return Outline("safetensors", path, entries, parts[0].plain if parts else {})
 
 
 def read_safetensors(path: Path) -> Outline:

@@ -45,6 +45,8 @@ SUBCOMMANDS = (
     "estimate",
 )
 """Each has a module of its name, whose docstring says what it does."""
+_TRAINS = frozenset({"train", "fit", "run", "launch", "resume", "evaluate"})
+"""What other tools call their command that trains."""
 WITH_PROGRAM = frozenset({"audit", "check-layout", "doctor"})
 """Commands that start the program after `--`, which is in `options.program`."""
 
@@ -103,6 +105,11 @@ def _main(arguments: Sequence[str] | None) -> int:
     chosen = next((word for word in words[:end] if not word.startswith("-")), "")
     root = parser(chosen)
     if chosen and chosen not in SUBCOMMANDS:
+        if chosen in _TRAINS:
+            root.error(
+                f"unknown command {chosen!r}. Your program trains: run `python train.py`, or `torchrun --nproc-per-node 2 train.py` on "
+                "several processes. These commands look at what it leaves."
+            )
         root.error(
             f"unknown command {chosen!r}.{did_you_mean(chosen, SUBCOMMANDS)} The commands are {', '.join(SUBCOMMANDS)}."
         )

@@ -24,13 +24,14 @@ from danling.checkpoints.directory import (
     CheckpointStore,
     FileStore,
     TargetStore,
+    advice_about,
     has_sums,
     is_of_run,
     stores_in,
     verify_alone,
 )
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from danling.checkpoints.manifest import is_name
+from danling.checkpoints.manifest import is_legacy, is_name
 from danling.utils.messages import as_text
 from danling.workspace.run_directory import is_in_use
 from danling.workspace.workspace import litter_in_run
@@ -99,7 +100,7 @@ def verify(path: Path, level: str) -> list[dict[str, Any]]:
     verdicts = [_verdict(found, level) for found in checkpoints_of(path)]
     if not verdicts:
         raise CheckpointNotFound(
-            f"Expected a checkpoint, or a directory with some. Received: {str(path)!r}, where there is none."
+            f"Expected a checkpoint, or a directory with some. Received: {str(path)!r}, where there is none.{advice_about(path)}"
         )
     return verdicts
 
@@ -133,6 +134,8 @@ def _verdict(path: Path, level: str, remote: CheckpointStore | None = None) -> d
 
 def _facts_of_a_copy(path: Path, level: str) -> dict[str, object]:
     """Return the facts about a file that was copied without its checksums, which those inside of it verify."""
+    if is_legacy(path):
+        return {"note": "a file of torch.save before 1.6, which has no checksums: there is nothing to compare it with"}
     note = f"{path.name}{FILE_SUMS} is missing: compared with the CRC-32 checksums inside of the file"
     try:
         verify_alone(path, level)

@@ -142,7 +142,10 @@ def idle_settings(
 ) -> list[str]:
     """Return a sentence for every setting that another one leaves without effect."""
     save, scheduler = config.checkpoint, config.get("scheduler", None) or {}
-    skips = config.skip_nonfinite_grad or config.precision == "fp16"
+    skips = config.skip_nonfinite_grad or config.precision == "fp16" or config.ft.enabled
+    keeps_positions = save.enable_ft_dataloader_checkpoints and save.ft_replica_id is not None
+    no_groups = not config.ft.enabled and not keeps_positions
+    without_groups = "ft.enabled is not set, nor both enable_ft_dataloader_checkpoints and ft_replica_id"
     plateau = "plateau" in str(scheduler.get("type", "plateau")).lower()
     own_loaders = "the loaders to train on are your own, which make their batches themselves"
     reasons = {
@@ -151,9 +154,9 @@ def idle_settings(
         "checkpoint.export_dtype": (not save.last_save_model_only, "checkpoint.last_save_model_only is not set"),
         "max_skipped_updates": (not skips, "no update may be skipped: skip_nonfinite_grad is not set"),
         "scheduler.monitor": (not plateau, "the scheduler does not follow a metric"),
-        "checkpoint.enable_ft_dataloader_checkpoints": (not config.ft.enabled, "ft.enabled is not set"),
-        "checkpoint.ft_dataloader_checkpoint_prefix": (not config.ft.enabled, "ft.enabled is not set"),
-        "checkpoint.ft_replica_id": (not config.ft.enabled, "ft.enabled is not set"),
+        "checkpoint.enable_ft_dataloader_checkpoints": (no_groups, without_groups),
+        "checkpoint.ft_dataloader_checkpoint_prefix": (no_groups, without_groups),
+        "checkpoint.ft_replica_id": (no_groups, without_groups),
         "checkpoint.async_mode": (
             writes_files and save.async_mode == "async_with_pinned_mem",
             "a thread of this process writes files, also with 'async_with_pinned_mem'; checkpoint.backend='dcp' has a process do it",

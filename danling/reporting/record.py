@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import danling
 from danling.metrics.scores import metric_of
+from danling.utils.files import read_text
 from danling.utils.observers import Observer
+from danling.utils.plain import parse_json
 from danling.utils.process import arithmetic
 
 if TYPE_CHECKING:
@@ -25,6 +30,9 @@ _VARIABLES = re.compile(
 )
 # Secrets, and variables that differ at each start and change nothing.
 _LEFT_OUT = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|^TORCHELASTIC_|^TORCH_FR_|_(PORT|ADDR|ID|FILE|DIR)$")
+logger = logging.getLogger("danling")
+
+_LONGEST_TEXT = 300
 _MOST_PARTS = 12
 """So many parts of a model are named, the largest first."""
 
@@ -89,7 +97,23 @@ class RunRecorder(Observer):
                 "score": {"split": runner.score_split, "name": metric_of(runner.config.score_name, runner.score_split)},
                 "seed": runner.seed,
             }
+            if runner.state.train.global_step:
+                self._warn_of_changes(record)
             runner.workspace.write_record(record)
+
+    def _warn_of_changes(self, record: Mapping[str, Any]) -> None:
+        """Warn once of parts of a resumed run that its record names otherwise, and that no setting and no checkpoint tells."""
+        runner, source = self._runner, self._runner.config.resume
+        places = [runner.workspace.dir]
+        if source and "://" not in source:
+            places.insert(0, Path(source).absolute().parent.parent)
+        earlier = next((found for place in places if (found := recorded(place))), {})
+        changes = changed_parts(earlier, record)
+        if changes:
+            logger.warning(
+                "The run continues with other parts than it was trained with: %s. They are in no setting, so nothing compares them.",
+                "; ".join(changes),
+            )
 
     def _model(self) -> dict[str, object]:
         """Describe the model. Ranks with other parameters, as the stages of a pipeline have, are added. One small collective."""
@@ -106,12 +130,15 @@ class RunRecorder(Observer):
             by_part[name.partition(".")[0]] += parameter.numel()
         children = dict(runner.unwrapped_model.named_children())
         return {
-            "kind": _kind(runner.unwrapped_model),
+            "kind": _layer(runner.unwrapped_model),
             "parameters": sum(each[1] for each in of_ranks),
             "trained": sum(each[2] for each in of_ranks),
             "bytes": sum(each[3] for each in of_ranks),
             "dtypes": sorted({str(p.dtype).removeprefix("torch.") for _, p in named}),
             "averaged": runner.ema is not None,
+            "layers": dict(
+                Counter(_layer(each) for each in runner.unwrapped_model.modules() if not [*each.children()])
+            ),
             "parts": [
                 {"name": name, "kind": _kind(children.get(name)), "parameters": count}
                 for name, count in by_part.most_common(_MOST_PARTS)
@@ -134,9 +161,51 @@ class RunRecorder(Observer):
             "trained": split in runner.train_splits,
             "evaluated": split in runner.evaluate_splits,
             "loader": _kind(loader),
+            "transform": _described(getattr(data, "transform", None)),
             "shuffled": bool(shuffle) if dataset is not None else None,
             "workers": getattr(loader, "num_workers", 0),
         }
+
+
+def changed_parts(earlier: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
+    """Return a text for each part that two records of a run name differently; what the earlier one lacks is not compared."""
+    pairs = [("criterion", earlier.get("criterion"), record["criterion"])]
+    before, now = earlier.get("model") or {}, record["model"]
+    pairs.append(("model", before.get("kind"), now["kind"]))
+    layers, layers_now = before.get("layers"), now["layers"]
+    # Rank 0 has other layers in another layout.
+    if isinstance(layers, dict) and earlier.get("layout") == record["layout"]:
+        for kind in sorted({*layers, *layers_now}, key=str):
+            pairs.append((f"number of {kind} layers", layers.get(kind, 0), layers_now.get(kind, 0)))
+    splits = earlier.get("data") or {}
+    for split, data in record["data"].items():
+        of_split = splits.get(split) or {}
+        for name in ("kind", "transform"):
+            if name in of_split:
+                pairs.append((f"{'dataset' if name == 'kind' else name} of {split}", of_split[name], data[name]))
+    return [f"{name} was {was}, is {value}" for name, was, value in pairs if was is not None and was != value]
+
+
+def recorded(directory: Path) -> dict[str, Any]:
+    """Return the record of the run in a directory; an empty one where there is none that can be read."""
+    try:
+        found = parse_json(read_text(directory / "metadata" / "run.json"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _described(value: object) -> str | None:
+    """Return a short text that is the same in every process; `None` where an object has none."""
+    text = " ".join(repr(value).split())
+    is_stable = value is not None and " at 0x" not in text
+    return text[:_LONGEST_TEXT] if is_stable else _kind(value)
+
+
+def _layer(module: object) -> str:
+    """Return the class of a module; FSDP2 makes one of its own of it."""
+    kinds = [kind.__qualname__ for kind in type(module).__mro__]
+    return next((kind for kind in kinds if not kind.startswith("FSDP")), kinds[0])
 
 
 def _kind(value: object) -> str | None:

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.recorded import danling, record_run
 from torch import nn
 
+import danling as dl
+from danling.checkpoints.errors import CheckpointNotFound
+from danling.checkpoints.exchange import export_weights
 from danling.checkpoints.reading import locate, read_payload
 from danling.cli.inspect import read_contents
 from danling.cli.main import main
@@ -188,3 +192,49 @@ def test_export_of_averages_that_are_not_there_names_what_is(
     assert main(["export", str(bare), "out.pth", "--ema"]) == 2
     told = capsys.readouterr().err
     assert "leave --ema out" in told and "'model'" in told and "'optimizer'" in told
+
+
+class Toy(dl.Runner):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(3, 2)
+
+
+def test_weights_of_other_programs_are_no_damage_and_directories_say_how_they_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = nn.Linear(3, 2).state_dict()
+    legacy = tmp_path / "legacy.pth"
+    torch.save(weights, legacy, _use_new_zipfile_serialization=False)
+    assert main(["verify", str(legacy)]) == 0 and "nothing to compare it with" in capsys.readouterr().out
+    sharded, bare = tmp_path / "sharded", tmp_path / "bare"
+    dcp.save(weights, checkpoint_id=sharded)
+    bare.mkdir()
+    torch.save(weights, bare / "pytorch_model.bin")
+    for directory, advice in (
+        (sharded, "format_utils dcp_to_torch"),
+        (bare, f"Name the file in it: {bare}/pytorch_model.bin"),
+    ):
+        for command in ("verify", "inspect"):
+            assert main([command, str(directory)]) == 3
+            assert advice in capsys.readouterr().err
+        with (
+            pytest.raises(CheckpointNotFound, match=advice),
+            Toy({"pretrained": str(directory), "dir": str(tmp_path / "run")}),
+        ):
+            pass
+    parts = tmp_path / "parts"
+    export_weights(parts, weights, max_shard_bytes=8)
+    contents = read_contents(parts / "model.safetensors.index.json")
+    assert {entry.name: entry.shape for entry in contents.entries} == {"weight": (2, 3), "bias": (2,)}
+    (parts / "model-00001-of-00002.safetensors").unlink()
+    assert main(["inspect", str(parts / "model.safetensors.index.json")]) != 0
+
+
+@pytest.mark.parametrize("command", ["train", "fit"])
+def test_command_that_would_train_is_answered_with_the_users_program(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command])
+    assert "run `python train.py`" in capsys.readouterr().err

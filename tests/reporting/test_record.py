@@ -1,0 +1,95 @@
+"""What a run records of itself: parts that no setting contains are compared when it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import danling as dl
+
+
+class Scaled:
+    """A transform with a description of its own."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value * self.factor
+
+    def __repr__(self) -> str:
+        return f"Scaled({self.factor})"
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
+        self.transform = transform
+        self.inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.transform(self.inputs[index]), self.inputs[index].sum()[None]
+
+
+class PartsRunner(dl.Runner):
+    def __init__(
+        self,
+        config: dl.RunnerConfig,
+        activation: nn.Module,
+        criterion: nn.Module,
+        transform: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(nn.Linear(4, 8), activation, nn.Linear(8, 1))
+        self.criterion = criterion
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.datasets = {"train": Points(transform)}
+
+
+def trained(path: Path, steps: int, *parts: object, resume: str | None = None) -> None:
+    config = dl.RunnerConfig(
+        steps=steps, seed=1, dir=str(path), auto_resume=resume is None, dataloader={"batch_size": 4}
+    )
+    config.resume = resume
+    with PartsRunner(config, *parts) as runner:  # type: ignore[arg-type]
+        runner.train()
+
+
+@pytest.mark.parametrize(
+    ("activation", "criterion", "transform", "said"),
+    [
+        (nn.ReLU(), nn.MSELoss(), Scaled(2.0), []),
+        (nn.ReLU(), nn.L1Loss(), Scaled(2.0), ["criterion was MSELoss, is L1Loss"]),
+        (
+            nn.GELU(),
+            nn.MSELoss(),
+            Scaled(2.0),
+            ["number of GELU layers was 0, is 1; number of ReLU layers was 1, is 0"],
+        ),
+        (nn.ReLU(), nn.MSELoss(), Scaled(3.0), ["transform of train was Scaled(2.0), is Scaled(3.0)"]),
+    ],
+)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_resume_with_other_parts_is_warned_of_once(
+    activation: nn.Module,
+    criterion: nn.Module,
+    transform: Scaled,
+    said: list[str],
+    elsewhere: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trained(tmp_path / "run", 2, nn.ReLU(), nn.MSELoss(), Scaled(2.0))
+    source = str(tmp_path / "run" / "checkpoints" / "latest.pth") if elsewhere else None
+    with caplog.at_level("WARNING", "danling"):
+        trained(tmp_path / ("other" if elsewhere else "run"), 4, activation, criterion, transform, resume=source)
+    lines = [line for line in caplog.messages if "continues with other parts" in line]
+    assert len(lines) == len(said)
+    assert all(text in line for text, line in zip(said, lines))
