@@ -32,6 +32,10 @@ _BEGINNING = (
     ": two starts of it differ, so nothing can be said of a resume. Set seed, and draw nothing before `super().__init__`; with several "
     "threads keep OMP_NUM_THREADS at one number"
 )
+_LOST = (
+    ": a resume lost something that the next updates need. Plain attributes of model, criterion, optimizer and their parts are not "
+    "saved: give the module `get_extra_state` and `set_extra_state`, make it a buffer, or name the object that has it on the runner too"
+)
 _FAILS = "Mend that first. The program must run again in the same directory, and make one run: have its arguments select one."
 _LONGER_SECONDS = 3.0
 
@@ -74,7 +78,7 @@ class ResumeCheck:
             # What was trained after the last checkpoint is trained again, and compared again.
             divergences = compare_digests(reference, read_digests(parts))
             if divergences:
-                mend = _BEGINNING if number == 2 else ""
+                mend = _BEGINNING if number == 2 else _LOST
                 yield name, "failed", f"{divergences[0].what} diverged first, at update {divergences[0].step}{mend}"
                 return
             compared = (

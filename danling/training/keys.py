@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from danling.data import derive_seed, mix_seed, seed_streams
-from danling.data.randomness import seed_device
-from danling.utils.tensors import is_sharded
+from danling.data.randomness import Generators, seed_device, seed_generator
+from danling.utils.tensors import canonical_name, is_sharded
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -25,6 +27,9 @@ try:
     import numpy
 except ImportError:
     numpy = None  # type: ignore[assignment]
+
+
+_OF_MODULE = frozenset(vars(nn.Module()))
 
 
 class RandomKeys:
@@ -42,6 +47,7 @@ class RandomKeys:
         self._places: dict[int, tuple[int, ...]] = {}
         self.in_update = False
         """Whether an optimizer step of the runner is under way."""
+        self._generators: list[tuple[Any, int]] | None = None
 
     # Training
 
@@ -51,6 +57,7 @@ class RandomKeys:
 
     def begin_pass(self, split: str) -> None:
         """Seed where a pass begins, or goes on after a restore: `(seed, "pass", split, pass)`."""
+        self._look_for_generators()
         base, number = _base(self._runner.seed, "pass", split), self._runner.source(split).epoch
         seed_streams(mix_seed(base, number), self._runner.device)
 
@@ -63,6 +70,7 @@ class RandomKeys:
         self._places[id(data)] = place
         self.key = self._key("train", placement.replica_group[0], place=(*place, *placement.forward_place))
         self._ordinal, self._phase = ordinal, 0
+        self._seed_generators()
         seed_streams(self.key, self._runner.device)
 
     @contextmanager
@@ -118,11 +126,13 @@ class RandomKeys:
     def begin_batch(self, verb: str, split: str, place: tuple[int, ...]) -> None:
         """Seed for a batch that is evaluated or predicted: `(seed, verb, split, updates attempted, *place)`."""
         self.key = self._key(verb, split, place=(*place, *self._runner.placement.forward_place))
+        self._seed_generators()
         seed_streams(self.key, self._runner.device)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluate inside: afterwards training goes on from its place; outside of a training the streams are what they were before."""
+        self._look_for_generators()
         key, trains = self.key, self._runner._session.running
         with nullcontext() if trains else preserved_streams(self._runner.device):
             try:
@@ -131,6 +141,29 @@ class RandomKeys:
                 if trains:
                     self.between_updates()
                 self.key = key
+
+    # Generators that modules hold
+
+    def _look_for_generators(self) -> None:
+        """Look for generators in attributes of model and criterion: the forward seeds them, as the reading those of a dataset."""
+        runner: Any = self._runner
+        model = runner.unwrapped_model if isinstance(runner.model, nn.Module) else None
+        roots = {
+            f"{root}.{canonical_name(name)}.{attribute}": value
+            for root, module in (("model", model), ("criterion", runner.criterion))
+            if isinstance(module, nn.Module)
+            for name, part in module.named_modules()
+            for attribute, value in vars(part).items()
+            if attribute not in _OF_MODULE
+        }
+        found = Generators(roots).found if roots else {}
+        self._generators = [(generator, crc32(path.encode())) for path, generator in found.items()]
+
+    def _seed_generators(self) -> None:
+        if self._generators is None:
+            self._look_for_generators()
+        for generator, salt in self._generators or ():
+            seed_generator(generator, mix_seed(self.key, salt))
 
     def _key(self, *parts: int | str, place: tuple[int, ...] = ()) -> int:
         """Return the key `(seed, *parts, updates attempted, *place)`."""

@@ -81,7 +81,7 @@ class ModelStates:
         here = model.state_dict()
         _check_shapes({name: here[names[name]] for name in state}, state)
         dtypes = {name: getattr(value, "dtype", None) for name, value in state.items()}
-        self._converted = {name for name, dtype in dtypes.items() if dtype != here[names[name]].dtype}
+        self._converted = {name for name in dtypes if dtypes[name] != getattr(here[names[name]], "dtype", None)}
         try:
             model.load_state_dict({names[name]: value for name, value in state.items()}, strict=not partial)
         except RuntimeError as error:
