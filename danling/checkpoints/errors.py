@@ -8,9 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from danling.utils.secrets import hide_in_text
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
+
+    def __str__(self) -> str:
+        # A place may be a URL with a key.
+        return hide_in_text(super().__str__())
 
 
 class CheckpointDiskError(CheckpointError, OSError):

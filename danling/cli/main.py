@@ -26,6 +26,7 @@ from typing import Any, TextIO
 from danling import __version__
 from danling.checkpoints.errors import CheckpointError
 from danling.utils.messages import did_you_mean, without_controls
+from danling.utils.secrets import hide_in_text
 
 from .output import DAMAGED, INTERRUPTED, MISSING_PACKAGE, NOTHING_THERE, WRONG_USAGE
 
@@ -85,13 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Escaping:
-    """A stream of text in which control characters are escaped."""
+    """A stream of text in which control characters are escaped, and what looks like a secret is hidden."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write(without_controls(text))
+        return self._stream.write(without_controls(hide_in_text(text)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

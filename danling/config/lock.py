@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from danling.utils.plain import flatten
+from danling.utils.secrets import received
 
 from .sections import Section, fields_of
 
@@ -69,7 +70,7 @@ class SettingsLock:
 
     def check(self, key: str, value: object) -> None:
         """Refuse to set a key that was read."""
-        self._check(key, f"{key}={value!r}")
+        self._check(key, received(key, value))
         if self._constructed is not None and key in BUDGET:
             self._check_budget(key, value)
 
@@ -114,8 +115,8 @@ class SettingsLock:
         for key in sorted(now.keys() | before.keys()):
             if now.get(key) != before.get(key):
                 raise ValueError(
-                    f"Expected {key}={before.get(key)!r}, with which the runner was constructed. Received: {key}={now.get(key)!r}. "
-                    "Construct another runner with it."
+                    f"Expected {received(key, before.get(key))}, with which the runner was constructed. Received: "
+                    f"{received(key, now.get(key))}. Construct another runner with it."
                 )
 
     def put(self, key: str, value: Any) -> None:

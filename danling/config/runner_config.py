@@ -160,7 +160,7 @@ class RunnerConfig(TopLevelConfig):
             head, dot, _ = str(name).partition(".")
             if head in known:
                 continue
-            text = repr(value)
+            text = repr(without_secrets({head: value}, secrets).get(head, "..."))
             received = f"{name}={text if len(text) <= 60 else text[:57] + '...'} in {source}"
             if isinstance(source, str) and source.startswith("--"):
                 received = source

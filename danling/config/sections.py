@@ -29,6 +29,7 @@ from typing_extensions import Never
 
 from danling.utils.messages import did_you_mean, number_hint, warn_user
 from danling.utils.plain import to_plain
+from danling.utils.secrets import received
 
 MISSING = object()
 SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
@@ -337,7 +338,7 @@ class Section(Config):
         """
         if self.__dict__.get("frozen", False):
             raise ValueError(
-                f"Expected a configuration that is not frozen. Received: {name}={value!r}. Call defrost()."
+                f"Expected a configuration that is not frozen. Received: {received(name, value)}. Call defrost()."
             )
         if not isinstance(name, str) or "." not in name or dict.__contains__(self, name):
             lock, prefix = self.__dict__.get("_lock") or (None, "")
@@ -348,14 +349,14 @@ class Section(Config):
                 lock.changed(f"{prefix}{name}")
             return
         head, rest = name.split(".", 1)
-        self._check_key(head, f".{rest}={value!r}")
+        self._check_key(head, received(f".{rest}", value))
         if dict.get(self, head) is None:
             self._assign(head, {})
         child = dict.__getitem__(self, head)
         if not isinstance(child, MutableMapping):
             raise ValueError(
-                f"Expected {self._join(head)!r} to be a section. Received: {self._join(head)}.{rest}={value!r}, where "
-                f"{self._join(head)}={child!r}."
+                f"Expected {self._join(head)!r} to be a section. Received: {received(f'{self._join(head)}.{rest}', value)}, "
+                f"where {received(self._join(head), child)}."
             )
         child[rest] = value
 
@@ -363,7 +364,7 @@ class Section(Config):
         """Refuse a name that is no key of this section."""
 
     def _assign(self, name: Any, value: Any) -> None:
-        self._check_key(name, f"={value!r}")
+        self._check_key(name, received(name, value).removeprefix(str(name)))
         field = fields_of(type(self)).get(name)
         if field is not None:
             value = self._fit(field, value)
@@ -382,7 +383,7 @@ class Section(Config):
             if not isinstance(value, Mapping):
                 example = section_example(field.section, value)
                 raise TypeError(
-                    f"Expected {name!r} to be a section, a mapping of keys. Received: {name}={value!r}. Write {name}={example}."
+                    f"Expected {name!r} to be a section, a mapping of keys. Received: {received(name, value)}. Write {name}={example}."
                 )
             return value if isinstance(value, field.section) else field.section(value)
         try:
@@ -391,7 +392,8 @@ class Section(Config):
             return expanded(fitted) if is_path else fitted
         except (TypeError, ValueError) as error:
             raise type(error)(
-                f"Expected {name} to be {error}. Received: {name}={value!r} ({type(value).__name__}).{number_hint(value)}"
+                f"Expected {name} to be {error}. Received: {received(name, value)} ({type(value).__name__})."
+                f"{number_hint(value)}"
             ) from None
 
     def _adopt(self, value: object) -> Any:

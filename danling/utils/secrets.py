@@ -6,8 +6,21 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-_NAMES = frozenset({"token", "api_key", "password", "secret", "credential", "credentials"})
-_ENDINGS = ("_token", "_api_key", "_password", "_secret")
+_NAMES = frozenset(
+    {
+        "token",
+        "api_key",
+        "password",
+        "passwd",
+        "secret",
+        "credential",
+        "credentials",
+        "private_key",
+        "access_key",
+        "authorization",
+    }
+)
+_ENDINGS = ("_token", "_api_key", "_password", "_secret", "_private_key", "_access_key")
 _SHORTEST = 6
 
 LEFT_OUT = "[left out: it looks like a secret]"
@@ -17,8 +30,9 @@ LEFT_OUT = "[left out: it looks like a secret]"
 def names_secret(key: str, listed: Collection[str] = ()) -> bool:
     """Whether a dotted key names a secret, by its last name.
 
-    `token`, `api_key`, `password`, `secret`, `credential` and `credentials` do, and what ends in `_token`, `_api_key`, `_password` or
-    `_secret`; `pad_token_id`, `num_tokens` and `tokenizer` do not.
+    `token`, `api_key`, `password`, `passwd`, `secret`, `credential`, `credentials`, `private_key`, `access_key` and `authorization` do,
+    and what ends in `_token`, `_api_key`, `_password`, `_secret`, `_private_key` or `_access_key`. `pad_token_id`, `num_tokens` and
+    `tokenizer` do not.
     """
     name = key.rpartition(".")[2]
     lower = name.lower().replace("-", "_")
@@ -26,7 +40,7 @@ def names_secret(key: str, listed: Collection[str] = ()) -> bool:
 
 
 def without_secrets(settings: Mapping[str, object], listed: Collection[str] = ()) -> dict[str, Any]:
-    """Return settings without the text under keys that name a secret; numbers, switches and `None` stay."""
+    """Return settings without the text under keys that name a secret, and with `hide_in_text` applied to any other text."""
     kept: dict[str, Any] = _without(settings, "", listed, False, set())
     return kept
 
@@ -56,10 +70,59 @@ def _without(value: object, key: str, listed: Collection[str], is_secret: bool, 
     if isinstance(value, str) and is_secret:
         found.add(value)
         return _GONE
+    if isinstance(value, str):
+        shown = hide_in_text(value)
+        if shown != value:
+            found.add(value)
+        return shown
     return value
 
 
-_WORDS = ("token", "api[_-]key", "password", "secret", "credentials?")
+# Texts that look like a secret, whatever their name
+
+HIDDEN = "[secret]"
+"""Replaces a part of a text."""
+_TOKENS = (
+    r"(?<![\w-])(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeoprs]-[\w-]{8,}"
+    r"|sk-(?:(?:proj|ant|svcacct|admin)-[\w-]{16,}|[A-Za-z0-9]{32,})|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}"
+    r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}(?:\.[\w-]+)?)"
+)
+_USER = r"(://)[^/\s:@'\"]*:[^/\s@'\"]+@"
+"""Name and password in a URL."""
+_QUERY = (
+    r"(?i)([?&](?:[\w.-]*(?:token|secret|signature|password|credential|(?:access|api|account|private)[_-]?key(?:[_-]?id)?)|sig)="
+    r"|[?&]key=(?=[^&\s]{16}))[^&\s'\"]+"
+)
+_HEADER = (
+    r"(?i)(\bauthorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?|\bbearer\s+(?=\S*\d))[\w+/=.~-]{8,}"
+)
+_PRIVATE = r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+_IN_TEXT = (
+    (re.compile(_USER), rf"\1{HIDDEN}@"),
+    (re.compile(_QUERY), rf"\1{HIDDEN}"),
+    (re.compile(_HEADER), rf"\1{HIDDEN}"),
+    (re.compile(_PRIVATE), HIDDEN),
+    (re.compile(_TOKENS), HIDDEN),
+)
+
+
+def hide_in_text(text: str) -> str:
+    """Return a text in which passwords and keys of URLs, headers of authorization, private keys and tokens of known forms are hidden."""
+    for form, shown in _IN_TEXT:
+        text = form.sub(shown, text)
+    return text
+
+
+def received(name: object, value: object, listed: Collection[str] = ()) -> str:
+    """Return `name=value` for an error, in which nothing that is secret is shown."""
+    shown = without_secrets({str(name): value}, listed)
+    return f"{name}={shown[str(name)]!r}" if str(name) in shown else f"{name}='...'"
+
+
+_WORDS = (
+    *("token", "api[_-]key", "password", "passwd", "secret", "credentials?"),
+    *("private[_-]key", "access[_-]key", "authorization"),
+)
 # A value that was cut where it is too long to be shown has no closing quote.
 _QUOTED_TEXT = r"""(?: '[^']*? (?: ' | \.{3} ) | "[^"]*? (?: " | \.{3} ) )"""
 
@@ -70,7 +133,7 @@ def hide_secrets(text: str, listed: Collection[str] = ()) -> str:
     name = rf"""(?: {" | ".join([*_WORDS, *own])} )"""
     in_code = re.compile(rf"""(?ix) ( {name} ['")\]]* \s* [=:]\s* ) {_QUOTED_TEXT}""")
     as_option = re.compile(rf"(?ix) ( ^ -- \S*? {name} (?: \s+ | = ) ) .+")
-    return as_option.sub(r"\1'...'", in_code.sub(r"\1'...'", text))
+    return hide_in_text(as_option.sub(r"\1'...'", in_code.sub(r"\1'...'", text)))
 
 
 # Patches
@@ -85,6 +148,7 @@ _KNOWN = re.compile(
     rb"hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|xox[abeoprs]-[\w-]{8,}"
     rb"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}|://[^/\s:@]+:[^/\s@]+@"
 )
+"""As `_TOKENS`, and wider: a line of a patch that goes for nothing costs little, a setting that is changed costs a run."""
 _KEY_BEGINS, _KEY_ENDS = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY"), re.compile(rb"-----END [A-Z ]*PRIVATE KEY")
 _FILE_OF_SECRETS = re.compile(
     rb"(?i)(?:^|/)(?:\.env(?:\.[\w-]+)?|\.netrc|\.pypirc|\.npmrc|id_(?:rsa|dsa|ecdsa|ed25519)"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import danling as dl
+from danling.checkpoints import CheckpointError
+from danling.cli.main import main
 from danling.utils.secrets import (
     LEFT_OUT,
+    hide_in_text,
     hide_secrets,
     names_secret,
     redact_patch,
@@ -15,6 +20,7 @@ from danling.utils.secrets import (
 )
 
 SECRET = "token hub.token HF_TOKEN api_key openai_api_key db.password client_secret secret credential credentials"
+SECRET += " private_key aws_secret_access_key headers.Authorization"
 NO_SECRET = "pad_token_id num_tokens tokenizer max_tokens keys secretary token.name passwords secret_keys"
 
 
@@ -121,3 +127,69 @@ def test_a_refused_key_that_is_listed_as_a_secret_is_not_shown() -> None:
     with pytest.raises(ValueError, match="Expected keys that are read") as caught:
         dl.RunnerConfig(secret_keys=["phrase"]).parse(["--phrase", "open", "sesame"])
     assert "sesame" not in str(caught.value)
+
+
+TOKEN = "abcdef0123456789abcdef0123456789abcd"
+TEXTS = {
+    "https://ann:hunter2@host/data": "https://[secret]@host/data",
+    "postgres://:hunter2@db/x": "postgres://[secret]@db/x",
+    f"s3://bucket/run?X-Amz-Credential={TOKEN}&X-Amz-Signature={TOKEN}&part=3": (
+        "s3://bucket/run?X-Amz-Credential=[secret]&X-Amz-Signature=[secret]&part=3"
+    ),
+    f"https://host/x?sig={TOKEN}&sv=1": "https://host/x?sig=[secret]&sv=1",
+    f"https://host/x?key={TOKEN}": "https://host/x?key=[secret]",
+    f"Authorization: Bearer {TOKEN}": "Authorization: Bearer [secret]",
+    f"{{'Authorization': 'Basic {TOKEN}'}}": "{'Authorization': 'Basic [secret]'}",
+    f"hf_{TOKEN} is there": "[secret] is there",
+    f"sk-proj-{TOKEN}": "[secret]",
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----": "[secret]",
+}
+PLAIN = [
+    "https://host/data?key=train&monkey=5",
+    "https://host:8080/path@1",
+    "mask-transformer-large-v2-and-more-words",
+    "sk-learn-baseline-of-the-year-2024",
+    "bearer of news",
+    "basic understanding",
+    "git@github.com:user/repository",
+    "hf_transformers",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_that_looks_like_a_secret_is_hidden_wherever_it_is(text: str) -> None:
+    assert hide_in_text(text) == TEXTS[text]
+    assert without_secrets({"a": {"place": text}}) == {"a": {"place": TEXTS[text]}}
+    assert TEXTS[text] in str(CheckpointError(f"Expected a checkpoint at {text}."))
+    public = dl.RunnerConfig({"mine.place": text}).public()
+    assert public["mine"]["place"] == TEXTS[text]
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_plain_text_stays(text: str) -> None:
+    assert hide_in_text(text) == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"wandbb": {"token": TOKEN}}, "wandbb"),
+        ({"wandb": {"api_kee": TOKEN, "project": 5}}, "api_kee"),
+        ({"wandb": f"https://ann:{TOKEN}@host"}, "[secret]@host"),
+        ({"optim": {"lr": [f"hf_{TOKEN}"]}, "steps": f"hf_{TOKEN}"}, "[secret]"),
+        ({"checkpoint.remote.password": TOKEN}, "password"),
+    ],
+)
+def test_error_of_a_setting_shows_no_secret(settings: dict[str, object], shown: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as refused:
+        dl.RunnerConfig(settings)
+    if "api_kee" not in shown:
+        assert TOKEN not in str(refused.value)
+    assert shown in str(refused.value)
+
+
+def test_commands_hide_keys_of_urls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("inspect", "verify"):
+        assert main([command, f"{tmp_path}/none?X-Amz-Signature={TOKEN}"]) != 0
+        told = capsys.readouterr()
+        assert TOKEN not in told.out + told.err and "[secret]" in told.out + told.err
