@@ -350,8 +350,8 @@ def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: D
     bases = torch.ldexp(torch.full_like(peaks, 1.5), tops)
     for index in some:
         for piece in torch.split(gradients[index].reshape(-1), 1 << 15):
-            wide = piece.double()
-            wide.mul_(wide).add_(bases[index])
+            # Of a gradient in float64, `double` is no copy.
+            wide = piece.double().square().add_(bases[index])
             sums[index] += wide.view(torch.int64).sum() - bases[index].view(torch.int64) * piece.numel()
     if domain is not None:
         domain.all_reduce(sums)

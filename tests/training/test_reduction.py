@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.training import GradientReduction
-from danling.training.reduction import clip_coefficient
+from danling.training.reduction import clip_coefficient, order_free_norm
 
 
 def model() -> nn.Module:
@@ -147,3 +147,13 @@ def test_the_coefficient_is_bit_for_bit_that_of_tensor_operations(dtype: torch.d
         norm = torch.tensor(value, dtype=dtype)
         coefficient, plain = clip_coefficient(max_norm, norm), torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         assert coefficient.dtype == plain.dtype and torch.equal(coefficient, plain), (value, max_norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_norm_in_one_order_is_that_of_torch_and_leaves_gradients_as_they_are(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    gradients = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((7, 5), (3,))]
+    before = [gradient.clone() for gradient in gradients]
+    norm = order_free_norm(gradients, [35, 3])
+    assert torch.allclose(norm, torch.cat([g.double().flatten() for g in before]).norm(), rtol=1e-6)
+    assert all(map(torch.equal, gradients, before))
