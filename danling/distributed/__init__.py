@@ -13,7 +13,7 @@ from .environment import (
     select_device,
     set_collective_timeout,
 )
-from .step_sync import REQUESTS, GradientNorms, HostCopy, ReplicaDriftError, StepSync, StepTotals, agree
+from .step_sync import REQUESTS, GradientNorms, HostCopy, ReplicaDriftError, Rider, StepSync, StepTotals, agree
 
 __all__ = [
     "FAMILIES",
@@ -28,6 +28,7 @@ __all__ = [
     "LocalDomain",
     "Placement",
     "ReplicaDriftError",
+    "Rider",
     "StepSync",
     "StepTotals",
     "agree",

@@ -26,6 +26,7 @@ from .fsdp import reshard
 from .pipeline import Pipeline
 from .reduction import divided_axes, equalize, loss_context
 from .topology import Topology
+from .units import UnitOrder
 
 if TYPE_CHECKING:
     from danling.runners.parallel_runner import ParallelRunner
@@ -41,6 +42,8 @@ class MeshPreparation(ModelPreparation):
         self.config = runner.config
         self.recomputes = True
         """Whether the activations of some block are computed again in the backward, where that is asked for."""
+        self.order: UnitOrder | None = None
+        """What compares the ranks of FSDP2; `None` without the axis `shard`."""
 
     def forward_communicates(self, model: nn.Module) -> str | None:
         """Return which axes make a forward or a backward communicate; `None` where nothing does."""
@@ -48,6 +51,9 @@ class MeshPreparation(ModelPreparation):
         active = [axis for axis in axes_with(forward_communicates=True) if degrees[axis] > 1]
         listed = ", ".join(f"parallel.axes.{axis}={degrees[axis]}" for axis in active)
         return listed or super().forward_communicates(model)
+
+    def communicated_module(self) -> str:
+        return self.order.last if self.order is not None else ""
 
     def held_part(self, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
         """Return the axes that divide a tensor, and this rank's coordinates on them and on those that divide the model."""
@@ -101,7 +107,8 @@ class MeshPreparation(ModelPreparation):
         """Let go of gathered parameters, which would hide that averaged weights come in and go out."""
         reshard(model)
         try:
-            yield
+            with self.order.compared() if self.order is not None else nullcontext():
+                yield
         finally:
             reshard(model)
 

@@ -82,9 +82,11 @@ class MeshReduction(GradientReduction):
         self.model = runner.model
         syncs = self.topology.degree("shard") > 1 and runner.pipeline is None
         self.gradient_sync = runner.config.fsdp.gradient_sync if syncs else None
+        self.order = runner.preparation.order
         self._noted: tuple[list[nn.Parameter], int] | None = None
         self._copies: dict[nn.Parameter, int] = {}
         self._buckets: list[list[nn.Parameter]] = []
+        self._places: list[frozenset[int]] = []
 
     @property
     def copies(self) -> dict[nn.Parameter, int]:
@@ -96,6 +98,7 @@ class MeshReduction(GradientReduction):
             self._noted, own = (parameters, trained), dict.fromkeys(parameters)
             degrees, cut, axes = self.topology.axes, axes_with(cuts_modules=True), self._axes_to_sum
             self._copies = {p: degrees.world_size // degrees.degree(*cut, *divided_axes(p)) for p in own}
+            self._places = [] if self.order is None else self.order.places_of(own)
             self._buckets = bucketed((p for p in own if p.requires_grad and axes(p)), axes)
         return self._copies
 
@@ -117,6 +120,7 @@ class MeshReduction(GradientReduction):
 
         A parameter that got a gradient on some of the ranks gets the sum of these; one that got none keeps none.
         """
+        self._complete_units()
         self._complete_partial(self.copies)
         for parameters in self._buckets:
             # How many ranks have a gradient travels with the gradients.
@@ -131,6 +135,10 @@ class MeshReduction(GradientReduction):
                     if parameter.grad is None and count:
                         parameter.grad = torch.zeros_like(parameter)
             scatter(flat, [piece if p.grad is None else local_part(p.grad) for p, piece in zip(parameters, pieces)])
+
+    def _complete_units(self) -> None:
+        if self.order is not None and self.copies:
+            self.order.complete(self._places)
 
     def _complete_partial(self, parameters: Iterable[nn.Parameter]) -> None:
         # Tensor parallelism may leave sums that are still to be made, such as those of norms between stretches of a sequence. They are
@@ -280,6 +288,9 @@ class CanonicalMeshReduction(MeshReduction):
 
     def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Let FSDP2 reduce every micro-batch, and drop the gradients of earlier ones: the last one brings the sum."""
+        if self.order is not None:
+            # The gradient of an empty micro-batch is dropped.
+            self.order.counts = self.runner.window.current_samples > 0
         for exchange in self.exchanges:
             for parameter in exchange.parameters.values():
                 parameter.grad = None
@@ -287,6 +298,7 @@ class CanonicalMeshReduction(MeshReduction):
 
     def complete(self) -> None:
         """Add the gradients of parameters that are not sharded."""
+        self._complete_units()
         self.sums.complete()
 
     def agree(self, totals: StepTotals) -> StepTotals | None:

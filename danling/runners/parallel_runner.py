@@ -46,6 +46,7 @@ from danling.mesh.reduction import (
     exchange_shards,
     mesh_axes,
 )
+from danling.mesh.units import UnitOrder
 from danling.optim import JointOptimizer
 from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
 from danling.training.batches import call_model, count_samples
@@ -154,6 +155,10 @@ class ParallelRunner(TorchRunner):
         equalize(self.topology, [*whole.values(), *self.model.buffers()])
         if self.optimizer is not None:
             rebind_optimizer(self.optimizer, names, self.model, whole.values(), pipeline=self.pipeline_domain)
+        if self.topology.degree("shard") > 1:
+            self.preparation.order = UnitOrder(self.model, self.topology)
+            self.preparation.riders.append(self.preparation.order)
+            self._session.observers.append(self.preparation.order)
         if self._parts.canonical is not None:
             self._exchanges = exchange_shards(self.model, self._parts.canonical)
         self._build_ema()

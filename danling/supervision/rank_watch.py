@@ -77,6 +77,8 @@ _ENGINE = f"{_TORCH}{os.path.join('autograd', 'graph.py')}"
 """A backward, at whose end DistributedDataParallel waits for its reductions in native code."""
 _NEUTRAL = ("<", *(f"{_TORCH}{name}" for name in ("_ops.py", "_tensor.py", f"utils{os.sep}", f"autograd{os.sep}")))
 """Files between a collective and its caller."""
+_OF_MODULES = f"{_COLLECTIVES}fsdp{os.sep}"
+"""Gathers the weights of modules and reduces their gradients."""
 _OWN_CALLS = f"{_DANLING}audit{os.sep}layout_record.py"
 """Intercepts a program's calls of torch, in a check of layouts."""
 
@@ -97,7 +99,7 @@ _EXCUSES = {
 @dataclass(frozen=True)
 class RankState:
     """What a rank does while no update ends: whether it sleeps within communication, in which collective and where that was called, where
-    it is and its stack, why this may take any time, and when this was noted.
+    it is and its stack, why this may take any time, when this was noted, and of which module weights or gradients are communicated.
     """
 
     rank: int
@@ -109,11 +111,13 @@ class RankState:
     stack: str
     excuse: str
     time: float
+    module: str = ""
 
     def __str__(self) -> str:
         if self.waits:
             called = f", called at {self.called}" if self.called else ""
-            return f"waits in {self.collective or 'communication'}{called}"
+            module = f" of the module {self.module}" if self.module else ""
+            return f"waits in {self.collective or 'communication'}{module}{called}"
         return f"at {self.place}" + (f" ({self.excuse})" if self.excuse else "")
 
 
@@ -343,7 +347,9 @@ class RankWatch(Observer):
             waits, collective = True, _DEVICE
         excuse = excuse_of(frame) or (part if part in ("evaluating", "checkpointing") else "")
         host, place, stack = self.hosts[self._rank][0], place_of(frame), stack_text(frame)
-        return RankState(self._rank, host, waits, collective, called, place, stack, excuse, time.time())
+        is_of_module = waits and any(found.f_code.co_filename.startswith(_OF_MODULES) for found in frames_of(frame))
+        module = self._runner.preparation.communicated_module() if is_of_module else ""
+        return RankState(self._rank, host, waits, collective, called, place, stack, excuse, time.time(), module)
 
     def _fate(self, rank: int, last: RankState | None) -> str:
         host, pid = self.hosts[rank]
@@ -539,6 +545,8 @@ def report(states: Sequence[RankState], silent: Mapping[int, str]) -> str:
         else:
             text = f"{'are' if several else 'is'} {'not in it, but ' if groups[0][0][0] else ''}{what}"
         lines.append(f"{_named(alike)} {text}.")
+    if len({state.module for state in states if state.waits}) > 1:
+        lines.append("Not all ranks run the same modules in the same order, by which FSDP2 matches them.")
     return "\n".join([*lines, *(f"Rank {rank} gives no sign: {fate}." for rank, fate in silent.items())])
 
 

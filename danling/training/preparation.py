@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from danling.distributed import Domain
+from danling.distributed import Domain, Rider
 from danling.utils.tensors import local_part
 
 from .ema import EMA
@@ -30,6 +30,8 @@ class ModelPreparation:
         self.world = world
         self.communication = communication
         self.wrapper = DistributedDataParallel
+        self.riders: list[Rider] = []
+        """What travels with the one collective of an update."""
         self.broadcasts_buffers = False
         """Whether the buffers of the first rank go to the others before an update, where the wrapper must not do it."""
         self._trained_when_wrapped: int | None = None
@@ -109,6 +111,10 @@ class ModelPreparation:
             return self.communication
         synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         return "SyncBatchNorm" if synced and self.world.size > 1 else None
+
+    def communicated_module(self) -> str:
+        """Return the module whose weights or gradients were communicated last; empty if unknown. May be called from another thread."""
+        return ""
 
     def optimized_parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return what the optimizer updates of the user's model, and any others. May be called on one rank."""

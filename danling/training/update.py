@@ -239,6 +239,7 @@ class UpdateStep:
         self.sync = StepSync(
             placement.optimizer, runner.device, reports=(placement.counts_loss, placement.counts_samples)
         )
+        self.sync.riders.extend(runner.preparation.riders)
         self.norms = None if spread is None else GradientNorms(placement.optimizer, runner.device, spread)
         if self.norms is not None:
             self.sync.riders.append(self.norms)
