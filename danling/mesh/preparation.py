@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +14,18 @@ from danling.data import derive_seed, seed_streams
 from danling.distributed import Domain
 from danling.optim.state import added_names
 from danling.training import peek_target, unpack_batch
+from danling.training.checks import listed
 from danling.training.evaluation import EvaluationForward
 from danling.training.keys import preserved_streams
 from danling.training.model_states import ModelStates
 from danling.training.preparation import ModelPreparation, NamedParameters
 from danling.utils.plain import flatten
-from danling.utils.tensors import canonical_name, is_sharded, shard_like, whole
+from danling.utils.tensors import canonical_name, is_sharded, local_part, shard_like, whole
 
 from .axes import axes_with
 from .fsdp import reshard
 from .pipeline import Pipeline
-from .reduction import divided_axes, equalize, loss_context
+from .reduction import copied_axes, divided_axes, equalize, loss_context
 from .topology import Topology
 from .units import UnitOrder
 
@@ -155,6 +156,65 @@ def initialize_weights(part: nn.Module, topology: Topology, *, seed: int, number
             )
         for module in owners.values():
             module.reset_parameters()
+
+
+def initialize_all(part: nn.Module, topology: Topology, initialize: Callable[[], object], *, loads: bool) -> None:
+    """Initialise a part that has just got its memory, and refuse tensors that stay unwritten. Call on all ranks.
+
+    Memory is filled before, and what is found unchanged after the initialisation is filled otherwise and initialised once more: only what
+    was not written is unchanged again. What ranks share counts on the rank that the others copy it from.
+
+    Args:
+        part: The model, or a part of it.
+        topology: The mesh.
+        initialize: Initialises the part, each time alike.
+        loads: Whether weights are loaded afterwards; then only what is not loaded has to be written.
+    """
+    world = topology.optimizer
+    saved = part.state_dict().keys() if loads else ()
+    tensors = {
+        canonical_name(name): local_part(tensor.detach())
+        for name, tensor in (*part.named_parameters(), *part.named_buffers())
+        if name not in saved and not any(topology.coordinate[axis] for axis in copied_axes(topology, tensor))
+    }
+    plain = {
+        name: tensor for name, tensor in tensors.items() if type(tensor) is Tensor and tensor.layout is torch.strided
+    }
+    _fill(plain, 0)
+    initialize()
+    unchanged = {name: mask for name, tensor in plain.items() if (mask := _is_filled(tensor, 0)).any()}
+    if not any(world.gather_objects(bool(unchanged))):
+        return
+    _fill({name: plain[name] for name in unchanged}, 1)
+    initialize()
+    unwritten = [name for name, mask in unchanged.items() if (mask & _is_filled(plain[name], 1)).any()]
+    names = list(dict.fromkeys(name for found in world.gather_objects(unwritten) for name in found))
+    if names:
+        raise ValueError(
+            f"Expected a model from the meta device to write all of its tensors when it is initialised. Received: {listed(names)} with "
+            "unwritten elements. Set them in `init_weights()`, or in `reset_parameters()` of their modules; buffers too."
+        )
+
+
+_FILLINGS: Mapping[str, tuple[Any, Any]] = {"float": (torch.nan, 0.0), "bool": (True, False), "int": (93, 41)}
+
+
+def _filling_of(tensor: Tensor, number: int) -> Any:
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    kind = "float" if is_float else "bool" if tensor.dtype is torch.bool else "int"
+    return _FILLINGS[kind][number]
+
+
+@torch.no_grad()
+def _fill(tensors: Mapping[str, Tensor], number: int) -> None:
+    for tensor in tensors.values():
+        tensor.fill_(_filling_of(tensor, number))
+
+
+def _is_filled(tensor: Tensor, number: int) -> Tensor:
+    value = tensor.float() if tensor.is_floating_point() else tensor  # eight bits have no comparisons
+    filling = _filling_of(tensor, number)
+    return value != value if filling != filling else value == filling
 
 
 class MeshForward(EvaluationForward):

@@ -42,14 +42,18 @@ def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
     return tuple(sharded.device_mesh.mesh_dim_names) if is_sharded(tensor) else ()
 
 
+def copied_axes(topology: Topology, tensor: Tensor) -> tuple[str, ...]:
+    """Return the axes whose ranks share a tensor, or this rank's part of it."""
+    divided = divided_axes(tensor)
+    return tuple(axis for axis in topology.active(*axes_with(cuts_modules=False)) if axis not in divided)
+
+
 @torch.no_grad()
 def equalize(topology: Topology, tensors: Iterable[Tensor]) -> None:
     """Copy parameters or buffers from the first of the ranks that share them. Call on all ranks."""
-    shared = topology.active(*axes_with(cuts_modules=False))
 
     def copied_over(tensor: Tensor) -> tuple[str, ...]:
-        divided = divided_axes(tensor)
-        return tuple(axis for axis in shared if axis not in divided)
+        return copied_axes(topology, tensor)
 
     for bucket in bucketed((tensor for tensor in tensors if copied_over(tensor)), copied_over):
         locals_ = [local_part(tensor) for tensor in bucket]

@@ -34,6 +34,7 @@ from danling.mesh.preparation import (
     MeshForward,
     MeshPreparation,
     ShardedModelStates,
+    initialize_all,
     initialize_weights,
     keep_kinds_apart,
     rebind_optimizer,
@@ -201,7 +202,14 @@ class ParallelRunner(TorchRunner):
                 shard(root, mesh, [block for block in blocks if block in inner], **(self.fsdp_kwargs() or {}))
         if is_meta(part):
             materialize(part, self.device)
-            self.initialize_part(part)
+            number = self._initialized
+
+            def initialize() -> None:
+                self._initialized = number
+                self.initialize_part(part)
+
+            loads = bool(self.config.resume or self.config.pretrained)
+            initialize_all(part, self.topology, initialize, loads=loads)
 
     def _sharded_roots(self, part: nn.Module) -> list[nn.Module]:
         """Return the modules that FSDP2 gathers separately: the whole model, or, for optimizers by name, each network of it."""
