@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from danling.checkpoints import CheckpointManager, FileCheckpointManager
 from danling.checkpoints.reading import manager_named
-from danling.data import PLACEHOLDER
+from danling.data import PLACEHOLDER, Packed
 from danling.distributed import Domain, Placement
 from danling.mesh import AXES, Topology, axes_with
 from danling.mesh.fsdp import find_blocks, shard
@@ -50,7 +50,14 @@ from danling.mesh.reduction import (
 from danling.mesh.units import UnitOrder
 from danling.optim import JointOptimizer
 from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
-from danling.training.batches import call_model, count_samples
+from danling.training.batches import (
+    align_labels,
+    aligned_labels,
+    call_model,
+    count_samples,
+    shifts_labels,
+    takes_aligned_labels,
+)
 from danling.training.model_states import ModelStates
 from danling.utils.tensors import floating_dtype
 
@@ -128,6 +135,7 @@ class ParallelRunner(TorchRunner):
         is_cut = self.topology.degree("pipeline") > 1
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         check_meta(self.model)
+        self._check_labels()
         self._check_micro_batches()
         parts = self.build_pipeline_model_parts() if is_cut else [self.model]
         number = len(self.stage_plan.indices)
@@ -392,7 +400,49 @@ class ParallelRunner(TorchRunner):
         if data is PLACEHOLDER:
             return data
         data = super().to_device(data)
-        return self.split_context(data) if self.topology.degree("context") > 1 else data
+        if self.topology.degree("context") == 1:
+            return data
+        if isinstance(data, Mapping) and self._model_shifts_labels(data):
+            data = align_labels(data)
+        return self.split_context(data)
+
+    def _model_shifts_labels(self, data: Mapping[str, Any]) -> bool:
+        """Return whether the model compares each position with the label of the next one, which may be on the next rank."""
+        if self.criterion is not None or self._parts.loss.own_loss:
+            return False
+        shifts = shifts_labels(self.unwrapped_model) if self.shifts_labels is None else self.shifts_labels
+        labels = peek_target(data)
+        is_open = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+        if shifts is None and is_open and aligned_labels(data) is None:
+            raise ValueError(
+                "Expected to know whether the loss that the model returns compares each position with the label of the next one, which "
+                f"may be on the next rank of parallel.axes.context. Received: a {type(self.unwrapped_model).__name__}, which does not say. "
+                "Set `shifts_labels` to True or False on the runner or the model."
+            )
+        return bool(shifts)
+
+    def _check_labels(self) -> None:
+        """Refuse a loss that shifts labels after sequences are cut: it would lose the label at each edge."""
+        if self.topology.degree("context") == 1:
+            return
+        own_loss = self.criterion is not None or self._parts.loss.own_loss
+        shifts = shifts_labels(self.model) if self.shifts_labels is None and not own_loss else self.shifts_labels
+        if shifts and (own_loss or not takes_aligned_labels(self.model)):
+            whose = (
+                "a criterion or compute_loss" if own_loss else f"a {type(self.model).__name__} without that parameter"
+            )
+            raise ValueError(
+                "Expected a loss that takes shifted labels with parallel.axes.context: shifting a slice of a sequence would lose the label "
+                f"at its edge. Received: shifts_labels=True with {whose}. Give the model's `forward` a parameter `shift_labels`, which it "
+                "compares with each position as they are, or shift the targets in the dataset and set shifts_labels=False."
+            )
+        packed = [name for name, each in self.datasets.items() if isinstance(each, Packed) and "labels" in each.fields]
+        if packed and own_loss and self.shifts_labels is None:
+            raise ValueError(
+                "Expected targets that are shifted already with parallel.axes.context: shifting a slice of a sequence would lose the label "
+                f"at its edge. Received: labels of dl.data.Packed, which are not shifted, for split {packed[0]!r} with a criterion or "
+                "compute_loss. Shift them in the dataset, and set shifts_labels=False on the runner."
+            )
 
     def split_context(self, data: Any) -> Any:
         """Return this rank's stretch of every sequence; override it where dimension 1 is not the sequence."""

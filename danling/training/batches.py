@@ -355,6 +355,32 @@ def aligned_labels(data: object) -> Tensor | None:
     return None
 
 
+def align_labels(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch with `shift_labels`: at each position the label of the next one, so that its sequences can be cut anywhere.
+
+    The labels are those of the batch, or of the mapping under its key `input`; without any, or where they are shifted already, the batch
+    stays as it is.
+    """
+    found = dict(data)
+    inner = found.get("input")
+    if isinstance(inner, Mapping):
+        found["input"] = align_labels(inner)
+    labels = found.get("labels")
+    if "shift_labels" not in found and isinstance(labels, Tensor) and labels.ndim > 1:
+        found["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return found
+
+
+def takes_aligned_labels(model: Any) -> bool:
+    """Return whether a model computes its loss of `shift_labels` where it is given them.
+
+    Its `forward` has a parameter of that name, or hands any keyword on to the `loss_function` of transformers.
+    """
+    takes, _, takes_any = _parameters(type(model).forward)
+    hands_on = takes_any and hasattr(model, "loss_function") and getattr(model, "accepts_loss_kwargs", True)
+    return "shift_labels" in takes or bool(hands_on)
+
+
 def _count(target: Tensor, ignore_index: int | None) -> float | Tensor:
     if ignore_index is None:
         return float(target.numel())
