@@ -78,7 +78,7 @@ def of_run(common: dl.RunnerConfig, lineage: str, *, classes: int, epochs: int, 
 if __name__ == "__main__":
     config = settings()
     epochs = config.epochs or 0
-    with DigitsRunner(of_run(config, "pretrain", classes=10, epochs=epochs // 4)) as runner:
+    with DigitsRunner(of_run(config, "pretrain", classes=10, epochs=max(epochs // 4, 1))) as runner:
         runner.train()
         source = runner.workspace.checkpoints / "best.pth"
 

@@ -28,7 +28,7 @@ from danling.utils.messages import did_you_mean, table_lines
 from danling.utils.process import held_port
 
 from .layout_record import WEIGHTS, Part, Record, end_file, record_file
-from .program import ProgramEnd, end_program, kill_program, scratch_settings, start_program
+from .program import ProgramEnd, announce, end_program, kill_program, scratch_settings, start_program
 
 _POLL_SECONDS = 0.02
 _STACKS = ("ddp", "accelerate")
@@ -258,6 +258,10 @@ def _train(command: Sequence[str], layout: Layout, place: Path, options: CheckOp
     """Have the program record its first updates."""
     number, directory = 1 if alone else layout.processes, directory_of(place, alone=alone)
     directory.mkdir(parents=True)
+    where = (
+        "1 of 2: the program makes its first updates in one process" if alone else f"2 of 2: it makes them on {layout}"
+    )
+    announce(f"{where}, within {options.timeout:g} s")
     settings = recording_settings(layout, place, options, alone=alone)
     on_devices = torch.cuda.device_count() >= layout.processes
     with _started(command, settings, directory, number, on_devices) as processes:

@@ -66,6 +66,9 @@ class ResumeCheck:
         self._train(whole, 4 * updates, leave=kill_program, seconds=_LONGER_SECONDS)
         reference, took, done = read_digests(whole), time.monotonic() - begin, 0
         last = max(reference)
+        if last < 2 * updates + 2:
+            # It ended by itself, and would end before it is killed, too.
+            raise self._failed(f"{last} updates until its end")
         phases = (
             ("begins alike", "trains and is stopped by SIGTERM", self._stop),
             ("resumes after SIGTERM", "resumes and is killed", kill_program),

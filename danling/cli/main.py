@@ -44,6 +44,8 @@ SUBCOMMANDS = (
     "verify",
     "export",
     "estimate",
+    "schema",
+    "completion",
 )
 """Each has a module of its name, whose docstring says what it does."""
 _TRAINS = frozenset({"train", "fit", "run", "launch", "resume", "evaluate"})
@@ -52,8 +54,8 @@ WITH_PROGRAM = frozenset({"audit", "check-layout", "doctor"})
 """Commands that start the program after `--`, which is in `options.program`."""
 
 
-def parser(chosen: str = "") -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+def parser(chosen: str = "", *, whole: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of the command line, with the options of one subcommand, or of all of them."""
     root = argparse.ArgumentParser(
         prog="danling",
         description="Look at runs and checkpoints. To launch training there is torchrun.",
@@ -70,7 +72,7 @@ def parser(chosen: str = "") -> argparse.ArgumentParser:
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if name == chosen:
+        if whole or name == chosen:
             module.add_arguments(command)
             command.set_defaults(run=module.run, command_parser=command)
     return root

@@ -578,8 +578,13 @@ class TorchRunner(BaseRunner):
     def backward(self, loss: Tensor) -> None:
         """Back-propagate the loss of the open micro-batch, multiplied by its weight.
 
+        It belongs into a `train_step`, which opens the micro-batch: a loss alone does not say what it weighs.
+
         Args:
             loss: 0-dim, as the criterion reduced it.
+
+        Raises:
+            ValueError: If no micro-batch is open, or the loss depends on no parameter that is trained.
         """
         if self.window.count == 0 and not self._session.running:
             self.window.check_open()

@@ -98,10 +98,18 @@ def test_without_a_seed_two_starts_differ(command: list[str], tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("flaw", "received"), [("unsaved", "it saved no checkpoint"), ("short", "[45] updates")])
+@pytest.mark.parametrize(("flaw", "received"), [("unsaved", "it saved no checkpoint")])
 def test_programs_that_cannot_be_tried(command: list[str], tmp_path: Path, flaw: str, received: str) -> None:
     with pytest.raises(ScriptFailed, match=f"(?s)Expected a program that trains.*Received: .*{received}"):
         _examined([*command, flaw], tmp_path / "scratch")
+
+
+def test_program_that_is_too_short_is_named_after_its_first_start(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ScriptFailed, match=r"(?s)Received: 5 updates until its end.*Give it more to do"):
+        _examined([*command, "short"], tmp_path / "scratch")
+    assert [line[:17] for line in capsys.readouterr().err.splitlines()] == ["danling: 1 of 4: "]
 
 
 def test_a_program_that_cannot_be_started_again_is_told_so(tmp_path: Path) -> None:

@@ -130,6 +130,9 @@ def test_a_program_that_is_right_and_one_that_divides_twice(program: list[str], 
     done = checked("shard=2", "--json", "--", *program)
     assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads(done.stdout)
+    assert [line[:17] for line in done.stderr.splitlines() if " of 2: " in line] == [
+        f"danling: {n} of 2: " for n in (1, 2)
+    ]
     assert facts["same"] and facts["samples"] == 7 and facts["parameters"] == 4 and facts["step"] is None
     assert not (tmp_path / "elsewhere").exists()
     done = checked("ddp=2", "--", *program, "twice")
