@@ -21,7 +21,7 @@ from .reading import Outline, tensors_in, without_tensors
 FORMAT_VERSION = 2
 """`format_version` of new files, and the newest one that can be read."""
 CHANGED_SINCE = {
-    1: "NumPy, `random` and each generator draw from keys of their own, averages of weights are in float32, and buffers of averages are "
+    1: "NumPy, `random` and each generator draw from separate keys, averages of weights are in float32, and buffers of averages are "
     "copied, not averaged",
 }
 """What a run computes differently since a format, by the last version of it."""

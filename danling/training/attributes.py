@@ -716,7 +716,7 @@ class Decoder:
         held = _attributes_of(current)
         parameters = getattr(type(current), "__dataclass_params__", None)
         if parameters is not None and parameters.frozen:
-            # Another object of its kind: whoever has this one counts on it to stay as it is.
+            # Another object of its kind: others that refer to this one count on it to stay as it is.
             current = object.__new__(type(current))
             _set_attributes(current, held)
         changed = {}
