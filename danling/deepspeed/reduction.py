@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class EngineReduction(GradientReduction):
     """The gradient of a model in an engine, which takes the mean over the ranks."""
 
+    keeps_gradients = False
+
     def __init__(self, runner: DeepSpeedRunner) -> None:
         super().__init__(runner)
         self.engine: Any = runner.engine

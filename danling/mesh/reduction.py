@@ -280,6 +280,8 @@ def exchange_shards(model: nn.Module, sums: CanonicalSum) -> list[CanonicalReduc
 class CanonicalMeshReduction(MeshReduction):
     """The gradient of replicas, or of shards, in one order of addition."""
 
+    keeps_gradients = False
+
     def __init__(self, runner: ParallelRunner) -> None:
         super().__init__(runner)
         assert runner._parts.canonical is not None

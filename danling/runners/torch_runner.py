@@ -598,7 +598,7 @@ class TorchRunner(BaseRunner):
         scaled = self.window.scale(loss)
         if self.reduction.scaler is not None:
             scaled = self.reduction.scaler.scale(scaled)
-        self._back_propagate(scaled)
+        self._parts.update.back_propagate(scaled)
 
     def optimizing(
         self, name: str, *, every: int = 1, weight: float | Tensor | None = None

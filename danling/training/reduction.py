@@ -43,6 +43,9 @@ class GradientReduction:
         mean_over: Number of ranks over which the reduction takes a mean; 1 where it takes a sum.
     """
 
+    keeps_gradients = True
+    """Whether the gradients of a window add up in the parameters' `grad`; else the reduction takes them from there."""
+
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner
         self.optimizer: Any = runner.optimizer
@@ -584,6 +587,8 @@ class CanonicalSum:
 
 class CanonicalReduction(GradientReduction):
     """The gradient of one process, or of several that hold the whole model, in one order of addition."""
+
+    keeps_gradients = False
 
     def __init__(self, runner: TorchRunner) -> None:
         super().__init__(runner)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -221,6 +221,39 @@ def _zero_unless(weight: float | Tensor, gradient: Tensor) -> Tensor:
     return torch.where(weight > 0, gradient, 0.0) if isinstance(weight, Tensor) else torch.zeros_like(gradient)
 
 
+class WindowGradients:
+    """The gradients that a window has so far, of which a later backward asks whether they are still there.
+
+    Args:
+        parameters: What the optimizer updates. Gradients that are kept elsewhere, as those of FSDP2 before its last backward, are not asked
+            for.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._held = [parameter for parameter in parameters if parameter.grad is not None]
+        first = self._held[0].grad if self._held else None
+        self._first = None if first is None or first.is_sparse else local_part(first)
+        self._version = None if self._first is None else self._first._version
+
+    def check(self, named: Iterable[tuple[str, nn.Parameter]], count: int) -> None:
+        """Refuse a micro-batch, the `count`-th of its window, before whose backward the gradients were dropped."""
+        gone = [parameter for parameter in self._held if parameter.grad is None]
+        first = self._first
+        if not gone and first is not None and first._version != self._version and not first.any():
+            # Written to since, which alone is no reason: read only in programs that write to gradients in `train_step`.
+            gone = [p for p in self._held if p.grad is not None and not local_part(p.grad).any()]
+            gone = gone if len(gone) == len(self._held) else []
+        if not gone:
+            return
+        name = next((name for name, parameter in named if parameter is gone[0]), f"one of {tuple(gone[0].shape)}")
+        raise ValueError(
+            "Expected `train_step` to keep the gradients of an update until it is made: they add up over its micro-batches. Received: no "
+            f"gradient of {name} before the backward of micro-batch {count} ({len(gone)} in all). Remove zero_grad(): the runner drops "
+            "gradients after each update. Take gradients for another purpose with torch.autograd.grad, and freeze with "
+            "requires_grad_(False)."
+        )
+
+
 class UpdateStep:
     """Makes updates: `run_window` runs the micro-batches of one, `make` closes the window and decides.
 
@@ -258,6 +291,10 @@ class UpdateStep:
         self.steps_scheduler = self.tells_place = False
         self.rates: list[float] = []
         self._own_backward = runner._overrides("backward")
+        self._schedule_at: int | None = None
+        """Where the schedule was when the open window began; `None` if it does not say, or counts by optimizer."""
+        self._gradients: WindowGradients | None = None
+        """What looks whether the gradients of the open window are still there."""
         self._samples_on_device: Tensor | None = None
         self._unchecked: tuple[int, Tensor, float | Tensor] | None = None
 
@@ -331,6 +368,8 @@ class UpdateStep:
         runner, window, session = self._runner, self._runner.window, self._session
         if window.count == 0:
             runner.reduction.begin()
+            self._gradients = None
+            self._schedule_at = getattr(runner.scheduler, "last_epoch", None) if runner._phases is None else None
             if session.observers:
                 session.observers.notify("update_started")
         if self.recompute is not None:
@@ -411,6 +450,29 @@ class UpdateStep:
         with torch.no_grad():
             metrics.update(pred.detach() if isinstance(pred, Tensor) else pred, peek_target(data), samples)
 
+    def back_propagate(self, scaled: Tensor) -> None:
+        """Add the gradient of a scaled loss to that of the window, which `train_step` must have left in place."""
+        runner, window = self._runner, self._runner.window
+        if self._gradients is not None:
+            self._gradients.check(runner.named_parameters(), window.count)
+        runner._back_propagate(scaled)
+        follows = self._session.in_step and not window.reduces and runner._phases is None
+        if follows and runner.reduction.keeps_gradients:
+            self._gradients = WindowGradients(runner.reduction.parameters)
+
+    def _check_schedule(self) -> None:
+        """Refuse a `train_step` that advances the schedule, which every update advances."""
+        before, self._schedule_at = self._schedule_at, None
+        if before is None or self._runner.scheduler is None:
+            return
+        advanced = getattr(self._runner.scheduler, "last_epoch", before) - before
+        if advanced:
+            raise ValueError(
+                f"Expected `train_step` to leave the schedule to the runner, which advances it. Received: a "
+                f"{type(self._runner.scheduler).__name__} that was advanced {advanced} times in an update. Remove scheduler.step(); "
+                "scheduler.interval says when the runner advances it."
+            )
+
     # The update
 
     def make(self) -> UpdateOutcome:
@@ -423,6 +485,8 @@ class UpdateStep:
                 f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {window.unscaled} of {window.count} "
                 "without. Call self.backward(loss) before you return; a loss that is only returned, or `loss.backward()`, is not weighed."
             )
+        self._check_schedule()
+        self._gradients = None
         of_phases = runner._phases.close() if runner._phases is not None else None
         outcome, requests = of_phases or self.decide()
         self.skipped.end(put_back=not outcome.committed and outcome.reason != UNCOMMITTED)

@@ -1,0 +1,186 @@
+"""What `train_step` leaves to the runner: the gradients of the window, and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from support.toys import differences, line_of, settings
+from torch import Tensor, nn
+
+import danling as dl
+from danling.utils.tensors import whole
+
+
+class Loop(dl.Runner):
+    """Calls something before the forward, or between forward and backward, of each micro-batch."""
+
+    before: Callable[[Loop], None] = staticmethod(lambda runner: None)
+    between: Callable[[Loop], None] = staticmethod(lambda runner: None)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        torch.manual_seed(2)
+        self.model, self.criterion = nn.Linear(3, 1), nn.MSELoss()
+        self.datasets = {"train": line_of(16)}
+        self.other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    def train_step(self, data: Any) -> Any:
+        self.before(self)
+        with self.train_context():
+            pred = self.model(data[0])
+            loss = self.compute_loss(pred, data[1])
+            self.between(self)
+            self.backward(loss)
+        return pred, loss
+
+
+def make_zero(runner: Loop) -> None:
+    runner.optimizer.zero_grad(set_to_none=False)
+
+
+WAYS: dict[str, Callable[[Loop], None]] = {
+    "optimizer.zero_grad()": lambda runner: runner.optimizer.zero_grad(),
+    "set_to_none=False": make_zero,
+    "model.zero_grad()": lambda runner: runner.model.zero_grad(),
+    "one parameter": lambda runner: setattr(runner.unwrapped_model.bias, "grad", None),
+}
+
+
+def weights_of(config: dict[str, Any], where: str | None, way: Callable[[Loop], None]) -> dict[str, Tensor]:
+    """Train with a call at a place, and return the weights."""
+    changed = type("Changed", (Loop,), {where: staticmethod(way)} if where else {})
+    with changed(config) as runner:
+        runner.train()
+        return {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
+
+
+def config_of(root: Path | str, **more: Any) -> dict[str, Any]:
+    return settings(root, steps=4, accum_steps=2, dataloader={"batch_size": 2}, **more)
+
+
+@pytest.mark.parametrize("where", ["before", "between"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_that_train_step_drops_are_refused(way: str, where: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"before the backward of micro-batch 2 .*Remove zero_grad\(\)"):
+        weights_of(config_of(tmp_path), where, WAYS[way])
+
+
+def refused(root: str, stack: dict[str, Any]) -> bool:
+    try:
+        weights_of(config_of(root, **stack), "before", WAYS["optimizer.zero_grad()"])
+    except ValueError as error:
+        return "Remove zero_grad()" in str(error)
+    return False
+
+
+SHARDED: dict[str, Any] = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}
+
+
+@pytest.mark.parametrize(
+    "stack", [{"stack": "ddp"}, {"stack": "accelerate"}, SHARDED], ids=["ddp", "accelerate", "sharded"]
+)
+def test_they_are_refused_on_two_ranks(stack: dict[str, Any], tmp_path: Path) -> None:
+    assert run_processes(refused, str(tmp_path), stack) == [True, True]
+
+
+def of_shards(root: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights with and without zero_grad where gradients add up elsewhere than in the parameters until the last backward."""
+    stack, way = {**SHARDED, "fsdp": {"gradient_sync": "last"}}, WAYS["optimizer.zero_grad()"]
+    plain, zeroed = (weights_of(config_of(f"{root}/{where}", **stack), where, way) for where in (None, "before"))
+    return plain, zeroed
+
+
+def test_zero_grad_loses_nothing_where_shards_are_reduced_once(tmp_path: Path) -> None:
+    for plain, zeroed in run_processes(of_shards, str(tmp_path)):
+        assert differences(plain, zeroed) == []
+
+
+def zero_at_first(runner: Loop) -> None:
+    if runner.window.count == 1:
+        runner.optimizer.zero_grad()
+
+
+def halve(runner: Loop) -> None:
+    """Write to the gradients that are there, without dropping them, by the factor one."""
+    for parameter in runner.unwrapped_model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(1.0)
+
+
+def by_hand() -> dict[str, Tensor]:
+    """Return the weights of a loop of torch's, in the order of the runner's data."""
+    batches: list[Any] = []
+
+    class Recorded(Loop):
+        def train_step(self, data: Any) -> Any:
+            batches.append([part.clone() for part in data])
+            return super().train_step(data)
+
+    with Recorded(settings("by_hand", steps=4, accum_steps=2, dataloader={"batch_size": 2})) as runner:
+        runner.train()
+    torch.manual_seed(2)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for update in range(4):
+        for inputs, target in batches[2 * update : 2 * update + 2]:
+            (nn.functional.mse_loss(model(inputs), target)).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+HARMLESS: dict[str, Callable[[Loop], None]] = {
+    "at the first micro-batch": zero_at_first,
+    "of another optimizer": lambda runner: runner.other.zero_grad(),
+    "written in place": halve,
+}
+
+
+@pytest.mark.parametrize("way", HARMLESS)
+def test_what_loses_no_gradient_changes_nothing(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = weights_of(config_of(tmp_path / "plain"), None, HARMLESS[way])
+    assert differences(weights_of(config_of(tmp_path / "way"), "before", HARMLESS[way]), plain) == []
+    assert differences(by_hand(), plain) == []
+
+
+def test_without_accumulation_zero_grad_is_harmless(tmp_path: Path) -> None:
+    way = WAYS["optimizer.zero_grad()"]
+    found = [
+        weights_of({**config_of(tmp_path / str(where)), "accum_steps": 1}, where, way) for where in (None, "before")
+    ]
+    assert differences(*found) == []
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+@pytest.mark.parametrize("schedule", [{"type": "cosine"}, {"type": "steplr", "step_size": 2, "interval": "epoch"}])
+def test_a_schedule_that_train_step_advances_is_refused(
+    schedule: dict[str, Any], accum_steps: int, tmp_path: Path
+) -> None:
+    config = {**config_of(tmp_path, scheduler=schedule), "accum_steps": accum_steps}
+    with pytest.raises(ValueError, match=rf"advanced {accum_steps} times in an update. Remove scheduler.step\(\)"):
+        weights_of(config, "before", lambda runner: runner.scheduler.step())
+
+
+def test_a_schedule_of_another_optimizer_is_the_programs(tmp_path: Path) -> None:
+    class Own(Loop):
+        def __init__(self, config: Mapping[str, Any]) -> None:
+            super().__init__(config)
+            self.own_schedule = torch.optim.lr_scheduler.StepLR(self.other, 1)
+
+        def train_step(self, data: Any) -> Any:
+            self.other.step()
+            self.own_schedule.step()
+            return super().train_step(data)
+
+    with Own(config_of(tmp_path, scheduler={"type": "cosine"})) as runner:
+        runner.train()
+        assert runner.train_state.global_step == 4 and runner.own_schedule.last_epoch == 8
