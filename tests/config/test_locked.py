@@ -28,7 +28,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "ema.enabled=True": lambda config: config.update({"ema": {"enabled": True}}),
     "optim.momentum=0.9": lambda config: config.optim.setdefault("momentum", 0.9),
     "dataloader.val.batch_size=2": lambda config: config.set("dataloader.val.batch_size", 2),
-    "dataloader.test.batch_size=2": lambda config: setattr(config.dataloader.test, "batch_size", 2),
+    "dataloader.test={}": lambda config: config.dataloader.setdefault("test", {}),
     "optim.param_groups.lr_multiplier=9": lambda config: setattr(config.optim.param_groups[0], "lr_multiplier", 9),
     "checkpoint.keep_latest_k=2": lambda config: setattr(config.checkpoint, "keep_latest_k", 2),
     "the removal of optim.lr": lambda config: config.optim.pop("lr"),
