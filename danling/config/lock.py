@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from danling.utils.plain import flatten
+from danling.utils.plain import to_plain
 from danling.utils.secrets import received
 
 from .sections import Section, fields_of
@@ -52,7 +52,7 @@ class SettingsLock:
         self._config = config
         self._check_budget = check_budget
         self._changed = changed
-        self._constructed: dict[str, Any] | None = None
+        self._constructed: dict[str, tuple[object, object]] | None = None
         self._own = {name for name, field in fields_of(type(config)).items() if field.is_own}
         config.__dict__["_lock"] = (self, "")
         for name in self._own:
@@ -66,7 +66,7 @@ class SettingsLock:
 
     def end_construction(self) -> None:
         """Lock all settings but the live ones."""
-        self._constructed = self._locked_settings()
+        self._constructed = self._containers()
 
     def check(self, key: str, value: object) -> None:
         """Refuse to set a key that was read."""
@@ -111,23 +111,29 @@ class SettingsLock:
                 "Expected the configuration that the runner was constructed with. Received: another one in `runner.config`. Construct "
                 "another runner with it."
             )
-        now, before = self._locked_settings(), self._constructed
-        for key in sorted(now.keys() | before.keys()):
-            if now.get(key) != before.get(key):
+        for key, (value, before) in self._constructed.items():
+            if to_plain(value) != before:
                 raise ValueError(
-                    f"Expected {received(key, before.get(key))}, with which the runner was constructed. Received: "
-                    f"{received(key, now.get(key))}. Construct another runner with it."
+                    f"Expected {received(key, before)}, with which the runner was constructed. Received: "
+                    f"{received(key, to_plain(value))}. Construct another runner with it."
                 )
 
     def put(self, key: str, value: Any) -> None:
         """Set a key at the top level that the library itself decides."""
         self._config._store(key, value)
-        if self._constructed is not None:
-            self._constructed = self._locked_settings()
 
-    def _locked_settings(self) -> dict[str, Any]:
-        settings = {name: value for name, value in self._config.plain().items() if name in self._own}
-        return {key: value for key, value in flatten(settings).items() if not _is_within(key, LIVE)}
+    def _containers(self) -> dict[str, tuple[object, object]]:
+        """Return the locked values that could be changed in place, with their plain values."""
+        found: dict[str, tuple[object, object]] = {}
+        for name in self._own:
+            top = dict.get(self._config, name)
+            values: dict[str, Any] = {} if isinstance(top, Section) else {name: top}
+            for section, prefix in _sections(top, f"{name}."):
+                values |= {f"{prefix}{key}": value for key, value in section.items() if not isinstance(value, Section)}
+            for key, value in values.items():
+                if isinstance(value, (list, dict, set)) and not _is_within(key, LIVE):
+                    found[key] = value, to_plain(value)
+        return found
 
 
 def _sections(value: object, prefix: str) -> Iterator[tuple[Section, str]]:
