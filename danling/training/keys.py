@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from danling.data import derive_seed, mix_seed, seed_streams
-from danling.data.randomness import Generators, seed_device, seed_generator
+from danling.data.randomness import Generators, generator_state, seed_device, seed_generator, set_generator_state
 from danling.utils.tensors import canonical_name, is_sharded
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RandomKeys:
     # Training
 
     def between_updates(self) -> None:
-        """Seed where a run begins or is restored, and after an evaluation: `(seed, "pass", updates attempted)`."""
+        """Seed where a run begins or is restored, and around the evaluations of a loop: `(seed, "pass", updates attempted)`."""
         seed_streams(self._key("pass"), self._runner.device)
 
     def begin_pass(self, split: str) -> None:
@@ -131,16 +131,16 @@ class RandomKeys:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluate inside: afterwards training goes on from its place; outside of a training the streams are what they were before."""
+        """Evaluate inside, wherever that is: afterwards the streams and the generators of modules are what they were before."""
         self._look_for_generators()
-        key, trains = self.key, self._runner._session.running
-        with nullcontext() if trains else preserved_streams(self._runner.device):
+        key, kept = self.key, [(each, generator_state(each)) for each, _ in self._generators or ()]
+        with preserved_streams(self._runner.device):
             try:
                 yield
             finally:
-                if trains:
-                    self.between_updates()
                 self.key = key
+                for generator, state in kept:
+                    set_generator_state(generator, state)
 
     # Generators that modules hold
 

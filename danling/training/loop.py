@@ -511,14 +511,17 @@ class TrainingLoop:
         """Evaluate what was trained up to here; if the evaluation fails, it is saved, and a resumed run begins with this evaluation."""
         if not splits:
             return
-        results = self._runner._parts.results
+        results, keys = self._runner._parts.results, self._runner._keys
         self._runner._reporter.trackers.hold_mark()
+        # As in a run that is resumed here.
+        keys.between_updates()
         with self._runner.saver.keeping_trained(passing=(EvaluationStopped, TrainingAbandoned)):
             for split in splits:
                 with self._session.evaluating(split):
                     metrics = getattr(self._runner, verb)(split)
                 results.open[split] = checked_figures(verb, split, metrics)
             results.check()
+        keys.between_updates()
 
     def _after_update(self, outcome: UpdateOutcome) -> None:
         """Do the work of every update boundary other than evaluation and periodic checkpoints."""

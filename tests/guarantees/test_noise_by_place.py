@@ -401,3 +401,90 @@ def test_masks_of_many_keys_are_as_independent_as_those_of_one_stream(tmp_path: 
         assert abs(float(((counts - number / 256) ** 2 / (number / 256)).sum()) - 255) < 4.5 * 22.6
     # 32 bits of a key are read, so that of 10^5 masks of 16 elements most patterns come, and keys repeat about once.
     assert len({tuple(row) for row in keyed.tolist()}) > 50_000
+
+
+# Around an evaluation
+
+
+class EvaluatingWithin(Drawing):
+    """Evaluates or predicts in a hook of the training, in different ones and ways."""
+
+    not_saved = ("drawn", "calls")
+
+    def __init__(self, config: Mapping[str, Any], where: str | None, stop_at: int | None = None) -> None:
+        super().__init__(config)
+        self.where, self.stop_at = where, stop_at
+        self.model.noise = torch.Generator()  # which a forward of the model would draw from
+        self.datasets["val"] = Numbered(7)
+        self.calls = 0
+
+    def draw(self) -> Any:
+        return *draw(), float(torch.rand((), generator=self.unwrapped_model.noise))
+
+    def evaluate_here(self, hook: str) -> None:
+        if hook == self.where and self.mode == "train":
+            ways = (self.evaluate, self.infer, lambda split: list(self.infer(split, stream=True)))
+            ways[self.calls % len(ways)]("val")
+            self.calls += 1
+
+    def on_pass_start(self, split: str) -> None:
+        self.evaluate_here("on_pass_start")
+
+    def train_step(self, data: Any) -> Any:
+        self.evaluate_here("train_step")
+        returned = super().train_step(data)
+        self.evaluate_here("after the backward")
+        self.drawn[(*next(reversed(self.drawn)), -1)] = self.draw()
+        return returned
+
+    def optimizer_step(self) -> None:
+        self.evaluate_here("optimizer_step")
+        super().optimizer_step()
+        with torch.no_grad():
+            self.unwrapped_model[0].bias += 1e-3 * torch.randn(8)
+
+    def step(self) -> Any:
+        if self.state.train.global_step + 1 == self.stop_at:
+            self.stop()
+        outcome = super().step()
+        self.evaluate_here("step")
+        return outcome
+
+    def evaluate_step(self, data: Any) -> Any:
+        self.draw()
+        return super().evaluate_step((data["input"], data["target"]) if isinstance(data, dict) else data)
+
+    def infer_step(self, data: Any) -> Any:
+        self.draw()
+        return super().infer_step(data["input"])
+
+
+def train_evaluating(root: str, where: str | None, stop_at: int | None) -> Any:
+    config = settings(Path(root), accum_steps=2, dataloader={"batch_size": 6}, evaluate_splits=[], auto_resume=True)
+    drawn: dict[Any, Any] = {}
+    for stop in (stop_at, None) if stop_at else (None,):
+        with EvaluatingWithin(config, where, stop) as runner:
+            runner.train()
+            assert where is None or runner.calls
+            drawn.update(runner.drawn)
+    return drawn, {name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()}
+
+
+HOOKS = ["train_step", "after the backward", "step", "optimizer_step", "on_pass_start"]
+
+
+def train_evaluating_everywhere(root: str) -> list[Any]:
+    runs = [(None, None), *((where, None) for where in HOOKS), ("train_step", 2)]
+    return [train_evaluating(f"{root}/{number}", *run) for number, run in enumerate(runs)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_evaluation_within_training_changes_no_draw_of_it(tmp_path: Path, world_size: int) -> None:
+    for (expected, weights), *others in run_processes(
+        train_evaluating_everywhere, str(tmp_path), world_size=world_size
+    ):
+        masks = [tuple(drawn[0]) for drawn in expected.values()]
+        assert len(set(masks)) == len(masks)
+        for drawn, found in others:
+            assert drawn == expected
+            assert all(torch.equal(value, found[name]) for name, value in weights.items())
