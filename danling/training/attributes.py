@@ -342,7 +342,7 @@ class Look:
         seen = {name: each for name, each in entry.left.items() if name.startswith(within) and each is not None}
         for found in (entry.left, entry.fixed, entry.listed, entry.needs):
             for name in [name for name in found if name.startswith(within)]:
-                del found[name]  # type: ignore[attr-defined]
+                del found[name]
         for key in [key for key, name in self.paths.items() if name.startswith(within)]:
             del self.paths[key]
         return self._leave(path, (digest, seen), what)
@@ -473,7 +473,8 @@ class Look:
 
     def _object(self, value: object, path: str) -> object:
         kind = type(value).__name__
-        if not _is_all_attributes(type(value)):
+        own: Any = type(value)
+        if not _is_all_attributes(own):
             return self._leave(path, id(value), "" if _is_data_or_tokenizer(value) else f"a {kind}")
         if self._depth >= _DEPTH or self._objects >= _MOST_OBJECTS:
             bound = f"deeper than {_DEPTH} objects" if self._depth >= _DEPTH else f"after {_MOST_OBJECTS:,} objects"
@@ -854,7 +855,9 @@ def decode_tensor(node: Any, current: object) -> Tensor:
     accelerator = torch.accelerator.current_accelerator()
     is_here = accelerator is not None and node.get("device") == accelerator.type
     moved = value.to(node["device"] if is_here else "cpu", copy=True)
-    return moved.as_subclass(type(current)) if "class" in node else moved  # type: ignore[type-var]
+    kind: Any = type(current)
+    back: Tensor = moved.as_subclass(kind) if "class" in node else moved
+    return back
 
 
 def _array_of(node: Mapping[str, Any], current: object) -> Any:

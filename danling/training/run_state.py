@@ -23,7 +23,7 @@ from danling.checkpoints.torch_files import CHANGED_SINCE, FORMAT_VERSION
 from danling.config import identity
 from danling.data import BatchSource, DataLoader
 from danling.distributed import all_arrive
-from danling.optim.state import OWN, SHARED
+from danling.optim.joint import OWN, SHARED
 from danling.reporting import format_number
 from danling.utils.tensors import floating_dtype
 

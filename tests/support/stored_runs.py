@@ -48,6 +48,9 @@ class Points(Dataset[dict[str, Any]]):
 class Centred(nn.Module):
     """Subtracts a running mean: a buffer that is saved, and one that is not persistent."""
 
+    mean: Tensor
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(6))
@@ -93,7 +96,7 @@ class StoredRun(dl.Runner):
         self.counts.steps += 1
         self.counts.by_class[self.seen % 2] += 1
         if self.state.train.global_step == 3:
-            self.unwrapped_model[2].bias.requires_grad_(False)
+            self.unwrapped_model.get_parameter("2.bias").requires_grad_(False)
         return super().train_step((data["input"], data["target"]))
 
 
