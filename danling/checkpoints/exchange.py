@@ -6,17 +6,22 @@ that start with `ema`.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import re
+import time
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from danling.utils.files import plain_name, read_text
+from danling.utils.files import open_file, plain_name, read_text
 from danling.utils.plain import parse_json
 from danling.utils.tensors import canonical_name, is_sharded
 
@@ -36,6 +41,10 @@ DESCRIPTION = "model"
 """Directory below the metadata of a run in which a model is described."""
 
 _CONFIG = "config.json"
+_UNFINISHED = ".exporting-"
+"""Prefix of a file that an export is writing, which it has locked."""
+_SECONDS_TO_BEGIN = 10.0
+"""How long a file of an export may not be locked yet."""
 _SETS = ("ema", "model")
 _AVERAGES = ("ema.safetensors.index.json", "ema.safetensors")
 _WRITTEN = re.compile(r"(model|ema)(-\d{5,}-of-\d{5,})?\.safetensors|(model|ema)\.safetensors\.index\.json")
@@ -274,10 +283,28 @@ def _plain(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str
 
 
 def _put(path: Path, write: Any) -> None:
-    staged = storage.staged_name(path.parent)
-    storage.write_file(staged, write)
+    _remove_unfinished(path)
+    staged = path.with_name(f"{_UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}")
+
+    def locked(writer: storage.HashingWriter) -> None:
+        fcntl.flock(writer.fileno(), fcntl.LOCK_EX)  # until the file is closed, or the process is killed
+        write(writer)
+
+    storage.write_file(staged, locked)
     storage.replace(staged, path)
     storage.sync_directory(path.parent)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove what killed exports to the same path have left: files that no process has locked, and that are not just being made."""
+    for name in storage.names(path.parent):
+        is_own = re.fullmatch(rf"{re.escape(_UNFINISHED + path.name)}-[0-9a-f]{{8}}", name) is not None
+        if not is_own:
+            continue
+        with suppress(OSError), open_file(path.with_name(name), follow=False) as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _SECONDS_TO_BEGIN:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path.with_name(name))
 
 
 def _write_safetensors(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from danling.utils.files import is_text, open_file
 from danling.utils.tensors import local_part
 
 from . import storage
@@ -38,7 +39,12 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
     if problems:
         raise CheckpointDamaged(f"Expected a file of torch.save. Received: {path}: {'; '.join(problems[:5])}.")
     try:
-        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zip)
+        if is_text(path):
+            payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zip)
+        else:
+            # torch opens paths in UTF-8 only.
+            with open_file(path) as file:
+                payload = torch.load(file, map_location="cpu", weights_only=True)
         check_values(payload, path, size=storage.size_of(path))
         return payload
     except CheckpointDamaged:

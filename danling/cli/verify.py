@@ -69,9 +69,9 @@ def run(options: argparse.Namespace) -> int:
             about = "" if verdict["step"] is None else f"  step {verdict['step']}, epoch {verdict['epoch']}"
             print(f"{'DAMAGED' if verdict['problems'] else 'ok':8}{as_text(verdict['path'])}{about}")
             if verdict["note"] and not verdict["problems"]:
-                print(f"        {verdict['note']}")
+                print(f"        {as_text(verdict['note'])}")
             for problem in verdict["problems"]:
-                print(f"        {problem}")
+                print(f"        {as_text(problem)}")
         for left in litter:
             print(f"{'litter':8}{as_text(left)}")
         if damaged:

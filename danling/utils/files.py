@@ -28,8 +28,12 @@ TEXT_LIMIT = 64 << 20
 
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Replace a small file atomically: a reader sees the old contents or the new ones. The directory entry is not synced to disk."""
-    with replacing(path) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+    raw = data.encode() if isinstance(data, str) else data
+    try:
+        with replacing(path) as file:
+            file.write(raw)
+    except OSError as error:
+        raise write_error(f"{len(raw):,} bytes", path, error) from error
 
 
 @contextmanager
@@ -137,6 +141,15 @@ def clear_places(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()
                 aside = path.with_name(f"{path.name}.aside-{uuid.uuid4().hex[:8]}")
                 os.replace(path, aside)
                 logger.warning("%s was in the way of this run and is no part of it. It is in %s now.", path, aside)
+
+
+def is_text(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is text in UTF-8; Linux takes any bytes."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def plain_path(name: object) -> str:

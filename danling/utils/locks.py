@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from .files import refuse_link
+from .files import refuse_link, write_error
 
 logger = logging.getLogger("danling")
 
@@ -116,6 +116,13 @@ class FileLock:
         if _is_held_here(path):
             self.holder = Holder.me()
             return False
+        try:
+            return self._take(path)
+        except OSError as error:
+            self.release()
+            raise write_error("the lock of this process", path, error) from error
+
+    def _take(self, path: Path) -> bool:
         while True:
             handle = _made(path, self.file.parent)
             if not self._lock(handle):

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danling.utils.files import clear_places, read_bytes, refuse_link, write_atomically
+from danling.utils.files import clear_places, read_bytes, refuse_link, write_atomically, write_error
 from danling.utils.plain import json_text, to_plain, yaml_text
 from danling.utils.process import in_notebook
 from danling.utils.secrets import redact_patch, secret_values, without_secrets
@@ -219,7 +219,7 @@ class Workspace:
         """
         if not self.is_main:
             return
-        self.metadata_dir.mkdir(parents=True, exist_ok=True)
+        self._make_metadata_dir()
         secrets = config.secret_keys or ()
         changed = without_secrets(config.changed(), secrets)
         for name, values in zip(_CONFIGS, (config.public(), config.canonical(replicas=replicas), changed)):
@@ -232,10 +232,16 @@ class Workspace:
         else:
             patch.unlink(missing_ok=True)
 
+    def _make_metadata_dir(self) -> None:
+        try:
+            self.metadata_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_error("the metadata of the run", self.metadata_dir, error) from error
+
     def write_record(self, record: Mapping[str, object]) -> None:
         """Write `metadata/run.json` on the main process: what a run records of itself when it begins to train."""
         if self.is_main:
-            self.metadata_dir.mkdir(parents=True, exist_ok=True)
+            self._make_metadata_dir()
             write_atomically(self.metadata_dir / "run.json", json_text(to_plain(record)))
 
     def write_results(
