@@ -28,8 +28,15 @@ FUNCTIONS = {
         "TargetWriter._take_over",
         "TargetWriter.finish",
     ],
-    "checkpoints/exchange": ["_put", "_read_safetensors", "_write_safetensors", "export_weights", "write_description"],
-    "checkpoints/manifest": ["archive_complaints", "is_archive"],
+    "checkpoints/exchange": [
+        "_put",
+        "_read_safetensors",
+        "_remove_unfinished",
+        "_write_safetensors",
+        "export_weights",
+        "write_description",
+    ],
+    "checkpoints/manifest": ["archive_complaints", "is_archive", "is_legacy"],
     "checkpoints/storage": [
         "chunks",
         "link",
@@ -103,12 +110,14 @@ FUNCTIONS = {
     "utils/process": ["first_failure"],
     "workspace/run_directory": ["RunDirectory.make", "RunDirectory.release", "has_line", "make_directory"],
     "workspace/workspace": [
+        "Workspace._make_metadata_dir",
         "Workspace.write_metadata",
         "Workspace.write_record",
         "Workspace.write_results",
         "Workspace.write_streams",
         "remove_litter",
     ],
+    "checkpoints/torch_files": ["read_file"],
 }
 """By module: the functions. A new one is entered here, and in `PARSERS` if it takes a name from a file."""
 
