@@ -337,6 +337,19 @@ def needs_metric(scheduler: object) -> bool:
     return any(p.name in ("metrics", "metric") and p.default is inspect.Parameter.empty for p in parameters)
 
 
+def refuse_new_groups(scheduler: object, error: Exception) -> None:
+    """Raise what to do, where a schedule failed since its optimizer has more groups than it was made for."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    known = getattr(scheduler, "base_lrs", None) or getattr(scheduler, "min_lrs", None)
+    if known is not None and len(groups) > len(known):
+        raise ValueError(
+            f"Expected self.scheduler to move the rates of all {len(groups)} groups of the optimizer. Received: a "
+            f"{type(scheduler).__name__} made for {len(known)}, before add_param_group was called. Put all groups into the optimizer in "
+            "__init__, frozen with requires_grad_(False) until they are trained, or use scheduler.type linear, cosine, constant or wsd, "
+            "which take new groups."
+        ) from error
+
+
 def is_told_its_place(scheduler: object) -> bool:
     """Whether a schedule is told the epoch or the update that it is at, as those of timm: `step(epoch)` and `step_update(num_updates)`."""
     step = getattr(type(scheduler), "step", None)

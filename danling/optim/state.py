@@ -484,3 +484,9 @@ def _parameters(members: list[Any]) -> list[Tensor]:
 def _put(weights: list[tuple[Tensor, Tensor]]) -> None:
     for parameter, value in weights:
         parameter.copy_(value)
+
+
+def rates_of(optimizer: Any) -> list[float | None]:
+    """Return the learning rate of each group; `None` for one that the optimizer computes itself, as Adafactor with `lr=None`."""
+    rates = (group.get("lr") for group in getattr(optimizer, "param_groups", ()))
+    return [None if rate is None else float(rate) for rate in rates]

@@ -84,7 +84,9 @@ class WarmupScheduler(LRScheduler):
 
     def get_lr(self) -> list[Any]:
         """Return the rates of the groups at the current position."""
-        factor = self.factor(self.last_epoch)
+        groups, factor = self.optimizer.param_groups, self.factor(self.last_epoch)
+        for group in groups[len(self.base_lrs) :]:  # added in the run: from its own rate
+            self.base_lrs.append(group.setdefault("initial_lr", group["lr"]))
         return [base * factor for base in self.base_lrs]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -178,7 +178,8 @@ class Reporter(Observer):
         # On an accelerator a window without any weight is noticed only here.
         values = {"loss": float(update.loss_sum if parts.sums_loss else update.loss)}
         for index, rate in enumerate(parts.update.rates):
-            values["learning_rate" if index == 0 else f"learning_rate.{index}"] = float(rate)
+            if rate is not None:
+                values["learning_rate" if index == 0 else f"learning_rate.{index}"] = rate
         if update.grad_norm is not None:
             values["grad_norm"] = float(update.grad_norm)
         values |= pace

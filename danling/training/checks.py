@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, slip_of
 from danling.optim import JointScheduler
 from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule, needs_metric
+from danling.optim.state import rates_of
 from danling.optim.warmup import WarmupScheduler
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name
@@ -167,6 +169,7 @@ class ComponentChecks(Observer):
         self._runner = runner
         self._warned: set[str] = set()
         self._left_out: set[str] = set()
+        self._groups = sys.maxsize
         self._highest_rate = 0.0
         self._times_low = 0
 
@@ -253,6 +256,7 @@ class ComponentChecks(Observer):
     def training_started(self) -> None:
         """Look at the modes and the schedule that a training begins with."""
         runner, scheduler = self._runner, self._runner.scheduler
+        self._groups = len(getattr(runner.optimizer, "param_groups", ()))
         self._highest_rate = max(self._highest_rate, self._rate())
         frozen = [name for name, part in _in_evaluation(runner.unwrapped_model) if name and not _is_trained(part)]
         if frozen:
@@ -283,6 +287,14 @@ class ComponentChecks(Observer):
         if not runner._session.running:
             return
         self._look_at_rate()
+        added = len(runner.optimizer.param_groups) - self._groups
+        if added > 0:
+            self._warn(
+                "groups",
+                f"{added} parameter group{'s were' if added > 1 else ' was'} added to the optimizer since the training began. A resume "
+                "needs an optimizer with all groups, else it is refused: make them in __init__, frozen with requires_grad_(False) until "
+                "they are trained.",
+            )
         left = [name or "the whole model" for name, part in _in_evaluation(runner.unwrapped_model) if _is_trained(part)]
         if left:
             self._warn(
@@ -331,8 +343,7 @@ class ComponentChecks(Observer):
 
     def _rate(self) -> float:
         # In a loop by hand the optimizer need not be on the runner.
-        groups = getattr(self._runner.optimizer, "param_groups", ())
-        return max((float(group.get("lr", 0.0)) for group in groups), default=0.0)
+        return max((rate for rate in rates_of(self._runner.optimizer) if rate is not None), default=0.0)
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned and self._runner.is_main_process:

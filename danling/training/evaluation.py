@@ -16,7 +16,7 @@ from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.distributed import Domain, all_arrive
 from danling.metrics import Meters, ScoreBoard, as_number
 from danling.optim import needs_metric
-from danling.optim.registry import is_told_its_place
+from danling.optim.registry import is_told_its_place, refuse_new_groups
 from danling.optim.state import evaluation_weights
 from danling.utils.tensors import canonical_name
 
@@ -533,10 +533,14 @@ class RunResults:
         by_evaluation = by_metric or parts.scheduler_interval() == "validation"
         if boundary not in (("epoch", "validation") if by_evaluation else ("epoch", "pass", "alone")):
             return
+        arguments: list[float] = [self._runner.state.train.epoch] if is_told_its_place(scheduler) else []
         if by_metric:
-            scheduler.step(self._monitored(metrics))
-        else:
-            scheduler.step(*([self._runner.state.train.epoch] if is_told_its_place(scheduler) else []))
+            arguments = [self._monitored(metrics)]
+        try:
+            scheduler.step(*arguments)
+        except (ValueError, KeyError, IndexError) as error:
+            refuse_new_groups(scheduler, error)
+            raise
 
     def _monitor(self) -> str | None:
         return (self._runner.config.get("scheduler", None) or {}).get("monitor", None)

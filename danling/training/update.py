@@ -24,6 +24,8 @@ from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.distributed import Domain, GradientNorms, StepSync, StepTotals
 from danling.metrics import TrainMetrics
 from danling.optim import JointScheduler
+from danling.optim.registry import refuse_new_groups
+from danling.optim.state import rates_of
 from danling.supervision.failures import is_out_of_memory
 from danling.utils.tensors import local_part
 
@@ -289,7 +291,7 @@ class UpdateStep:
         self.split, self.reduces_later = "", runner._data.finds_micro_batch_size
         self.log_every = 1024
         self.steps_scheduler = self.tells_place = False
-        self.rates: list[float] = []
+        self.rates: list[float | None] = []
         self._own_backward = runner._overrides("backward")
         self._schedule_at: int | None = None
         """Where the schedule was when the open window began; `None` if it does not say, or counts by optimizer."""
@@ -580,6 +582,17 @@ class UpdateStep:
             f"{where}. Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
         )
 
+    def _step_schedule(self) -> None:
+        scheduler = self._runner.scheduler
+        if self.tells_place:
+            scheduler.step_update(self._runner.state.train.global_step)
+            return
+        try:
+            scheduler.step()
+        except (ValueError, KeyError, IndexError) as error:
+            refuse_new_groups(scheduler, error)
+            raise
+
     def _conclude(self, outcome: UpdateOutcome, *, steps_schedule: bool) -> None:
         """Advance everything that moves with an update, or nothing."""
         runner, train = self._runner, self._runner.state.train
@@ -593,12 +606,9 @@ class UpdateStep:
             train.global_step += 1
             train.consecutive_skips = 0
             if train.global_step % self.log_every == 0:
-                self.rates = [float(group["lr"]) for group in runner.optimizer.param_groups]
+                self.rates = rates_of(runner.optimizer)
             if runner.scheduler is not None and self.steps_scheduler and steps_schedule:
-                if self.tells_place:
-                    runner.scheduler.step_update(train.global_step)
-                else:
-                    runner.scheduler.step()
+                self._step_schedule()
             if runner.ema is not None:
                 runner.preparation.update_averages(runner.ema, runner.unwrapped_model)
             self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)
