@@ -75,8 +75,24 @@ def _train(root: str, where: str, more: dict[str, Any]) -> list[Any]:
     return [type(found).__name__, found.detach().as_subclass(Tensor).clone()]
 
 
-@pytest.mark.parametrize("more", [{}, {"checkpoint.backend": "dcp"}, {"stack": "deepspeed"}], ids=["file", "dcp", "ds"])
-@pytest.mark.parametrize("where", ["parameter", "buffer", "attribute"])
+FILE: dict[str, Any] = {}
+DCP: dict[str, Any] = {"checkpoint.backend": "dcp"}
+ENGINE: dict[str, Any] = {"stack": "deepspeed"}
+
+
+@pytest.mark.parametrize(
+    ("where", "more"),
+    [
+        *(pytest.param(where, FILE, id=f"{where}-file") for where in ("parameter", "buffer", "attribute")),
+        pytest.param("attribute", DCP, id="attribute-dcp"),
+        pytest.param("buffer", ENGINE, id="buffer-engine"),
+        *(pytest.param(where, DCP, id=f"{where}-dcp", marks=pytest.mark.slow) for where in ("parameter", "buffer")),
+        *(
+            pytest.param(where, ENGINE, id=f"{where}-engine", marks=pytest.mark.slow)
+            for where in ("parameter", "attribute")
+        ),
+    ],
+)
 def test_tensor_of_a_class_comes_back_as_one(where: str, more: dict[str, Any], tmp_path: Path) -> None:
     if "stack" in more:
         pytest.importorskip("deepspeed")

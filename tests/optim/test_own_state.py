@@ -129,8 +129,26 @@ STACKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kinds", [(HALF, FLOAT), (FLOAT, DOUBLE), (FLOAT, HALF)], ids=["fp32", "fp64", "bf16"])
-@pytest.mark.parametrize("stack", STACKS)
+KINDS = {"fp32": (HALF, FLOAT), "fp64": (FLOAT, DOUBLE), "bf16": (FLOAT, HALF)}
+"""Dtypes of the weights and of the momentum."""
+QUICK = {
+    ("ddp", "fp32"),
+    ("ddp", "bf16"),
+    ("dcp", "fp64"),
+    ("parallel", "fp32"),
+    ("accelerate", "fp32"),
+    ("joint", "fp64"),
+}
+EVERY = [(stack, name) for stack in STACKS for name in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("stack", "kinds"),
+    [
+        pytest.param(stack, KINDS[name], id=f"{stack}-{name}", marks=[] if (stack, name) in QUICK else pytest.mark.slow)
+        for stack, name in EVERY
+    ],
+)
 def test_state_comes_back_in_its_own_dtype_with_what_the_optimizer_adds(
     stack: str, kinds: tuple[torch.dtype, torch.dtype], tmp_path: Path
 ) -> None:
