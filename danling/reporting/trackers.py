@@ -21,6 +21,8 @@ from danling.utils.files import open_file, replacing, write_all, write_error
 from danling.utils.plain import flatten, parse_json
 from danling.utils.secrets import secret_values
 
+from .media import MlflowMedia, TensorBoardMedia, TrackioMedia, WandbMedia
+
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
 
@@ -93,6 +95,8 @@ class TrackerSet:
         """What metrics are sent to."""
         self._added: list[Any] = []
         self._status: RunStatus | None = None
+        self._untaken: set[str] = set()
+        """Kinds of media that were logged and that some tracker does not take."""
         self._resumed: FileMark | None = FileMark(0, 0)
         self._held: FileMark | None = None
         self._is_held = False
@@ -178,6 +182,32 @@ class TrackerSet:
                 tracker.log(values, step, beside=beside)
             else:
                 tracker.log(values, step)
+
+    def log_media(self, kind: str, name: str, value: object, step: int) -> None:
+        """Send an image, a histogram, a text or a table to the trackers that take its kind; name once those that do not.
+
+        Args:
+            kind: The method of a tracker, such as `log_image`.
+            name: Its name.
+            value: What that method takes.
+            step: Global step.
+        """
+        others = [tracker for tracker in self.opened if not isinstance(tracker, JsonlTracker)]
+        takers = [tracker for tracker in others if callable(getattr(tracker, kind, None))]
+        for tracker in takers:
+            getattr(tracker, kind)(name, value, step)
+        if kind in self._untaken or (others and len(takers) == len(others)):
+            return
+        self._untaken.add(kind)
+        if others:
+            names = ", ".join(sorted({type(tracker).__name__ for tracker in others if tracker not in takers}))
+            logger.warning("%s has no method %s(name, value, step), and is not sent %r.", names, kind, name)
+        else:
+            logger.warning(
+                "%s(%r) goes to no tracker, and metrics.jsonl has numbers only. Set tensorboard, or wandb, mlflow or trackio.enabled.",
+                kind,
+                name,
+            )
 
     def flush(self) -> None:
         """Flush every tracker; one that fails does not keep the others from it, and is logged: it must not hide how a training ended."""
@@ -403,7 +433,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(TensorBoardMedia):
     """Writes TensorBoard events.
 
     A resumed run continues in the directory of its last attempt, so that there is one curve; TensorBoard then hides what that attempt
@@ -435,7 +465,7 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-class WandbTracker:
+class WandbTracker(WandbMedia):
     """Writes to a Weights & Biases run whose id is the run's own, so that a resumed run continues its own curves.
 
     A run that the program opened before with `wandb.init` is used as it is, and is left open. Where the command line of the program has a
@@ -496,7 +526,7 @@ class WandbTracker:
         self.run = None
 
 
-class MlflowTracker:
+class MlflowTracker(MlflowMedia):
     """Writes to a run of MLflow, in a local database or on a server. A resumed run continues its own curves.
 
     MLflow keeps whatever it is given, and a resumed run logs some steps again: those that the store has of a metric are left out. A run
@@ -588,7 +618,7 @@ def _mlflow_name(name: str) -> str:
     return _NOT_IN_NAMES.sub("_", name)[:_LONGEST_NAME]
 
 
-class TrackioTracker:
+class TrackioTracker(TrackioMedia):
     """Writes to a run of trackio, which has the name of the run, so that a resumed run continues its own curves.
 
     trackio keeps whatever it is given, and a resumed run logs some steps again: those that the local database has of a metric are left

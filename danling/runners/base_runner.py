@@ -45,7 +45,7 @@ from danling.distributed import (
 )
 from danling.metrics import Meters, ScoreBoard
 from danling.metrics.scores import BestScore
-from danling.reporting import Reporter, Tracker
+from danling.reporting import Reporter, Tracker, media
 from danling.reporting.trackers import FileMark
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
 from danling.training import TrainingSession
@@ -784,6 +784,50 @@ class BaseRunner(metaclass=MetaRunner):
         """
         self.open_trackers()
         self._reporter.trackers.log(values, self.state.train.global_step if step is None else step)
+
+    def log_image(self, name: str, image: Any, step: int | None = None) -> None:
+        """Send an image to the trackers. May be called on all ranks, and while the run trains on some; the main process sends it.
+
+        Args:
+            name: Its name, such as `val/sample`.
+            image: A tensor (channels, height, width) or (height, width), an array (height, width, channels), or an image of PIL; floating
+                values in [0, 1], others in [0, 255].
+            step: Global step; `None` is that of `train_state`.
+
+        Raises:
+            ValueError: If it is no image.
+        """
+        self._log_media("log_image", name, partial(media.pixels_of, image), step)
+
+    def log_histogram(self, name: str, values: Any, step: int | None = None) -> None:
+        """Send a histogram of the finite numbers in a tensor, an array or a list to the trackers; see `log_image`."""
+        self._log_media("log_histogram", name, partial(media.numbers_of, values), step)
+
+    def log_text(self, name: str, text: str, step: int | None = None) -> None:
+        """Send a text to the trackers; see `log_image`."""
+        self._log_media("log_text", name, partial(str, text), step)
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int | None = None
+    ) -> None:
+        """Send a table to the trackers; see `log_image`.
+
+        Args:
+            name: Its name.
+            columns: Names of the columns.
+            rows: Numbers and texts, one a column.
+            step: Global step; `None` is that of `train_state`.
+
+        Raises:
+            ValueError: If a row has another length than there are columns.
+        """
+        self._log_media("log_table", name, partial(media.rows_of, columns, rows), step)
+
+    def _log_media(self, kind: str, name: str, prepared: Callable[[], object], step: int | None) -> None:
+        self.open_trackers()
+        if self.is_main_process:
+            at = self.state.train.global_step if step is None else step
+            self._reporter.trackers.log_media(kind, name, prepared(), at)
 
     def open_trackers(self) -> None:
         """Open the trackers when training begins; a runner that only evaluates does not change the metrics of an earlier run."""

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.tracked import tracked
 
-from danling.reporting import JsonlTracker, read_jsonl
+from danling.reporting import JsonlTracker, media, read_jsonl
 from danling.reporting import trackers as module
 from danling.reporting.trackers import BUILT_IN_TRACKERS, TensorBoardTracker, TrackerSet, WandbTracker
 
@@ -204,6 +205,28 @@ def test_wandb_run_of_the_program_is_used_and_left_open(tmp_path: Path) -> None:
     tracker.close()
     assert wandb.run is mine
     mine.finish()
+
+
+@pytest.mark.usefixtures("quiet_wandb")
+def test_wandb_has_each_kind_of_media(tmp_path: Path) -> None:
+    tracker = WandbTracker(tracked(tmp_path, wandb={"mode": "offline"}))
+    tracker.log_image("val/image", media.pixels_of(torch.zeros(3, 4, 5)), 2)
+    tracker.log_histogram("val/histogram", media.numbers_of([1.0, 2.0]), 2)
+    tracker.log_text("val/text", "a <b> text", 2)
+    tracker.log_table("val/table", media.rows_of(["name", "count"], [["a", 3]]), 2)
+    tracker.close()
+    records = wandb_records(wandb_files(tmp_path)[0])
+    items = [
+        item for record in records if record.WhichOneof("record_type") == "history" for item in record.history.item
+    ]
+    values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+    kinds = {name.removesuffix("/_type"): value for name, value in values.items() if name.endswith("/_type")}
+    assert kinds == {
+        "val/image": "image-file",
+        "val/histogram": "histogram",
+        "val/text": "html-file",
+        "val/table": "table-file",
+    }
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow", "trackio"])
