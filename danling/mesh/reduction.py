@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from danling.data.sampler import part
 from danling.distributed import StepTotals
+from danling.training.checks import listed
 from danling.training.reduction import CanonicalSum, GradientReduction, Tree, order_free_norm, scale_gradients
 from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter, with_local_part
 
@@ -253,10 +254,11 @@ class CanonicalReduceScatter(ReduceScatter):
 
     def without_gradient(self) -> ValueError:
         """Return the error for a micro-batch that leaves parameters without a gradient."""
+        names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         return ValueError(
-            "Expected a gradient for each trained parameter in each micro-batch with gradient_sum='canonical' on parallel.axes.shard. "
-            f"Received: none for some of {', '.join(list(self.parameters)[:5])}. Freeze unused ones, use them in each forward, or train "
-            "on ddp."
+            "Expected each block that FSDP2 gathers in the forward of each micro-batch with gradient_sum='canonical' on "
+            f"parallel.axes.shard. Received: no gradient for {listed(names)}, which are one block. Freeze it, use it in each forward, name "
+            "the module around it in fsdp.blocks, or train on ddp."
         )
 
 

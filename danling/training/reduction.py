@@ -6,7 +6,7 @@ import ctypes
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial, reduce
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -456,6 +456,7 @@ class CanonicalSum:
         put_back = runner._parts.recompute.remember(window=False) if batch.samples == 0 else None
         # Looked at once in a process. Batch normalization does not increase the version of what it changes.
         buffers = None if self._checked else {name: b.clone() for name, b in runner.unwrapped_model.named_buffers()}
+        values = None if self._checked else self._values_of_program()
         before, window.loss = window.loss, 0.0
         try:
             runner._parts.update.run(batch, step)
@@ -472,6 +473,8 @@ class CanonicalSum:
             put_back()
             return
         self._check_run(buffers)
+        if values is not None:
+            self._check_values(values)
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise ValueError(
                 "Expected dense gradients with gradient_sum='canonical'. Received: a sparse one. Set sparse=False in the embedding."
@@ -503,6 +506,36 @@ class CanonicalSum:
                     f"ranks. Received: {', '.join(changed[:5])}, changed by train_step. Replace batch normalization by nn.GroupNorm or "
                     "nn.LayerNorm, or freeze it in evaluation mode; or set gradient_sum='fast'."
                 )
+
+    def _values_of_program(self) -> dict[str, object]:
+        """Return what tells whether attributes of the runner, and plain ones of the model's modules, change."""
+        runner = self._runner
+        found: dict[str, object] = {f"self.{name}": value for name, value in runner._attributes.digests().items()}
+        for path, module in runner.unwrapped_model.named_modules():
+            for name, value in vars(module).items():
+                if not name.startswith("_") and isinstance(value, (bool, int, float, str)):
+                    found[".".join(filter(None, ("self.model", path, name)))] = value
+        return found
+
+    def _check_values(self, before: Mapping[str, object]) -> None:
+        """Warn of attributes that a micro-batch has changed; refuse those that the program has declared to be part of the run."""
+        runner, after = self._runner, self._values_of_program()
+        changed = [
+            name for name, value in after.items() if before.get(name) != value and not name.startswith("self.metrics")
+        ]
+        declared = [name for name in changed if name.removeprefix("self.") in getattr(type(runner), "saved", ())]
+        if declared:
+            raise ValueError(
+                "Expected attributes in `saved` that train_step leaves as they are with gradient_sum='canonical': each rank changes its "
+                f"own. Received: {', '.join(declared[:5])}. Change them in `step`, which all ranks call once an update, or set "
+                "gradient_sum='fast'."
+            )
+        if changed and runner.is_main_process:
+            logger.warning(
+                "%s changed within the first update: each rank changes its own. If the loss reads it, the result depends on the number of "
+                "processes in spite of gradient_sum='canonical'. Change it in `step`, which all ranks call once an update.",
+                ", ".join(changed[:5]),
+            )
 
     def values(self) -> Tensor | None:
         """Return losses and weights by micro-batch, and which parameters have a gradient, for the one collective of an update."""

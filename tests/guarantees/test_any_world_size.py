@@ -309,3 +309,38 @@ def test_parameters_without_a_gradient(tmp_path: Path) -> None:
     assert one[1][-1] == 0, "what never has a gradient is not stepped"
     with pytest.raises(ValueError, match="second.weight"):
         run_processes(train_partly, settings(tmp_path / "fsdp", **FSDP), world_size=2)
+
+
+class Running(AnySize):
+    """A loss that reads what earlier micro-batches have left on the runner and the model."""
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        self.mean = 0.9 * getattr(self, "mean", 0.0) + 0.1
+        self.unwrapped_model.seen = getattr(self.unwrapped_model, "seen", 0) + 1
+        return super().train_step(data)
+
+    def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return super().compute_loss(pred, target) * (1.0 + getattr(self, "mean", 0.0))
+
+
+class Declared(Running):
+    saved = ("mean",)
+
+
+def test_attributes_that_a_micro_batch_changes_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Running(settings(tmp_path, epochs=1)) as runner:
+        runner.train()
+    (said,) = [r.getMessage() for r in caplog.records if "depends on the number of processes" in r.getMessage()]
+    assert said.startswith("self.mean, self.model.seen changed within the first update")
+
+
+def test_saved_attributes_that_a_micro_batch_changes_are_refused(tmp_path: Path) -> None:
+    refused = pytest.raises(ValueError, match=r"attributes in `saved`.*Received: self\.mean\.")
+    with refused, Declared(settings(tmp_path, epochs=1)) as runner:
+        runner.train()
+
+
+def test_attributes_that_step_changes_are_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with AnySize(settings(tmp_path, epochs=1)) as runner:
+        runner.train()
+    assert not [r for r in caplog.records if "within the first update" in r.getMessage()]
