@@ -79,10 +79,14 @@ class GradientNorms:
         domain: Ranks that have the same gradient after its reduction.
         device: Where norms live. On an accelerator the sums are read one update later, so that the host never waits for the device.
         largest_spread: Largest difference between norms, relative to their mean.
+        is_wrapped: Whether DistributedDataParallel reduces the gradient.
     """
 
-    def __init__(self, domain: Domain, device: torch.device, largest_spread: float) -> None:
+    def __init__(
+        self, domain: Domain, device: torch.device, largest_spread: float, *, is_wrapped: bool = False
+    ) -> None:
         self.domain = domain
+        self._is_wrapped = is_wrapped
         self.device = device
         self.largest_spread = largest_spread
         self._noted: tuple[int, float | Tensor] | None = None
@@ -148,11 +152,20 @@ class GradientNorms:
         usual = sorted(norms)[len(norms) // 2]
         furthest = sorted(range(len(norms)), key=lambda rank: -abs(norms[rank] - usual))[:7]
         shown = ", ".join(f"{norms[rank]:.6g} on rank {rank}" for rank in sorted({*furthest, norms.index(usual)}))
+        causes = (
+            "A forward that goes around the wrapped model, such as self.unwrapped_model(x) or self.model.module(x) in train_step, leaves "
+            "its gradient on its rank: call self.model(x). Where ranks are meant to have different gradients, set audit.gradient_spread "
+            "to none. If there is no such cause, a chip or a link may be faulty."
+        )
+        if self._is_wrapped:
+            causes = (
+                "The usual cause is a trained parameter that the last micro-batch of an update does not use, or that was frozen since: "
+                "DistributedDataParallel then leaves gradients on their ranks. Override `ddp_kwargs` and return "
+                f"{{**super().ddp_kwargs(), 'find_unused_parameters': True}}. {causes}"
+            )
         return ReplicaDriftError(
-            f"Expected one gradient on all ranks that hold copies of the model. Received in update {step}: gradients of norm {shown}. The "
-            "usual cause is a forward that goes around the wrapped model, such as self.unwrapped_model(x) or self.model.module(x) in "
-            "train_step: its gradient stays on its rank. Call self.model(x). Where ranks are meant to have different gradients, set "
-            "audit.gradient_spread to none."
+            f"Expected one gradient on all ranks that hold copies of the model. Received in update {step}: gradients of norm {shown}. "
+            f"{causes}"
         )
 
 

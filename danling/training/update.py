@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
@@ -275,8 +276,10 @@ class UpdateStep:
             placement.optimizer, runner.device, reports=(placement.counts_loss, placement.counts_samples)
         )
         self.sync.riders.extend(runner.preparation.riders)
-        self.norms = None if spread is None else GradientNorms(placement.optimizer, runner.device, spread)
-        if self.norms is not None:
+        self.norms: GradientNorms | None = None
+        if spread is not None:
+            wraps = isinstance(runner.model, DistributedDataParallel)
+            self.norms = GradientNorms(placement.optimizer, runner.device, spread, is_wrapped=wraps)
             self.sync.riders.append(self.norms)
         self.canonical = runner._parts.canonical
         if self.canonical is not None:

@@ -1,0 +1,83 @@
+"""DistributedDataParallel with a parameter that some forwards leave out: the cause is named, and the mend gives one process's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from support.toys import whole_settings
+from torch import Tensor, nn
+
+import danling as dl
+from danling.distributed import ReplicaDriftError
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.between, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.uses = True
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        return self.last(hidden + self.between(hidden) if self.uses else hidden)
+
+
+class SkippingRunner(dl.Runner):
+    not_saved = ("seen",)
+
+    def __init__(self, config: Mapping[str, Any], case: str, *, finds: bool) -> None:
+        super().__init__(config)
+        self.case, self.finds = case, finds
+        self.model = Skipping().double()
+        self.criterion = nn.MSELoss()
+        points = torch.randn(64, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        self.datasets = {"train": [(point, point.sum(0, keepdim=True)) for point in points]}
+        self.seen = list[tuple[Tensor, Tensor, bool]]()
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        return {**super().ddp_kwargs(), "find_unused_parameters": self.finds}
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        model: Any = self.unwrapped_model
+        model.uses = self.case == "frozen" or (self.case == "last" and self.window.count == 1)
+        if self.case == "frozen" and self.train_state.global_step == 1:
+            model.between.requires_grad_(False)
+        self.seen.append((*data, model.uses))
+        return super().train_step(data)
+
+
+def train(config: Mapping[str, Any], case: str, finds: bool) -> Any:
+    with SkippingRunner(config, case, finds=finds) as runner:
+        if not finds:
+            with pytest.raises(ReplicaDriftError) as caught:
+                runner.train()
+            return str(caught.value)
+        runner.train()
+        return {name: value.clone() for name, value in runner.model_state_dict().items()}, runner.seen
+
+
+@pytest.mark.parametrize("case", ["last", "never", "frozen"])
+def test_unused_parameters_are_named_as_the_cause_and_the_mend_works(case: str, tmp_path: Path) -> None:
+    config = whole_settings(tmp_path, steps=3, log=False, scheduler={"type": "constant"}, ema={})
+    for message in run_processes(train, config, case, False):
+        cause, other = message.index("last micro-batch"), message.index("goes around the wrapped model")
+        assert cause < other < message.index("faulty") and "'find_unused_parameters': True" in message
+    config = whole_settings(tmp_path / "mended", steps=3, log=False, scheduler={"type": "constant"}, ema={})
+    results = run_processes(train, config, case, True)
+    model = Skipping().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for update in range(3):
+        batches = [batch for _, seen in results for batch in seen[2 * update : 2 * update + 2]]
+        model.between.requires_grad_(case != "frozen" or update == 0)
+        for inputs, target, model.uses in batches:
+            (nn.functional.mse_loss(model(inputs), target) / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights, _ in results:
+        assert all((value - weights[name]).abs().max() < 1e-12 for name, value in model.state_dict().items())
