@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import sqlite3
+import stat
 import sys
 import threading
 import time
@@ -28,6 +29,8 @@ CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS parts (part INTEGER PRIMARY KEY, parts INTEGER NOT NULL);
 PRAGMA user_version = 1
 """
+_OWN_FILES = ("-journal", "-wal", "-shm")
+"""Suffixes of the files that SQLite makes for a database."""
 _PATIENCE_SECONDS = 60.0
 _PART = "part "
 """Begins the name of the fact that a part is complete."""
@@ -250,6 +253,7 @@ class MemoryChannel(SQLiteChannel):
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    _refuse_other_kinds(path)
     connection = sqlite3.connect(path, timeout=_PATIENCE_SECONDS, isolation_level=None, check_same_thread=False)
     end = time.monotonic() + _PATIENCE_SECONDS
     try:
@@ -269,6 +273,21 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _refuse_other_kinds(path: Path) -> None:
+    """Refuse pipes and devices, which SQLite would wait for without an end, and links in the place of the files that it makes itself."""
+    for suffix in ("", *_OWN_FILES):
+        file = path.with_name(f"{path.name}{suffix}")
+        try:
+            mode = os.stat(file, follow_symlinks=not suffix).st_mode
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISREG(mode):
+            raise ValueError(
+                f"Expected a file, or nothing yet, at {file}, where the log of a stream is written. Received: a link, a directory, a named "
+                "pipe, or a device. Move it away."
+            )
 
 
 def _translated(path: Path, error: Exception) -> Exception:

@@ -18,7 +18,7 @@ from support.toys import Small
 from support.toys import settings as toy_settings
 
 from danling.reporting.trackers import JsonLines, read_jsonl
-from danling.stream import DirectoryStore, FileChannel
+from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
 from danling.utils.files import open_file, read_bytes, write_atomically
 
 Placement = Callable[[Path, Path], object]
@@ -226,3 +226,16 @@ def test_a_stream_writes_through_no_link(tmp_path: Path, canary: Path, kind: str
         channel.claim("run")
         channel.end()
         channel.commit(0)
+
+
+@pytest.mark.parametrize("suffix", ["", "-journal", "-wal", "-shm"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.timeout(60)
+def test_a_database_opens_no_pipe_and_no_link_that_it_has_not_made(
+    tmp_path: Path, canary: Path, kind: str, suffix: str
+) -> None:
+    SQLiteChannel(tmp_path / "log.sqlite").close()
+    (tmp_path / f"log.sqlite{suffix}").unlink(missing_ok=True)
+    PLACEMENTS[kind](tmp_path / f"log.sqlite{suffix}", canary / "file.txt")
+    with pytest.raises(ValueError, match="Expected (a file, or nothing yet|the log of a stream)"):
+        SQLiteChannel(tmp_path / "log.sqlite")
