@@ -92,7 +92,7 @@ class SettingsLoader(YamlLoader):
         """Return the content."""
         node = self.get_single_node()
         _refuse_twice(node)
-        return None if node is None else self.construct_document(node)  # type: ignore[no-untyped-call]
+        return None if node is None else self.construct_document(node)
 
     @staticmethod
     def _include(loader: Any, node: Any) -> Any:
