@@ -159,7 +159,8 @@ class RunData:
         """Return the settings of order and dropping that are given for training and do not hold in an evaluation of a split."""
         section = self._run.config.get("dataloader", None)
         common = dict(section.items()) if section else {}
-        own = common.get(split) if isinstance(common.get(split), Mapping) else {}
+        section = common.get(split)
+        own: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
         if split in self.to_train():
             places = {"dataloader": common, f"dataloader.{split}": own}
             return [f"{place}.{key}" for place, given in places.items() for key in _OF_TRAINING if given.get(key)]
