@@ -182,9 +182,9 @@ class BufferCopies:
         """Write the copies into the buffers, which are those that were copied; one that was registered since is left as it is."""
         for buffer, before in zip(self._live, self._copies):
             buffer.copy_(before)
-        for registry, name, buffer in self._taken:
+        for registry, name, original in self._taken:
             if name in registry:
-                registry[name] = buffer
+                registry[name] = original
 
 
 def map_carry(carry: Any, change: Callable[[Tensor], Tensor], path: str = "self.carry") -> Any:

@@ -169,7 +169,7 @@ class Window:
         self._is_cut = True
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(partial(_zero_unless, current))
+                leaf.register_hook(partial(_zero_unless, current))  # type: ignore[no-untyped-call]
 
     def check_open(self) -> None:
         """Refuse a loss, or an update, without a micro-batch."""
@@ -437,7 +437,7 @@ class UpdateStep:
             handles += [module.register_forward_pre_hook(enter) for module in modules]
             handles += [module.register_forward_hook(leave, always_call=True) for module in modules]
             handles += [
-                parameter.register_hook(torch.zeros_like)
+                parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
                 for parameter in runner._criterion_tensors("parameters")
                 if parameter.requires_grad and runner._phases is None
             ]

@@ -419,7 +419,7 @@ class EvaluatingWithin(Drawing):
         self.calls = 0
 
     def draw(self) -> Any:
-        return *draw(), float(torch.rand((), generator=self.unwrapped_model.noise))
+        return (*draw(), float(torch.rand((), generator=self.unwrapped_model.noise)))
 
     def evaluate_here(self, hook: str) -> None:
         if hook == self.where and self.mode == "train":
