@@ -74,7 +74,7 @@ NEW_NAMES = {
 }  # fmt: skip
 """Names that a run, a stream or a folder of compiled code may come to have."""
 
-MAY_BE_LINKS = ("checkpoints", "store", "log", "log.sqlite", "run", "me")
+MAY_BE_LINKS = ("checkpoints", "store", "log", "log.sqlite", "run", "me", "me/danling")
 """What users name or may replace by a link: it is written through."""
 
 
