@@ -1,6 +1,6 @@
 """Print a script with which a shell completes the commands and options of danling.
 
-The shell reads it from a file of its own: in bash ~/.local/share/bash-completion/completions/danling, in zsh the file `_danling` in a
+The shell reads it from its own file: in bash ~/.local/share/bash-completion/completions/danling, in zsh the file `_danling` in a
 directory of $fpath. It needs shtab: `pip install shtab`.
 
 Example: danling completion bash

@@ -23,7 +23,7 @@ _TYPES: dict[Any, str] = {
 def schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a configuration file."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Settings of a danling run"}
-    # What the keys of `${...}` lead to is known when the file is read, and users add sections of their own.
+    # What the keys of `${...}` lead to is known when the file is read, and users add their own sections.
     return {**head, **_section(RunnerConfig, is_open=True)}
 
 

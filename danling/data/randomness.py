@@ -97,7 +97,7 @@ def deterministic_kernels() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-# Each stream has a key of its own: torch's CPU generator the key of the place itself, every other stream that key mixed with one of these.
+# Each stream has its own key: torch's CPU generator the key of the place itself, every other stream that key mixed with one of these.
 # With one key for all, torch and NumPy would draw the same words: both are MT19937 with the same initialisation.
 _OF_NUMPY = derive_seed("stream", "numpy")
 _OF_PYTHON = derive_seed("stream", "random")
@@ -111,7 +111,7 @@ def _stream_seed(seed: int, stream: int) -> int:
 
 
 def seed_streams(seed: int, device: torch.device | None = None) -> None:
-    """Seed torch's CPU generator, the current accelerator, NumPy and `random`, each with a key of its own.
+    """Seed torch's CPU generator, the current accelerator, NumPy and `random`, each with its own key.
 
     Args:
         seed: A seed of `derive_seed`.

@@ -207,7 +207,7 @@ class Artifacts:
         try:
             self._make_folder()
         except OSError as error:
-            self._warn(f"{_reason(error)}. Torch uses a folder of its own, and nothing is kept.")
+            self._warn(f"{_reason(error)}. Torch uses its own folder, and nothing is kept.")
             return
         try:
             self._open_directory()

@@ -800,11 +800,23 @@ class BaseRunner(metaclass=MetaRunner):
         self._log_media("log_image", name, partial(media.pixels_of, image), step)
 
     def log_histogram(self, name: str, values: Any, step: int | None = None) -> None:
-        """Send a histogram of the finite numbers in a tensor, an array or a list to the trackers; see `log_image`."""
+        """Send a histogram to the trackers; see `log_image`.
+
+        Args:
+            name: Its name, such as `weights/head`.
+            values: A tensor, an array or a list of numbers; those that are not finite are left out.
+            step: Global step; `None` is that of `train_state`.
+        """
         self._log_media("log_histogram", name, partial(media.numbers_of, values), step)
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
-        """Send a text to the trackers; see `log_image`."""
+        """Send a text to the trackers; see `log_image`.
+
+        Args:
+            name: Its name, such as `val/answer`.
+            text: The text.
+            step: Global step; `None` is that of `train_state`.
+        """
         self._log_media("log_text", name, partial(str, text), step)
 
     def log_table(

@@ -439,7 +439,7 @@ def _not_finite(weights: Mapping[str, Tensor]) -> list[str]:
             by_device[norm.device].append(norm.float())
         if not all(bool(torch.stack(each).isfinite().all()) for each in by_device.values()):
             suspects += [name for name, norm in zip(wide, norms) if not bool(norm.isfinite())]
-    # Types of eight bits have no operations of their own.
+    # Types of eight bits have no arithmetic operations.
     exact = ((name, known[name].float() if name in narrow else known[name]) for name in suspects)
     return [name for name, tensor in exact if not bool(tensor.isfinite().all())]
 

@@ -47,7 +47,7 @@ _NUMBERS = {
 
 
 def with_plain_numbers(loader: Any) -> Any:
-    """Return a class of loaders with the numbers of `_NUMBERS` in the place of its own."""
+    """Return a class of loaders with the numbers of `_NUMBERS` in place of those that it had."""
     own = {
         first: [(tag, form) for tag, form in forms if tag not in _NUMBERS]
         for first, forms in loader.yaml_implicit_resolvers.items()
