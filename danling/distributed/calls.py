@@ -77,8 +77,9 @@ class CollectiveCalls:
 
     @classmethod
     def of(cls, rank: int, size: int, limit: Callable[[], float | None]) -> CollectiveCalls | None:
-        """Return the calls of a runner; `None` without other ranks."""
-        return cls(rank, size, limit) if size > 1 and dist.is_initialized() else None
+        """Return the calls of a runner; `None` without other ranks, or without a store, which ranks that MPI has started lack."""
+        has_store = size > 1 and dist.is_initialized() and default_store() is not None
+        return cls(rank, size, limit) if has_store else None
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
         """Run a call, which all ranks must make.
