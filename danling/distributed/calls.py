@@ -33,7 +33,8 @@ _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.05
 _SECONDS_BETWEEN_CHECKS = 0.25
 """How often a rank that waits looks whether those that it waits for can still come."""
 _DEFAULT_LIMIT_SECONDS = 1800.0
-_FAILED, _CLOSED = "failed", "closed"
+_RAISED, _FAILED, _CLOSED = "raised", "failed", "closed"
+"""What a rank notes after a call that failed, whose error it may catch, and at its end."""
 _LONGEST_LIST = 64
 """Ranks whose calls are read."""
 _OF_COLLECTIVES = (
@@ -98,7 +99,8 @@ class CollectiveCalls:
             with self.explaining():
                 result = call()
         except Exception:
-            after = _FAILED
+            # Not the end of this rank: it may catch the error, and come to the next call.
+            after = after or _RAISED
             raise
         finally:
             self._open.pop()
@@ -130,7 +132,7 @@ class CollectiveCalls:
             self._has_ended = True
             where = self.differences()
             # After a death or a failure the ranks are in different calls by chance.
-            if not where or self._reason_to_give_up():
+            if not where or self._reason_to_give_up() or _in(_RAISED) in where:
                 raise
             raise CollectiveCallError(
                 f"A collective failed while the ranks were in different calls: {where}. Make each of these calls on all ranks, outside of "
@@ -173,7 +175,9 @@ class CollectiveCalls:
                 reason = self._reason_to_give_up()
                 if not reason and now - began > limit:
                     reason = f"the others did not come within {limit:g} s"
-                if reason:
+                # One that came during the pause may have closed its runner since.
+                arrived = self._store.add(counter, 0)
+                if reason and arrived < self._size:
                     self._give_up(name, arrived, reason)
                 if now - began > _SECONDS_BEFORE_REPORT and not has_reported:
                     has_reported = True
@@ -244,7 +248,12 @@ class CollectiveCalls:
 
 
 def _in(entry: str) -> str:
-    endings = {_CLOSED: "closed the runner", _FAILED: "has failed", "": "in none of the runner's calls"}
+    endings = {
+        _CLOSED: "closed the runner",
+        _FAILED: "has failed",
+        _RAISED: "in none of the runner's calls, after one that failed",
+        "": "in none of the runner's calls",
+    }
     return endings.get(entry, f"in {entry}()")
 
 

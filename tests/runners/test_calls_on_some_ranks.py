@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,22 @@ def test_rank_that_waits_for_a_killed_one_fails_at_once(tmp_path: Path) -> None:
     first, second = _by_rank(run_outcomes(_die_before_evaluation, tmp_path, world_size=2, timeout=60))
     assert second.exit_code == -signal.SIGKILL
     assert str(first.error).startswith("Expected evaluate() on all 2 ranks. Received: 1; rank 1 has died")
+
+
+def _train_after_caught_error(path: Path) -> int:
+    calls._SECONDS_BEFORE_REPORT = 0.5
+    logging.getLogger("danling").addHandler(logging.FileHandler(path / f"rank-{os.environ['RANK']}.log"))
+    with Habit(dl.RunnerConfig(epochs=1, seed=1, dir=str(path / "run"), dataloader={"batch_size": 4}), "") as runner:
+        with pytest.raises(FileNotFoundError):
+            runner.load_checkpoint(str(path / "absent"))
+        while runner.rank == 1 and not any("after one that failed" in line for line in _logged(path)):
+            time.sleep(0.05)
+        runner.train()
+        return runner.state.train.global_step
+
+
+def test_rank_that_waits_for_one_whose_error_was_caught_trains_with_it(tmp_path: Path) -> None:
+    assert run_processes(_train_after_caught_error, tmp_path, world_size=2) == [4, 4]
 
 
 def _by_rank(outcomes: list[Outcome]) -> list[Outcome]:
