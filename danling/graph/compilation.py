@@ -311,12 +311,14 @@ class WholeLoss(nn.Module):
         self.model = model
         self._loss = loss
         self._window = window
+        self._compilation = compilation
         self._compiled = compilation.function(_forward_and_loss)
 
     def forward(self, inputs: object, target: object) -> tuple[Any, Tensor | None]:
         """Return the prediction, and its loss unless that is found outside."""
         if self._window.weighs_nothing:
             # Not compiled: within a graph, the gradient of the loss cannot be kept from the prediction.
+            self._compilation.calls += 1
             pred = call_model(self.model, inputs)
             self._window.cut(pred)
             loss = self._loss()

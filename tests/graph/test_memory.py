@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from danling.config.checks import read_memory_policy
+from danling.distributed import Domain
 from danling.graph.compilation import GraphCompilation, WholeLoss, check_backend, policy_tag
+from danling.training.update import Window
 
 POLICIES = ["default", "budget:0.9", "budget:0.5", "budget:0.1", "budget:0.01", "recompute"]
 
@@ -34,7 +36,9 @@ def build() -> nn.Sequential:
 
 def compiled(model: nn.Sequential, policy: str, backend: str | None = "aot_eager_decomp_partition") -> WholeLoss:
     compilation = GraphCompilation({"backend": backend, "memory_policy": policy}, model)
-    return WholeLoss(model, lambda: lambda pred, target: (pred - target).square().mean(), compilation)
+    window = Window(Domain(), torch.device("cpu"))
+    window.begin_microbatch(1.0, 1.0)
+    return WholeLoss(model, lambda: lambda pred, target: (pred - target).square().mean(), compilation, window)
 
 
 def saved_bytes(model: nn.Module, function: Any, *args: Any) -> tuple[Tensor, int]:
