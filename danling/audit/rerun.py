@@ -248,8 +248,8 @@ def audit_runner(runner: TorchRunner, start: int | None, end: int | None, scratc
 
 # The contents of two checkpoints
 
-_NOT_COMPARED = frozenset({"runner", "format_version", "state/elastic", "state/attempts"})
-"""What says by whom and how a checkpoint was made."""
+_NOT_COMPARED = frozenset({"runner", "format_version", "state/elastic", "state/attempts", "state/metrics_mark"})
+"""What says by whom and how a checkpoint was made, and how long its run's `metrics.jsonl` was."""
 _OF_RANKS = "state/train/weight_reference/"
 """Entries that a checkpoint has for each rank, which so differ where the number of ranks does."""
 _OF_IMPLEMENTATION = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})

@@ -295,20 +295,26 @@ def train_partly(config: dict[str, Any]) -> Any:
     with PartlyUsed(config) as runner:
         runner.train()
         state = [runner.optimizer.state[p] for p in runner.model.parameters()]
-        return [p.detach().clone() for p in runner.model.parameters()], [len(each) for each in state]
+        return [whole(p.detach()).clone() for p in runner.model.parameters()], [len(each) for each in state]
 
 
-def test_parameters_without_a_gradient(tmp_path: Path) -> None:
-    """On ddp they count as zeros where another micro-batch has one; FSDP2, which would reduce another layout, refuses them by name."""
-    one, two, three = (
-        run_processes(train_partly, settings(tmp_path / str(size)), world_size=size)[0] for size in (1, 2, 3)
+def test_parameters_without_a_gradient_count_as_zeros(tmp_path: Path) -> None:
+    """Where another micro-batch has a gradient for them; on FSDP2 if they are in a block that is run."""
+    runs = [(1, {}), (2, {}), (3, {}), (2, FSDP)]
+    one, *others = (
+        run_processes(train_partly, settings(tmp_path / str(number), **stack), world_size=size)[0]
+        for number, (size, stack) in enumerate(runs)
     )
-    for other in (two, three):
+    for other in others:
         assert all(torch.equal(a, b) and torch.equal(a.signbit(), b.signbit()) for a, b in zip(one[0], other[0]))
         assert other[1] == one[1]
     assert one[1][-1] == 0, "what never has a gradient is not stepped"
-    with pytest.raises(ValueError, match="second.weight"):
-        run_processes(train_partly, settings(tmp_path / "fsdp", **FSDP), world_size=2)
+
+
+def test_a_block_of_fsdp_that_a_micro_batch_does_not_run_is_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path, **FSDP, fsdp={"blocks": ["Linear"]})
+    with pytest.raises(ValueError, match=r"Received: no gradient for (second|never)\.weight, .* which are one block"):
+        run_processes(train_partly, config, world_size=2)
 
 
 class Running(AnySize):

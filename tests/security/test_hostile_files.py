@@ -275,7 +275,7 @@ def test_rubbish_in_a_database_is_one_error(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "log.db") as connection:
         connection.execute(
             "UPDATE samples SET ref = ?",
-            ('{"id": 1, "object": {}, "tensors": {"a": [[1e999], "float32"]}, "meta": {}}',),
+            ('{"id":"sample-0","object":{},"tensors":{"a":[[1e999],"float32"]},"meta":{}}',),
         )
     connection.close()
     with pytest.raises(ValueError, match="Expected the reference of a sample"):
