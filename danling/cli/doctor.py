@@ -1,6 +1,6 @@
 """Stop, kill and resume a small training on two processes, and say what works on this machine.
 
-With --script -- PROGRAM: the same with a program of yours.
+With --script -- PROGRAM: the same with a program of yours. With --quick -- PROGRAM: whether it trains, saves, resumes and evaluates at all.
 
 A training runs over gloo without a break; another one is stopped by SIGTERM, resumed, killed by SIGKILL and resumed, once with each kind of
 checkpoint that a stack writes by default (a file, a sharded one). Digests of all updates must be bitwise the same: samples, gradients,
@@ -58,6 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="stop, kill and resume the program behind `--` instead, as in: danling doctor --script -- python train.py",
     )
+    instead.add_argument(
+        "--quick",
+        nargs="?",
+        type=at_least(1),
+        const=3,
+        metavar="UPDATES",
+        help="have the program behind `--` make 3 updates, save, resume, make 3 more and evaluate 3 batches, in a scratch directory",
+    )
     parser.add_argument(
         "--updates",
         type=at_least(2),
@@ -69,13 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the checks one after the other; print each as it ends."""
-    if options.program and not options.script:
+    if options.program and not options.script and options.quick is None:
         raise ValueError(
-            f"Expected --script before a program. Received: {' '.join(options.program)!r} without it. "
+            f"Expected --script or --quick before a program. Received: {' '.join(options.program)!r} without it. "
             "Write `danling doctor --script -- ...`."
         )
     if options.remote is not None:
         examined = _examine_store(options.remote)
+    elif options.quick is not None:
+        examined = _try_quickly(options.program, options.quick, options.timeout)
     elif options.script:
         examined = _examine_program(options.program, options.updates, options.timeout)
     else:
@@ -116,6 +126,13 @@ def _examine_program(program: Sequence[str], updates: int, timeout: float) -> It
         check = ResumeCheck(program, Path(folder), updates=updates, timeout=timeout)
         for found in check.examine():
             yield Check(*found)
+
+
+def _try_quickly(program: Sequence[str], updates: int, timeout: float) -> Iterator[Check]:
+    from danling.audit.quick import try_quickly  # torch
+
+    with tempfile.TemporaryDirectory(prefix="danling-doctor-") as folder:
+        yield Check("quick run", "ok", try_quickly(program, Path(folder), updates=updates, timeout=timeout))
 
 
 def _examine_store(url: str) -> Iterator[Check]:

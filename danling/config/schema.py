@@ -347,6 +347,9 @@ class AuditConfig(ClosedSection, path="audit"):
     none: not compared."""
     until: list[int] | None = None
     """Updates and completed epochs at which a checkpoint is saved and the run ends, as `danling audit` asks for; none: the budget."""
+    quick: PositiveInt | None = None
+    """Updates after which a new run is saved and the program ends, and those from there to an evaluation, a save and the end of a resumed
+    one, as `danling doctor --quick` asks for; an evaluation reads as many batches. None: the budget."""
     gradients: Nested[GradientsConfig]
     """The gradients of the first updates, as `danling check-layout` asks for."""
 

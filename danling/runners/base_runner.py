@@ -768,7 +768,8 @@ class BaseRunner(metaclass=MetaRunner):
             tracker: An object with `log(values, step)`, `flush()` and `close()`, and if it likes `set_status(status)`, or a callable that
                 returns one, such as its class. Used and called on the main process only.
         """
-        self._reporter.trackers.add(tracker)
+        if self.config.audit.quick is None:
+            self._reporter.trackers.add(tracker)
 
     @property
     def trackers(self) -> list[Tracker]:

@@ -99,6 +99,9 @@ class Evaluator:
         """Return the metrics of a split, or of its first `limit` batches."""
         runner = self.runner
         runner._data.check(split)
+        quick = runner.config.audit.quick
+        if quick is not None:
+            limit = quick if limit is None else min(limit, quick)
         own = limit
         if limit is not None and self.exact:
             # The first batches over all ranks, which take them in turn.

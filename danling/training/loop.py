@@ -101,6 +101,8 @@ class TrainingLoop:
         self._session = runner._session
         self._last_split: str | None = None
         self._evaluate_every = self._checkpoint_every = 1
+        self._quick = runner.config.audit.quick
+        self._begun_at = 0
 
     # One training
 
@@ -228,6 +230,7 @@ class TrainingLoop:
         self.read_intervals()
         update.steps_scheduler = runner.scheduler is not None and runner._parts.scheduler_interval() == "step"
         update.tells_place = is_told_its_place(runner.scheduler)
+        self._begun_at = runner.state.train.global_step
         enter_training(runner.optimizer)
         runner._attributes.before_training()
 
@@ -249,6 +252,9 @@ class TrainingLoop:
         manager.wait_for_mirror()
         runner._reporter.say_ending(session.hear_late_signals(runner.placement.optimizer))
         session.exit_if_signalled(runner.state.train.global_step, saved=saved)
+        if self._quick is not None:
+            # What the program does behind its training, such as an export, is not meant for such weights.
+            raise SystemExit(0)
 
     def _fail(self, error: Exception) -> None:
         """Save a state that is whole, and say what failed and where the memory of a device went that ran out."""
@@ -285,6 +291,7 @@ class TrainingLoop:
                     self._evaluate(evaluated, "evaluate_epoch")
                     self._finish_epoch(splits, "epoch")
                     self._save_if_due(counters.epoch, final=counters.epoch == runner.epochs)
+                    self._end_quick_run()
         except DataEnded:
             # The run has evaluated each finished epoch at its end.
             self._note_end_of_data(f"epoch {counters.epoch} of {runner.epochs}")
@@ -399,6 +406,12 @@ class TrainingLoop:
         self._evaluate(evaluated, "evaluate_steps")
         self._runner._parts.results.close("validation")
         self._save_if_due(self._runner.state.train.global_step, final=final)
+        self._end_quick_run()
+
+    def _end_quick_run(self) -> None:
+        """End a quick run behind an evaluation, if it was resumed and has made updates since."""
+        if self._quick is not None and 0 < self._begun_at < self._runner.state.train.global_step:
+            self._session.stop_reason = "stop"
 
     # Both
 
@@ -483,6 +496,8 @@ class TrainingLoop:
                 runner._data.check_unchanged(split)
             source.commit(consumed)
             yield outcome
+            if self._is_quick_pass_over():
+                break
         if not found:
             raise ValueError(
                 f"Expected at least one batch on every rank in split {split!r}. Received: an empty loader on some rank. Check the "
@@ -523,9 +538,16 @@ class TrainingLoop:
             results.check()
         keys.between_updates()
 
+    def _is_quick_pass_over(self) -> bool:
+        """Whether a quick run that was resumed has made its updates, so that its pass ends here."""
+        made = self._runner.state.train.global_step - self._begun_at
+        return self._quick is not None and not self._runner.is_step_mode and self._begun_at > 0 and made >= self._quick
+
     def _after_update(self, outcome: UpdateOutcome) -> None:
         """Do the work of every update boundary other than evaluation and periodic checkpoints."""
         runner, session, step = self._runner, self._session, self._runner.state.train.global_step
+        if self._quick is not None and self._begun_at == 0 and step >= self._quick:
+            session.stop_reason = "stop"
         if outcome.committed and not session.updated_once:
             session.updated_once = True
             if runner.compilation is not None:

@@ -1,0 +1,52 @@
+"""Has a user's program make a few updates, be resumed, and evaluate: whether it works from one end to the other.
+
+The program is started twice in a scratch directory. The first start ends after some updates, with a save. The second one resumes from it,
+makes as many updates, evaluates a few batches, saves, and ends. Both leave the program where `train()` would return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from danling.workspace.runs import Run
+
+from .program import announce, run_program, scratch_settings
+from .rerun import checkpoints_of
+
+
+class QuickRunFailed(ValueError):
+    """The program did not train, save, resume and evaluate."""
+
+
+def try_quickly(command: Sequence[str], place: Path, *, updates: int, timeout: float) -> str:
+    """Start a program twice, each within `timeout` seconds, and return a sentence on what it did."""
+    run, log = place / "run", place / "output.log"
+    settings = {
+        **scratch_settings(run),
+        "audit.quick": updates,
+        # Not at the end of the first start, which only saves.
+        "evaluate_interval": 2 * updates,
+    }
+    steps = []
+    for number, what in enumerate(("trains and saves", "resumes, trains, evaluates and saves"), 1):
+        announce(f"{number} of 2: the program {what}, with {updates} updates, within {timeout:g} s")
+        ended = run_program(command, {**settings, "auto_resume": number == 2}, log=log, timeout=timeout)
+        has_saved = any((run / "checkpoints").glob("latest*"))
+        steps.append(checkpoints_of(run)[-1].step if ended.code == 0 and has_saved else 0)
+        if ended.code != 0 or not has_saved:
+            how = f"no end in {timeout:g} s" if ended.code is None else f"exit code {ended.code}"
+            saved = "" if has_saved else ", and no checkpoint"
+            raise QuickRunFailed(
+                f"Expected a program that {what}. Received: {how}{saved}; the end of what it printed:\n{ended.tail.strip()}\n"
+                "Mend that first."
+            )
+        if number == 1 and steps[0] < updates:
+            raise QuickRunFailed(
+                f"Expected a program that makes at least {updates} updates. Received: {steps[0]} until its end. Write --quick {steps[0]}."
+            )
+    made = f"{steps[0]} updates, and {steps[1] - steps[0]} after its resume"
+    results = Run(run, "quick").results
+    if any(split != "train" for result in results.values() for split in result):
+        return f"this program trains, evaluates, saves and resumes ({made})"
+    return f"this program trains, saves and resumes ({made}); it evaluates no split"
