@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data._utils.collate import default_convert
+
+from danling.utils.messages import add_note
+from danling.utils.tensors import shapes_of
 
 from .collation import collate
 from .dataset_state import from_plain, get_states, is_equal, is_stateful, parts_of, stateful_parts, to_plain
@@ -18,6 +22,9 @@ from .sampler import BatchKey, Share
 from .workers import WorkersView
 
 logger = logging.getLogger("danling")
+
+_SHAPES = 3
+"""How many other shapes of samples a note names."""
 
 
 class KeyedDataset(WorkersView, Dataset[Any]):
@@ -38,10 +45,13 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         by: str = "batch",
         ranks: tuple[int, ...] = (),
         collate_fn: Callable[[Any], Any] | None = None,
+        make: Callable[[Any], Any] | None = None,
     ) -> None:
         self.dataset = dataset
         self.seed, self.split, self.ranks = seed, split, ranks
         self.collate_fn = collate_fn
+        """The user's, which may draw random numbers."""
+        self._make = collate_fn if make is None else make
         self.draws = not draws_nothing(dataset)
         self.by_sample = self.draws and by == "sample"
         self.reads_batches = reads_batches(dataset) and not self.by_sample
@@ -93,13 +103,17 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         generators = self._generators
         if generators is not None:
             generators.seed(mix_seed(self._base, key.position))
+        index: object = None
         try:
             if single:
-                items = dataset[indices[0]]
+                index = indices[0]
+                items = dataset[index]
             elif self.reads_batches:
                 items = dataset.__getitems__(list(indices))
             elif not self.by_sample or generators is None:
-                items = [dataset[index] for index in indices]
+                items = []
+                for index in indices:
+                    items.append(dataset[index])
             else:
                 items = []
                 for position, index in enumerate(indices, key.position):
@@ -111,7 +125,47 @@ class KeyedDataset(WorkersView, Dataset[Any]):
                 "Expected a dataset that has an item at each index below its length. Received: StopIteration from one of the items "
                 f"{indices}. Mend its __getitem__, or shorten its __len__."
             ) from error
-        return items if self.collate_fn is None else self.collate_fn(items)
+        except Exception as error:
+            self._note(error, indices if index is None else index)
+            raise
+        if self._make is None:
+            return items
+        try:
+            return self._make(items)
+        except Exception as error:
+            note_samples(error, self.split, indices, [items] if single else items)
+            raise
+
+    def _note(self, error: Exception, index: object) -> None:
+        """Add to an error of the dataset which sample it was, and how many the dataset says that it has."""
+        which = f"samples {index}" if isinstance(index, list) else f"sample {index!r}"
+        length, hint = "", ""
+        with suppress(Exception):
+            length = f", a {type(self.dataset).__name__} whose len() is {len(self)}"
+        if length and isinstance(error, (IndexError, KeyError)):
+            hint = ". If it has fewer samples, mend its __len__"
+        add_note(error, f"Reading {which} of split {self.split!r} failed{length}{hint}.")
+
+
+def note_samples(error: Exception, split: str, names: Sequence[object], samples: Any) -> None:
+    """Add to an error of what makes a batch the shapes of its samples, with one sample for each of them.
+
+    Args:
+        error: The error.
+        split: The split.
+        names: What the samples are called: indices, or numbers in a stream.
+        samples: The samples, or whatever `__getitems__` returned.
+    """
+    if not isinstance(samples, (list, tuple)) or len(samples) != len(names):
+        add_note(error, f"Samples {list(names)} of split {split!r} could not be made into a batch.")
+        return
+    by_shape: dict[str, list[object]] = {}
+    for name, sample in zip(names, samples):
+        by_shape.setdefault(shapes_of(sample), []).append(name)
+    common, *others = sorted(by_shape.items(), key=lambda item: -len(item[1]))
+    text = f"{len(samples)} samples of split {split!r} could not be made into a batch: sample {common[1][0]!r} is {common[0]}"
+    text += "".join(f", sample {found[0]!r} is {shape}" for shape, found in others[:_SHAPES])
+    add_note(error, f"{text}.")
 
 
 def reads_batches(dataset: object) -> bool:
@@ -184,9 +238,16 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
         size = self.size or 1
         while len(items := self._take(size)) == size or (items and not self.drop_last):
             place = None if info is None else self.place()
-            yield self._worker, place, (self.make(items[0] if self.size is None else items),)
+            yield self._worker, place, (self._batch(items),)
         if info is not None:
             yield self._worker, self.place(), None
+
+    def _batch(self, items: list[Any]) -> Any:
+        try:
+            return self.make(items[0] if self.size is None else items)
+        except Exception as error:
+            note_samples(error, self.share.split, range(self._items - len(items), self._items), items)
+            raise
 
     def _take(self, number: int) -> list[object]:
         """Return the next items, fewer at the end."""
@@ -203,6 +264,14 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
                 self._items += 1
             except StopIteration:
                 self._over = True
+            except Exception as error:
+                of_worker = f", worker {self._worker}" if get_worker_info() is not None else ""
+                add_note(
+                    error,
+                    f"Reading item {self._items} of split {self.share.split!r} failed (a {type(self.dataset).__name__}, pass "
+                    f"{self.epoch}, rank {self.share.rank}{of_worker}).",
+                )
+                raise
         return items
 
     def _begin(self) -> Iterator[Any]:

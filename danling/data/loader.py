@@ -179,9 +179,15 @@ class KeyedLoader(LibraryLoader):
     def _view(self) -> dict[str, Any]:
         own = self._own_collate
         dataset = KeyedDataset(
-            self.dataset, self.order.seed, split=self.split, by=self.keyed, ranks=self.order.ranks, collate_fn=own
+            self.dataset,
+            self.order.seed,
+            split=self.split,
+            by=self.keyed,
+            ranks=self.order.ranks,
+            collate_fn=own,
+            make=self.collate_fn,
         )
-        return {"dataset": dataset} if own is None else {"dataset": dataset, "collate_fn": _as_is}
+        return {"dataset": dataset, "collate_fn": _as_is}
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""

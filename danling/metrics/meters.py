@@ -237,13 +237,23 @@ def as_number(name: str, value: object) -> float:
     raise _not_a_number(name, value)
 
 
+def check_numbers(figures: Mapping[str, object], error: Exception) -> None:
+    """Raise an error with the name of the first figure that is no number, if one is why logging them has failed with `error`."""
+    for name, value in figures.items():
+        try:
+            float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):
+            raise _not_a_number(name, value) from error
+
+
 def _not_a_number(name: str, value: object) -> ValueError:
     shape = getattr(value, "shape", None)
     kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
     received = f"{value!r} ({kind})" if shape is None else f"a {kind} of shape {tuple(shape)}"
-    return ValueError(
-        f"Expected a single number for metric {name!r}. Received: {received}. Reduce what has more than one, such as by .mean()."
-    )
+    mend = "Reduce what has more than one, such as by .mean()."
+    if isinstance(value, str):
+        mend = "Send a text with log_text(name, text)."
+    return ValueError(f"Expected a single number for metric {name!r}. Received: {received}. {mend}")
 
 
 def _read(figures: Sequence[float | Tensor]) -> list[float]:

@@ -43,7 +43,7 @@ from danling.distributed import (
     select_device,
     world_of,
 )
-from danling.metrics import Meters, ScoreBoard
+from danling.metrics import Meters, ScoreBoard, check_numbers
 from danling.metrics.scores import BestScore
 from danling.reporting import Reporter, Tracker, media
 from danling.reporting.trackers import FileMark
@@ -784,7 +784,11 @@ class BaseRunner(metaclass=MetaRunner):
             step: Global step; `None` is that of `train_state`, which in `train_step` does not count the present update yet.
         """
         self.open_trackers()
-        self._reporter.trackers.log(values, self.state.train.global_step if step is None else step)
+        try:
+            self._reporter.trackers.log(values, self.state.train.global_step if step is None else step)
+        except (TypeError, ValueError, RuntimeError) as error:
+            check_numbers(values, error)
+            raise
 
     def log_image(self, name: str, image: Any, step: int | None = None) -> None:
         """Send an image to the trackers. May be called on all ranks, and while the run trains on some; the main process sends it.

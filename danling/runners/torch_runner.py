@@ -789,9 +789,7 @@ class TorchRunner(BaseRunner):
         """
         if self.criterion is not None:
             given = pred if isinstance(pred, Tensor) else prediction_of(pred)
-            loss: Tensor = (
-                self.criterion(given, target) if target is not None else criterion_loss(self.criterion, given, None)
-            )
+            loss: Tensor = criterion_loss(self.criterion, given, target)
             return loss
         return returned_loss(pred)
 

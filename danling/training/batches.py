@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from danling.data import PLACEHOLDER, Batch
 from danling.data.collation import collate
-from danling.utils.tensors import WIDE_UNSIGNED, as_signed
+from danling.utils.messages import add_note
+from danling.utils.tensors import WIDE_UNSIGNED, as_signed, shapes_of
 
 from .keys import preserved_streams
 
@@ -116,11 +117,19 @@ def peek_target(data: object) -> object:
 
 def not_one_loss(loss: object) -> ValueError:
     """Return the error for a loss that is not a single value."""
-    received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"loss={loss!r}"
-    return ValueError(
-        f"Expected a loss of one value. Received: {received}. Give the criterion reduction='mean' instead of 'none', or return a 0-dim "
-        "tensor from `compute_loss`."
-    )
+    mend = "Return a 0-dim tensor with a gradient from the criterion or from `compute_loss`."
+    if isinstance(loss, Tensor):
+        received = f"shape {tuple(loss.shape)}"
+        mend = "Give the criterion reduction='mean' instead of 'none', or return a 0-dim tensor from `compute_loss`."
+    elif isinstance(loss, Mapping):
+        received = f"a {type(loss).__name__} with the keys {[str(key) for key in loss]}"
+        mend = "Override `compute_loss` to return the sum that is trained on, and add the parts to `self.meters`."
+    elif isinstance(loss, (tuple, list)):
+        received = f"a {type(loss).__name__} of {len(loss)}"
+        mend = "Override `compute_loss` to return the one that is trained on, and add the others to `self.meters`."
+    else:
+        received = f"loss={loss!r}"
+    return ValueError(f"Expected a loss of one value. Received: {received}. {mend}")
 
 
 def check_returned(returned: object, step: str) -> None:
@@ -134,23 +143,13 @@ def check_returned(returned: object, step: str) -> None:
 
 
 def note_batch(error: Exception, step: str, split: str, data: object) -> None:
-    """Add to an error what a step was given, as a note; before Python 3.11 tracebacks do not print notes."""
+    """Add to an error what a step was given, as a note."""
     of_split = f" on split {split!r}" if split else ""
-    vars(error).setdefault("__notes__", []).append(f"{step}{of_split} received {_shapes(data)}")
-
-
-def _shapes(data: object) -> str:
-    if isinstance(data, Tensor):
-        return f"{str(data.dtype).removeprefix('torch.')} {tuple(data.shape)} on {data.device}"
-    if isinstance(data, Mapping):
-        return "{" + ", ".join(f"{name!r}: {_shapes(value)}" for name, value in list(data.items())[:8]) + "}"
-    if isinstance(data, (list, tuple)):
-        return "(" + ", ".join(map(_shapes, data[:8])) + ")"
-    return type(data).__name__
+    add_note(error, f"{step}{of_split} received {shapes_of(data)}")
 
 
 def criterion_loss(criterion: Any, pred: object, target: Any) -> Any:
-    """Return `criterion(pred, target)`; where it fails without a target, that is said.
+    """Return `criterion(pred, target)`; where it fails for want of a target or of a parameter, the error names that.
 
     Args:
         criterion: A callable.
@@ -160,15 +159,34 @@ def criterion_loss(criterion: Any, pred: object, target: Any) -> Any:
     Raises:
         ValueError: If there is no target and the criterion cannot do without.
     """
-    if target is not None:
-        return criterion(pred, target)
     try:
         return criterion(pred, target)
     except (TypeError, AttributeError, RuntimeError) as error:
+        signature = _signature_without_target(criterion)
+        if signature is not None:
+            note = f"The criterion is called as criterion(prediction, target). Received: one that is defined as {signature}."
+            add_note(error, f"{note} Give it both parameters, or override `compute_loss`.")
+            raise
+        if target is not None:
+            raise
         raise ValueError(
             "Expected a batch with a target for the criterion: (input, target), or a mapping with a key 'target'. Received: a batch "
             "without. Return one from the dataset, or override `compute_loss`."
         ) from error
+
+
+def _signature_without_target(criterion: Any) -> str | None:
+    """Return the signature of a criterion that cannot take a prediction and a target, `None` if it can."""
+    called = criterion.forward if isinstance(criterion, nn.Module) else criterion
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return str(signature)
+    return None
 
 
 def call_model(model: Any, inputs: object) -> object:
@@ -518,7 +536,7 @@ class BatchLoss:
                     "Expected a target in each batch, by which its loss is weighed. Received: %s. Its samples are counted instead, which "
                     "is another gradient where the loss is averaged over something else, such as targets or sample weights. Call the "
                     "target one of %s, or override `batch_weight(data, target)`.",
-                    _shapes(data),
+                    shapes_of(data),
                     ", ".join(TARGET_NAMES),
                 )
         return self._runner.batch_weight(data, target), samples

@@ -30,6 +30,7 @@ from danling.optim.state import rates_of
 from danling.supervision.failures import is_out_of_memory
 from danling.utils.tensors import local_part
 
+from .bad_samples import GivenBatches
 from .batches import check_returned, not_one_loss, note_batch, peek_target, prediction_of
 from .recompute import Recompute, SkippedUpdates, map_carry
 from .reduction import NO_CONTEXT
@@ -301,7 +302,9 @@ class UpdateStep:
         self._gradients: WindowGradients | None = None
         """What looks whether the gradients of the open window are still there."""
         self._samples_on_device: Tensor | None = None
-        self._unchecked: tuple[int, Tensor, float | Tensor] | None = None
+        self._unchecked: tuple[int, Tensor, float | Tensor, GivenBatches] | None = None
+        self._given: list[Batch] = []
+        """The micro-batches of the open window."""
 
     # Forward and backward
 
@@ -374,9 +377,11 @@ class UpdateStep:
         if window.count == 0:
             runner.reduction.begin()
             self._gradients = None
+            self._given = []
             self._schedule_at = getattr(runner.scheduler, "last_epoch", None) if runner._phases is None else None
             if session.observers:
                 session.observers.notify("update_started")
+        self._given.append(batch)
         if self.recompute is not None:
             self.recompute.check(batch.data)
         self._keys.begin_micro_batch(batch.data, batch.place, window.count)
@@ -494,6 +499,7 @@ class UpdateStep:
         self._gradients = None
         of_phases = runner._phases.close() if runner._phases is not None else None
         outcome, requests = of_phases or self.decide()
+        self._given = []
         self.skipped.end(put_back=not outcome.committed and outcome.reason != UNCOMMITTED)
         if outcome.reason == UNCOMMITTED:
             # The update is made again with the same batches, and the requests with it.
@@ -556,33 +562,53 @@ class UpdateStep:
             healthy = torch.isfinite(grad_norm) & (torch.as_tensor(totals.nonfinite, device=device) == 0)
             if not (scales or may_skip):
                 self._check_last()
-                self._unchecked = step, healthy, window.nonfinite
+                self._unchecked = step, healthy, window.nonfinite, self._given_batches()
                 return None
             finite = bool(healthy)
         if finite:
             return None
-        if scales or may_skip:
-            return "overflow" if scales else "nonfinite"
+        if scales:
+            return "overflow"
+        if may_skip:
+            bad_sample = self._given_batches().bad_sample()
+            if bad_sample:
+                logger.warning("The data of update %d has %s.", step, bad_sample)
+            return "nonfinite"
         gradients = [name for name, g in runner.reduction.named_gradients() if not local_part(g).isfinite().all()]
-        raise self._nonfinite_error(step, window.nonfinite, gradients[:5])
+        raise self._nonfinite_error(step, window.nonfinite, gradients[:5], self._given_batches())
+
+    def _given_batches(self) -> GivenBatches:
+        source = self._runner.sources.get(self.split)
+        if source is None:
+            return GivenBatches(self._given, None, 0)
+        # A stream may write to the memory of its batches again.
+        return GivenBatches([] if source.kind == "window" else self._given, source, source.epoch)
 
     def _check_last(self) -> None:
         """Check the last update now, if that is still to be done."""
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is not None and not bool(unchecked[1]):
             # The gradients of that update are gone.
-            raise self._nonfinite_error(unchecked[0], unchecked[2], None)
+            raise self._nonfinite_error(unchecked[0], unchecked[2], None, unchecked[3])
 
-    def _nonfinite_error(self, step: int, own: float | Tensor, gradients: list[str] | None) -> NonFiniteError:
-        found = self.sync.domain.gather_objects((bool(own), gradients or []))
-        ranks = [rank for rank, (bad, _) in enumerate(found) if bad]
-        names = list(dict.fromkeys(name for _, of_rank in found for name in of_rank))[:5]
+    def _nonfinite_error(
+        self, step: int, own: float | Tensor, gradients: list[str] | None, given: GivenBatches
+    ) -> NonFiniteError:
+        found = self.sync.domain.gather_objects((bool(own), gradients or [], given.bad_sample()))
+        ranks = [rank for rank, (bad, _, _) in enumerate(found) if bad]
+        names = list(dict.fromkeys(name for _, of_rank, _ in found for name in of_rank))[:5]
         where = f"gradients that are not finite for {names or 'no parameter'}"
         if gradients is None:
             where = "gradients that have been dropped since"
+        samples = [f"{sample} on rank {rank}" for rank, (_, _, sample) in enumerate(found) if sample]
+        mend = "Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
+        if samples:
+            mend = f"The data has {'; '.join(samples[:3])}. Look at that first. If the value is meant: {mend[0].lower()}{mend[1:]}"
+        elif all(sample == "" for _, _, sample in found):
+            mend = f"The data of the update is finite. {mend}"
         return NonFiniteError(
             f"Expected a finite loss and gradient at step {step}. Received: a loss that is not finite on ranks {ranks}, and "
-            f"{where}. Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
+            f"{where}. {mend}"
         )
 
     def _step_schedule(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,6 +18,20 @@ _BUCKET_BYTES = 25 * 2**20
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def shapes_of(data: object) -> str:
+    """Return the dtypes, shapes and devices of the tensors in something, at any depth, and the types of the rest."""
+    if isinstance(data, Tensor):
+        return f"{str(data.dtype).removeprefix('torch.')} {tuple(data.shape)} on {data.device}"
+    if isinstance(data, Mapping):
+        return "{" + ", ".join(f"{name!r}: {shapes_of(value)}" for name, value in list(data.items())[:8]) + "}"
+    if isinstance(data, (list, tuple)):
+        return "(" + ", ".join(map(shapes_of, data[:8])) + ")"
+    dtype, shape = getattr(data, "dtype", None), getattr(data, "shape", None)
+    if dtype is not None and isinstance(shape, tuple):
+        return f"{type(data).__name__} {dtype} {shape}"
+    return type(data).__name__
 
 
 def is_sharded(tensor: Tensor) -> bool:

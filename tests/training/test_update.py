@@ -118,10 +118,10 @@ def test_an_accelerator_is_asked_one_update_later_and_its_samples_are_read_when_
         run.make(1.0)
         run.make(1.0)
         assert run.train_state.samples == 0
-        update._unchecked = 6, torch.tensor(True), 0.0
+        update._unchecked = 6, torch.tensor(True), 0.0, update._given_batches()
         update.raise_pending_error()
         assert run.train_state.samples == 6
-        update._unchecked = 6, torch.tensor(False), 1.0
+        update._unchecked = 6, torch.tensor(False), 1.0, update._given_batches()
         with pytest.raises(NonFiniteError, match=r"at step 6.*on ranks \[0\].*dropped since"):
             update.raise_pending_error()
         update.raise_pending_error()  # there is nothing left

@@ -1,0 +1,114 @@
+"""Which sample of an update has NaN or infinity in its data; looked for only when an update is found not to be finite."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from danling.data import PLACEHOLDER, Batch, BatchSource
+
+from .batches import count_samples, is_pair
+
+_NAMING = ("path", "file", "name", "url", "key", "id")
+"""Parts of the keys under which a batch has texts that say where a sample is from."""
+
+
+class GivenBatches(NamedTuple):
+    """The micro-batches of an update on this rank, and the pass that they are of.
+
+    Attributes:
+        batches: The micro-batches as their source gave them.
+        source: Their source, `None` where the program calls `train_step` with batches of its own.
+        epoch: The pass of the source.
+    """
+
+    batches: Sequence[Batch]
+    source: BatchSource | None
+    epoch: int
+
+    def bad_sample(self) -> str | None:
+        """Return where these batches have NaN, or else infinity: an empty text if all is finite, `None` if nothing is known."""
+        # Batches may be of any class, and a look at them must not hide the error that it is for.
+        with suppress(Exception):
+            for is_bad, called in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
+                for number, batch in enumerate(self.batches, 1):
+                    if batch.samples == 0 or batch.data is PLACEHOLDER:
+                        continue
+                    for name, tensor in _tensors(batch.data):
+                        bad = is_bad(tensor)
+                        if bad.any():
+                            return f"{called} in {name!r} of {self._samples(number, batch, bad)}"
+            return "" if self.batches else None
+        return None
+
+    def _samples(self, number: int, batch: Batch, bad: Tensor) -> str:
+        """Return which sample of a batch it is, and of how many more it is so."""
+        samples = count_samples(batch.data) if batch.samples is None else batch.samples
+        rows: list[int] = []
+        if bad.ndim and len(bad) == samples:
+            rows = bad.reshape(samples, -1).any(1).nonzero().flatten().tolist()
+        row = rows[0] if rows else None
+        index = self._index(batch, row)
+        which = f"micro-batch {number}" if row is None else f"row {row} of micro-batch {number}"
+        if index is not None:
+            which = f"sample {index}"
+        of_split = f" of split {self.source.split!r}" if self.source is not None else ""
+        file = _file(batch.data, row, samples, self.source, index)
+        more = f", and of {len(rows) - 1} more samples" if len(rows) > 1 else ""
+        return f"{which}{of_split}{file}{more}"
+
+    def _index(self, batch: Batch, row: int | None) -> int | None:
+        """Return the index in the dataset, `None` where the library does not make the order."""
+        source = self.source
+        if source is None or source.kind != "position" or not batch.place:
+            return None
+        if source.read.batch_size is None:
+            row = 0  # an item of the dataset is a batch
+        if row is None:
+            return None
+        index: int = source.position.order(self.epoch).indices(batch.place[0] + row, 1)[0]
+        return index
+
+
+def _tensors(data: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that may have NaN, with what they are called in the batch."""
+    if isinstance(data, Tensor):
+        if data.is_floating_point() or data.is_complex():
+            yield name or "input", data
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(data, (list, tuple)):
+        called: Sequence[object] = ("input", "target") if not name and is_pair(data) else range(len(data))
+        for key, value in zip(called, data):
+            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def _file(data: Any, row: int | None, samples: int, source: BatchSource | None, index: int | None) -> str:
+    """Return what a batch, or a dataset with the list `samples` of torchvision, says of the file of a sample."""
+    if isinstance(data, Mapping) and row is not None:
+        for key, values in data.items():
+            is_name = isinstance(key, str) and any(part in key.lower() for part in _NAMING)
+            if (
+                is_name
+                and isinstance(values, (list, tuple))
+                and len(values) == samples
+                and isinstance(values[row], str)
+            ):
+                return f" ({key}={values[row][:200]!r})"
+    dataset: Any = getattr(source.loader, "dataset", None) if source is not None else None
+    while type(dataset) is Subset and index is not None:
+        dataset, index = dataset.dataset, int(dataset.indices[index])
+    listed = getattr(dataset, "samples", None)
+    if isinstance(listed, list) and index is not None and index < len(listed):
+        entry = listed[index]
+        first = entry[0] if isinstance(entry, tuple) and entry else entry
+        if isinstance(first, (str, os.PathLike)):
+            return f" ({os.fspath(first)})"
+    return ""
