@@ -11,9 +11,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 logger = logging.getLogger("danling")
 
 KINDS = ("log_image", "log_histogram", "log_text", "log_table")
@@ -40,6 +37,7 @@ def pixels_of(image: Any) -> Any:
         ValueError: If it has another shape, or values outside.
     """
     import numpy
+    from torch import Tensor
 
     if isinstance(image, Tensor):
         tensor = image.detach().cpu()
@@ -70,7 +68,9 @@ def pixels_of(image: Any) -> Any:
 
 def numbers_of(values: Any) -> Any:
     """Return the finite numbers in a tensor, an array or a list, as a NumPy array of float64 of one dimension."""
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    import torch
+
+    tensor = values if isinstance(values, torch.Tensor) else torch.as_tensor(values)
     flat = tensor.detach().cpu().double().reshape(-1)
     return flat[torch.isfinite(flat)].numpy()
 
