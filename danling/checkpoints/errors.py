@@ -44,9 +44,10 @@ def restoring(what: str, entry: str, *, own: tuple[type[Exception], ...] = ()) -
         entry: What to add to `checkpoint.exclude_from_loading` to leave the part out.
         own: Errors that say enough by themselves.
     """
+    passed: tuple[type[Exception], ...] = (CheckpointError, *own)
     try:
         yield
-    except (CheckpointError, *own):
+    except passed:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointMismatch(

@@ -17,7 +17,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -240,8 +240,8 @@ class RemoteStore:
     def directories(self, prefix: str = "") -> list[str]:
         """Return the names directly below a prefix that have further keys below them, sorted."""
         try:
-            found, _ = self._level(prefix)
-            return found
+            names, _ = self._level(prefix)
+            return [*names]
         except RemoteBadKey as error:
             self._name_bad_key(error)
             below = f"{prefix}/" if prefix else ""
@@ -272,7 +272,7 @@ class RemoteStore:
             yield from (_object(entry) for entry in page)
             page = self._ask("list", prefix, lambda _: next(pages, None), patient=False)
 
-    def _level(self, prefix: str) -> tuple[list[str], list[RemoteObject]]:
+    def _level(self, prefix: str) -> tuple[Sequence[str], Sequence[RemoteObject]]:
         """Return the names of directories directly below a prefix, sorted, and the objects there."""
         found = self._ask("list", prefix, lambda store: _obstore().list_with_delimiter(store, prefix or None))
         names = sorted(str(name).rstrip("/").rpartition("/")[2] for name in found["common_prefixes"])
@@ -290,7 +290,7 @@ class RemoteStore:
         for name in names:
             yield from self._walk(f"{prefix}/{name}" if prefix else name)
 
-    def _list_behind_dots(self, prefix: str) -> list[RemoteObject]:
+    def _list_behind_dots(self, prefix: str) -> Sequence[RemoteObject]:
         """Return the objects below a prefix that come after its parts `.` and `..`; none if there are others further below."""
         try:
             # As keys are ordered, `..` is before `./`, and that before `.0`; names of a run come later.
