@@ -135,6 +135,7 @@ class ParallelRunner(TorchRunner):
         is_cut = self.topology.degree("pipeline") > 1
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         check_meta(self.model)
+        self._check_offload()
         self._check_labels()
         self._check_micro_batches()
         parts = self.build_pipeline_model_parts() if is_cut else [self.model]
@@ -195,6 +196,20 @@ class ParallelRunner(TorchRunner):
             raise ValueError(
                 f"Expected the batch size to be a multiple of parallel.{name}. Received: batch_size={self.batch_size}, "
                 f"parallel.{name}={settings[name]}. Change either."
+            )
+
+    def _check_offload(self) -> None:
+        """Refuse to initialise shards in host memory under a mesh of accelerators."""
+        is_loaded = bool(self.config.resume or self.config.pretrained)
+        if not is_meta(self.model) or is_loaded or self._overrides("initialize_part"):
+            return
+        is_offloaded = self.topology.degree("shard") > 1 and self.build_offload_policy() is not None
+        # A random operation of DTensor on such a shard puts the stream of the CPU back afterwards, so that all draw the same numbers.
+        if is_offloaded and self.device.type != "cpu":
+            raise ValueError(
+                "Expected a model that has weights, since fsdp.offload_policy keeps the shards in host memory, where torch initialises all "
+                "parameters with the same random numbers. Received: a model on the meta device. Build it on a real device, load weights "
+                "with pretrained, or override `initialize_part` and draw on `to_local()` of each parameter."
             )
 
     def _place(self, part: nn.Module) -> None:
