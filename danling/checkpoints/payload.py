@@ -240,7 +240,7 @@ def _node(value: Any, path: str) -> None:
     if not isinstance(value, Mapping):
         _scalar(value, path)
         return
-    kind = value.get("kind")
+    kind: Any = value.get("kind")
     _text(kind, f"the kind of {path}")
     check = _NODES.get(kind)
     if check is None:
