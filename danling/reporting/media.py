@@ -139,7 +139,7 @@ class WandbMedia:
         """Send a table."""
         import wandb
 
-        self.run.log({name: wandb.Table(columns=table.columns, data=table.rows)}, step=step)
+        self.run.log({name: wandb.Table(columns=[*table.columns], data=table.rows)}, step=step)
 
 
 class MlflowMedia:
