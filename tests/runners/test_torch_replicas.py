@@ -348,7 +348,8 @@ class Joining(Patient):
     def step(self) -> Any:
         outcome = super().step()
         self.counter = {"updates": self.state.train.global_step, "seen": torch.ones(1) * self.state.train.global_step}
-        if self.state.train.global_step == 4:
+        # DistributedDataParallel takes no weight that is frozen after it was wrapped.
+        if self.state.train.global_step == 4 and self.world.size == 1:
             self.unwrapped_model[0].weight.requires_grad_(False)
             self.frozen_at = 4
         if self.config.ft.replica_id == 0 and self.state.train.global_step == 8:
@@ -383,7 +384,7 @@ def train_epochs(root: Path, group: int) -> dict[str, Any]:
         state = whole_state(runner)
         healed = getattr(runner, "healed_at", None)
         frozen = [name for name, parameter in runner.named_parameters() if not parameter.requires_grad]
-        kept = {"frozen": frozen, "at": runner.frozen_at, "counter": runner.counter}
+        kept = {"frozen": frozen, "at": getattr(runner, "frozen_at", None), "counter": runner.counter}
         found = {"state": state, "results": runner.results, "healed": healed, "step": runner.state.train.global_step}
         return {**found, "kept": kept}
 
