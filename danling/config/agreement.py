@@ -12,13 +12,15 @@ from .identity import LOADING, SOURCES, digest
 if TYPE_CHECKING:
     from .runner_config import RunnerConfig
 
-# What may differ by machine. By last name, or by dotted name:
+# What may differ by machine. By last name in any case, or by dotted name. A path is a text: `drop_path=0.1` is a rate.
 PATHS = frozenset({"dir", "path", "root", "file", "init_method", "mlflow.uri", "audit.gradients.weights"})
 PATH_ENDINGS = ("_dir", "_path", "_root", "_file")
 DEVICES = frozenset(
-    {"device", "gpu", "gpu_ids", "rank", "local_rank", "node_rank", "machine_rank", "hostname", "mesh_device_type"}
+    {"device", "gpu", "gpu_ids", "local_rank", "node_rank", "machine_rank", "hostname", "mesh_device_type"}
 )
-# Keys at the top level and their sections:
+# Keys at the top level and their sections. Names count on the main process only, and often contain the time; a `rank` in a section may
+# be that of a matrix.
+PROCESS = frozenset({"rank", "name", "experiment"})
 OUTPUT = frozenset({"log", "log_seconds", "tensorboard", "wandb", "mlflow", "trackio", "heartbeat", "profiling"})
 RECORDS = frozenset({"git_diff", "secret_keys", "local_keys"})
 
@@ -26,17 +28,24 @@ _SHOWN = 8
 _LONGEST = 60
 
 
-def may_differ(key: str, listed: Collection[str] = ()) -> bool:
-    """Whether a dotted key may have another value on another machine: paths, loader workers, devices, output, and `local_keys`."""
+def may_differ(key: str, value: object, listed: Collection[str] = ()) -> bool:
+    """Whether a value may be another one on another machine: paths, loader workers, devices, names, output, and `local_keys`."""
     head, _, _ = key.partition(".")
     last = key.rpartition(".")[2]
-    if head in OUTPUT or head in RECORDS:
+    if head in OUTPUT or head in RECORDS or key in PROCESS:
         return True
     if head == "dataloader" and last in LOADING:
         return True
     names = {key, last}
-    is_place = last.endswith(PATH_ENDINGS) or not names.isdisjoint(PATHS | DEVICES)
-    return is_place or any(name in names or key.startswith(f"{name}.") for name in listed)
+    if any(name in names or key.startswith(f"{name}.") for name in listed):
+        return True
+    known = {key, last.lower()}
+    is_path = last.lower().endswith(PATH_ENDINGS) or not known.isdisjoint(PATHS)
+    return not known.isdisjoint(DEVICES) or (is_path and _is_text(value))
+
+
+def _is_text(value: object) -> bool:
+    return all(item is None or isinstance(item, str) for item in (value if isinstance(value, list) else [value]))
 
 
 def check_alike(config: RunnerConfig, gather: Callable[[Any], Sequence[Any]]) -> None:
@@ -53,7 +62,7 @@ def check_alike(config: RunnerConfig, gather: Callable[[Any], Sequence[Any]]) ->
     """
     settings = flatten(config.public(), keeps_empty=True)
     listed = config.local_keys or ()
-    compared = {key: _compared(key, value) for key, value in settings.items() if not may_differ(key, listed)}
+    compared = {key: _compared(key, value) for key, value in settings.items() if not may_differ(key, value, listed)}
     # Digests first: thousands of ranks need not send each other all their settings.
     if len(set(gather(digest(compared)))) == 1:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from danling.utils.plain import to_plain
 from danling.utils.secrets import received
@@ -34,15 +35,15 @@ def _is_within(key: str, names: frozenset[str]) -> bool:
 class SettingsLock:
     """Refuses to change the library's settings that a runner has read; the user's own keys and sections stay open.
 
-    Copies and pickles of a locked configuration are not locked.
+    Copies and pickles of a locked configuration are not locked. It refers weakly to the methods that it calls.
 
     Attributes:
         has_changed: Whether a live key was changed since this was last set to `False`.
 
     Args:
         config: The configuration of a runner.
-        check_budget: Called with a key of the budget and its next value, after construction; what it raises refuses the change.
-        changed: Called with a live key that was changed after construction.
+        check_budget: Method called with a key of the budget and its next value, after construction; what it raises refuses the change.
+        changed: Method called with a live key that was changed after construction.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class SettingsLock:
     ) -> None:
         self.has_changed = False
         self._config = config
-        self._check_budget = check_budget
-        self._changed = changed
+        # A configuration that a program keeps does not keep the runner and its model.
+        self._check_budget, self._changed = WeakMethod(check_budget), WeakMethod(changed)
         self._constructed: dict[str, tuple[object, object]] | None = None
         self._own = {name for name, field in fields_of(type(config)).items() if field.is_own}
         config.__dict__["_lock"] = (self, "")
@@ -71,8 +72,9 @@ class SettingsLock:
     def check(self, key: str, value: object) -> None:
         """Refuse to set a key that was read."""
         self._check(key, received(key, value))
-        if self._constructed is not None and key in BUDGET:
-            self._check_budget(key, value)
+        check_budget = self._check_budget()
+        if self._constructed is not None and key in BUDGET and check_budget is not None:
+            check_budget(key, value)
 
     def check_removal(self, key: str) -> None:
         """Refuse to remove a key that was read."""
@@ -100,7 +102,9 @@ class SettingsLock:
         """Report that a key was set."""
         if self._constructed is not None and _is_within(key, LIVE):
             self.has_changed = True
-            self._changed(key)
+            changed = self._changed()
+            if changed is not None:
+                changed(key)
 
     def check_intact(self, config: object) -> None:
         """Refuse a configuration that was replaced after construction, or changed within one of its lists."""

@@ -410,7 +410,7 @@ class Section(Config):
         lock, prefix = self.__dict__.get("_lock") or (None, "")
         if lock is not None:
             lock.attach(value, f"{prefix}{name}.")
-        if isinstance(value, Section) and not self.__dict__.get("default_factory"):
+        if not self.__dict__.get("default_factory"):
             refuse_absent_keys(value)
         # Also an instance attribute, so that reading costs no Python call.
         if isinstance(name, str) and not hides_method(type(self), name):
@@ -614,12 +614,14 @@ def section_example(kind: type[Config], value: object) -> str:
     return f"{{{name!r}: ...}}"
 
 
-def refuse_absent_keys(section: Section) -> None:
-    """Have absent keys of a section, and of those in it, raise an error from now on when they are read; they may still be set."""
-    section.__dict__["default_factory"] = None
-    for value in section.values():
-        if isinstance(value, Section):
-            refuse_absent_keys(value)
+def refuse_absent_keys(value: object) -> None:
+    """Have absent keys of all sections in a value, also in lists, raise an error from now on when they are read; they may be set."""
+    if isinstance(value, Section):
+        value.__dict__["default_factory"] = None
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            refuse_absent_keys(item)
 
 
 def fresh(value: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,18 @@ def test_a_setting_that_was_read_is_locked_and_the_checkpoint_records_what_train
         runner.train()
         assert runner.read_checkpoint("latest")["runner"] == runner.config.public()
         assert runner.config.canonical() == dl.RunnerConfig(before).canonical()
+
+
+def test_a_kept_configuration_does_not_keep_the_model_of_its_runner(tmp_path: Path) -> None:
+    with Line(settings(tmp_path, **GIVEN)) as runner:
+        runner.train()
+    config, model = runner.config, weakref.ref(runner.model)
+    del runner
+    gc.collect()
+    assert model() is None and config.steps == 2
+    with pytest.raises(ValueError, match="before the runner is constructed"):
+        config.optim.lr = 5
+    config.steps = 3
 
 
 def test_live_keys_and_own_sections_may_be_changed(tmp_path: Path) -> None:

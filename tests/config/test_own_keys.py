@@ -220,6 +220,7 @@ READS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "set late": (lambda config: config.late.mixture.alhpa, "no key 'alhpa'. Did you mean 'alpha'?"),
     "open": (lambda config: config.optim.momentun, "no key 'optim.momentun'. Did you mean 'momentum'?"),
     "split": (lambda config: config.dataloader.val, "no key 'dataloader.val'"),
+    "list": (lambda config: config.net.heads[0].wdith, "no key 'wdith'. Did you mean 'width'?"),
 }
 
 
@@ -240,6 +241,7 @@ def test_an_absent_key_is_an_error_once_a_runner_has_the_configuration(place: st
 
     config = dl.RunnerConfig(settings(tmp_path))
     config.net.encoder.width = 3  # before, sections are made by assignment
+    config.net.heads = [{"width": 3}]
     config.optim.momentum = 0.9
     Reads(config).close()
     assert message in seen[0] and "reads a key that may be absent" in seen[0]

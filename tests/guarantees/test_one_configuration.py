@@ -48,6 +48,8 @@ def refusals(world_size: int, *args: Any, function: Any = train) -> set[str]:
         ({"seed": [1, None]}, {}, "seed: 1 (rank 0), None (rank 1)"),
         ({"parallel.axes.shard": [2, 1]}, {"stack": "parallel"}, "parallel.axes.shard: 2 (rank 0), 1 (rank 1)"),
         ({"mixture": [{"width": 1}, ...]}, {}, "mixture.width: 1 (rank 0), absent (rank 1)"),
+        ({"model": [{"drop_path": 0.1}, {"drop_path": 0.2}]}, {}, "model.drop_path: 0.1 (rank 0), 0.2 (rank 1)"),
+        ({"lora": [{"rank": 4}, {"rank": 8}]}, {}, "lora.rank: 4 (rank 0), 8 (rank 1)"),
         ({"resume": [None, "elsewhere.pth"]}, {}, "resume: None (rank 0), 'elsewhere.pth' (rank 1)"),
         ({"pretrained": ["weights.pth", None]}, {}, "pretrained: 'weights.pth' (rank 0), None (rank 1)"),
     ],
@@ -89,6 +91,10 @@ def test_what_may_differ_by_machine_is_not_compared(tmp_path: Path) -> None:
         "tensorboard": [True, False],
         "profiling.enabled": [True, False],
         "device": ["cuda:0", "cuda:1"],
+        "rank": [0, 1],
+        "environment": [{"LOCAL_RANK": 0}, {"LOCAL_RANK": 1}],
+        "experiment": ["at-120000", "at-120001"],
+        "name": ["tuesday-120000", "tuesday-120001"],
         "corpus": [{"cache_dir": "/a", "shards": 3}, {"cache_dir": "/b", "shards": 4}],
     }
     first, second = run_processes(train, str(tmp_path), values, {"local_keys": ["corpus.shards"]})
