@@ -12,6 +12,7 @@ from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from . import metrics, optim
+    from .cli.plot import draw_curves
     from .optim import OPTIMIZERS, SCHEDULERS
     from .runners import (
         AccelerateRunner,
@@ -29,6 +30,7 @@ else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
+            "danling.cli.plot": ("draw_curves",),
             "optim": ("OPTIMIZERS", "SCHEDULERS"),
             "runners": (
                 "AccelerateRunner",
@@ -60,6 +62,7 @@ __all__ = [
     "RunnerConfig",
     "RunnerState",
     "TorchRunner",
+    "draw_curves",
     "metrics",
     "optim",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from danling.utils.files import write_atomically
-from danling.workspace.runs import Curve, Run, labels
+from danling.workspace.runs import Curve, Run, find_runs, labels
 
 from .output import name_problems
 from .source import runs_at
@@ -78,14 +79,27 @@ def run(options: argparse.Namespace) -> int:
 
 
 def draw_curves(
-    runs: Sequence[Run],
+    runs: Sequence[Run] | str | os.PathLike[str],
     *,
     figures: Sequence[str] = (),
     by: str = "step",
     smooth: float = 0.0,
     log_scale: bool = False,
 ) -> Figure:
-    """Draw the curves of runs, one panel for each quantity; its splits share the panel, and each run has its colour."""
+    """Draw the curves of runs, one panel for each quantity; its splits share the panel, and each run has its colour.
+
+    Args:
+        runs: A directory of a run or of several, such as `runner.workspace.dir`, or runs that `find_runs` returned.
+        figures: Metrics such as `loss` or `val/acc`; none: all but the pace.
+        by: `step`, or `time` for seconds.
+        smooth: Weight of the past in training curves, in [0, 1).
+        log_scale: Whether the vertical axes are logarithmic.
+
+    Returns:
+        A figure of matplotlib, which a notebook shows.
+    """
+    if isinstance(runs, (str, os.PathLike)):
+        runs = find_runs(runs)
     if not 0 <= smooth < 1:
         raise ValueError(f"Expected smooth in [0, 1). Received: smooth={smooth!r}.")
     panels = group(runs, figures)
@@ -98,8 +112,14 @@ def draw_curves(
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     titles = labels(runs) if len(runs) > 1 else [""]
-    # Its own figure, not pyplot's: nothing global changes, and no display is looked for.
-    canvas = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
+
+    class Curves(Figure):
+        """A figure that is not pyplot's: nothing global changes, and no display is looked for. A notebook shows it all the same."""
+
+        def _repr_png_(self) -> bytes:
+            return png(self)
+
+    canvas = Curves(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
     for number, (quantity, names) in enumerate(panels.items(), 1):
         axes = canvas.add_subplot(rows, columns, number, yscale="log" if log_scale else "linear")
         axes.set_prop_cycle(color=COLORS)
@@ -112,7 +132,8 @@ def draw_curves(
                 color = COLORS[index % len(COLORS)] if len(runs) > 1 else None
                 _draw(axes, run.curve(name, by=by), name, smooth, color, titles[index])
         if axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize=7, framealpha=0.6)
+            # Below the panel: within it there may be no room that is free of curves.
+            axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     return canvas
 
 

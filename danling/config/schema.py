@@ -493,9 +493,9 @@ class TopLevelConfig(ClosedSection):
     name: str | None = None
     """Name of the run."""
     lineage: str = "lin"
-    """Directory under the workspace root."""
+    """Name of the project: runs are in the directory of this name under the workspace root."""
     experiment: str = "exp"
-    """Name of the experiment."""
+    """Name of the experiment, which trackers and, if it is set, log lines and the bar have."""
     workspace_root: str = "experiments"
     """Directory of all runs. In paths, ~ and variables such as $HOME are replaced when they are set."""
     dir: str | None = None

@@ -96,7 +96,7 @@ class Progress:
         self._figures, self._note = dict(values), note
         self.update(step)
         share = f"/{self.total} ({100 * step / self.total:.0f}%)" if self.total else ""
-        head = f"{self.desc or 'step'}{f' {self.epoch}' if self.epoch else ''} {step}{share}"
+        head = f"{' '.join(filter(None, (self.desc, self.epoch))) or 'step'} {step}{share}"
         seconds = self._seconds_a_step()
         if seconds:
             speed = speed or f"{format_count(1 / seconds)} steps/s"

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from danling.config.schema import TopLevelConfig
 from danling.utils.messages import Paced, format_count
 from danling.utils.observers import Observer
 from danling.utils.secrets import hide_secrets, names_secret, secret_values
@@ -91,7 +92,7 @@ class Reporter(Observer):
             self.bar = Progress(
                 runner.steps,
                 initial=runner.state.train.global_step,
-                desc=runner.config.experiment,
+                desc=_experiment(runner),
                 seconds_between_lines=seconds,
             )
             self.bar.epoch = _epoch(runner)
@@ -129,6 +130,11 @@ class Reporter(Observer):
             self.trackers.flush()
 
     # Events
+
+    def pass_started(self, split: str) -> None:
+        if self.bar is not None and self._runner is not None:
+            # Not before: an epoch is evaluated and saved under its own number.
+            self.bar.set_epoch(_epoch(self._runner))
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
         runner = self._runner
@@ -211,8 +217,6 @@ class Reporter(Observer):
             logger.info("%s %d: %s", "step" if runner.is_step_mode else "epoch", runner.index, metrics)
             if bar is not None:
                 bar.forget_last()
-        if bar is not None:
-            bar.set_epoch(_epoch(runner))
         # Its own key: `train/loss` is the loss of single updates.
         named = {f"{split}_mean" if split in runner.train_splits else split: values for split, values in result.items()}
         flat = {f"{split}/{name}": value for split, values in named.items() for name, value in values.items()}
@@ -222,6 +226,12 @@ class Reporter(Observer):
         streams = {split: found for split, loader in runner._data.windows().items() if (found := loader.standing())}
         if streams:
             runner.workspace.write_streams(streams)
+
+
+def _experiment(runner: TorchRunner) -> str:
+    """Return the name of the experiment, nothing if the program has given none."""
+    name = runner.config.experiment
+    return "" if name == TopLevelConfig.experiment else name
 
 
 def _epoch(runner: TorchRunner) -> str:

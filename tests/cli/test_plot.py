@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from support.recorded import danling, record_run
 
+import danling as package
 from danling.cli.main import main
 from danling.cli.plot import draw_curves, group, png, smoothed
-from danling.workspace.runs import Run
+from danling.workspace.runs import Run, find_runs
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +106,24 @@ def test_each_quantity_has_a_panel_with_the_curves_of_all_runs(runs: list[Run]) 
     titles = zip(("optim.lr=1.0", "optim.lr=3.0"), runs)
     wanted = {f"{title} {split}": run.curve(f"{split}/loss")[1] for title, run in titles for split in ("train", "val")}
     assert drawn == wanted
+
+
+def test_legends_cover_no_curve(runs: list[Run]) -> None:
+    figure = draw_curves(runs)
+    FigureCanvasAgg(figure).draw()
+    for axes in figure.axes:
+        legend = axes.get_legend()
+        assert legend is not None
+        assert not any(legend.get_window_extent().overlaps(other.get_window_extent()) for other in figure.axes)
+        assert figure.bbox.containsx(legend.get_window_extent().x0) and figure.bbox.containsy(
+            legend.get_window_extent().y0
+        )
+
+
+def test_notebook_shows_the_curves_of_a_directory(runs: list[Run]) -> None:
+    formatters = pytest.importorskip("IPython.core.formatters")
+    shown, _ = formatters.DisplayFormatter().format(package.draw_curves(runs[0].path.parent, figures=["loss"]))
+    assert shown["image/png"] == png(draw_curves(find_runs(runs[0].path.parent), figures=["loss"]))
 
 
 def test_smoothing_adds_a_mean_without_the_bias_of_its_start(runs: list[Run]) -> None:

@@ -42,7 +42,7 @@ ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str
 def test_a_killed_rank_ends_the_job() -> None:
     Path("job.py").write_text(SCRIPT)
     with torchrun("job.py", environment=ENVIRONMENT) as job:
-        job.wait_for_output("exp 5/3000", timeout=90)
+        job.wait_for_output("step 5/3000", timeout=90)
         pids = dict(re.findall(r"rank (\d) is process (\d+)\.", job.output))
         os.kill(int(pids["1"]), signal.SIGKILL)
         exit_code, output = job.wait(timeout=10)

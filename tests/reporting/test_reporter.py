@@ -74,8 +74,46 @@ def test_updates_and_results_are_logged_with_their_metrics_and_speed(
     assert len(results) == 2 and set(results[0]) == {"train_mean/loss", "val/loss"}
     assert "Training from step 0 (epoch 0) to epoch 2 on 1 cpu process (ddp, fp32)" in caplog.text
     assert "5 parameters, batch 4 x 2 micro-batches" in caplog.text
-    assert "exp epoch 1/2 2/4 (50%)  loss" in caplog.text and "epoch 2: train loss" in caplog.text
+    assert any(text.startswith("epoch 1/2 2/4 (50%)  loss") for text in caplog.messages)
+    assert "epoch 2: train loss" in caplog.text
     assert "Finished: 4 updates to step 4" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("more", "head"),
+    [
+        ({"steps": 4}, "step 2/4 (50%)"),
+        ({"steps": 4, "experiment": "mine"}, "mine 2/4 (50%)"),
+        ({"epochs": 1, "experiment": "mine"}, "mine epoch 1/1 2/4 (50%)"),
+    ],
+)
+def test_lines_begin_with_the_experiment_only_where_it_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, more: dict[str, Any], head: str
+) -> None:
+    with caplog.at_level(logging.INFO, "danling"), Small(settings(tmp_path, log_seconds=0, **more)) as runner:
+        runner.train()
+    assert any(text.startswith(f"{head}  loss") for text in caplog.messages), caplog.messages
+
+
+def test_epoch_on_the_bar_is_that_which_is_evaluated_and_saved(tmp_path: Path) -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Watched(Small):
+        def on_pass_start(self, split: str) -> None:
+            seen.append(("pass", self._reporter.bar.epoch))
+
+        def evaluate_epoch(self, split: str) -> dict[str, float]:
+            seen.append(("evaluation", self._reporter.bar.epoch))
+            return super().evaluate_epoch(split)
+
+        def save_checkpoint(self, **more: Any) -> None:
+            seen.append(("save", self._reporter.bar.epoch))
+            super().save_checkpoint(**more)
+
+    with Watched(settings(tmp_path, epochs=2)) as runner:
+        runner.train()
+    wanted = [(what, f"epoch {epoch}/2") for epoch in (1, 2) for what in ("pass", "evaluation", "save")]
+    assert [each for each in seen if each in wanted] == list(dict.fromkeys(seen)) == wanted
 
 
 def test_a_loss_that_is_a_sum_is_logged_as_the_sum(tmp_path: Path) -> None:
