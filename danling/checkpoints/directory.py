@@ -71,7 +71,7 @@ class CheckpointStore:
         self.is_part = False
         """Whether other machines have the rest of each checkpoint, so that none can be read here."""
         self.directory = directory
-        self._pinned: storage.Identity | None = None
+        self._pinned: storage.Pinned | None = None
         self._skipped: dict[Path | str, str] = {}
 
     @property
@@ -182,7 +182,7 @@ class CheckpointStore:
 
     def pin(self) -> None:
         """Remember the directory in which this run saves: in one that takes its path later nothing is removed."""
-        self._pinned = storage.identity_of(self.directory)
+        self._pinned = storage.Pinned(self.directory)
 
     def refuse_links(self) -> None:
         """Refuse a link in the place of a directory in which saves are made."""
@@ -416,7 +416,7 @@ class TargetStore(CheckpointStore):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._pinned_targets: storage.Identity | None = None
+        self._pinned_targets: storage.Pinned | None = None
 
     def path(self, name: str) -> Path:
         return self.directory / TARGETS / name if is_target(name) else self.directory / name
@@ -431,7 +431,7 @@ class TargetStore(CheckpointStore):
 
     def pin(self) -> None:
         super().pin()
-        self._pinned_targets = storage.identity_of(self.directory / TARGETS)
+        self._pinned_targets = storage.Pinned(self.directory / TARGETS)
 
     def refuse_links(self) -> None:
         refuse_link(self.directory / TARGETS)

@@ -12,6 +12,7 @@ import logging
 import os
 import stat
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -419,24 +420,39 @@ def _remove_any(path: Path) -> None:
         remove(path)
 
 
-Identity = tuple[int, int]
-"""Device and inode of a directory."""
+class Pinned:
+    """A directory that stays open, so that it can be told from another one that takes its path.
+
+    Numbers of devices and inodes alone do not tell: a file system gives that of a removed directory to the next one, and one that the
+    network or another process serves (FUSE) may give a directory another number once nothing has it open.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        with _trying("open", directory):
+            self._handle = os.open(directory, _DIRECTORY & ~os.O_NOFOLLOW)
+        weakref.finalize(self, os.close, self._handle)
+
+    def is_open_as(self, handle: int) -> bool:
+        """Whether a descriptor leads to this directory."""
+        return os.path.samestat(os.fstat(self._handle), os.fstat(handle))
 
 
 @contextmanager
-def opened(directory: Path, expected: Identity | None, *, within: int | None = None) -> Iterator[int]:
+def opened(directory: Path, expected: Pinned | None, *, within: int | None = None) -> Iterator[int]:
     """Open a directory in which a run saves, to remove files in it; refuse another one than it was.
 
     Args:
         directory: Its path. The last part of it may be a link unless `within` is given.
-        expected: What `identity_of` has returned; `None` takes any.
+        expected: The directory that it was; `None` takes any.
         within: Descriptor of the directory above it.
     """
     flags = _DIRECTORY if within is not None else _DIRECTORY & ~os.O_NOFOLLOW
     with _trying("open", directory):
         handle = os.open(directory if within is None else directory.name, flags, dir_fd=within)
     try:
-        if expected is not None and _identity(os.fstat(handle)) != expected:
+        with _trying("look at", directory):
+            is_other = expected is not None and not expected.is_open_as(handle)
+        if is_other:
             raise CheckpointDiskError(
                 f"Expected {directory} to be the directory in which this run began to save. Received: another one, in which nothing is "
                 "removed. Bring the former one back."
@@ -444,16 +460,6 @@ def opened(directory: Path, expected: Identity | None, *, within: int | None = N
         yield handle
     finally:
         os.close(handle)
-
-
-def identity_of(directory: Path) -> Identity:
-    """Return what tells a directory from another one that takes its path."""
-    with _trying("look at", directory):
-        return _identity(os.stat(directory))
-
-
-def _identity(about: os.stat_result) -> Identity:
-    return about.st_dev, about.st_ino
 
 
 def discard(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable
@@ -17,12 +18,16 @@ from support.patience import until
 from support.toys import Small
 from support.toys import settings as toy_settings
 
+from danling.checkpoints import CheckpointError
+from danling.checkpoints.directory import CheckpointStore, FileStore, TargetStore
 from danling.reporting.trackers import JsonLines, read_jsonl
 from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
 from danling.utils.files import open_file, read_bytes, write_atomically
 
 Placement = Callable[[Path, Path], object]
 """Puts something at a path; the second one is a file outside."""
+
+NAME = "ckpt-s000000000001"
 
 PLACEMENTS: dict[str, Placement] = {
     "link": lambda path, outside: path.symlink_to(outside),
@@ -179,6 +184,33 @@ def test_retention_removes_nothing_in_a_directory_that_took_the_place(tmp_path: 
     with Exchanges(config("run", 6, 1), place, tmp_path / "goal") as runner, suppress(Exception):
         runner.train()
     assert {str(path) for path in goal.rglob("*")} >= before
+
+
+def _open_directories() -> set[str]:
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return {os.readlink(link) for link in links if os.path.isdir(link)}
+
+
+@pytest.mark.parametrize(("store", "count"), [(FileStore, 1), (TargetStore, 2)])
+def test_the_directories_of_saves_stay_open_until_the_store_is_gone(
+    tmp_path: Path, store: type[CheckpointStore], count: int
+) -> None:
+    """Without that, another directory may get the inode of a removed one, and a network file system may change that of the same one."""
+    made = store(tmp_path)
+    (tmp_path / "targets").mkdir()
+    made.pin()
+    made.pin()
+    own = {str(tmp_path), str(tmp_path / "targets")}
+    assert len(_open_directories() & own) == count
+    shutil.rmtree(tmp_path)
+    (tmp_path / "targets").mkdir(parents=True)
+    (tmp_path / NAME).write_text("of a user")
+    with pytest.raises(CheckpointError, match="Received: another one"):
+        made.delete(NAME)
+    assert (tmp_path / NAME).exists()
+    del made
+    gc.collect()
+    assert not [path for path in _open_directories() if path.startswith(str(tmp_path))]
 
 
 @pytest.mark.parametrize("name", ["writing", "objects"])
