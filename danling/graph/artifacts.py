@@ -16,7 +16,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -115,13 +115,15 @@ def _user_key() -> bytes:
     if not os.path.lexists(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         staged = staged_path(path)
-        with os.fdopen(os.open(staged, NEW_FILE, 0o600), "wb") as file:
-            file.write(os.urandom(_KEY_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        with suppress(FileExistsError):
-            os.link(staged, path)
-        staged.unlink()
+        try:
+            with os.fdopen(os.open(staged, NEW_FILE, 0o600), "wb") as file:
+                file.write(os.urandom(_KEY_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileExistsError):
+                os.link(staged, path)
+        finally:
+            staged.unlink(missing_ok=True)
     with open_file(path, follow=False) as file:
         about = os.fstat(file.fileno())
         key = file.read(2 * _KEY_BYTES + 1)
@@ -140,19 +142,32 @@ def _is_own_group(group: int) -> bool:
     return found.gr_name == user and set(found.gr_mem) <= {user}
 
 
-def _is_own(about: os.stat_result) -> bool:
-    """Whether a file or directory is this user's, or the administrator's, and no other user can write to it."""
+def _is_own(about: os.stat_result, administrators: Collection[int] = (0,)) -> bool:
+    """Whether a file or directory is this user's, or an administrator's, and no other user can write to it."""
     others = about.st_mode & stat.S_IWOTH
     group = about.st_mode & stat.S_IWGRP and not _is_own_group(about.st_gid)
-    return about.st_uid in (os.geteuid(), 0) and not others and not group
+    return about.st_uid in (os.geteuid(), *administrators) and not others and not group
+
+
+def _administrators() -> list[int]:
+    """Return the users whose directories `/` and `/tmp` are."""
+    try:
+        mapped = Path("/proc/self/uid_map").read_text(encoding="utf-8")
+        unknown = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return [0]
+    has_root = any(line.split()[0] == "0" for line in mapped.splitlines())
+    # In a container that has no other user than this one, as those of Apptainer, what is root's belongs to this number.
+    return [0] if has_root else [0, unknown]
 
 
 def _check_parents(directory: Path) -> None:
     """Refuse a directory in which another user could exchange a folder: one that others can write to, unless it is sticky as /tmp is."""
+    administrators = _administrators()
     for parent in (directory, *directory.parents):
         about = os.stat(parent)
-        is_sticky = about.st_mode & stat.S_ISVTX and about.st_uid in (os.geteuid(), 0)
-        if not is_sticky and not _is_own(about):
+        is_sticky = about.st_mode & stat.S_ISVTX and about.st_uid in (os.geteuid(), *administrators)
+        if not is_sticky and not _is_own(about, administrators):
             raise OSError(errno.EPERM, f"other users can write to {parent}; set TMPDIR to a directory of your own")
 
 
@@ -234,16 +249,19 @@ class Artifacts:
         )
 
     def _make_folder(self) -> None:
-        temporary = Path(tempfile.gettempdir())
+        temporary = Path(tempfile.gettempdir()).resolve()
         _check_parents(temporary)
-        prefix = f"danling-compiled-{os.geteuid()}-"
+        # Machines may share the directory, and do not see the locks of each other there.
+        prefix = f"danling-compiled-{os.geteuid()}-{_digest([socket.gethostname()])[:8]}-"
         for left in temporary.glob(f"{prefix}*"):
             _remove_left(left)
         for _ in range(_ATTEMPTS):
-            path = Path(tempfile.mkdtemp(prefix=prefix))
+            path = Path(tempfile.mkdtemp(prefix=prefix, dir=temporary))
             # Until it is locked, another start may take it for one that a killed process has left.
             if self._enter(path, _identity(path)):
                 return
+            with suppress(OSError):
+                path.rmdir()
         raise OSError(errno.EAGAIN, "its folders vanish")
 
     def _enter(self, path: Path, identity: Identity | None) -> bool:

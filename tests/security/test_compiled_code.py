@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import fork, wait
 from support.toys import Small
 from support.toys import settings as toy_settings
 
+from danling.distributed import LocalDomain
+from danling.graph.artifacts import Artifacts
 from danling.graph.compiler import cxx_version
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 ANOTHER = 65534
 """The user `nobody`."""
+NO_NAMESPACES = 77
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("setpriv") is None, reason="another user needs root and setpriv"
@@ -220,3 +227,56 @@ def test_a_temporary_directory_of_another_user_is_not_compiled_in(
         with runner.compilation.settings():
             assert not str(os.environ.get(CACHE)).startswith(str(theirs / "danling-compiled"))
     assert [record for record in caplog.records if "set TMPDIR" in record.getMessage()]
+
+
+@contextmanager
+def opened(root: Path) -> Iterator[Path]:
+    """Open shared code as one process, and yield its private folder."""
+    code = Artifacts(root / "code", signed=False, world=LocalDomain(), leads=True)
+    code.open()
+    assert code.folder is not None
+    try:
+        yield code.folder
+    finally:
+        code.close()
+
+
+def _alone_in_a_namespace(root: Path) -> None:
+    """Become a user in whose namespace there is no other one, as in a container of Apptainer, and compile in /tmp."""
+    if os.geteuid() == 0:
+        os.setgid(ANOTHER - 1)
+        os.setuid(ANOTHER - 1)
+    user, libc = os.geteuid(), ctypes.CDLL(None)
+    libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: else the mapping belongs to root
+    if libc.unshare(0x10000000):  # CLONE_NEWUSER
+        os._exit(NO_NAMESPACES)
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    assert os.stat("/").st_uid != 0
+    tempfile.tempdir = "/tmp"
+    with opened(root):
+        pass
+
+
+def test_root_outside_of_a_container_may_own_the_temporary_directory(root: Path) -> None:
+    root.chmod(0o777)
+    code = wait(fork(_alone_in_a_namespace, root))
+    if code == NO_NAMESPACES:
+        pytest.skip("the kernel gives users no namespaces")
+    assert code == 0
+
+
+def test_folders_of_other_machines_in_a_shared_temporary_directory_stay(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(host: str) -> Path:
+        """Return the folder of a process of a machine, which no lock is seen on from another one."""
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "gethostname", lambda: host)
+            with opened(root) as folder:
+                pass
+        folder.mkdir()
+        return folder
+
+    own, other = killed(socket.gethostname()), killed("other")
+    with opened(root):
+        assert not own.exists() and other.exists()
