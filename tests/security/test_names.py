@@ -38,6 +38,7 @@ FUNCTIONS = {
     ],
     "checkpoints/manifest": ["archive_complaints", "is_archive", "is_legacy"],
     "checkpoints/storage": [
+        "Pinned.__init__",
         "chunks",
         "link",
         "make_directory",
@@ -68,6 +69,7 @@ FUNCTIONS = {
     "deepspeed/checkpoints": ["DeepSpeedCheckpointManager._save.publish"],
     "graph/artifacts": [
         "Artifacts._add_files",
+        "Artifacts._make_folder",
         "Artifacts._open_directory",
         "Artifacts._unpack",
         "Artifacts._write",
