@@ -98,6 +98,10 @@ def _own(runner: BaseRunner) -> dict[str, object]:
     return {name: value for name, value in {**of_class, **vars(runner)}.items() if name not in left_out}
 
 
+def _put_nothing_back(chosen: Collection[str] | None = None) -> None:
+    """What `remember` returns where no attribute is remembered."""
+
+
 def _changeable(runner: BaseRunner) -> dict[str, object]:
     """Return what a step may change: the attributes of the user's, and the objects and callables in `metrics`."""
     metrics = vars(runner).get("metrics")
@@ -913,13 +917,16 @@ class KeptAttributes:
         """
         runner = self._runner
         kept: dict[str, tuple[Any, object]] = {}
+        if names is not None and not names:
+            self._too_large = set()
+            return _put_nothing_back
         if names is None:
             look, values = Look(runner, with_metrics=True), _changeable(runner)
         else:
-            if names and self._paths is None:
+            if self._paths is None:
                 self._paths = Look(runner, with_metrics=True)
             look = Look(runner, paths_of=self._paths, with_metrics=True)
-            values = {name: value for name, value in _changeable(runner).items() if name in names} if names else {}
+            values = {name: value for name, value in _changeable(runner).items() if name in names}
         size, self._too_large = 0, set()
         for name, value in values.items():
             entry = look.attribute(name, value)

@@ -70,21 +70,21 @@ class RandomKeys:
         self._places[id(data)] = place
         self.key = self._key("train", placement.replica_group[0], place=(*place, *placement.forward_place))
         self._ordinal, self._phase = ordinal, 0
-        self._seed_generators()
+        if self._generators is None or self._generators:
+            self._seed_generators()
         seed_streams(self.key, self._runner.device)
 
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Seed torch's streams for the step of the runner's optimizer, which is made inside: `(seed, "update", updates attempted)`.
+    def begin_update(self) -> None:
+        """Seed torch's streams for the step of the runner's optimizer, which follows: `(seed, "update", updates attempted)`.
 
         Ranks with copies of the same parameters get the same key.
         """
         self._seed_update("update", self._runner.placement.update_place)
         self.in_update = True
-        try:
-            yield
-        finally:
-            self.in_update = False
+
+    def end_update(self) -> None:
+        """Note that the optimizer step is over, also if it has failed."""
+        self.in_update = False
 
     def see_early_steps(self, own: object, closers: ExitStack) -> None:
         """Seed for each optimizer step within `train_step`, and for what follows in the micro-batch.

@@ -80,8 +80,8 @@ class SkippedUpdates:
         """Updates in which attributes were compared."""
         self._found: set[str] = set()
         """Attributes that `train_step` has changed in these."""
-        self._before: Mapping[str, bytes] | None = None
-        """Digests of the attributes at the beginning of an open update in which they are compared."""
+        self.before: Mapping[str, bytes] | None = None
+        """Digests of the attributes at the beginning of an open update in which they are compared; else `None`, and `look` does nothing."""
         self._put_back: tuple[Callable[[], None], Callable[..., None]] | None = None
         """What puts back figures and attributes; `None` where the open update was not remembered."""
 
@@ -97,16 +97,16 @@ class SkippedUpdates:
             return
         is_watched = self._watched < _WATCHED
         if is_watched:
-            self._before = runner._attributes.digests()
+            self.before = runner._attributes.digests()
         self._buffers.take()
         self._put_back = remember_figures(runner), runner._attributes.remember(None if is_watched else self._found)
 
     def look(self) -> None:
         """Find the attributes that a micro-batch has changed, in the first updates. Called after each micro-batch."""
-        if self._before is None:
+        if self.before is None:
             return
         now = self._runner._attributes.digests()
-        self._found |= {name for name, digest in now.items() if self._before.get(name, digest) != digest}
+        self._found |= {name for name, digest in now.items() if self.before.get(name, digest) != digest}
 
     def end(self, *, put_back: bool) -> None:
         """End an update: put back what it has changed, or keep it. Called once the ranks have decided on the update."""
@@ -118,8 +118,8 @@ class SkippedUpdates:
             put_attributes_back(self._found)
             self._buffers.put_back()
             put_figures_back()
-        if self._before is not None:
-            self._before = None
+        if self.before is not None:
+            self.before = None
             self._watched += 1
             if self._watched == _WATCHED and self._found:
                 self._runner._attributes.note_put_back(self._found)
@@ -160,7 +160,6 @@ class BufferCopies:
         """Look again which modules there are."""
         self._model = None
 
-    @torch.no_grad()
     def take(self) -> None:
         """Copy the buffers."""
         if self._model is not self._runner.model:
@@ -173,9 +172,11 @@ class BufferCopies:
         live = [local_part(buffer) for _, _, buffer in self._taken if buffer is not None]
         if len(live) == len(self._live) and all(one is other for one, other in zip(live, self._live)):
             if live:
-                torch._foreach_copy_(self._copies, live)
+                with torch.no_grad():
+                    torch._foreach_copy_(self._copies, live)
             return
-        self._live, self._copies = live, [buffer.clone() for buffer in live]
+        with torch.no_grad():
+            self._live, self._copies = live, [buffer.clone() for buffer in live]
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -236,7 +236,9 @@ class WindowGradients:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._held = [parameter for parameter in parameters if parameter.grad is not None]
         first = self._held[0].grad if self._held else None
-        self._first = None if first is None or first.is_sparse else local_part(first)
+        if type(first) is not Tensor:
+            first = None if first is None else local_part(first)
+        self._first = None if first is None or first.is_sparse else first
         self._version = None if self._first is None else self._first._version
 
     def check(self, named: Iterable[tuple[str, nn.Parameter]], count: int) -> None:
@@ -410,7 +412,8 @@ class UpdateStep:
                 session.observers.notify("micro_batch_ended")
         if runner.carry is not None:
             runner.carry = map_carry(runner.carry, Tensor.detach)
-        self.skipped.look()
+        if self.skipped.before is not None:
+            self.skipped.look()
         runner.state.train.micro_step += 1
         return returned
 
@@ -537,8 +540,11 @@ class UpdateStep:
         if reason is None:
             window.is_first = False
             runner.clip_gradients(grad_norm)
-            with self._keys.updating():
+            self._keys.begin_update()
+            try:
                 runner.optimizer_step()
+            finally:
+                self._keys.end_update()
         runner.zero_gradients()
         if runner.reduction.scaler is not None and reason != "weightless":
             runner.reduction.scaler.update()
