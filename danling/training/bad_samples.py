@@ -24,7 +24,7 @@ class GivenBatches(NamedTuple):
 
     Attributes:
         batches: The micro-batches as their source gave them.
-        source: Their source, `None` where the program calls `train_step` with batches of its own.
+        source: Their source, `None` where the program calls `train_step` with its own batches.
         epoch: The pass of the source.
     """
 
