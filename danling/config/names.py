@@ -167,6 +167,29 @@ ATTRIBUTES_ELSEWHERE = {
     "data_loader": "dataloaders",
 }
 """Attributes of other trainers, and the component that is assigned here for the same."""
+READ_ELSEWHERE = {
+    "log": "self.log_metric(name, value)",
+    "log_dict": "self.log_metric(name, value) for each",
+    "current_epoch": "self.train_state.epoch",
+    "epoch": "self.train_state.epoch",
+    "global_step": "self.train_state.global_step",
+    "trainer": "the runner itself",
+    "accelerator": "the runner itself",
+    "hparams": "self.config",
+    "save_hyperparameters": "self.config, which is saved with the run",
+    "manual_backward": "self.backward(loss)",
+    "fit": "runner.train()",
+    "validate": "runner.evaluate('val')",
+    "test": "runner.evaluate('test')",
+    "predict": "runner.infer(split)",
+    "add_callback": "an override of a hook",
+    "optimizers": "self.optimizer",
+    "lr_schedulers": "self.scheduler",
+    "save_model": "runner.save_pretrained(directory)",
+    "global_rank": "self.rank",
+    "is_global_zero": "self.is_main_process",
+}
+"""Attributes and methods of other trainers that programs read, and what is read or called here for the same."""
 
 
 def place_of(name: str, root: type[Config], *, in_code: bool = False) -> str | None:

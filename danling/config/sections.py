@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -622,6 +622,24 @@ def refuse_absent_keys(value: object) -> None:
     if isinstance(value, (list, tuple)):
         for item in value:
             refuse_absent_keys(item)
+
+
+def sections_that_make_keys(value: object) -> list[tuple[Section, Any]]:
+    """Return the sections in a value, also in lists, with what makes their absent keys, for `make_absent_keys`."""
+    found: list[tuple[Section, Any]] = []
+    if isinstance(value, Section):
+        found.append((value, value.__dict__.get("default_factory")))
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found += sections_that_make_keys(item)
+    return found
+
+
+def make_absent_keys(sections: Iterable[tuple[Section, Any]]) -> None:
+    """Take back `refuse_absent_keys`."""
+    for section, factory in sections:
+        section.__dict__["default_factory"] = factory
 
 
 def fresh(value: Any) -> Any:

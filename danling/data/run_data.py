@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,8 @@ class RunData:
     def check(self, split: str) -> None:
         """Raise a `ValueError` that lists the splits when `split` is none of them."""
         names = self.names
+        if not isinstance(split, str):
+            raise self._no_name(split)
         if split not in names:
             raise ValueError(
                 f"Expected a split out of {names}. Received: split={split!r}.{did_you_mean(split, names)} Put it into `self.datasets` or "
@@ -106,12 +108,20 @@ class RunData:
             return max(named, key=len)
         return next((name for name in _SCORED_FIRST if name in evaluated), next(iter(evaluated), None))
 
+    def _no_name(self, received: object) -> TypeError:
+        return TypeError(
+            f"Expected the name of a split, one of {self.names}. Received: a {type(received).__name__}. Put data into `self.datasets` or "
+            "`self.dataloaders` under a name, and pass the name."
+        )
+
     def choose(self, asked: str | Sequence[str] | None, default: Sequence[str], verb: str) -> list[str]:
         """Return the splits that a caller asks for, or the default ones where that is `None`.
 
         Raises:
             ValueError: If there is none, or one is unknown or named twice.
         """
+        if not (asked is None or isinstance(asked, Collection)):  # a loader would be read to its end
+            raise self._no_name(asked)
         names = list(default) if asked is None else [asked] if isinstance(asked, str) else list(asked)
         if not names:
             near = nearest("train", self.names) if verb == "train on" else None

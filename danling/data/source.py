@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from .dataset_state import (
@@ -80,6 +80,12 @@ def open_source(
         raise ValueError(
             f"Expected the loader of split {split!r} to be iterable. Received: loader={loader!r} ({type(loader).__name__}). Pass a "
             "DataLoader, or put a dataset into `datasets`."
+        )
+    if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
+        raise ValueError(
+            f"Expected a loader of batches in self.dataloaders[{split!r}]. Received: a {type(loader).__name__}, a dataset, of which each "
+            f"single sample would be a batch. Write self.datasets[{split!r}] = ..., and the loader is made of it; a dataset whose items "
+            "are batches goes into DataLoader(dataset, batch_size=None)."
         )
     read, share = loader, Share(split, seed, rank, world_size)
     if not isinstance(loader, (KeyedLoader, WindowLoader)):

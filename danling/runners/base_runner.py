@@ -27,7 +27,7 @@ from danling.config.agreement import check_alike, content_differs
 from danling.config.inputs import impose
 from danling.config.lock import BUDGET, SettingsLock
 from danling.config.runner_config import continued
-from danling.config.sections import refuse_absent_keys
+from danling.config.sections import refuse_absent_keys, sections_that_make_keys
 from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels
 from danling.data.run_data import RunData
@@ -71,7 +71,17 @@ from danling.workspace import Workspace
 from danling.workspace.workspace import RunPlace, without_places
 
 from .extensions import is_asked, load
-from .meta import GUARDED, MetaRunner, begin, check_assignment, close_after_error, guard
+from .meta import (
+    GUARDED,
+    SETTABLE,
+    MetaRunner,
+    begin,
+    check_assignment,
+    check_method,
+    close_after_error,
+    guard,
+    instead_of,
+)
 from .state import ElasticState, RngState, RunnerState, TrainState
 
 if TYPE_CHECKING:
@@ -270,6 +280,10 @@ class BaseRunner(metaclass=MetaRunner):
         impose(own)
         own.validate()
         refuse_absent_keys(own)
+        if isinstance(config, RunnerConfig):
+            # The rest of `__init__` reads its argument as often as `self.config`.
+            self._opened_again = sections_that_make_keys(config)
+            refuse_absent_keys(config)
         asked = own.stack_name()
         chosen_by_user = own.stack.lower() != "auto"
         if chosen_by_user and self.stack not in (asked, "base"):
@@ -1251,7 +1265,18 @@ class BaseRunner(metaclass=MetaRunner):
         def __setattr__(self, name: str, value: object) -> None:
             if GUARDED in self.__dict__:
                 check_assignment(self, name, value)
+            elif not callable(value) and name not in SETTABLE:
+                check_method(self, name, value)
             super().__setattr__(name, value)
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(
+                type(self), name
+            ):  # a property whose own code asked for an attribute that is not there: its error is raised again
+                return object.__getattribute__(self, name)
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}.{instead_of(name)}", name=name, obj=self
+            )
 
     def __enter__(self) -> Self:
         return self

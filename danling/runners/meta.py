@@ -13,6 +13,8 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from danling.checkpoints.errors import CheckpointError
+from danling.config.names import READ_ELSEWHERE
+from danling.config.sections import make_absent_keys
 from danling.data import Batch
 from danling.distributed import FAMILIES
 
@@ -63,6 +65,7 @@ class MetaRunner(type):
                 forgotten = error  # without the library's `__init__` nothing of it is there
             finally:
                 vars(runner).pop(GUARDED, None)
+                make_absent_keys(vars(runner).pop("_opened_again", ()))
             if "_closers" not in vars(runner):
                 raise TypeError(
                     f"Expected {cls.__name__}.__init__ to call super().__init__(config) first. Received: an __init__ that did not. Add it."
@@ -242,6 +245,21 @@ def check_assignment(runner: Any, name: str, value: object, present: Mapping[str
     if not is_allowed:
         text = " ".join(repr(value).split())
         raise _refused(f"self.{name} = {text if len(text) <= 40 else f'{text[:37]}...'}", name, owner)
+
+
+def check_method(runner: Any, name: str, value: object) -> None:
+    """Refuse a value under the name of a method of the library's, which the loops call, on a constructed runner."""
+    owner, original = defined(runner.__class__).get(name, ("", _MISSING))
+    if original is not _MISSING and _kind(original) == "method":
+        text = " ".join(repr(value).split())
+        received = f"self.{name} = {text if len(text) <= 40 else f'{text[:37]}...'}"
+        raise AttributeError(f"{_refused(received, name, owner)} To call the method, write self.{name}(...).")
+
+
+def instead_of(name: str) -> str:
+    """Return what is read here instead of an attribute of another trainer's, as a sentence."""
+    answer = READ_ELSEWHERE.get(name)
+    return f" Other trainers have it; use {answer} here." if answer else ""
 
 
 def check_class(runner: Any) -> None:

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,9 @@ logger = logging.getLogger("danling")
 
 _COLLAPSED = 1e-6
 """Share of its highest value below which a learning rate trains nothing."""
+
+_MOST_ITEMS = 256
+"""Items of a list or dictionary of the program in which modules are looked for."""
 
 _ASSIGNED = ("model", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics")
 
@@ -85,6 +89,11 @@ def check_components(runner: TorchRunner) -> None:
                 f"Expected an optimizer over parameters of the model. Received: a {type(optimizer).__name__} over {len(optimized)} others, "
                 "which would train nothing of it. Make it over self.model.parameters(), after the model is complete."
             )
+    if runner.ema is not None and not callable(getattr(runner.ema, "applied", None)):
+        raise ValueError(
+            f"Expected `self.ema` to be averages, such as a danling.training.EMA. Received: ema of type {type(runner.ema).__name__}. Set "
+            "ema.enabled=true, and the runner makes and updates the averages; give your own copy of the model another name."
+        )
     for name in ("datasets", "dataloaders"):
         splits = getattr(runner, name)
         if not isinstance(splits, Mapping):
@@ -97,11 +106,27 @@ def check_components(runner: TorchRunner) -> None:
                 raise ValueError(
                     f"Expected `self.{name}[{split!r}]` to hold samples. Received: {data!r}. Make a dataset of it, or leave the split out."
                 )
+            if name == "datasets" and isinstance(data, tuple) and len(data) > 1 and is_columns(data):
+                raise ValueError(
+                    f"Expected `self.datasets[{split!r}]` to hold samples. Received: a tuple of {len(data)} tensors or arrays of "
+                    f"{len(data[0])} rows each, which is a dataset of {len(data)} samples. Write TensorDataset(inputs, targets) with "
+                    "tensors; where each tensor is a sample, put them into a list."
+                )
             if isinstance(data, Iterator) and runner.epochs is not None and runner.epochs > 1:
                 raise ValueError(
                     f"Expected a loader of split {split!r} that can be iterated again in each of {runner.epochs} epochs. Received: a "
                     f"{type(data).__name__}, which ends for good. Pass an iterable with __iter__, such as a DataLoader."
                 )
+
+
+def is_columns(data: tuple[object, ...]) -> bool:
+    """Whether a tuple has the form (inputs, targets): tensors or arrays with one number of rows, and not all of one shape and dtype."""
+    columns = [part for part in data if isinstance(part, Tensor) or type(part).__module__ == "numpy"]
+    shapes = [tuple(getattr(part, "shape", ())) for part in columns]
+    if len(columns) < len(data) or not all(shapes):
+        return False
+    kinds = {(shape, str(getattr(part, "dtype", None))) for shape, part in zip(shapes, columns)}
+    return len({shape[0] for shape in shapes}) == 1 and len(kinds) > 1
 
 
 def misnamed(runner: TorchRunner) -> list[str]:
@@ -352,7 +377,11 @@ class ComponentChecks(Observer):
 
 
 class FirstGradients(Observer):
-    """Warns of trained parameters without a gradient in the first update, then removes itself. Skips optimizers with phases."""
+    """Warns of parameters whose gradients and optimizer do not go together in the first update, then removes itself.
+
+    These are trained parameters without a gradient (not with several optimizers, each of which has its own updates), and parameters with
+    a gradient that neither the model nor an optimizer has.
+    """
 
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner
@@ -363,9 +392,10 @@ class FirstGradients(Observer):
         if not float(totals.weight):
             return
         runner.observers.remove(self)
+        optimized = runner.preparation.optimized_parameters(runner.optimizer)
+        self._name_unknown(optimized)
         if runner._phases is not None:
             return
-        optimized = runner.preparation.optimized_parameters(runner.optimizer)
         mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
         missing = dict.fromkeys(name for names in runner.world.gather_objects(mine) for name in names)
         if not missing:
@@ -380,6 +410,55 @@ class FirstGradients(Observer):
                 "depend on them: use them in `forward`, or freeze them with requires_grad_(False).",
                 listed(names),
             )
+
+    def _name_unknown(self, optimized: Iterable[nn.Parameter]) -> None:
+        """Name parameters outside of the model that the loss depends on. May be called on one rank."""
+        runner = self._runner
+        held = [item for _, item in _values(runner) if isinstance(item, torch.optim.Optimizer)]
+        of_others = (
+            parameter for optimizer in held for group in optimizer.param_groups for parameter in group["params"]
+        )
+        known = {id(parameter) for parameter in (*optimized, *of_others)}
+        known.update(id(parameter) for _, parameter in runner.named_parameters())
+        outside = {name: p for name, p in parameters_outside(runner).items() if id(p) not in known}
+        names = [name for name, parameter in outside.items() if parameter.grad is not None]
+        if names and runner.is_main_process:
+            logger.warning(
+                "Expected every parameter that the loss depends on to be part of self.model. Received: a gradient for %s, which no "
+                "optimizer updates and no checkpoint has by name. Make the modules part of self.model (lists of layers as nn.ModuleList), "
+                "or freeze them with requires_grad_(False).",
+                listed(names),
+            )
+
+
+def parameters_outside(runner: TorchRunner) -> dict[str, nn.Parameter]:
+    """Return parameters of the program that are no part of its model, by where they are.
+
+    Looked at are attributes of the runner, and plain lists, tuples and dictionaries in modules of the model, which torch does not register.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for where, item in _values(runner):
+        if isinstance(item, nn.Parameter):
+            found[where] = item
+        elif isinstance(item, nn.Module):
+            found.update({f"{where}.{name}": parameter for name, parameter in item.named_parameters()})
+    return found
+
+
+def _values(runner: TorchRunner) -> Iterator[tuple[str, object]]:
+    """Yield what `parameters_outside` looks at, with its place."""
+    taken = ("model", "criterion", "ema")
+    places = [(f"self.{name}", value) for name, value in vars(runner).items() if name not in taken and name[0] != "_"]
+    for name, module in runner.unwrapped_model.named_modules():
+        prefix = f"model.{name}" if name else "model"
+        places += [(f"{prefix}.{key}", value) for key, value in vars(module).items() if key[0] != "_"]
+    for place, value in places:
+        if type(value) in (list, tuple):
+            yield from ((f"{place}[{index}]", item) for index, item in enumerate(value[:_MOST_ITEMS]))
+        elif type(value) is dict:
+            yield from ((f"{place}[{key!r}]", item) for key, item in islice(value.items(), _MOST_ITEMS))
+        else:
+            yield place, value
 
 
 class FiniteWeights:
