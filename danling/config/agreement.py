@@ -22,7 +22,7 @@ DEVICES = frozenset(
 # be that of a matrix.
 PROCESS = frozenset({"rank", "name", "experiment"})
 OUTPUT = frozenset({"log", "log_seconds", "tensorboard", "wandb", "mlflow", "trackio", "heartbeat", "profiling"})
-RECORDS = frozenset({"git_diff", "secret_keys", "local_keys"})
+RECORDS = frozenset({"git_diff", "secret_keys"})
 
 _SHOWN = 8
 _LONGEST = 60
@@ -60,7 +60,7 @@ def check_alike(config: RunnerConfig, gather: Callable[[Any], Sequence[Any]]) ->
     Raises:
         ValueError: If a setting differs that may not differ by machine; the text names each key with its values by rank.
     """
-    settings = flatten(config.public(), keeps_empty=True)
+    settings = flatten(_numbered(config.public()), keeps_empty=True)
     listed = config.local_keys or ()
     compared = {key: _compared(key, value) for key, value in settings.items() if not may_differ(key, value, listed)}
     # Digests first: thousands of ranks need not send each other all their settings.
@@ -80,6 +80,13 @@ def check_alike(config: RunnerConfig, gather: Callable[[Any], Sequence[Any]]) ->
         "Set each key to one value on all ranks. `local_keys` lists more keys that may differ by machine; paths, loader workers, "
         "devices and output may differ."
     )
+
+
+def _numbered(value: Any) -> Any:
+    """Return plain values with lists of sections as sections, so that a path in one of them has a name: `sources.0.path`."""
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        value = dict(enumerate(value))
+    return {name: _numbered(item) for name, item in value.items()} if isinstance(value, Mapping) else value
 
 
 class _Absent:
