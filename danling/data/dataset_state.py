@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from itertools import islice
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,8 @@ _WATCHED = (bool, int, float, complex, str, bytes, type(None))
 _MOST_WATCHED = 64
 """Numbers and texts of a dataset that are compared at a save."""
 _DEEPEST = 3
+_OF_THE_PROGRAM = (ModuleType, type, FunctionType, BuiltinFunctionType, logging.Logger)
+"""What a dataset may refer to without that being a part of it: its attributes change for other reasons, and are many."""
 
 
 def is_stateful(value: object) -> bool:
@@ -159,7 +163,8 @@ class DatasetCopies:
     """What a dataset was like when workers got copies of it, to find changes of which they do not know.
 
     Found are attributes with another value or object, tensors that torch changed in place, and containers of another length, up to three
-    levels deep. An array that NumPy changes in place, and an entry of a long list, are not.
+    levels deep. An array that NumPy changes in place, and an entry of a long list, are not. Modules, classes, functions and loggers are
+    compared as objects.
     """
 
     def __init__(self, dataset: object) -> None:
@@ -181,7 +186,10 @@ def _mark(value: Any, depth: int) -> tuple[Any, ...]:
     if type(value) in _WATCHED:
         return (value,)
     if isinstance(value, Tensor):
-        return _Same(value), value._version
+        # One that was made in inference mode counts no changes.
+        return _Same(value), None if value.is_inference() else value._version
+    if isinstance(value, _OF_THE_PROGRAM):
+        return (_Same(value),)
     inner: Any = ()
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         if depth and len(value) <= _MOST_WATCHED:

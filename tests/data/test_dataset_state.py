@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import numpy
@@ -14,7 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from danling.data import BatchSource, build_dataloader, open_source
-from danling.data.dataset_state import from_plain, to_plain
+from danling.data.dataset_state import DatasetCopies, from_plain, to_plain
 
 
 class Counting(Dataset[Tensor]):
@@ -111,3 +112,37 @@ def test_plain_states_are_read_without_pickle(tmp_path: Any) -> None:
     for one, other in zip([*arrays, state["big"]], back["a"] + [back["big"]], strict=True):
         assert one.dtype == other.dtype and (one == other).all()  # type: ignore[union-attr,attr-defined]
     assert back["b"] == state["b"] and back["n"] == 0.1 and type(back["n"]) is numpy.float64
+
+
+def changes() -> int:
+    return 0
+
+
+class Referring(Dataset[Tensor]):
+    """Refers to objects of the program, which change for other reasons, and to a tensor that counts no changes."""
+
+    def __init__(self) -> None:
+        self.logger = logging.getLogger("tests.referring")
+        self.of_program = [numpy, Tensor, changes]
+        self.unknown = float("nan")
+        with torch.inference_mode():
+            self.inputs = torch.zeros(4)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.inputs[index].clone()
+
+
+def test_objects_of_the_program_are_no_part_of_a_dataset_that_workers_have_copies_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dataset = Referring()
+    copies = DatasetCopies(dataset)
+    dataset.logger.setLevel("DEBUG")
+    monkeypatch.setattr(numpy, "of_this_test", [1], raising=False)
+    monkeypatch.setattr(changes, "calls", 1, raising=False)
+    assert not copies.differ_from(dataset)
+    dataset.inputs = torch.ones(4)
+    assert copies.differ_from(dataset)
