@@ -473,15 +473,15 @@ class UpdateStep:
         if follows and runner.reduction.keeps_gradients:
             self._gradients = WindowGradients(runner.reduction.parameters)
 
-    def _check_schedule(self) -> None:
-        """Refuse a `train_step` that advances the schedule, which every update advances."""
-        before, self._schedule_at = self._schedule_at, None
+    def _check_schedule(self, hook: str) -> None:
+        """Refuse a `train_step` or an `optimizer_step` that advances the schedule, which every update advances."""
+        before = self._schedule_at
         if before is None or self._runner.scheduler is None:
             return
         advanced = getattr(self._runner.scheduler, "last_epoch", before) - before
         if advanced:
             raise ValueError(
-                f"Expected `train_step` to leave the schedule to the runner, which advances it. Received: a "
+                f"Expected `{hook}` to leave the schedule to the runner, which advances it. Received: a "
                 f"{type(self._runner.scheduler).__name__} that was advanced {advanced} times in an update. Remove scheduler.step(); "
                 "scheduler.interval says when the runner advances it."
             )
@@ -498,10 +498,11 @@ class UpdateStep:
                 f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {window.unscaled} of {window.count} "
                 "without. Call self.backward(loss) before you return; a loss that is only returned, or `loss.backward()`, is not weighed."
             )
-        self._check_schedule()
+        self._check_schedule("train_step")
         self._gradients = None
         of_phases = runner._phases.close() if runner._phases is not None else None
         outcome, requests = of_phases or self.decide()
+        self._check_schedule("optimizer_step")
         self._given = []
         self.skipped.end(put_back=not outcome.committed and outcome.reason != UNCOMMITTED)
         if outcome.reason == UNCOMMITTED:

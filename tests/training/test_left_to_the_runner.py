@@ -170,6 +170,17 @@ def test_a_schedule_that_train_step_advances_is_refused(
         weights_of(config, "before", lambda runner: runner.scheduler.step())
 
 
+def test_schedule_advanced_in_optimizer_step_is_refused(tmp_path: Path) -> None:
+    class Stepping(Loop):
+        def optimizer_step(self) -> None:
+            super().optimizer_step()
+            self.scheduler.step()
+
+    runner = Stepping(config_of(tmp_path, scheduler={"type": "cosine"}))
+    with runner, pytest.raises(ValueError, match=r"`optimizer_step` to leave the schedule .*advanced 1 times in"):
+        runner.train()
+
+
 def test_a_schedule_of_another_optimizer_is_the_programs(tmp_path: Path) -> None:
     class Own(Loop):
         def __init__(self, config: Mapping[str, Any]) -> None:
