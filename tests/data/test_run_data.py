@@ -25,7 +25,7 @@ class Settings(dict[str, Any]):
     def accum_steps(self) -> int:
         return int(self.get("accum_steps", 1))
 
-    gradient_sum = "fast"
+    gradient_sum, score_name = "fast", "loss"
 
 
 class Run:
