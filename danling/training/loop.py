@@ -430,11 +430,11 @@ class TrainingLoop:
         The position of the source moves when an update is decided, even if it was skipped.
         """
         runner, session, agreement = self._runner, self._session, self._runner._parts.agreement
-        run_window, member = runner._parts.run_window, runner.fault_tolerance
+        run_window, update, member = runner._parts.run_window, runner._parts.update, runner.fault_tolerance
         source = runner._data.begin(split)
         source.note_dataset()
         runner._bind_reduction()
-        runner._parts.update.split = split
+        update.split = split
         runner.observers.notify("pass_started", split)
 
         def read() -> Iterator[Batch]:
@@ -449,6 +449,11 @@ class TrainingLoop:
                 if batch is None:
                     return
                 yield batch
+
+        def move() -> None:
+            if source.reads:
+                runner._data.check_unchanged(split)
+            source.commit(consumed)
 
         compared, begins = False, source.consumed == 0
         # Whether there is one more pass over a stream is known only when it is read.
@@ -488,13 +493,12 @@ class TrainingLoop:
                 # Memory ran out: the batches are read again, in smaller ones.
                 batches = read()
                 continue
+            update.move_source = move
             outcome = session.update(runner.step)
             if outcome.reason == UNCOMMITTED:
                 batches = chain(consumed, batches)
                 continue
-            if source.reads:
-                runner._data.check_unchanged(split)
-            source.commit(consumed)
+            update.end_batches()
             yield outcome
             if self._is_quick_pass_over():
                 break

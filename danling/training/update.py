@@ -298,6 +298,8 @@ class UpdateStep:
         self.log_every = 1024
         self.steps_scheduler = self.tells_place = False
         self.rates: list[float | None] = []
+        self.move_source: Callable[[], None] | None = None
+        """What moves the position of the data past the batches of the open update; `None` in a loop by hand."""
         self._own_backward = runner._overrides("backward")
         self._schedule_at: int | None = None
         """Where the schedule was when the open window began; `None` if it does not say, or counts by optimizer."""
@@ -378,7 +380,7 @@ class UpdateStep:
         runner, window, session = self._runner, self._runner.window, self._session
         if window.count == 0:
             runner.reduction.begin()
-            self._gradients = None
+            self._gradients = self.move_source = None
             self._given = []
             self._schedule_at = getattr(runner.scheduler, "last_epoch", None) if runner._phases is None else None
             if session.observers:
@@ -510,9 +512,17 @@ class UpdateStep:
             session.request(*requests)
             return outcome
         self._conclude(outcome, steps_schedule=of_phases is None or not isinstance(runner.scheduler, JointScheduler))
+        # Here and not after `step`, since an override of it may save.
+        self.end_batches()
         if requests:
             session.apply_requests(requests)
         return outcome
+
+    def end_batches(self) -> None:
+        """Move the position of the data past the batches of the update, once."""
+        move, self.move_source = self.move_source, None
+        if move is not None:
+            move()
 
     def agree(self, window: Window) -> StepTotals:
         """Return the sums of a window over all ranks: the one collective of an update."""

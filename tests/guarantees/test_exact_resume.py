@@ -96,3 +96,27 @@ def test_at_its_end_a_run_touches_nothing(tmp_path: Path) -> None:
     assert again["ids"] == []
     assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*.pth")}
     assert results == {path: path.read_bytes() for path in results}
+
+
+class SavesInStep(TracingRunner):
+    """Saves in an override of `step`, which is in the middle of a pass."""
+
+    def step(self) -> Any:
+        outcome = super().step()
+        if self.train_state.global_step == 2 and self.train_state.epoch == 0:
+            self.save_checkpoint(history=True)
+        return outcome
+
+
+@pytest.mark.parametrize("mode", ["epoch", "step"])
+def test_run_that_saved_in_its_step_is_resumed_after_that_update(mode: str, tmp_path: Path) -> None:
+    config = settings(mode, tmp_path, log=False, **{"checkpoint.keep_latest_k": 9})
+    with SavesInStep({**config, "dir": str(tmp_path / "whole")}) as whole:
+        whole.train()
+        saved = min((tmp_path / "whole" / "checkpoints").glob("ckpt-*.pth"))
+    with SavesInStep({**config, "dir": str(tmp_path / "resumed"), "resume": str(saved)}) as resumed:
+        assert resumed.train_state.global_step == 2
+        resumed.train()
+    assert resumed.ids == whole.ids[-len(resumed.ids) :] and len(resumed.trace) == len(whole.trace) - 2
+    assert resumed.trace == whole.trace[2:]
+    assert not differences(whole_state(whole)["model"], whole_state(resumed)["model"])
