@@ -18,6 +18,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -191,7 +192,7 @@ URL_ROADS = {
 @contextmanager
 def no_hang(case: int) -> Iterator[None]:
     def late(*arguments: Any) -> None:
-        faulthandler.dump_traceback()
+        faulthandler.dump_traceback(sys.__stderr__)  # that of the test has no descriptor
         raise AssertionError(f"case {case} hangs")
 
     before = signal.signal(signal.SIGALRM, late)
@@ -319,7 +320,9 @@ def bounded_memory() -> Iterator[None]:
         yield
     except Exception as error:
         seen: BaseException | None = error
-        while seen is not None:
+        known: list[BaseException] = []
+        while seen is not None and seen not in known:  # a chain of causes may lead back
+            known.append(seen)
             assert not isinstance(seen, MemoryError) and "allocate memory" not in str(seen), f"2 GB: {seen!r}"
             seen = seen.__cause__ or seen.__context__
         raise
