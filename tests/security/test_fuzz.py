@@ -106,7 +106,7 @@ def _resume(original: Original, directory: Path, name: str) -> Any:
 
 
 def _pretrained(original: Original, directory: Path, name: str) -> Any:
-    return {"model": read_model(original.manager(directory), directory / name)}
+    return {"evaluated": read_model(original.manager(directory), directory / name)}
 
 
 def _from_checkpoint(original: Original, directory: Path, name: str) -> Any:
@@ -131,7 +131,7 @@ def _export(original: Original, directory: Path, name: str) -> Any:
     out = directory.parent / "out.pth"
     code = main(["export", str(directory / name), str(out), "--force"])
     assert code in (0, 1, 2, 3), code
-    return {"model": torch.load(out, weights_only=True)} if code == 0 else {}
+    return {"evaluated": torch.load(out, weights_only=True)} if code == 0 else {}
 
 
 def _run(original: Original, directory: Path, name: str) -> Any:
@@ -144,7 +144,8 @@ def _run(original: Original, directory: Path, name: str) -> Any:
     }
     source = {"pretrained": str(directory / name)} if original.kind == "alone" else {"resume": str(directory / name)}
     with TracingRunner({**kept, "log": False, "workspace_root": str(directory.parent / "runs"), **source}) as runner:
-        return {"model": {k: v.clone() for k, v in runner.unwrapped_model.state_dict().items()}}
+        part = "evaluated" if "pretrained" in source else "model"
+        return {part: {k: v.clone() for k, v in runner.unwrapped_model.state_dict().items()}}
 
 
 ROADS: dict[str, tuple[int, Callable[[Original, Path, str], Any]]] = {
@@ -240,7 +241,10 @@ def _judge(original: Original, road: str, name: str, loaded: Any) -> None:
 
 
 def _holds(expected: Mapping[str, Any], loaded: Mapping[str, Any]) -> bool:
-    parts = {**expected, "train": expected["state"]["train"]}
+    averages = (expected.get("ema") or {}).get("weights", {})
+    # What was evaluated has the averages where there are some.
+    evaluated = {**expected["model"], **averages}
+    parts = {**expected, "train": expected["state"]["train"], "evaluated": evaluated}
     return not any(differences(value, parts[part]) for part, value in loaded.items())
 
 
