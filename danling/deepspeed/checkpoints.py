@@ -54,6 +54,10 @@ class EngineTag:
     """Stage and number of ranks, groups of parameters, and states of the optimizer that are no tensors."""
 
 
+def _is_shape(value: object) -> bool:
+    return isinstance(value, torch.Size)
+
+
 class HashingFiles:
     """What an engine uses as its checkpoint engine: files are durable and hashed when they are written.
 
@@ -73,7 +77,8 @@ class HashingFiles:
 
     def save(self, state_dict: object, path: str) -> None:
         def write() -> None:
-            state = tree_map_only(Tensor, readable, state_dict)
+            # As a tuple, a shape is one that DeepSpeed's readers do not know.
+            state = tree_map_only(Tensor, readable, state_dict, is_leaf=_is_shape)
             found = storage.write_file(Path(path), lambda writer: torch.save(state, writer))  # type: ignore[arg-type]
             self.written[Path(path).name] = found
 

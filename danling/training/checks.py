@@ -512,7 +512,7 @@ def _not_finite(weights: Mapping[str, Tensor]) -> list[str]:
     suspects = list(narrow)
     if wide:
         # One pass, which reads each weight once. A norm may also overflow.
-        norms = torch._foreach_norm(list(wide.values()), 2.0)
+        norms = _norms(list(wide.values()))
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for norm in norms:
             by_device[norm.device].append(norm.float())
@@ -521,6 +521,21 @@ def _not_finite(weights: Mapping[str, Tensor]) -> list[str]:
     # Types of eight bits have no arithmetic operations.
     exact = ((name, known[name].float() if name in narrow else known[name]) for name in suspects)
     return [name for name, tensor in exact if not bool(tensor.isfinite().all())]
+
+
+def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Return the 2-norm of each tensor. Those of a library's class, such as quantized weights, may have no operation for all at once."""
+    try:
+        return torch._foreach_norm(tensors, 2.0)
+    except NotImplementedError:
+        return [_norm(tensor) for tensor in tensors]
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor.norm()
+    plain = tensor.dequantize() if hasattr(tensor, "dequantize") else tensor
+    return plain.norm()
 
 
 def _in_evaluation(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

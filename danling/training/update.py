@@ -441,9 +441,8 @@ class UpdateStep:
                 runner.window.cut(output)
 
         handles: list[Any] = []
-        if (
-            getattr(runner, "pipeline", None) is None
-        ):  # whose last stage has the loss, of one part of the batch after the other
+        # The last stage of a pipeline has the loss, of one part of the batch after the other.
+        if getattr(runner, "pipeline", None) is None:
             handles += [module.register_forward_pre_hook(enter) for module in modules]
             handles += [module.register_forward_hook(leave, always_call=True) for module in modules]
             handles += [
@@ -472,7 +471,10 @@ class UpdateStep:
             self._gradients.check(runner.named_parameters(), window.count)
         runner._back_propagate(scaled)
         follows = self._session.in_step and not window.reduces and runner._phases is None
-        if follows and runner.reduction.keeps_gradients:
+        # A pipeline goes on adding to them. Those of a window without weight so far are zero anyway.
+        is_whole = getattr(runner, "pipeline", None) is None
+        weighs = isinstance(window.weight, Tensor) or window.weight != 0.0
+        if follows and is_whole and weighs and runner.reduction.keeps_gradients:
             self._gradients = WindowGradients(runner.reduction.parameters)
 
     def _check_schedule(self, hook: str) -> None:
@@ -520,9 +522,9 @@ class UpdateStep:
 
     def end_batches(self) -> None:
         """Move the position of the data past the batches of the update, once."""
-        move, self.move_source = self.move_source, None
-        if move is not None:
-            move()
+        advance, self.move_source = self.move_source, None
+        if advance is not None:
+            advance()
 
     def agree(self, window: Window) -> StepTotals:
         """Return the sums of a window over all ranks: the one collective of an update."""

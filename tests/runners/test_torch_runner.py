@@ -265,7 +265,7 @@ def test_the_first_save_says_what_the_run_will_need_on_disk(
     lines = [text for text in caplog.messages if "will be kept in" in text]
     assert [" ".join(line.split()[:2]) for line in lines] == said
     assert all(
-        line.startswith(f"{history} checkpoints of ") and "keep_latest_k=3 keeps three" in line for line in lines
+        line.startswith(f"{history} checkpoints with ") and "keep_latest_k=3 keeps three" in line for line in lines
     )
 
 

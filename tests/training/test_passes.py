@@ -40,9 +40,16 @@ class Passes(TorchRunner):
         return None, loss
 
     def step(self) -> UpdateOutcome:
-        outcome = super().step()
+        instead = self.outcomes.pop(0) if self.outcomes else None
+        if instead is not None and instead.reason == UNCOMMITTED:
+            # What is left of an update that the groups did not commit.
+            self.window.reset()
+            self.zero_gradients()
+            outcome = instead
+        else:
+            outcome = super().step()
         self.windows.append([])
-        return (self.outcomes.pop(0) if self.outcomes else None) or outcome
+        return instead or outcome
 
     def updates(self) -> Iterator[UpdateOutcome]:
         return self._parts.loop._updates("train")
