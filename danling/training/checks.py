@@ -532,10 +532,10 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    if type(tensor) in (Tensor, nn.Parameter):
-        return tensor.norm()
-    plain = tensor.dequantize() if hasattr(tensor, "dequantize") else tensor
-    return plain.norm()
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    values: Tensor = tensor if is_plain or not hasattr(tensor, "dequantize") else tensor.dequantize()
+    found: Tensor = torch.linalg.vector_norm(values)
+    return found
 
 
 def _in_evaluation(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
