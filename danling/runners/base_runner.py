@@ -1270,9 +1270,8 @@ class BaseRunner(metaclass=MetaRunner):
             super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
-            if hasattr(
-                type(self), name
-            ):  # a property whose own code asked for an attribute that is not there: its error is raised again
+            if hasattr(type(self), name):
+                # A property whose own code asked for an attribute that is not there: its error is raised again.
                 return object.__getattribute__(self, name)
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}.{instead_of(name)}", name=name, obj=self

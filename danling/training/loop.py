@@ -500,7 +500,7 @@ class TrainingLoop:
                 continue
             update.end_batches()
             yield outcome
-            if self._is_quick_pass_over():
+            if self._quick is not None and self._is_quick_pass_over(self._quick):
                 break
         if not found:
             raise ValueError(
@@ -542,10 +542,11 @@ class TrainingLoop:
             results.check()
         keys.between_updates()
 
-    def _is_quick_pass_over(self) -> bool:
+    def _is_quick_pass_over(self, updates: int) -> bool:
         """Whether a quick run that was resumed has made its updates, so that its pass ends here."""
         made = self._runner.state.train.global_step - self._begun_at
-        return self._quick is not None and not self._runner.is_step_mode and self._begun_at > 0 and made >= self._quick
+        is_resumed = self._begun_at > 0
+        return is_resumed and not self._runner.is_step_mode and made >= updates
 
     def _after_update(self, outcome: UpdateOutcome) -> None:
         """Do the work of every update boundary other than evaluation and periodic checkpoints."""

@@ -470,11 +470,13 @@ class UpdateStep:
         if self._gradients is not None:
             self._gradients.check(runner.named_parameters(), window.count)
         runner._back_propagate(scaled)
-        follows = self._session.in_step and not window.reduces and runner._phases is None
+        is_last = window.reduces or runner._phases is not None
+        if is_last or not self._session.in_step or not runner.reduction.keeps_gradients:
+            return
         # A pipeline goes on adding to them. Those of a window without weight so far are zero anyway.
         is_whole = getattr(runner, "pipeline", None) is None
         weighs = isinstance(window.weight, Tensor) or window.weight != 0.0
-        if follows and is_whole and weighs and runner.reduction.keeps_gradients:
+        if is_whole and weighs:
             self._gradients = WindowGradients(runner.reduction.parameters)
 
     def _check_schedule(self, hook: str) -> None:
@@ -502,11 +504,13 @@ class UpdateStep:
                 f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {window.unscaled} of {window.count} "
                 "without. Call self.backward(loss) before you return; a loss that is only returned, or `loss.backward()`, is not weighed."
             )
-        self._check_schedule("train_step")
+        if self._schedule_at is not None:
+            self._check_schedule("train_step")
         self._gradients = None
         of_phases = runner._phases.close() if runner._phases is not None else None
         outcome, requests = of_phases or self.decide()
-        self._check_schedule("optimizer_step")
+        if self._schedule_at is not None:
+            self._check_schedule("optimizer_step")
         self._given = []
         self.skipped.end(put_back=not outcome.committed and outcome.reason != UNCOMMITTED)
         if outcome.reason == UNCOMMITTED:
