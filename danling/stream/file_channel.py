@@ -113,7 +113,12 @@ class FileChannel(RefChannel):
             self._absorb()
             self._has_looked = True
             if self._log.stat().st_size > self._scanned:
-                os.truncate(self._log, self._scanned)  # no writer: a producer was killed in the middle of a line
+                # No writer: a producer was killed in the middle of a line.
+                handle = self._opened_to_write()
+                try:
+                    os.ftruncate(handle, self._scanned)
+                finally:
+                    os.close(handle)
             yield
 
     def _committing(self) -> AbstractContextManager[None]:
@@ -213,7 +218,7 @@ class FileChannel(RefChannel):
     def _write(self, lines: str, what: str) -> None:
         if not lines:
             return
-        handle = os.open(self._log, os.O_WRONLY | os.O_APPEND | _FLAGS)
+        handle = self._opened_to_write()
         try:
             write_all(handle, lines.encode())
             os.fsync(handle)
@@ -224,6 +229,18 @@ class FileChannel(RefChannel):
         finally:
             os.close(handle)
         self._absorb()
+
+    def _opened_to_write(self) -> int:
+        """Return a descriptor of the log, which must have no other name: what is written would be in a file of another place too."""
+        handle = os.open(self._log, os.O_WRONLY | os.O_APPEND | _FLAGS)
+        names = os.fstat(handle).st_nlink
+        if names <= 1:
+            return handle
+        os.close(handle)
+        raise ValueError(
+            f"Expected the log of a stream to have one name. Received: {self._log}, a file with {names} names (hard links), which would be "
+            "changed under all of them. Copy the file, and move the copy to its place."
+        )
 
     def _check_damage(self) -> None:
         self._index()

@@ -280,13 +280,18 @@ def _refuse_other_kinds(path: Path) -> None:
     for suffix in ("", *_OWN_FILES):
         file = path.with_name(f"{path.name}{suffix}")
         try:
-            mode = os.stat(file, follow_symlinks=not suffix).st_mode
+            found = os.stat(file, follow_symlinks=not suffix)
         except FileNotFoundError:
             continue
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(found.st_mode):
             raise ValueError(
                 f"Expected a file, or nothing yet, at {file}, where the log of a stream is written. Received: a link, a directory, a named "
                 "pipe, or a device. Move it away."
+            )
+        if found.st_nlink > 1:
+            raise ValueError(
+                f"Expected the log of a stream to have one name. Received: {file}, a file with {found.st_nlink} names (hard links), which "
+                "would be changed under all of them. Copy the file, and move the copy to its place."
             )
 
 

@@ -271,3 +271,23 @@ def test_a_database_opens_no_pipe_and_no_link_that_it_has_not_made(
     PLACEMENTS[kind](tmp_path / f"log.sqlite{suffix}", canary / "file.txt")
     with pytest.raises(ValueError, match="Expected (a file, or nothing yet|the log of a stream)"):
         SQLiteChannel(tmp_path / "log.sqlite")
+
+
+@pytest.mark.parametrize("cut", [b"", b'{"value": '])
+def test_a_producer_changes_no_log_that_has_another_name(tmp_path: Path, cut: bytes) -> None:
+    FileChannel(tmp_path / "stream")
+    log, outside = tmp_path / "stream" / "log.jsonl", tmp_path / "outside.jsonl"
+    log.write_bytes(cut)
+    os.link(log, outside)
+    with pytest.raises(ValueError, match="2 names .hard links."):
+        FileChannel(tmp_path / "stream").end()
+    assert outside.read_bytes() == cut
+
+
+def test_sqlite_opens_no_database_that_has_another_name(tmp_path: Path) -> None:
+    SQLiteChannel(tmp_path / "log.sqlite").close()
+    os.link(tmp_path / "log.sqlite", tmp_path / "outside")
+    before = (tmp_path / "outside").read_bytes()
+    with pytest.raises(ValueError, match="2 names .hard links."):
+        SQLiteChannel(tmp_path / "log.sqlite")
+    assert (tmp_path / "outside").read_bytes() == before

@@ -98,8 +98,7 @@ FUNCTIONS = {
         "FileChannel._absorb",
         "FileChannel._lines",
         "FileChannel._move_watermark",
-        "FileChannel._write",
-        "FileChannel._writing",
+        "FileChannel._opened_to_write",
     ],
     "stream/sqlite_channel": ["SQLiteChannel.__init__"],
     "supervision/failures": ["_write_error_file", "write_memory_snapshot"],
@@ -234,7 +233,7 @@ WRITERS = {
     "reporting/logging": ["RunLog.__init__: FileHandler"],  # named by the user, or after the instant of the start
     "reporting/trackers": ["JsonLines._open: os.open"],
     "stream/directory_store": ["DirectoryStore._note: os.open", "_write_synced: os.open"],
-    "stream/file_channel": ["FileChannel.__init__: os.open", "FileChannel._write: os.open"],
+    "stream/file_channel": ["FileChannel.__init__: os.open", "FileChannel._opened_to_write: os.open"],
     "utils/files": ["replacing: os.open"],
     "utils/locks": ["_opened: os.open"],
     "utils/process": ["first_failure: os.open"],
