@@ -143,6 +143,10 @@ def _git(directory: Path, *arguments: str, timeout: float = _GIT_TIMEOUT_SECONDS
     return done.stdout
 
 
+_OWN_DIRECTORIES = ("metadata", "logs", "tensorboard", "profiles", "heartbeats", "hangs")
+"""Directories in that of a run, into which it writes."""
+
+
 class Workspace:
     """Paths of one attempt of a run, and the writing of its metadata and results.
 
@@ -196,6 +200,10 @@ class Workspace:
             return
         make_directory(self.dir)
         refuse_link(self.metadata_dir)
+        for name in _OWN_DIRECTORIES:
+            # A link that leads nowhere is moved aside below, or replaced by whoever makes the directory.
+            if os.path.isdir(self.dir / name):
+                refuse_link(self.dir / name)
         clear_places(directories=[self.metadata_dir, self.dir / "logs"])
         written = (
             self.jsonl_file,

@@ -291,3 +291,14 @@ def test_sqlite_opens_no_database_that_has_another_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2 names .hard links."):
         SQLiteChannel(tmp_path / "log.sqlite")
     assert (tmp_path / "outside").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["metadata", "logs", "tensorboard", "profiles", "heartbeats", "hangs"])
+def test_a_resumed_run_writes_into_no_directory_that_is_a_link(tmp_path: Path, canary: Path, name: str) -> None:
+    settings = toy_settings(tmp_path / "run", auto_resume=True)
+    with Small({**settings, "steps": 2}) as runner:
+        runner.train()
+    shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
+    (tmp_path / "run" / name).symlink_to(canary)
+    with pytest.raises(ValueError, match=f"Expected no link at .*{name}"):
+        Small({**settings, "steps": 4})
