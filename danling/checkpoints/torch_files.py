@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 
@@ -17,6 +19,7 @@ from .directory import SUMS, has_sums
 from .errors import CheckpointDamaged, CheckpointMismatch, disk_error
 from .manifest import archive_complaints, is_archive
 from .payload import check_sections
+from .pickles import is_too_deep
 from .reading import Outline, tensors_in, without_tensors
 
 FORMAT_VERSION = 2
@@ -28,6 +31,8 @@ CHANGED_SINCE = {
 """What a run computes differently since a format, by the last version of it."""
 
 _DEEPEST, _MOST_VALUES = 200, 20_000_000
+_DEEPEST_PICKLE = 1000
+"""Levels of operations, of which a value may take several; hashing a key of so many is safe."""
 
 
 def read_file(path: Path, *, mmap: bool = False) -> Any:
@@ -39,6 +44,7 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
     if problems:
         raise CheckpointDamaged(f"Expected a file of torch.save. Received: {path}: {'; '.join(problems[:5])}.")
     try:
+        _check_depth(path, is_zip=is_zip)
         if is_text(path):
             payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zip)
         else:
@@ -53,6 +59,21 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
         raise disk_error("read", path, error) from error
     except Exception as error:
         raise CheckpointDamaged(f"Expected a file of torch.save. Received: {path}, {why_unreadable(error)}") from error
+
+
+def _check_depth(path: Path, *, is_zip: bool) -> None:
+    """Refuse a file whose values are nested so deeply that reading them could end the process."""
+    with open_file(path) as file:
+        if is_zip:
+            with ZipFile(file) as archive:
+                name = next((each for each in archive.namelist() if each.endswith("data.pkl")), None)
+                content = archive.read(name) if name is not None else b""
+            is_deep = bool(content) and is_too_deep(BytesIO(content), _DEEPEST_PICKLE)
+        else:
+            # The older format has three small pickles before that of the values.
+            is_deep = any(is_too_deep(file, _DEEPEST_PICKLE) for _ in range(4))
+    if is_deep:
+        raise CheckpointDamaged(f"Expected values of at most {_DEEPEST} levels. Received: {path}, with more.")
 
 
 def check_values(payload: object, path: Path, *, size: int | None = None) -> None:
@@ -71,7 +92,8 @@ def check_values(payload: object, path: Path, *, size: int | None = None) -> Non
                     )
             elif isinstance(value, (dict, list, tuple)):
                 count += times * len(value)
-                for inner in value.values() if isinstance(value, dict) else value:
+                # Keys may be tuples of tuples.
+                for inner in (*value, *value.values()) if isinstance(value, dict) else value:
                     if isinstance(inner, (torch.Tensor, dict, list, tuple)):
                         below[id(inner)] = (inner, times + below.get(id(inner), (None, 0))[1])
         if count > _MOST_VALUES:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import pickletools
 import random
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy
 import pytest
@@ -27,6 +29,8 @@ from danling.checkpoints import (
 )
 from danling.checkpoints.dcp import INDEX
 from danling.checkpoints.directory import newest_record
+from danling.checkpoints.torch_files import read_file
+from danling.cli.main import main
 from danling.distributed import LocalDomain
 
 MANAGERS = {"file": FileCheckpointManager, "dcp": TorchDistributedCheckpointManager}
@@ -325,3 +329,28 @@ def test_attributes_of_a_stranger_are_left_out(
     # Its own checkpoints have the attributes that it has trained itself.
     with Keeper.from_checkpoint(tmp_path / "own", {"steps": 6}, attributes=attributes) as runner:
         assert runner.number == trained_to
+
+
+@pytest.mark.parametrize("between", [b"", b"]0"])
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("depth", [300, 5_000_000])
+def test_key_of_nested_tuples_is_damage(tmp_path: Path, depth: int, zipped: bool, between: bytes) -> None:
+    # A dictionary with one key, tuples of one tuple; an operation without an effect may be between any two of them.
+    pickled = b"\x80\x02})" + (b"\x85" + between) * depth + b"K\x01s."
+    path = tmp_path / "forged.pth"
+    torch.save({"weight": torch.zeros(2)}, path, _use_new_zipfile_serialization=zipped)
+    if zipped:
+        with ZipFile(path) as archive:
+            records = {name: archive.read(name) for name in archive.namelist()}
+        with ZipFile(path, "w") as archive:
+            for name, content in records.items():
+                archive.writestr(name, pickled if name.endswith("data.pkl") else content)
+    else:
+        with path.open("rb") as file:
+            for _ in range(3):
+                list(pickletools.genops(file))
+            head = path.read_bytes()[: file.tell()]
+        path.write_bytes(head + pickled + b"\x80\x02].")
+    with pytest.raises(CheckpointDamaged):
+        read_file(path)
+    assert main(["inspect", str(path)]) == 1

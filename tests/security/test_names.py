@@ -118,7 +118,7 @@ FUNCTIONS = {
         "Workspace.write_streams",
         "remove_litter",
     ],
-    "checkpoints/torch_files": ["read_file"],
+    "checkpoints/torch_files": ["_check_depth", "read_file"],
 }
 """By module: the functions. A new one is entered here, and in `PARSERS` if it takes a name from a file."""
 
