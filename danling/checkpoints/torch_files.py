@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import struct
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
-from zipfile import ZipFile
+from typing import Any, BinaryIO
+from zipfile import ZipFile, ZipInfo
 
 import torch
 
@@ -33,6 +35,8 @@ CHANGED_SINCE = {
 _DEEPEST, _MOST_VALUES = 200, 20_000_000
 _DEEPEST_PICKLE = 1000
 """Levels of operations, of which a value may take several; hashing a key of so many is safe."""
+_LENGTHS_IN_HEADER = 26
+"""Where a record's header says how long its name and its further fields are (PKWARE's APPNOTE, 4.3.7)."""
 
 
 def read_file(path: Path, *, mmap: bool = False) -> Any:
@@ -66,14 +70,22 @@ def _check_depth(path: Path, *, is_zip: bool) -> None:
     with open_file(path) as file:
         if is_zip:
             with ZipFile(file) as archive:
-                name = next((each for each in archive.namelist() if each.endswith("data.pkl")), None)
-                content = archive.read(name) if name is not None else b""
+                record = next((each for each in archive.infolist() if each.filename.endswith("data.pkl")), None)
+                content = _stored_content(file, record) if record is not None else b""
             is_deep = bool(content) and is_too_deep(BytesIO(content), _DEEPEST_PICKLE)
         else:
             # The older format has three small pickles before that of the values.
             is_deep = any(is_too_deep(file, _DEEPEST_PICKLE) for _ in range(4))
     if is_deep:
         raise CheckpointDamaged(f"Expected values of at most {_DEEPEST} levels. Received: {path}, with more.")
+
+
+def _stored_content(file: BinaryIO, record: ZipInfo) -> bytes:
+    """Return the bytes of a record that is not compressed; `zipfile` would refuse one without a CRC-32, which torch may leave out."""
+    file.seek(record.header_offset + _LENGTHS_IN_HEADER)
+    name_length, extra_length = struct.unpack("<HH", file.read(4))
+    file.seek(name_length + extra_length, os.SEEK_CUR)
+    return file.read(record.file_size)
 
 
 def check_values(payload: object, path: Path, *, size: int | None = None) -> None:

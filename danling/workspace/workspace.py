@@ -201,7 +201,7 @@ class Workspace:
         make_directory(self.dir)
         refuse_link(self.metadata_dir)
         for name in _OWN_DIRECTORIES:
-            # A link that leads nowhere is moved aside below, or replaced by whoever makes the directory.
+            # A link that leads nowhere is moved aside below, or replaced by the code that makes the directory.
             if os.path.isdir(self.dir / name):
                 refuse_link(self.dir / name)
         clear_places(directories=[self.metadata_dir, self.dir / "logs"])
