@@ -1,14 +1,17 @@
 """A program as data, and what a run of it leaves behind.
 
-`Program` is a tree of frozen dataclasses of plain values: `strategies` draws it, `script` renders it as the text that a user could have
-written, `running` executes that text and records it, `properties` and `by_hand` say what the record should be.
+`Program` is a tree of frozen dataclasses of plain values: `strategies` draws it, `script` renders it as the text that a
+user could have written, `running` executes that text and records it, `properties` and `by_hand` say what the record
+should be.
 
 What the reference in `by_hand` gets, and nothing else:
 
-* the `Program`, from which it follows by itself: micro-batches of an update, weights, accumulation, clipping, schedule, averages, evaluation;
-* the namespace of the script's *parts*, which import nothing of danling: `make_model()`, `make_criterion()`, `make_dataset(split)`. Modules
+* the `Program`, from which it follows by itself: micro-batches of an update, weights, accumulation, clipping, schedule,
+averages, evaluation; * the namespace of the script's *parts*, which import nothing of danling: `make_model()`,
+`make_criterion()`, `make_dataset(split)`. Modules
   are to be built, given `Record.initial`, and cast to float64;
-* of `Record`, only the fields marked **given**: the initial weights, the batches in the order in which they were read, and the draws.
+* of `Record`, only the fields marked **given**: the initial weights, the batches in the order in which they were read,
+and the draws.
 
 All other fields of `Record` are what the library did, to be compared with.
 """
@@ -40,15 +43,15 @@ class Part:
 
     Attributes:
         kind: One of
-            `linear`, `frozen` (a linear layer that requires no gradient), `spectral` (with spectral norm), `complex` (a complex weight,
-            of whose product the real part is taken), `scale` (one parameter of no dimension);
-            `relu`, `tanh`; `batch_norm`, `layer_norm`, `group_norm`; `dropout`, `noise` (adds 0.1 * randn in training);
-            `residual` (its input plus its parts), `sometimes` (a residual block that is left out for batches whose first input, element 1,
-            is negative; for `tokens` where the sum of the first sample's tokens is odd), `shared` (its parts twice, the same modules);
-            `counter` (an integer buffer, +1 each training forward; output * (1 + 0.1 * (counter % 3)));
-            `running` (a float buffer: running mean of the input, momentum 0.3, which is subtracted; not persistent with `flag`);
-            `mask` (a buffer with 0 and -inf, which is added before a softmax over the features);
-            `memory` (a plain attribute of Python as `counter`, which `get_extra_state` returns);
+            `linear`, `frozen` (a linear layer that requires no gradient), `spectral` (with spectral norm), `complex` (a
+            complex weight, of whose product the real part is taken), `scale` (one parameter of no dimension); `relu`,
+            `tanh`; `batch_norm`, `layer_norm`, `group_norm`; `dropout`, `noise` (adds 0.1 * randn in training);
+            `residual` (its input plus its parts), `sometimes` (a residual block that is left out for batches whose
+            first input, element 1, is negative; for `tokens` where the sum of the first sample's tokens is odd),
+            `shared` (its parts twice, the same modules); `counter` (an integer buffer, +1 each training forward; output
+            * (1 + 0.1 * (counter % 3))); `running` (a float buffer: running mean of the input, momentum 0.3, which is
+            subtracted; not persistent with `flag`); `mask` (a buffer with 0 and -inf, which is added before a softmax
+            over the features); `memory` (a plain attribute of Python as `counter`, which `get_extra_state` returns);
             `conv` (images only, 3x3, padding 1), `attention` (tokens only, one head).
         p: The rate of `dropout`.
         flag: The variant of a kind: not persistent for `running`, without bias for `linear`.
@@ -66,11 +69,13 @@ class Model:
     """The model: an input layer for the kind of data, `parts` in a row, and a head.
 
     Attributes:
-        parts: What is between. For images flattened before the first part that is neither `conv` nor a norm nor an activation.
+        parts: What is between. For images flattened before the first part that is neither `conv` nor a norm nor an
+            activation.
         dtype: `float32`, `float64`, `bfloat16` or `float16`: the dtype of weights, and of inputs that are floating.
         returns: `tensor`, or `dict` (with `loss` and `logits`, for the criterion `in_model`).
         tied: For tokens: the head has the weight of the embedding.
-        per_position: For tokens: one prediction for each position (target of shape (batch, LENGTH)); else the mean over the positions.
+        per_position: For tokens: one prediction for each position (target of shape (batch, LENGTH)); else the mean over
+            the positions.
     """
 
     parts: tuple[Part, ...] = ()
@@ -85,15 +90,17 @@ class Criterion:
     """The criterion.
 
     Attributes:
-        kind: `cross_entropy`, `nll` (of log_softmax in the criterion), `mse`, `l1`, `bce` (with logits, of targets 0 and 1), `own_function`
-            (a function: mean of squares), `own_module` (a module of the user's: mean of squares times a learnt positive factor plus its
-            penalty: `loss * exp(-s) + s`, with the parameter s of no dimension), `in_model` (no criterion: the model returns its
-            cross entropy over labels other than -100).
+        kind: `cross_entropy`, `nll` (of log_softmax in the criterion), `mse`, `l1`, `bce` (with logits, of targets 0
+            and 1), `own_function` (a function: mean of squares), `own_module` (a module of the user's: mean of squares
+            times a learnt positive factor plus its
+            penalty: `loss * exp(-s) + s`, with the parameter s of no dimension), `in_model` (no criterion: the model
+            returns its cross entropy over labels other than -100).
         reduction: `mean` or `sum`.
         ignore_index: Some targets have this value and are left out; `None`: none are.
         class_weights: The classes weigh 1, 2, 0.5 and 0.
         label_smoothing: As in torch.
-        sample_weights: Each sample has a weight in the batch, the loss is the weighted mean, and `batch_weight` returns the sum of weights.
+        sample_weights: Each sample has a weight in the batch, the loss is the weighted mean, and `batch_weight` returns
+            the sum of weights.
     """
 
     kind: str = "mse"
@@ -112,13 +119,15 @@ class Data:
         inputs: `vector`, `image` or `tokens`.
         train: Samples to train on.
         val: Samples to evaluate.
-        form: What a sample is: `pair`, `mapping` (input and target), `keywords` (the names of `forward`'s parameters), `nested` (input is a
-            mapping).
-        source: `tensors` (a TensorDataset), `dataset` (map-style), `iterable` (with `__len__`-less IterableDataset), `list`.
-        augment: What the training samples draw from, each a summand of 0.1 * N(0, 1) on all features but the first: any of `torch`, `numpy`,
-            `random`, `generator` (a torch generator that the dataset holds), `numpy_generator`.
+        form: What a sample is: `pair`, `mapping` (input and target), `keywords` (the names of `forward`'s parameters),
+            `nested` (input is a mapping).
+        source: `tensors` (a TensorDataset), `dataset` (map-style), `iterable` (with `__len__`-less IterableDataset),
+            `list`.
+        augment: What the training samples draw from, each a summand of 0.1 * N(0, 1) on all features but the first: any
+            of `torch`, `numpy`, `random`, `generator` (a torch generator that the dataset holds), `numpy_generator`.
         target_dtype: For classes: `int64`, `int32`, `uint8`.
-        sampler: `None`, or of the user's: `weighted` (torch's WeightedRandomSampler), `by_length` (a sampler of the user's, with set_epoch).
+        sampler: `None`, or of the user's: `weighted` (torch's WeightedRandomSampler), `by_length` (a sampler of the
+            user's, with set_epoch).
         ragged: For tokens: samples have 2 to LENGTH tokens, padded with 0 by a `collate_fn`.
         nan_samples: Indices of training samples with a NaN.
     """
@@ -140,8 +149,9 @@ class Optimizer:
     """The optimizer.
 
     Attributes:
-        kind: `sgd`, `momentum` (sgd with momentum 0.9), `nesterov`, `adam`, `adamw`, `adagrad`, `rmsprop`, `lookahead` (of the user's: sgd, every 2
-            steps the slow weights move half-way), `two` (a dictionary: sgd for the head, adam for the rest).
+        kind: `sgd`, `momentum` (sgd with momentum 0.9), `nesterov`, `adam`, `adamw`, `adagrad`, `rmsprop`, `lookahead`
+            (of the user's: sgd, every 2 steps the slow weights move half-way), `two` (a dictionary: sgd for the head,
+            adam for the rest).
         lr: Learning rate.
         weight_decay: Of all weights, or with `groups` of those that are no bias.
         groups: Two groups: no decay and twice the rate for names with `bias`.
@@ -162,8 +172,9 @@ class Schedule:
     """A schedule of the learning rate.
 
     Attributes:
-        kind: `linear`, `cosine`, `constant`, `wsd` (of the library, by config), `step` (torch's StepLR, step_size 2, gamma 0.5), `exponential`
-            (gamma 0.9), `plateau` (ReduceLROnPlateau of the score, factor 0.5, patience 0), `lambda` (LambdaLR of the user's: 1 / (1 + n)).
+        kind: `linear`, `cosine`, `constant`, `wsd` (of the library, by config), `step` (torch's StepLR, step_size 2,
+            gamma 0.5), `exponential` (gamma 0.9), `plateau` (ReduceLROnPlateau of the score, factor 0.5, patience 0),
+            `lambda` (LambdaLR of the user's: 1 / (1 + n)).
         warmup: Steps of warm-up, for the library's.
         interval: `None` (the default of its kind), `step`, `epoch`, `validation`.
     """
@@ -185,7 +196,8 @@ class Average:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the run, by their names in `RunnerConfig`. Exactly one of `epochs` and `steps`, and of `batch_size` and `global_batch_size`."""
+    """Settings of the run, by their names in `RunnerConfig`. Exactly one of `epochs` and `steps`, and of `batch_size`
+    and `global_batch_size`."""
 
     epochs: int | None = 1
     steps: int | None = None
@@ -215,13 +227,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class State:
-    """Something of the user's that counts training micro-batches, from 0: its loss is `loss * (1 + 0.1 * (count % 3))`, count before adding 1.
+    """Something of the user's that counts training micro-batches, from 0: its loss is `loss * (1 + 0.1 * (count % 3))`,
+    count before adding 1.
 
     Attributes:
-        where: `runner`, `criterion` (by get_extra_state), `dataset` (with state_dict; it is advanced by the runner, not by reading).
-        kind: How the count is kept: `int`, `float`, `list` (appended), `dict`, `tensor`, `array` (NumPy), `object` (a plain object's attribute),
-            `nested` (object in list in dictionary), `deque`, `enum` (a member for the count % 3), `bytes`, `generator` (count draws of a torch
-            generator seeded with 5), `stateful` (an object with state_dict and load_state_dict), `np_int`, `set`, `tuple`.
+        where: `runner`, `criterion` (by get_extra_state), `dataset` (with state_dict; it is advanced by the runner, not
+            by reading).
+        kind: How the count is kept: `int`, `float`, `list` (appended), `dict`, `tensor`, `array` (NumPy), `object` (a
+            plain object's attribute), `nested` (object in list in dictionary), `deque`, `enum` (a member for the count
+            % 3), `bytes`, `generator` (count draws of a torch generator seeded with 5), `stateful` (an object with
+            state_dict and load_state_dict), `np_int`, `set`, `tuple`.
     """
 
     where: str
@@ -233,9 +248,10 @@ class Event:
     """Something that happens in the run.
 
     Attributes:
-        kind: `stop` (`self.stop()` in `train_step` of the update), `kill` (SIGKILL in `optimizer_step`), `budget` (the budget is only reached by
-            `runner.config.epochs` or `steps` being raised after `train()` returned), `evaluate` and `infer` (`self.evaluate()` in `train_step`
-            before the forward), `checkpoint` (`self.save_checkpoint()` in an override of `step`).
+        kind: `stop` (`self.stop()` in `train_step` of the update), `kill` (SIGKILL in `optimizer_step`), `budget` (the
+            budget is only reached by `runner.config.epochs` or `steps` being raised after `train()` returned),
+            `evaluate` and `infer` (`self.evaluate()` in `train_step` before the forward), `checkpoint`
+            (`self.save_checkpoint()` in an override of `step`).
         at: The committed update, from 0, at which it happens.
     """
 
@@ -296,8 +312,9 @@ class MicroBatch:
         rank: The rank. **given**
         data: The batch as `train_step` got it, detached copies. **given**
         samples: Real samples in it; 0 for padding, which weighs nothing. **given**
-        draws: What modules of the model drew in its forward, in the order of the calls: for each `dropout` the factors by which its input was
-            multiplied (0 or 1 / (1 - p)), for each `noise` the values that were added (before 0.1). **given**
+        draws: What modules of the model drew in its forward, in the order of the calls: for each `dropout` the factors
+            by which its input was multiplied (0 or 1 / (1 - p)), for each `noise` the values that were added (before
+            0.1). **given**
         loss: The loss that `train_step` returned.
     """
 
@@ -313,7 +330,8 @@ class Update:
     """One attempted update.
 
     Attributes:
-        micro_batches: How many calls of `train_step` each rank made for it, as the library divided them (the reference divides by itself).
+        micro_batches: How many calls of `train_step` each rank made for it, as the library divided them (the reference
+            divides by itself).
         committed: Whether it was made.
         grad_norm: The norm of the gradient before clipping.
         loss: The loss of the update: the weighted mean over its micro-batches and ranks.
@@ -339,8 +357,8 @@ class Evaluation:
     Attributes:
         split: The split.
         after: Updates that were committed before it.
-        result: What it returned, such as `{"loss": ..., "mean": ...}`: `mean` is a metric of the script, the mean over the samples of the mean
-            of the prediction's elements.
+        result: What it returned, such as `{"loss": ..., "mean": ...}`: `mean` is a metric of the script, the mean over
+            the samples of the mean of the prediction's elements.
     """
 
     split: str
@@ -353,7 +371,8 @@ class Record:
     """What a run left; of several ranks, the fields are those of rank 0 but for `micro_batches`, which has all.
 
     Attributes:
-        initial: Parameters and buffers by name after construction (those of the criterion under `criterion.`). **given**
+        initial: Parameters and buffers by name after construction (those of the criterion under `criterion.`).
+            **given**
         micro_batches: In the order of their reading; by rank within. **given**
         updates: Attempted updates.
         evaluations: Evaluations in order.
