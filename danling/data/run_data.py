@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch.utils.data import IterableDataset
 from danling.utils.messages import did_you_mean, nearest
 
 from .build import AUTO, SIZES, build_dataloader, divide_updates, order_setting
+from .comparison import series_of
 from .datamodule import LoaderSettings
 from .loader import DataLoader, KeyedLoader, StreamLoader
 from .sampler import Division, Share
@@ -18,6 +20,8 @@ from .source import BatchSource, ReaderPlace, WindowLoader, open_source
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
+
+logger = logging.getLogger("danling")
 
 DividedSettings = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
 """Returns the settings of a split to train on that take the place of given ones; it is told whether the data divides itself."""
@@ -55,6 +59,8 @@ class RunData:
         """Entries of `self.datasets` when the loader of a split was opened."""
         self._replaced: list[BatchSource] = []
         self.named_changes: set[str] = set()
+        self._compared: dict[str, object] = {}
+        """Datasets whose values were compared over the ranks."""
         self._reads_once = False
         """Whether a loader that is built now is to read a split to train on as an evaluation does."""
 
@@ -283,18 +289,52 @@ class RunData:
         """
         mine, loaders = self._own_lengths(), self._run.dataloaders
         samples = {split: loaders[split].order.length for split in mine if isinstance(loaders[split], DataLoader)}
-        ranks = self._run.placement.optimizer.gather_objects((mine, samples))
+        ranks = self._run.placement.optimizer.gather_objects((mine, samples, self._uncompared()))
         for split in samples:
-            lengths = [of_rank.get(split) for _, of_rank in ranks]
+            lengths = [of_rank.get(split) for _, of_rank, _ in ranks]
             if len(set(lengths)) > 1:
                 raise ValueError(
                     f"Expected the dataset of split {split!r} to have one length on all ranks, over which the library divides it. "
                     f"Received: {lengths} by rank. Put the same dataset into self.datasets on every rank."
                 )
+        self._name_other_data([series for _, _, series in ranks])
         self.lengths = {}
         for split in mine:
-            known = [length for updates, _ in ranks if (length := updates.get(split)) is not None]
+            known = [length for updates, _, _ in ranks if (length := updates.get(split)) is not None]
             self.lengths[split] = min(known) if len(known) == len(ranks) else None
+
+    def _uncompared(self) -> dict[str, dict[str, str]]:
+        """Return some values of each dataset that the library divides, once a dataset."""
+        if self._run.placement.optimizer.size == 1:
+            return {}
+        loaders = self._run.dataloaders.items()
+        divided = {split: loader.dataset for split, loader in loaders if isinstance(loader, DataLoader)}
+        new = {split: each for split, each in divided.items() if self._compared.get(split) is not each}
+        self._compared.update(new)
+        return {split: series_of(dataset) for split, dataset in new.items()}
+
+    def _name_other_data(self, ranks: Sequence[Mapping[str, Mapping[str, str]]]) -> None:
+        """Warn of datasets that the library divides and that are not the same on all ranks: samples would be repeated and left out."""
+        if self._run.placement.optimizer.rank != 0:
+            return
+        first, *others = ranks
+        for split, series in first.items():
+            different = sorted(
+                {
+                    path
+                    for other in others
+                    for path in series.keys() & other.get(split, {}).keys()
+                    if other[split][path] != series[path]
+                }
+            )
+            if different:
+                logger.warning(
+                    "The dataset of split %r is not the same on all ranks (%s differs). The library divides it over the ranks, so samples "
+                    "would be repeated and left out. Put the whole dataset into self.datasets on every rank, in one order; or give a "
+                    "loader of yours, which is not divided.",
+                    split,
+                    different[0],
+                )
 
     @property
     def updates_of_epoch(self) -> int | None:

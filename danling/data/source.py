@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, count, islice
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from .comparison import describe
 from .dataset_state import (
     changed_attributes,
     get_states,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("danling")
 
 _END = object()
-_VALUES = 64
 """How many values of a tensor or a list are looked at."""
 _SAMPLERS = 8
 """How many samplers within samplers are looked at."""
@@ -335,22 +333,7 @@ class BatchSource:
         loader = self.loader
         order = order_of(loader.order if isinstance(loader, KeyedLoader) else loader)
         reads_all = isinstance(loader, TorchDataLoader) and type(order) in (RandomSampler, SequentialSampler)
-        return _describe(loader.dataset if reads_all else batch.data)
-
-
-def _describe(value: Any, depth: int = 4) -> object:
-    """Return the plain values in something, and the first ones of its tensors and arrays, to compare it with another."""
-    if isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "ravel")):
-        return str(value.dtype), tuple(value.shape), value.ravel()[:_VALUES].tolist()
-    if isinstance(value, (str, bytes, bool, int, float, range, type(None), os.PathLike)):
-        return repr(value)
-    if depth == 0:
-        return type(value).__name__
-    if isinstance(value, Mapping):
-        return [(repr(name), _describe(item, depth - 1)) for name, item in islice(value.items(), _VALUES)]
-    if isinstance(value, (list, tuple)):
-        return len(value), [_describe(item, depth - 1) for item in value[:_VALUES]]
-    return type(value).__name__, _describe(getattr(value, "__dict__", {}), depth - 1)
+        return describe(loader.dataset if reads_all else batch.data)
 
 
 class LiveLoader:

@@ -199,7 +199,7 @@ def test_a_run_is_as_long_as_its_shortest_loader() -> None:
     run = Run("train", "train_more", accum_steps=2)
     run.dataloaders = {"train": [1, 2, 3], "train_more": built({"global_batch_size": 4})}
     assert run.data.updates_of_epoch == 5
-    mine = ({"train": 2, "train_more": 3}, {"train_more": 12})
+    mine = ({"train": 2, "train_more": 3}, {"train_more": 12}, {})
     others: list[Any] = []
 
     def gather(value: Any) -> list[Any]:
@@ -207,10 +207,10 @@ def test_a_run_is_as_long_as_its_shortest_loader() -> None:
         return [value, *others]
 
     run.placement.optimizer.gather_objects = gather  # type: ignore[method-assign]
-    others[:] = [({"train": 1, "train_more": 3}, mine[1]), ({"train": 4, "train_more": 2}, mine[1])]
+    others[:] = [({"train": 1, "train_more": 3}, mine[1], {}), ({"train": 4, "train_more": 2}, mine[1], {})]
     run.data.agree_lengths()
     assert run.data.lengths == {"train": 1, "train_more": 2} and run.data.updates_of_epoch == 3
-    others[:] = [({"train": None, "train_more": 3}, mine[1])]
+    others[:] = [({"train": None, "train_more": 3}, mine[1], {})]
     run.data.agree_lengths()
     assert run.data.lengths == {"train": None, "train_more": 3} and run.data.updates_of_epoch is None
 

@@ -1,0 +1,77 @@
+"""Whether ranks have the same data, told from a few values of it, without reading a sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danling.utils.tensors import is_plain_tensor
+
+_VALUES = 64
+_DEPTH = 4
+_ITEMS = 8
+"""Entries of a list or mapping that are looked into."""
+
+
+def describe(value: Any, depth: int = _DEPTH) -> object:
+    """Return the plain values in something, and the first ones of its tensors and arrays, to compare it with another."""
+    if isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "ravel")):
+        return str(value.dtype), tuple(value.shape), value.ravel()[:_VALUES].tolist()
+    if isinstance(value, (str, bytes, bool, int, float, range, type(None), os.PathLike)):
+        return repr(value)
+    if depth == 0:
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return [(repr(name), describe(item, depth - 1)) for name, item in islice(value.items(), _VALUES)]
+    if isinstance(value, (list, tuple)):
+        return len(value), [describe(item, depth - 1) for item in value[:_VALUES]]
+    return type(value).__name__, describe(getattr(value, "__dict__", {}), depth - 1)
+
+
+def series_of(dataset: object) -> dict[str, str]:
+    """Return some values, spread evenly, of the tensors, arrays, lists and ranges in a dataset, by how each is reached from it.
+
+    A dataset has its samples, their indices or the names of their files in these. Single values are left out, such as a rank or a
+    directory, which may differ; so are the directories of files.
+    """
+    return dict(_series_in(dataset, "dataset", _DEPTH))
+
+
+def _series_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
+    if _is_array(value):
+        flat = value.reshape(-1)
+        yield path, repr((tuple(value.shape), [_plain(each) for each in _spread(flat).tolist()]))
+        return
+    if type(value) in (list, tuple, range):
+        yield path, repr((len(value), [_plain(each) for each in _spread(value)]))
+    if depth == 0 or isinstance(value, (Tensor, type)):
+        return
+    if type(value) in (list, tuple):
+        named = [(f"{path}[{index}]", item) for index, item in enumerate(value[:_ITEMS])]
+    elif type(value) is dict:
+        named = [(f"{path}[{key!r}]", item) for key, item in islice(value.items(), _ITEMS)]
+    else:
+        named = [(f"{path}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+    for name, item in named:
+        yield from _series_in(item, name, depth - 1)
+
+
+def _spread(values: Any) -> Any:
+    return values[:: max(1, len(values) // _VALUES)]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (str, os.PathLike)):
+        return os.path.basename(os.fspath(value))
+    return value if isinstance(value, (bool, int, float, complex, bytes, type(None))) else type(value).__name__
+
+
+def _is_array(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return is_plain_tensor(value) and value.layout == torch.strided and not value.is_meta and value.dim() > 0
+    return type(value).__module__ == "numpy" and hasattr(value, "reshape") and value.ndim > 0
