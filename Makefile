@@ -1,4 +1,4 @@
-# Set-up needs nothing but Python (>= 3.10), its venv module, and a C++ compiler for torch.compile.
+# Set-up needs nothing but Python (>= 3.11), its venv module, and a C++ compiler for torch.compile.
 #   make train   set up .venv (about two minutes) and train a small GPT (about four)
 #   make test    set up .venv and run the tests; make test-all the slow ones too
 #   make test-system   the tests of checkpoints with the system's own Python; make fuzz N=10000 damages so many checkpoints

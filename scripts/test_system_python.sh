@@ -11,8 +11,8 @@ venv=$2
 torch=$3
 system=${SYSTEM_PYTHON:-/usr/bin/python3}
 
-if ! "$system" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-  echo "test-system: skipped, since $system is not there or older than Python 3.10"
+if ! "$system" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  echo "test-system: skipped, since $system is not there or older than Python 3.11"
   exit 0
 fi
 release='import sys; print(sys.version.split()[0])'

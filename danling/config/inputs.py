@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import logging
 import os
@@ -209,7 +208,9 @@ def _parse_settings(text: str, suffix: str, directory: Path, included: _Included
     if suffix == ".json":
         return _parse_json(text)
     if suffix == ".toml":
-        return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
+        import tomllib  # only here: few settings are TOML
+
+        return tomllib.loads(text)
     check_yaml(text)
     loader: Any = SettingsLoader(text)  # type: ignore[no-untyped-call]
     loader._root = os.path.abspath(directory)  # where !include looks

@@ -16,8 +16,7 @@ from .sections import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from typing_extensions import Self
+    from typing import Self
 
     S = TypeVar("S")
 

@@ -19,13 +19,12 @@ from enum import Enum
 from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Never, Union, get_args, get_origin
 
 from chanfig import Config as Config
 from chanfig import FlatDict
 from chanfig.io import YamlLoader as YamlLoader
 from chanfig.utils import Null as Null
-from typing_extensions import Never
 
 from danling.utils.messages import did_you_mean, number_hint, warn_user
 from danling.utils.plain import to_plain

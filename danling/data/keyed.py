@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data._utils.collate import default_convert
 
-from danling.utils.messages import add_note
 from danling.utils.tensors import shapes_of
 
 from .collation import collate
@@ -144,7 +143,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
             length = f", a {type(self.dataset).__name__} whose len() is {len(self)}"
         if length and isinstance(error, (IndexError, KeyError)):
             hint = ". If it has fewer samples, mend its __len__"
-        add_note(error, f"Reading {which} of split {self.split!r} failed{length}{hint}.")
+        error.add_note(f"Reading {which} of split {self.split!r} failed{length}{hint}.")
 
 
 def note_samples(error: Exception, split: str, names: Sequence[object], samples: Any) -> None:
@@ -157,7 +156,7 @@ def note_samples(error: Exception, split: str, names: Sequence[object], samples:
         samples: The samples, or whatever `__getitems__` returned.
     """
     if not isinstance(samples, (list, tuple)) or len(samples) != len(names):
-        add_note(error, f"Samples {list(names)} of split {split!r} could not be made into a batch.")
+        error.add_note(f"Samples {list(names)} of split {split!r} could not be made into a batch.")
         return
     by_shape: dict[str, list[object]] = {}
     for name, sample in zip(names, samples):
@@ -165,7 +164,7 @@ def note_samples(error: Exception, split: str, names: Sequence[object], samples:
     common, *others = sorted(by_shape.items(), key=lambda item: -len(item[1]))
     text = f"{len(samples)} samples of split {split!r} could not be made into a batch: sample {common[1][0]!r} is {common[0]}"
     text += "".join(f", sample {found[0]!r} is {shape}" for shape, found in others[:_SHAPES])
-    add_note(error, f"{text}.")
+    error.add_note(f"{text}.")
 
 
 def reads_batches(dataset: object) -> bool:
@@ -266,10 +265,9 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
                 self._over = True
             except Exception as error:
                 of_worker = f", worker {self._worker}" if get_worker_info() is not None else ""
-                add_note(
-                    error,
+                error.add_note(
                     f"Reading item {self._items} of split {self.share.split!r} failed (a {type(self.dataset).__name__}, pass "
-                    f"{self.epoch}, rank {self.share.rank}{of_worker}).",
+                    f"{self.epoch}, rank {self.share.rank}{of_worker})."
                 )
                 raise
         return items

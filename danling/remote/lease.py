@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from danling.utils.plain import parse_json
@@ -101,7 +101,7 @@ def trials(store: RemoteStore) -> dict[str, Callable[[], tuple[str, str]]]:
         return "absent", f"it does not keep to {missing}: two writers of a run are not kept apart"
 
     def clock() -> tuple[str, str]:
-        skew = (datetime.now(timezone.utc) - _now_there(store, key)).total_seconds()
+        skew = (datetime.now(UTC) - _now_there(store, key)).total_seconds()
         detail = f"this machine is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the store"
         if abs(skew) > _LARGEST_SKEW_SECONDS:
             return "failed", f"{detail}, which refuses requests from about 15 minutes on: set the clock"

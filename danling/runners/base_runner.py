@@ -12,11 +12,10 @@ from functools import cached_property, partial
 from glob import escape
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
 from danling.checkpoints.errors import CheckpointNotFound, restoring

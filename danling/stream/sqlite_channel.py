@@ -8,7 +8,6 @@ import json
 import os
 import sqlite3
 import stat
-import sys
 import threading
 import time
 import weakref
@@ -267,8 +266,7 @@ def _connect(path: Path) -> sqlite3.Connection:
                     raise
                 time.sleep(0.001)
         connection.execute("PRAGMA synchronous=FULL")
-        if sys.version_info >= (3, 11):
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_LINE)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_LINE)
     except BaseException:
         connection.close()
         raise
@@ -296,16 +294,18 @@ def _refuse_other_kinds(path: Path) -> None:
 
 
 def _translated(path: Path, error: Exception) -> Exception:
-    """Return the error of a database as one of the library; Python 3.10 tells its kind by the message alone."""
+    """Return the error of a database as one of the library."""
     text = str(error)
-    if "locked" in text:
+    # Extended codes, such as that of a failed fsync, have the kind in their lowest byte.
+    kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return TimeoutError(
             f"Expected the log of stream {path} to be free within {_PATIENCE_SECONDS:.0f} seconds. Received: {text}. "
             "End the process that holds a transaction open on it."
         )
-    if "full" in text:
+    if kind == sqlite3.SQLITE_FULL:
         return write_error("samples", path, OSError(errno.ENOSPC, text), room=ROOM)
-    if "disk I/O" in text or "unable to open" in text or "readonly" in text:
+    if kind in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
         return write_error("samples", path, OSError(errno.EIO, text))
     return ValueError(
         f"Expected the log of a stream in {path}. Received: {text}. Bring the file back from a copy, or begin another stream."

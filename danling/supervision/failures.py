@@ -80,9 +80,7 @@ def users_traceback(error: BaseException, trace: TracebackType | None) -> str:
     told = traceback.TracebackException(type(error), error, trace)
     left_out = 0 if os.environ.get("DANLING_FULL_TRACEBACK") else _trim(told)
     note = f"({left_out} frames inside of danling and torch are left out; DANLING_FULL_TRACEBACK=1 shows them)\n"
-    # From Python 3.11 on, `format` has them.
-    notes = getattr(error, "__notes__", ()) if sys.version_info < (3, 11) else ()
-    return (note if left_out else "") + "".join([*told.format(), *(f"{line}\n" for line in notes)])
+    return (note if left_out else "") + "".join(told.format())
 
 
 def _trim(told: traceback.TracebackException) -> int:

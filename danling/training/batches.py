@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from danling.data import PLACEHOLDER, Batch
 from danling.data.collation import collate
-from danling.utils.messages import add_note
 from danling.utils.tensors import WIDE_UNSIGNED, as_signed, shapes_of
 
 from .keys import preserved_streams
@@ -145,7 +144,7 @@ def check_returned(returned: object, step: str) -> None:
 def note_batch(error: Exception, step: str, split: str, data: object) -> None:
     """Add to an error what a step was given, as a note."""
     of_split = f" on split {split!r}" if split else ""
-    add_note(error, f"{step}{of_split} received {shapes_of(data)}")
+    error.add_note(f"{step}{of_split} received {shapes_of(data)}")
 
 
 def criterion_loss(criterion: Any, pred: object, target: Any) -> Any:
@@ -165,7 +164,7 @@ def criterion_loss(criterion: Any, pred: object, target: Any) -> Any:
         signature = _signature_without_target(criterion)
         if signature is not None:
             note = f"The criterion is called as criterion(prediction, target). Received: one that is defined as {signature}."
-            add_note(error, f"{note} Give it both parameters, or override `compute_loss`.")
+            error.add_note(f"{note} Give it both parameters, or override `compute_loss`.")
             raise
         if target is not None:
             raise

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from .files import refuse_link, write_error
@@ -62,7 +62,7 @@ class Holder:
     @classmethod
     def me(cls) -> Holder:
         """Return what describes this process."""
-        return cls(socket.gethostname(), os.getpid(), datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"))
+        return cls(socket.gethostname(), os.getpid(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"))
 
     @classmethod
     def parse(cls, text: bytes) -> Holder:

@@ -24,11 +24,6 @@ def warn_user(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-def add_note(error: BaseException, note: str) -> None:
-    """Add a line to an error; before Python 3.11 tracebacks do not print notes."""
-    vars(error).setdefault("__notes__", []).append(note)
-
-
 def nearest(name: str, options: Iterable[str]) -> str | None:
     """Return the option closest to `name`, or `None` when nothing is close."""
     by_lower = {option.lower(): option for option in options}

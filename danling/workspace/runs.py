@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -186,7 +186,7 @@ class Run:
         files = [self.path / name for name in _SIGNS]
         times = [file.stat().st_mtime for file in files if file.is_file()]
         try:
-            return datetime.fromtimestamp(max(times), timezone.utc) if times else None
+            return datetime.fromtimestamp(max(times), UTC) if times else None
         except (ValueError, OverflowError, OSError):
             return None  # a year that a calendar does not have
 

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -300,7 +300,7 @@ class RunPlace:
         """On the main process."""
         world, replicas = runner.world, runner.placement.data_replicas
         self.code = CodeIdentity.of_directory() if world.rank == 0 else CodeIdentity()
-        now = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
+        now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
         named = (self.code.code_id, now, runner.config.config_id(replicas=replicas))
         self.code_id, self.timestamp, self.config_id = world.broadcast_object(named)
         self.choose()

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,20 @@ def test_python_and_torch_are_those_of_the_project() -> None:
     assert python is not None and f"| Python | {python[1]} or later |" in PAGE
     for name in ("torch", "torchdata"):
         assert f"| {name} | {least[name]} or later | {pinned(name)} |" in PAGE
+
+
+def test_lowest_python_is_the_same_everywhere() -> None:
+    project = tomllib.loads(PROJECT)
+    lowest = project["project"]["requires-python"].removeprefix(">=")
+    major, minor = lowest.split(".")
+    tools = project["tool"]
+    assert tools["ruff"]["target-version"] == f"py{major}{minor}" and tools["mypy"]["python_version"] == lowest
+    listed = [line.rpartition(" ")[2] for line in project["project"]["classifiers"] if "Python :: 3." in line]
+    assert listed[0] == lowest
+    for page in ("README.md", "docs/guides/quickstart.md"):
+        assert f"Python {lowest} or later" in (ROOT / page).read_text()
+    assert f"Python (>= {lowest})" in (ROOT / "Makefile").read_text()
+    assert f"< ({major}, {minor})" in (ROOT / "scripts" / "test_system_python.sh").read_text()
 
 
 def test_extras_for_linux_alone_are_named() -> None:

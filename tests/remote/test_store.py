@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -171,7 +171,7 @@ def test_credentials_that_were_revoked_before_their_end_are_asked_for_again(
     names = ["first", "second"]
 
     def credentials() -> dict[str, object]:
-        end = datetime.now(timezone.utc) + timedelta(hours=1)
+        end = datetime.now(UTC) + timedelta(hours=1)
         return {"access_key_id": names[0], "secret_access_key": "secret", "token": None, "expires_at": end}
 
     store = open_store(url, settings=QUICK, credentials=credentials)

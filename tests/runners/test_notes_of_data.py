@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,8 +82,6 @@ IDS = ["length", "shape", "own-collate", "stream", "stream-shape"]
 def test_an_error_of_reading_names_split_sample_and_shapes(
     dataset: Dataset[Any], loader: dict[str, Any], said: str, workers: int
 ) -> None:
-    if workers and sys.version_info < (3, 11):
-        pytest.skip("the traceback that a worker sends has notes from Python 3.11 on")
     _, text = failure_of(Toy(dataset, dataloader={**loader, "num_workers": workers}))
     assert text.count(said) == 1
 

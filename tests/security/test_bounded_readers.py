@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-import sys
 from pathlib import Path
 
 import pytest
@@ -126,7 +125,6 @@ def test_line_of_a_stream_that_is_too_long_is_refused(tmp_path: Path) -> None:
         FileChannel(tmp_path / "log").published()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="sqlite3 sets limits since Python 3.11")
 def test_value_of_a_database_that_is_too_long_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     SQLiteChannel(path).close()

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -68,7 +68,7 @@ class Cloud:
     def store(self, key: str, content: bytes) -> Stored:
         """Put an object; the lock is held."""
         self.puts += 1
-        self.objects[key] = Stored(content, self.puts, datetime.now(timezone.utc))
+        self.objects[key] = Stored(content, self.puts, datetime.now(UTC))
         return self.objects[key]
 
 

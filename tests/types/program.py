@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, assert_type
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
-from typing_extensions import assert_type
 
 import danling as dl
 from danling.config.schema import AxesConfig, DataLoaderConfig, OptimConfig
