@@ -14,7 +14,8 @@ import danling.data.run_data
 import danling.optim.state
 import danling.runners.torch_runner
 import danling.training.ema
-from danling.training.attributes import DELETED, KeptAttributes
+from danling.training.attribute_restore import DELETED
+from danling.training.attributes import KeptAttributes
 from danling.training.keys import RandomKeys
 from danling.training.recompute import SkippedUpdates
 
