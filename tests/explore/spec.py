@@ -6,12 +6,12 @@ should be.
 
 What the reference in `by_hand` gets, and nothing else:
 
-* the `Program`, from which it follows by itself: micro-batches of an update, weights, accumulation, clipping, schedule,
-averages, evaluation; * the namespace of the script's *parts*, which import nothing of danling: `make_model()`,
-`make_criterion()`, `make_dataset(split)`. Modules
-  are to be built, given `Record.initial`, and cast to float64;
+* the `Program`, from which the rest follows: micro-batches of an update, weights, accumulation, clipping, schedule,
+  averages, evaluation;
+* the namespace of the script's parts, which import nothing of danling: `make_model()`, `make_criterion()`,
+  `make_dataset(split)`. Modules are to be built, given `Record.initial`, and cast to float64;
 * of `Record`, only the fields marked **given**: the initial weights, the batches in the order in which they were read,
-and the draws.
+  and the draws.
 
 All other fields of `Record` are what the library did, to be compared with.
 """
@@ -99,8 +99,9 @@ class Criterion:
         ignore_index: Some targets have this value and are left out; `None`: none are.
         class_weights: The classes weigh 1, 2, 0.5 and 0.
         label_smoothing: As in torch.
-        sample_weights: Each sample has a weight in the batch, the loss is the weighted mean, and `batch_weight` returns
-            the sum of weights.
+        sample_weights: The criterion is a function that weighs each sample by its target: 2 where the target, or its
+            first element, is above 0, else 0.5. It returns the weighted mean of each sample's mean square (classes: of
+            its cross entropy), and `batch_weight` returns the sum of the weights.
     """
 
     kind: str = "mse"
@@ -123,8 +124,9 @@ class Data:
             `nested` (input is a mapping).
         source: `tensors` (a TensorDataset), `dataset` (map-style), `iterable` (with `__len__`-less IterableDataset),
             `list`.
-        augment: What the training samples draw from, each a summand of 0.1 * N(0, 1) on all features but the first: any
-            of `torch`, `numpy`, `random`, `generator` (a torch generator that the dataset holds), `numpy_generator`.
+        augment: What the training samples draw from, any of `torch`, `numpy`, `random`, `generator` (a torch generator
+            that the dataset holds), `numpy_generator`. Number n of this list adds k / 512 - 0.25 to element n + 1 of
+            the flattened sample, for an integer k in 0 to 255.
         target_dtype: For classes: `int64`, `int32`, `uint8`.
         sampler: `None`, or of the user's: `weighted` (torch's WeightedRandomSampler), `by_length` (a sampler of the
             user's, with set_epoch).
@@ -301,6 +303,11 @@ class Program:
         return program
 
 
+def flat(given: tuple[Part, ...]) -> list[Part]:
+    """Return all parts at any depth."""
+    return [each for part in given for each in (part, *flat(part.parts))]
+
+
 # What a run leaves
 
 
@@ -338,6 +345,7 @@ class Update:
         rates: The learning rate of each group with which it was made.
         before, after: Parameters and buffers by name before the first forward, and after the step.
         averages: The averages after it, by name; empty without.
+        epoch: Completed passes before it.
     """
 
     micro_batches: int
@@ -348,6 +356,7 @@ class Update:
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     averages: dict[str, Tensor] = field(default_factory=dict)
+    epoch: int = 0
 
 
 @dataclass
@@ -381,8 +390,10 @@ class Record:
         final: Parameters and buffers at the end; `averages` at the end.
         steps: `train_state.global_step` at the end.
         checkpoint: What the last checkpoint holds: `model`, `ema`, flat by name.
+        state: The state of the run at its end, as a checkpoint has it.
         named: Warnings of the library, in order.
         refused: The error that ended the run, `Type: text`; `None` for none.
+        trace: Where it was raised.
         refused_after: Committed updates before the error.
     """
 
@@ -396,6 +407,8 @@ class Record:
     averages: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
     checkpoint: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    trace: str = ""
     named: list[str] = field(default_factory=list)
     refused: str | None = None
     refused_after: int = 0

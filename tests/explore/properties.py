@@ -1,0 +1,403 @@
+"""What holds for every program, each a function of a program and of the record of its run; `check` asks all of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.toys import differences as state_differences
+from torch import Tensor
+
+from . import by_hand, comparing
+from .running import Died, directory, in_fork, namespace, run, without_events
+from .script import AUGMENTS
+from .spec import Program, Record, flat
+
+DRAWING = ("dropout", "noise")
+PER_FORWARD = ("batch_norm", "sometimes", "counter", "memory", "running", "spectral", *DRAWING)
+"""Parts whose result depends on how the samples are divided into micro-batches."""
+
+
+@dataclass
+class Verdict:
+    """What became of a program.
+
+    Attributes:
+        kind: `right`, `refused` (before the first update), `named` (a warning says what differs), `differs` or `died`.
+        text: The reason of a refusal, the warning, or the differences.
+        broken: The property that does not hold.
+        seconds: How long it took.
+        named: Warnings of the whole run.
+    """
+
+    kind: str
+    text: str = ""
+    broken: str = ""
+    seconds: float = 0.0
+    named: list[str] = field(default_factory=list)
+
+
+class Refused(Exception):
+    """A further run of a program was refused before its first update."""
+
+
+class Runs:
+    """The runs of a program, each made when it is first asked for."""
+
+    def __init__(self, program: Program, place: Path) -> None:
+        self.program, self.place = program, place
+        self.plain = without_events(program, "stop", "kill", "budget")
+        self.count = 0
+
+    def fresh(self) -> Path:
+        """Return a directory for one more run."""
+        self.count += 1
+        return self.place / f"run{self.count}"
+
+    def run(self, program: Program, place: Path | None = None, **options: Any) -> Record:
+        """Run a program that is to be like the whole run; an error is `Refused`, or `Late` after the first update."""
+        left = run(program, place or self.fresh(), **options)
+        if left.refused is not None:
+            trace = getattr(left, "trace", "")
+            raise Late(f"{left.refused}\n{trace}") if left.refused_after else Refused(f"{left.refused}\n{trace}")
+        return left
+
+    @cached_property
+    def parts(self) -> dict[str, Any]:
+        return namespace(self.plain)
+
+    @cached_property
+    def whole(self) -> Record:
+        return run(self.plain, self.fresh())
+
+
+class Late(Exception):
+    """A run was ended by an error after its first update."""
+
+
+# Properties
+
+
+def reference(runs: Runs) -> list[str]:
+    """The weights, losses, rates, averages, evaluations and predictions are those of a loop by hand."""
+    program, whole = runs.plain, runs.whole
+    exact = by_hand.expected(program, runs.parts, whole)
+    own = by_hand.expected(program, runs.parts, whole, exact=False)
+    return comparing.differences(whole, exact, own)
+
+
+def each_sample_once(runs: Runs) -> list[str]:
+    """Each pass has each sample once, but for those that a last batch would not be filled with."""
+    program = runs.program
+    settings, data = program.settings, program.data
+    if data.sampler == "weighted":
+        return []
+    known = first_elements(runs.parts["make_tensors"]("train")[0])
+    if len(set(known)) < len(known):
+        return []
+    read: list[float] = []
+    for micro in runs.whole.micro_batches:
+        if micro.samples:
+            read += first_elements(inputs_of(micro.data))[: micro.samples]
+    batch = settings.global_batch_size or settings.batch_size or 1
+    dropped = (
+        len(known) % batch if settings.drop_last or (settings.drop_last is None and data.source != "iterable") else 0
+    )
+    length, found = len(known) - dropped, []
+    for start in range(0, len(read), length):
+        of_pass = read[start : start + length]
+        if len(set(of_pass)) < len(of_pass) or not set(of_pass) <= set(known):
+            found.append(f"pass {start // length} reads {len(of_pass)} samples, {len(set(of_pass))} different ones")
+    return found
+
+
+def independent_draws(runs: Runs) -> list[str]:
+    """The draws of different streams, and those of different places, are independent."""
+    data = runs.program.data
+    if not data.augment or data.sampler == "weighted":
+        return []
+    base = runs.parts["make_tensors"]("train")[0]
+    keys = dict(zip(first_elements(base), base))
+    drawn: dict[str, list[int]] = {kind: [] for kind in data.augment}
+    for micro in runs.whole.micro_batches:
+        rows = inputs_of(micro.data)[: micro.samples]
+        for row in rows:
+            start = keys.get(float(row.flatten()[0]))
+            if start is None or not bool(torch.isfinite(row).all()):
+                continue
+            moved = (row.double() - start.double()).flatten()
+            for kind in data.augment:
+                value = (float(moved[AUGMENTS.index(kind) + 1]) + 0.25) * 512
+                drawn[kind].append(round(value))
+    found, kinds = [], list(drawn)
+    exact = runs.program.model.dtype in ("float32", "float64")
+    for place, first in enumerate(kinds):
+        values = drawn[first]
+        if exact and len(values) >= 8 and len(set(values)) < len(values) / 2:
+            found.append(f"{first} draws {len(set(values))} different numbers of {len(values)}: {values[:12]}")
+        for second in kinds[place + 1 :]:
+            same = sum(a == b for a, b in zip(values, drawn[second]))
+            if exact and len(values) >= 4 and same > len(values) / 4 + 1:
+                found.append(f"{first} and {second} draw the same {same} times of {len(values)}")
+    masks = [draw for micro in runs.whole.micro_batches if micro.samples for draw in micro.draws if draw.numel() >= 20]
+    found += [
+        f"draws {n} and {m} of modules are equal"
+        for n, one in enumerate(masks)
+        for m, other in enumerate(masks[:n])
+        if one.shape == other.shape and torch.equal(one, other)
+    ][:3]
+    return found
+
+
+def checkpoint_holds_the_run(runs: Runs) -> list[str]:
+    """The last checkpoint has the weights and averages that the run ended with."""
+    whole, held = runs.whole, runs.whole.checkpoint
+    if not held:
+        return []
+    found = []
+    for name, tensor in held["model"].items():
+        now = whole.final.get(name)
+        if isinstance(tensor, Tensor) and now is not None and not same(tensor, now):
+            found.append(f"model {name}")
+    for name, tensor in held["ema"].items():
+        if not same(tensor, whole.averages[name]):
+            found.append(f"average {name}")
+    return found
+
+
+def skipped_leaves_no_trace(runs: Runs) -> list[str]:
+    """A skipped update changes no weight and no buffer."""
+    found = []
+    for number, update in enumerate(runs.whole.updates):
+        if not update.committed:
+            found += [f"update {number}: {n}" for n, t in update.before.items() if not same(t, update.after[n])]
+    return found
+
+
+def nothing_between_updates(runs: Runs) -> list[str]:
+    """Weights change in updates only."""
+    found, updates = [], runs.whole.updates
+    for number, (update, following) in enumerate(pairwise(updates)):
+        found += [f"after update {number}: {n}" for n, t in update.after.items() if not same(t, following.before[n])]
+    return found
+
+
+def record_changes_nothing(runs: Runs) -> list[str]:
+    """Without the record, and without a trial of the evaluation and log lines, the run is bitwise the same."""
+    plain = runs.run(runs.plain, record=False, try_evaluation=False, log_interval=1)
+    return state_differences(runs.whole.state, plain.state)
+
+
+def looking_changes_nothing(runs: Runs) -> list[str]:
+    """Without its evaluations, predictions and saves by hand, the run is bitwise the same."""
+    bare = without_events(runs.plain)
+    if bare == runs.plain:
+        return []
+    plain = runs.run(bare)
+    first, second = dict(runs.whole.state), dict(plain.state)
+    for state in (first, second):
+        # What the run was told to look at is an attribute of it.
+        state["attributes"] = without(state.get("attributes") or {}, "looked")
+        state["state"] = without(state["state"], "bare")
+    return state_differences(first, second)
+
+
+def resumed_is_the_same(runs: Runs) -> list[str]:
+    """Stopped or killed at an update and resumed, the run is bitwise the same."""
+    found: list[str] = []
+    for event in runs.program.events:
+        if event.kind not in ("stop", "kill"):
+            continue
+        place = runs.fresh()
+        stopping = replace(
+            runs.plain, events=(*runs.plain.events, event) if event.kind == "stop" else runs.plain.events
+        )
+        if event.kind == "kill":
+            try:
+                in_fork(_killed, runs.plain, place, event.at)
+            except Died as death:
+                if "ended with -9" not in str(death):
+                    raise
+        else:
+            runs.run(stopping, place)
+        for _ in range(8):
+            parts = runs.run(stopping, place, resume=True)
+            if parts.steps >= runs.whole.steps or not parts.micro_batches:
+                break
+        found += [f"{event.kind}: {each}" for each in state_differences(runs.whole.state, parts.state)]
+        found += predictions_differ(runs.whole, parts)
+    return found
+
+
+def _killed(program: Program, place: Path, at: int) -> None:
+    left = run(program, place, kill_at=at)
+    if left.refused is not None:
+        raise RuntimeError(left.refused)
+
+
+def larger_budget(runs: Runs) -> list[str]:
+    """A budget that is raised in the process is a resume with the larger budget."""
+    events = [event for event in runs.program.events if event.kind == "budget"]
+    if not events:
+        return []
+    unit = "steps" if runs.program.settings.steps is not None else "epochs"
+    raised = runs.run(without_events(runs.program, "stop", "kill"))
+    place = runs.fresh()
+    runs.run(runs.plain, place, **{unit: events[0].at})
+    resumed = runs.run(runs.plain, place, resume=True)
+    return state_differences(raised.state, resumed.state)
+
+
+def divided_is_the_same(runs: Runs) -> list[str]:
+    """An update in smaller micro-batches is the update of the whole batch."""
+    program, settings = runs.program, runs.program.settings
+    if not can_be_divided(program):
+        return []
+    batch = settings.global_batch_size or settings.batch_size or 1
+    whole = replace(settings, batch_size=None, global_batch_size=batch, micro_batch_size=None, accum_steps=1)
+    whole = replace(whole, gradient_sum="fast", keyed=None)
+    states = tuple(state for state in program.state if state.where == "nothing")
+    records = []
+    for micro in (None, 1 + program.data.train % 2):
+        divided = replace(program, settings=replace(whole, micro_batch_size=micro), events=(), state=states)
+        records.append(runs.run(divided))
+    return moved_alike(*records, program)
+
+
+def can_be_divided(program: Program) -> bool:
+    """Whether a program's updates do not depend on how they are divided."""
+    kinds = {part.kind for part in flat(program.model.parts)}
+    exact = program.model.dtype in ("float32", "float64") and program.settings.precision is None
+    own_order = program.data.source != "iterable" and program.data.sampler is None
+    batch = program.settings.global_batch_size or program.settings.batch_size or 1
+    return (
+        exact
+        and own_order
+        and batch > 1
+        and not kinds & set(PER_FORWARD)
+        and not program.data.nan_samples
+        and not program.data.ragged
+    )
+
+
+PROPERTIES: tuple[Callable[[Runs], list[str]], ...] = (
+    reference,
+    each_sample_once,
+    independent_draws,
+    checkpoint_holds_the_run,
+    skipped_leaves_no_trace,
+    nothing_between_updates,
+    record_changes_nothing,
+    looking_changes_nothing,
+    resumed_is_the_same,
+    larger_budget,
+    divided_is_the_same,
+)
+
+
+# Comparisons
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are bitwise the same, NaN included."""
+    return first.dtype == second.dtype and torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
+
+
+def without(values: Any, name: str) -> Any:
+    return {key: value for key, value in values.items() if key != name} if isinstance(values, dict) else values
+
+
+def inputs_of(data: Any) -> Tensor:
+    """Return the input tensor of a batch."""
+    first = data
+    while not isinstance(first, Tensor):
+        first = next(iter(first.values())) if isinstance(first, dict) else first[0]
+    return first
+
+
+def first_elements(rows: Any) -> list[float]:
+    """Return what tells samples apart: their first element, which no augmentation changes; of tokens all."""
+    if isinstance(rows, Tensor) and rows.is_floating_point():
+        return [float(row.flatten()[0]) for row in rows]
+    return [float(hash(tuple(token for token in row.tolist() if token))) for row in rows]
+
+
+def predictions_differ(first: Record, second: Record) -> list[str]:
+    if first.predictions is None or second.predictions is None:
+        return []
+    return [] if same(first.predictions, second.predictions) else ["predictions"]
+
+
+def moved_alike(first: Record, second: Record, program: Program) -> list[str]:
+    """Return where two runs differ by more than rounding, relative to how far the weights have moved."""
+    tolerance = 1e-9 if program.model.dtype == "float64" else 2e-3
+    found = []
+    if first.steps != second.steps:
+        found.append(f"{first.steps} and {second.steps} updates")
+    for name, start in first.initial.items():
+        one, other = first.final[name], second.final[name]
+        moved = float((one.double() - start.double()).abs().max()) if not one.is_complex() else math.inf
+        if not bool(torch.isfinite(one).all()):
+            continue
+        off = float((one - other).abs().max())
+        if off > tolerance * moved + 1e-6 * (tolerance > 1e-6):
+            found.append(f"{name}: off by {off:.3g}, moved by {moved:.3g}")
+    return found
+
+
+# A program
+
+
+def check(program: Program) -> Verdict:
+    """Run a program in all the ways that its properties need, in this process, and return what became of it."""
+    begun = time.monotonic()
+    with directory() as place:
+        verdict = _check(program, place)
+    verdict.seconds = time.monotonic() - begun
+    return verdict
+
+
+def _check(program: Program, place: Path) -> Verdict:
+    runs = Runs(program, place)
+    whole = runs.whole
+    if whole.refused is not None:
+        return refusal(program, whole)
+    for holds in PROPERTIES:
+        try:
+            found = holds(runs)
+        except Refused as error:
+            return Verdict("refused", f"{holds.__name__}: {error}", holds.__name__, named=whole.named)
+        except Late as error:
+            return Verdict("differs", str(error), holds.__name__, named=whole.named)
+        if found:
+            return Verdict("differs", "\n".join(found[:12]), holds.__name__, named=whole.named)
+    return Verdict("right", named=whole.named)
+
+
+def refusal(program: Program, left: Record) -> Verdict:
+    """Return whether an error came in time: before the first update, or when the event came that it names."""
+    text = left.refused or ""
+    trace = getattr(left, "trace", "")
+    half = program.model.dtype == "float16" or program.settings.precision == "fp16"
+    may_be_infinite = bool(program.data.nan_samples) or half
+    if left.refused_after == 0 or (may_be_infinite and text.startswith("NonFiniteError")):
+        return Verdict("refused", f"{text}\n{trace}", named=left.named)
+    return Verdict("differs", f"late: {text}\n{trace}", "refused_in_time", named=left.named)
+
+
+def checked(program: Program, timeout: float = 60.0) -> Verdict:
+    """Check a program in a fork; what has several processes in forks of the server."""
+    begun = time.monotonic()
+    try:
+        verdict: Verdict = in_fork(check, program, timeout=timeout)
+    except Died as death:
+        verdict = Verdict("died", str(death), "ends")
+    verdict.seconds = time.monotonic() - begun
+    return verdict
