@@ -1,0 +1,128 @@
+"""Compares what a run left with what the reference computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from .spec import Record, Update
+
+Tensors = Mapping[str, Tensor]
+
+MOVED = 1e-3
+"""A weight may be wrong by this share of how far it has moved."""
+NOISE = 8.0
+"""And by so many times the difference that the dtypes of the program make in the reference itself."""
+
+
+def differences(found: Record, exact: Record, own: Record) -> list[str]:
+    """Return in words where a run differs from the reference, the first update first; nothing where it does not.
+
+    Args:
+        found: What the run left.
+        exact: What the reference computes in float64.
+        own: What it computes in the dtypes of the program.
+    """
+    return list(_differences(found, exact, own))
+
+
+def _differences(found: Record, exact: Record, own: Record) -> Iterator[str]:
+    if (found.refused is None) != (exact.refused is None):
+        yield f"ended with {found.refused or 'no error'}, expected {exact.refused or 'no error'}"
+        return
+    for number, updates in enumerate(zip(found.updates, exact.updates, own.updates)):
+        wrong = list(_of_update(*updates, found.initial))
+        yield from (f"update {number}: {text}" for text in wrong)
+        if wrong:
+            return
+    if len(found.updates) != len(exact.updates):
+        yield f"{len(found.updates)} updates, expected {len(exact.updates)}"
+    if found.refused is not None:
+        return
+    if found.steps != exact.steps:
+        yield f"{found.steps} steps, expected {exact.steps}"
+    yield from _of_tensors("final", found.final, exact.final, own.final, found.initial)
+    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, found.initial)
+    yield from _of_numbers("pass losses", found.pass_losses, exact.pass_losses, own.pass_losses)
+    places = [[(each.split, each.after) for each in record.evaluations] for record in (found, exact)]
+    if places[0] != places[1]:
+        yield f"evaluations after {places[0]}, expected {places[1]}"
+    for one, right, rounded in zip(found.evaluations, exact.evaluations, own.evaluations):
+        for name, value in right.result.items():
+            figures = (one.result.get(name, math.nan), value, rounded.result[name])
+            yield from _of_numbers(f"{name} of {one.split} after {one.after}", *([figure] for figure in figures))
+    yield from _of_predictions(found.predictions, exact.predictions, own.predictions)
+
+
+def _of_predictions(found: Tensor | None, exact: Tensor | None, own: Tensor | None) -> Iterator[str]:
+    if exact is None or own is None:
+        return
+    if found is None or found.shape != exact.shape:
+        yield f"predictions of shape {None if found is None else tuple(found.shape)}, expected {tuple(exact.shape)}"
+        return
+    name = "predictions"
+    yield from _of_tensors(name, {name: found}, {name: exact}, {name: own}, {name: torch.zeros_like(exact)})
+
+
+def _of_update(found: Update, exact: Update, own: Update, initial: Tensors) -> Iterator[str]:
+    if found.committed != exact.committed:
+        yield f"committed={found.committed}, expected {exact.committed}"
+        return
+    if not exact.committed:
+        yield from _of_tensors("skipped", found.after, exact.after, own.after, initial)
+        return
+    if not _is_close(sorted(found.rates), sorted(exact.rates), sorted(exact.rates)):
+        yield f"rates {found.rates}, expected {exact.rates}"
+    for name in ("loss", "grad_norm"):
+        figures = [[getattr(update, name)] for update in (found, exact, own)]
+        if figures[0][0] is not None:
+            yield from _of_numbers(name, *figures)
+    yield from _of_tensors("after", found.after, exact.after, own.after, initial)
+    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, initial)
+
+
+def _of_numbers(name: str, found: list[float], exact: list[float], own: list[float]) -> Iterator[str]:
+    if not _is_close(found, exact, own):
+        yield f"{name} {found}, expected {exact}"
+
+
+def _is_close(found: list[float], exact: list[float], own: list[float]) -> bool:
+    if len(found) != len(exact):
+        return False
+    return all(_is_near(*figures) for figures in zip(found, exact, own))
+
+
+def _is_near(found: float, exact: float, own: float) -> bool:
+    if not math.isfinite(exact):
+        return found == exact or (math.isnan(found) and math.isnan(exact))
+    return abs(found - exact) <= NOISE * abs(own - exact) + 1e-5 * abs(exact) + 1e-7
+
+
+def _of_tensors(what: str, found: Tensors, exact: Tensors, own: Tensors, initial: Tensors) -> Iterator[str]:
+    if found.keys() != exact.keys():
+        yield f"{what}: names {sorted(found.keys() ^ exact.keys())} on one side only"
+        return
+    for name, right in exact.items():
+        error, allowed = _error(found[name], right, own[name], initial[name])
+        if not error <= allowed:
+            yield f"{what}: {name} is wrong by {error:.3g}, may be by {allowed:.3g}"
+
+
+def _error(found: Tensor, exact: Tensor, own: Tensor, initial: Tensor) -> tuple[float, float]:
+    """Return how wrong a tensor is, and how wrong it may be."""
+    kind = torch.complex128 if exact.is_complex() else torch.float64
+    given = [each.detach().to(kind) for each in (found, exact, own, initial)]
+    finite = given[1].isfinite()
+    if given[0].shape != given[1].shape or not torch.equal(given[0].isfinite(), finite):
+        return math.inf, 0.0
+    found, exact, own, initial = (each[finite] for each in given)
+    if not exact.numel():
+        return 0.0, 0.0
+    # What the last digits of the stored numbers can hold.
+    digits = 4 * torch.finfo(own.dtype).eps if own.dtype.is_floating_point else 0.0
+    moved, noise, size = ((exact - initial).abs().max(), (own - exact).abs().max(), exact.abs().max())
+    allowed = MOVED * moved + NOISE * noise + max(digits, 1e-7) * size
+    return float((found - exact).abs().max()), float(allowed) + 1e-9
