@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     from danling.config.names import BACKENDS  # torch
 
-    parser.add_argument("--skip", nargs="+", default=[], choices=(*BACKENDS, "compile"), help="leave out")
+    parser.add_argument("--skip", nargs="+", default=[], choices=("torch", *BACKENDS, "compile"), help="leave out")
     parser.add_argument(
         "--timeout", type=at_least(1, float), default=180.0, help="seconds that one check may take (default: 180)"
     )
@@ -105,6 +105,8 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
     """Yield the checks as they end."""
     from danling.config.names import BACKENDS  # torch
 
+    if "torch" not in skip:
+        yield _timed("torch", _try_torch)
     for backend in BACKENDS:
         if backend not in skip:
             # The doctor's own program, which writes one kind of checkpoints.
@@ -155,6 +157,20 @@ def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:
     except (RuntimeError, OSError) as error:
         state, detail = "failed", str(error)
     return Check(name, state, detail, round(time.monotonic() - start, 2))
+
+
+def _try_torch() -> tuple[str, str]:
+    """Look up the private names of torch that the library uses."""
+    import torch
+
+    from danling.utils.torch_private import PRIVATE_NAMES, TESTED, missing_names
+
+    version = torch.__version__
+    tested = f"tested with {TESTED[0]} to {TESTED[-1]}"
+    missing = missing_names(version)
+    if missing:
+        raise RuntimeError(f"{version} ({tested}) lacks {', '.join(missing)}. Install a tested release.")
+    return "ok", f"{version} ({tested}): all {len(PRIVATE_NAMES)} private names that the library uses"
 
 
 def _try_compiler(timeout: float) -> tuple[str, str]:

@@ -33,7 +33,7 @@ def test_whether_a_compiler_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for command, state, detail in ((script, "failed", "with mine 1.2"), (tmp_path / "none", "absent", "install g++")):
         monkeypatch.setenv("CXX", str(command))
         # Anything that compiles would take longer than that.
-        (found,) = doctor.examine({"file", "dcp"}, 0.001)
+        (found,) = doctor.examine({"torch", "file", "dcp"}, 0.001)
         assert (found.name, found.state) == ("compile", state) and detail in found.detail
 
 
