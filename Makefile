@@ -2,6 +2,8 @@
 #   make train   set up .venv (about two minutes) and train a small GPT (about four)
 #   make test    set up .venv and run the tests; make test-all the slow ones too
 #   make test-system   the tests of checkpoints with the system's own Python; make fuzz N=10000 damages so many checkpoints
+#   make test-torch TORCH=2.15.0 [PYTHON=python3.12] [TEST_ARGS=tests/mesh]   the tests with another torch, in an environment that is
+#                kept in the user's cache; make test-versions runs a part of them with the oldest torch and the newest
 #   make release   build sdist and wheel, install the wheel into a fresh environment and try it there
 #   make chaos   kill runs N times and compare their ends (figures in build/chaos.txt); make bench measures what the library costs (figures in build/bench)
 PYTHON ?= python3
@@ -14,7 +16,7 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := danling examples benchmarks scripts tests
 
-.PHONY: train test test-all test-system release chaos fuzz bench lint format docs clean
+.PHONY: train test test-all test-system test-torch test-versions release chaos fuzz bench lint format docs clean
 .DELETE_ON_ERROR:
 
 # One thread: with more, an update of so small a model mostly waits, on a busy machine several times longer.
@@ -31,6 +33,13 @@ test-all: $(VENV)/.dev
 # The tests of checkpoints with the system's own Python, where that is another release.
 test-system: $(VENV)/.dev
 	scripts/test_system_python.sh $(BIN)/python build/venv-system $(TORCH)
+
+test-torch:
+	python3 scripts/test_torch.py --python $(PYTHON) $(TORCH) $(TEST_ARGS)
+
+# An environment that takes longer than seven minutes to install is left out and named.
+test-versions:
+	python3 scripts/test_torch.py --python $(PYTHON) --seconds 420 --quick
 
 # dist/ has the files afterwards; README's program and `danling doctor` have run from the installed wheel.
 release: $(VENV)/.dev
