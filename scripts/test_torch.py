@@ -85,7 +85,7 @@ class Environment:
             requirements, constraints = Path(folder) / "requirements.txt", Path(folder) / "constraints.txt"
             requirements.write_text("\n".join(self.requirements))
             constraints.write_text("\n".join([f"torch=={self.torch}", *self.constraints]))
-            pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             self._run([*pip, "-r", requirements, "-c", constraints], lock)
 
     def _run(self, command: Sequence[str | Path], lock: int) -> None:
@@ -129,7 +129,10 @@ def pins_for_every_torch(text: str) -> list[str]:
 
 
 def pinned_torch(file: str) -> str:
-    return re.findall(r"^torch==(\S+)", (ROOT / file).read_text(), re.MULTILINE)[0]
+    found = re.search(r"^torch==(\S+)", (ROOT / file).read_text(), re.MULTILINE)
+    if found is None:
+        raise ValueError(f"Expected a line torch==VERSION in {file}.")
+    return found[1]
 
 
 def find_python(name: str) -> str:
@@ -152,10 +155,9 @@ def environment_of(torch: str, base: str, seconds: float) -> Environment:
 def run_tests(torch: str, name: str, seconds: float, arguments: Sequence[str]) -> int:
     python = environment_of(torch, find_python(name), seconds).python()
     print(f"== torch {torch}: {python}", flush=True)
-    command = [python, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-m", "not slow", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ).returncode
+    pytest = [str(python), "-m", "pytest", "-n", "2", "--dist", "worksteal", "-m", "not slow"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*pytest, *arguments], cwd=ROOT, env=variables).returncode
 
 
 def _end(number: int, _frame: object) -> NoReturn:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,13 +22,26 @@ from torch import distributed as dist
 from danling.optim.state import added_names as names_added
 from danling.utils.secrets import without_secrets
 
+LOWEST_VERSION = "0.19.8"
+"""The release that the tests train with. Wrong gradients are reported for earlier ones, up to 0.19.3 at least (DeepSpeed issue 8224)."""
+
 
 def import_deepspeed(device: torch.device) -> object:
-    """Import DeepSpeed and return it."""
+    """Import DeepSpeed and return it.
+
+    Raises:
+        ImportError: If it is not installed, or older than the tests know it.
+    """
     if find_spec("deepspeed") is None:
         raise ImportError(
             "Expected the package deepspeed for stack='deepspeed'. Received: it is not installed. Install it: "
             "pip install deepspeed."
+        )
+    version = metadata.version("deepspeed")
+    if _numbers(version) < _numbers(LOWEST_VERSION):
+        raise ImportError(
+            f"Expected deepspeed>={LOWEST_VERSION}, the lowest version that the tests train with: wrong gradients are reported for earlier "
+            f"ones. Received: deepspeed {version}. Run `pip install 'deepspeed>={LOWEST_VERSION}'`."
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type != "cpu":
@@ -37,6 +51,10 @@ def import_deepspeed(device: torch.device) -> object:
     # Collectives over shared memory are compiled at first use, and gloo does what they do.
     import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 @contextmanager
