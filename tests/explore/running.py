@@ -242,7 +242,8 @@ def _run(
         left.steps = runner.train_state.global_step
         read_results(runner, left)
         if "val" in runner.datasets:
-            left.predictions = torch.stack([each.float() for each in runner.infer("val")])
+            predicted = [each["logits"] if isinstance(each, dict) else each for each in runner.infer("val")]
+            left.predictions = torch.stack([each.float() for each in predicted])
         left.state = state_of(runner)
     read_checkpoint(directory, left)
 

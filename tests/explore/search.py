@@ -148,13 +148,14 @@ def search(
     check: Callable[[Program], Verdict] = checked,
     tally: Tally | None = None,
     shrink_seconds: float = 60.0,
+    known: dict[str, Verdict] | None = None,
 ) -> tuple[Program, Verdict] | None:
     """Check programs until one fails, the count is reached or the budget is used up; return the smallest that fails."""
     tally = tally if tally is not None else Tally()
+    known = known if known is not None else {}
     end = time.monotonic() + budget
     smallest: list[tuple[Program, Verdict]] = []
     wanted: list[str] = []
-    known: dict[str, Verdict] = {}
 
     @seed(number)
     @settings(
@@ -172,8 +173,9 @@ def search(
         if time.monotonic() > end:
             return
         text = program.to_json()
+        is_new = text not in known
         verdict = known[text] = known.get(text) or check(program)
-        if not wanted:
+        if not wanted and is_new:
             tally.add(program, verdict)
         if verdict.kind not in ("differs", "died") or (wanted and verdict.broken != wanted[0]):
             return
@@ -215,13 +217,16 @@ def main() -> None:
         sys.exit(verdict.kind in ("differs", "died"))
     print(f"seed {options.seed}", flush=True)
     preload()
-    tally, begun, number, failed = Tally(), time.monotonic(), options.seed, False
+    tally, begun, number, failed = Tally(), time.monotonic(), options.seed * 1000, False
+    known: dict[str, Verdict] = {}
     while True:
         left = options.budget - (time.monotonic() - begun)
         count = options.programs - sum(tally.kinds.values())
         if left <= 0 or count <= 0:
             break
-        found = search(count, number=number, budget=left, stacks=options.stacks, tally=tally)
+        # Few at a time: hypothesis begins each search with small programs, a tenth of all.
+        chunk = min(count + 1, 9)
+        found = search(chunk, number=number, budget=left, stacks=options.stacks, tally=tally, known=known)
         number += 1
         if found is not None:
             failed = True
@@ -230,8 +235,6 @@ def main() -> None:
                 f"=== {verdict.broken}\n{verdict.text}\n{program.to_json()}" if options.brief else described(*found),
                 flush=True,
             )
-        elif time.monotonic() - begun < options.budget and sum(tally.kinds.values()) < options.programs:
-            continue
     print(tally.report().split("\nPairs of")[0] if options.brief else tally.report())
     sys.exit(failed)
 
