@@ -112,8 +112,9 @@ class OptimizerRegistry(Registry):
     def build(self, params: object, type: str | None = None, **options: Any) -> Optimizer:
         """Build an optimizer.
 
-        Adam and AdamW are fused where all parameters are plain floating tensors on one CPU or CUDA device, unless `fused` or
-        `foreach` (or `capturable`, `differentiable`) is given; that differs from the loop over tensors by rounding only.
+        Adam and AdamW are fused where all parameters are plain floating tensors on one CPU or CUDA device (float16 on the CPU is
+        not), unless `fused` or `foreach` (or `capturable`, `differentiable`) is given; that differs from the loop over tensors by
+        rounding only.
         Lists are taken where the optimizer wants a tuple, as for `betas`.
         """
         self.check_options(type, options)
@@ -163,6 +164,18 @@ def _with_tuples(builder: Callable[..., object], options: Mapping[str, object]) 
     }
 
 
+def is_stuck(optimizer: object) -> bool:
+    """Whether an optimizer leaves most of its weights where they are: torch's fused SGD does, of half precision on the CPU.
+
+    Of torch 2.11 to 2.13 at least: what fills a vector register is computed and not written back.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    tensors = [tensor for group in groups for tensor in group["params"]]
+    return any(each.device.type == "cpu" and each.dtype in (torch.bfloat16, torch.float16) for each in tensors)
+
+
 def _can_fuse(builder: object, entries: Sequence[object], options: Mapping[str, object]) -> bool:
     if builder not in _FUSED or _IMPLEMENTATIONS & options.keys():
         return False
@@ -172,6 +185,9 @@ def _can_fuse(builder: object, entries: Sequence[object], options: Mapping[str, 
     # Not DTensor and other subclasses: they may live on several meshes, which one fused call cannot take.
     plain = all(type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_floating_point() for tensor in tensors)
     devices = {tensor.device for tensor in tensors} if plain else set()
+    # On the CPU, torch's fused form adds eps in float16, where 1e-8 is 0, and makes infinite weights.
+    if any(tensor.dtype == torch.float16 and tensor.device.type == "cpu" for tensor in tensors):
+        return False
     return len(devices) == 1 and {device.type for device in devices} <= {"cpu", "cuda"}
 
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, slip_of
 from danling.optim import JointScheduler
-from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule, needs_metric
+from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule, is_stuck, needs_metric
 from danling.optim.state import rates_of
 from danling.optim.warmup import WarmupScheduler
 from danling.utils.observers import Observer
@@ -218,6 +218,11 @@ class ComponentChecks(Observer):
             raise ValueError(
                 f"Expected an optimizer whose step takes the gradient as it is. Received: {kind}, whose step calls a closure again and "
                 "again. Override both `step` and `optimizer_step` for it, or choose another."
+            )
+        if any(is_stuck(member) for member in getattr(run.optimizer, "optimizers", [run.optimizer])):
+            raise ValueError(
+                "Expected an optimizer that moves the weights. Received: SGD(fused=True) over bfloat16 or float16 weights on the CPU, "
+                "of which torch's fused form moves only those that do not fill a vector register. Set fused=False."
             )
         optimized = {id(parameter): parameter for parameter in run.preparation.optimized_parameters(run.optimizer)}
         named = dict(run.named_parameters())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import danling as dl
 from danling.optim import OPTIMIZERS, build_param_groups
 from danling.optim.registry import build_optimizer
 
@@ -195,3 +198,34 @@ def test_groups_of_the_configuration_and_a_rank_that_holds_nothing_trained(model
     built.step()
     with pytest.raises(ValueError, match="Unfreeze a layer"):
         build_optimizer(settings, model.named_parameters, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_float16_on_the_cpu_is_not_fused_since_its_eps_is_zero_there(name: str) -> None:
+    weight = nn.Parameter(torch.linspace(-1, 1, 64, dtype=torch.float16))
+    optimizer = OPTIMIZERS.build(params=[weight], type=name, lr=0.01, eps=1e-4)
+    assert not optimizer.defaults.get("fused")
+    weight.grad = torch.full_like(weight, 1e-3)
+    optimizer.step()
+    assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("joint", [False, True])
+def test_fused_sgd_that_moves_no_half_precision_weight_is_refused(
+    dtype: torch.dtype, joint: bool, tmp_path: Path
+) -> None:
+    class Half(dl.Runner):
+        def __init__(self, fused: bool) -> None:
+            super().__init__({"steps": 1, "dir": str(tmp_path / str(fused)), "log": False})
+            self.datasets = {"train": TensorDataset(torch.ones(4, 20, dtype=dtype), torch.zeros(4, 1, dtype=dtype))}
+            self.model, self.criterion = nn.Linear(20, 1, bias=False, dtype=dtype), nn.MSELoss()
+            sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, fused=fused)
+            self.optimizer = dl.optim.JointOptimizer(sgd) if joint else sgd
+
+    with pytest.raises(ValueError, match="fused=False"), Half(True) as runner:
+        runner.train()
+    with Half(False) as runner:
+        before = runner.model.weight.detach().clone()
+        runner.train()
+        assert (runner.model.weight != before).all()
