@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -109,10 +110,23 @@ def _write_error_file(error: Exception, trace: TracebackType | None, first: Firs
         logger.warning("The error file %s cannot be written: %s.", file, failure)
 
 
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory"  # the allocator of the host
+    r"|\b(CUDA|HIP|XPU) (driver )?error: out of memory"
+    r"|Cuda failure (2 )?'out of memory'"  # NCCL
+    r"|\b(CU|HIP|ROC)[A-Z]*_(STATUS_)?([A-Z]+_)*ALLOC(ATION)?_FAILED"  # cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE
+    # A handle needs memory outside of torch's allocator. torch itself takes these for a lack of it, and tries once more.
+    r"|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate"
+    r"|CUDNN_STATUS_NOT_INITIALIZED",
+)
+"""What the libraries below torch say in a plain `RuntimeError`; torch's own allocator raises `torch.OutOfMemoryError`."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory of the device or of the host ran out."""
-    on_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return on_host or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    """Return whether an error says that memory of the device or of the host ran out, whichever library raised it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def write_memory_snapshot(
@@ -132,8 +146,8 @@ def write_memory_snapshot(
     written: list[Path] = []
     try:
         record["figures"] = memory_figures(device)
-        if device.type == "cuda":
-            record["allocator"] = dict(torch.cuda.memory_stats(device))
+        if device.type != "cpu":
+            record["allocator"] = dict(torch.accelerator.memory_stats(device))
         stem.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(stem.with_suffix(".json"), json_text(record))
         written.append(stem.with_suffix(".json"))

@@ -222,15 +222,18 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float | Tensor) -> None
     """Multiply gradients in place; a factor of exactly 1.0 costs nothing.
 
     Args:
-        gradients: Gradients of any shape and dtype.
-        factor: A float, or a 0-dim tensor on the gradients' device.
+        gradients: Gradients of any shape, dtype and device.
+        factor: A float, or a 0-dim tensor on any device: gradients that are offloaded are in the memory of the host, and their factor
+            is computed on the accelerator.
     """
     if not gradients or (isinstance(factor, float) and factor == 1.0):
         return
     if isinstance(factor, Tensor):
-        # foreach takes one dtype for the factor, and it must not promote the gradients.
-        for dtype in {gradient.dtype for gradient in gradients}:
-            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
+        # foreach takes one dtype and device for the factor, and it must not promote the gradients.
+        for kind in {(gradient.dtype, gradient.device) for gradient in gradients}:
+            dtype, device = kind
+            alike = [gradient for gradient in gradients if (gradient.dtype, gradient.device) == kind]
+            torch._foreach_mul_(alike, factor.to(device=device, dtype=dtype))
     else:
         torch._foreach_mul_(list(gradients), factor)
 
@@ -329,6 +332,12 @@ def add_gradients(left: list[Tensor | None], right: list[Tensor | None]) -> list
     return [b if a is None else a for a, b in zip(left, right)]
 
 
+_PIECE_ON_HOST = 1 << 15
+"""Elements that fit the cache of a processor in float64."""
+_PIECE_ON_DEVICE = 1 << 22
+"""Elements of 32 MB in float64: each piece launches eight kernels, whatever its size."""
+
+
 def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: Domain | None = None) -> Tensor:
     """Return the 2-norm of gradients, 0-dim float64, the same bits however their elements are divided over ranks, threads and kernels.
 
@@ -337,12 +346,15 @@ def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: D
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    device, some = gradients[0].device, [index for index, gradient in enumerate(gradients) if gradient.numel()]
+    # Offloaded gradients are in the memory of the host, others on the accelerator, where all sums meet.
+    device = next((gradient.device for gradient in gradients if gradient.device.type != "cpu"), gradients[0].device)
+    some = [index for index, gradient in enumerate(gradients) if gradient.numel()]
     peaks = torch.zeros(len(gradients), dtype=torch.float64, device=device)
     sums = torch.zeros(len(gradients), dtype=torch.int64, device=device)
     if some:
         # Quicker than their infinity norms.
-        peaks[some] = torch.stack([torch.stack(torch.aminmax(gradients[i])).abs().max().double() for i in some])
+        largest = [torch.stack(torch.aminmax(gradients[index])).abs().max() for index in some]
+        peaks[some] = torch.stack([value.to(device, torch.float64) for value in largest])
     peaks.nan_to_num_(nan=torch.inf)
     if domain is not None:
         domain.all_reduce(peaks, "max")
@@ -352,10 +364,14 @@ def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: D
     tops = torch.maximum(exponents + 1, exponents + bits - 10).clamp_min_(-900)
     bases = torch.ldexp(torch.full_like(peaks, 1.5), tops)
     for index in some:
-        for piece in torch.split(gradients[index].reshape(-1), 1 << 15):
+        gradient = gradients[index]
+        base = bases[index].to(gradient.device)
+        whole = torch.zeros((), dtype=torch.int64, device=gradient.device)
+        for piece in torch.split(gradient.reshape(-1), _PIECE_ON_HOST if gradient.is_cpu else _PIECE_ON_DEVICE):
             # Of a gradient in float64, `double` is no copy.
-            wide = piece.double().square().add_(bases[index])
-            sums[index] += wide.view(torch.int64).sum() - bases[index].view(torch.int64) * piece.numel()
+            wide = piece.double().square().add_(base)
+            whole += wide.view(torch.int64).sum() - base.view(torch.int64) * piece.numel()
+        sums[index] = whole
     if domain is not None:
         domain.all_reduce(sums)
     squares = torch.ldexp(sums.double(), tops - 52).sort().values.sum()

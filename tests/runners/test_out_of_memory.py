@@ -18,6 +18,20 @@ from torch.utils.data import TensorDataset
 import danling as dl
 
 
+WORDS = {
+    "device": "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "cublas": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k)`",
+    "cublas handle": "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cudnn": "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cudnn 8": "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cufft": "cuFFT error: CUFFT_ALLOC_FAILED",
+    "hipblas": "HIP error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+    "nccl": "NCCL error in: ProcessGroupNCCL.cpp:2094, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+}
+"""What libraries say in a plain `RuntimeError` when memory runs out."""
+OTHERS = ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`", "NCCL error: unhandled system error")
+
+
 class OutOfMemoryInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -46,8 +60,10 @@ class Hungry(nn.Module):
         if len(inputs) > self.fits and self.training:
             if self.where == "forward":
                 torch.empty(1 << 52)
-            elif self.where == "device":
+            elif self.where == "allocator":
                 raise torch.OutOfMemoryError("out of memory")
+            elif self.where in WORDS:
+                raise RuntimeError(WORDS[self.where])
             hidden = OutOfMemoryInBackward.apply(hidden)
         return self.last(hidden)
 
@@ -74,7 +90,7 @@ def settings(root: Path, held: Any, **more: Any) -> dict[str, Any]:
     return toy_settings(root, **{"epochs": 2, "optim": {"type": "adamw", "lr": 0.01}, "dataloader": loader, **more})
 
 
-@pytest.mark.parametrize("where", ["forward", "device", "backward"])
+@pytest.mark.parametrize("where", ["forward", "allocator", "backward", *WORDS])
 def test_the_update_is_made_as_if_memory_had_not_run_out(
     where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,12 +126,13 @@ def test_an_update_that_fits_in_no_piece_raises_what_the_model_raised(tmp_path: 
         runner.train()
 
 
-def test_another_error_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["not for want of memory", *OTHERS])
+def test_another_error_is_an_error(words: str, tmp_path: Path) -> None:
     class Wrong(Runner):
         def train_step(self, data: Any) -> tuple[Any, Tensor]:
-            raise RuntimeError("not for want of memory")
+            raise RuntimeError(words)
 
-    with Wrong(settings(tmp_path, "auto")) as runner, pytest.raises(RuntimeError, match="not for want of memory"):
+    with Wrong(settings(tmp_path, "auto")) as runner, pytest.raises(RuntimeError, match=re.escape(words)):
         runner.train()
 
 
