@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe
 from torch.utils.data import DataLoader as TorchDataLoader
 
+from danling.utils.devices import pins_memory
 from danling.utils.messages import did_you_mean
 
 from .loader import DataLoader, StreamLoader
@@ -103,7 +104,7 @@ def build_dataloader(
             f"Expected no dataloader.generator for split {split!r}: its order follows from the run's seed. Received: "
             f"generator={settings['generator']!r}. Set `seed`, or pass your own `sampler`."
         )
-    options = {"pin_memory": device is not None and device.type == "cuda", **given, "keyed": keyed}
+    options = {"pin_memory": device is not None and pins_memory(device.type), **given, "keyed": keyed}
     # Choices that are left open, and what only loaders of the user's read.
     unset = [
         name for name in ("sampler", "batch_sampler", "generator", "shuffle", "drop_last") if options.get(name) is None

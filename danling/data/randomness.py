@@ -6,6 +6,8 @@ import functools
 import importlib
 import inspect
 import itertools
+import logging
+import os
 import random
 import sys
 import types
@@ -20,6 +22,11 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from danling.utils.devices import accelerator_type
+
+logger = logging.getLogger("danling")
+
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _MASK63 = (1 << 63) - 1
 _MASK64 = (1 << 64) - 1
 _WIDTH = 256
@@ -84,6 +91,22 @@ def mix_seed(base: int, index: int) -> int:
     return (mixed ^ (mixed >> 31)) & _MASK63
 
 
+def set_cublas_workspace() -> None:
+    """Give cuBLAS the workspace without which torch refuses deterministic matrix products; a value in the environment stays.
+
+    Called before the process uses CUDA: cuBLAS and torch read the variable once.
+    """
+    if _CUBLAS_WORKSPACE in os.environ:
+        return
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        logger.warning(
+            "This process has used CUDA before a runner with deterministic=true was made. Matrix products may not be reproducible. Start "
+            "the program with %s=:4096:8 in its environment.",
+            _CUBLAS_WORKSPACE,
+        )
+    os.environ[_CUBLAS_WORKSPACE] = ":4096:8"
+
+
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
     """Ask torch for deterministic kernels inside; its switches are put back on exit."""
@@ -115,13 +138,12 @@ def seed_streams(seed: int, device: torch.device | None = None) -> None:
 
     Args:
         seed: A seed of `derive_seed`.
-        device: Device whose generator is seeded in addition to the CPU's; `None` is the current CUDA device, where there is CUDA.
+        device: Device whose generator is seeded in addition to the CPU's; `None` is the current accelerator, where there is one.
     """
     seed_host_streams(seed)
     if device is None:
-        if torch.cuda.is_available():
-            torch.cuda.manual_seed(_stream_seed(seed, _OF_DEVICE))
-    elif device.type != "cpu":
+        device = torch.device(accelerator_type() or "cpu")
+    if device.type != "cpu":
         seed_device(seed, device)
 
 

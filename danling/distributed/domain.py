@@ -54,19 +54,24 @@ class Domain:
         """
         if self.size == 1:
             return tensor
-        kind = tensor.device.type
-        if kind == self.device.type or f"{kind}:" in dist.get_backend_config(self.group):
-            dist.all_reduce(tensor, _OPERATIONS[op], group=self.group)
-            return tensor
-        moved = tensor.to(self.device)
+        moved = self._reachable(tensor)
         dist.all_reduce(moved, _OPERATIONS[op], group=self.group)
-        return tensor.copy_(moved)
+        return tensor if moved is tensor else tensor.copy_(moved)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy `tensor` from the member `source` into `tensor` on all members. Call on all members."""
-        if self.size > 1:
-            dist.broadcast(tensor, group_src=source, group=self.group)
-        return tensor
+        if self.size == 1:
+            return tensor
+        moved = self._reachable(tensor)
+        dist.broadcast(moved, group_src=source, group=self.group)
+        return tensor if moved is tensor else tensor.copy_(moved)
+
+    def _reachable(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` where the group's backend moves tensors of its device, else a copy on the device of collectives."""
+        kind = tensor.device.type
+        if kind == self.device.type or f"{kind}:" in dist.get_backend_config(self.group):
+            return tensor
+        return tensor.to(self.device)
 
     def gather_objects(self, value: T) -> list[T]:
         """Return the values of all members in rank order, on all of them. Call on all members."""

@@ -19,6 +19,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from danling.utils.devices import accelerator_type, device_identity
+
 logger = logging.getLogger("danling")
 
 _SECONDS_BEFORE_REPORT = 10.0
@@ -95,11 +97,12 @@ def is_first_on_machine() -> bool:
 
 def select_device(local_rank: int) -> torch.device:
     """Return the accelerator of `local_rank` and make it current, or the CPU."""
-    if not torch.cuda.is_available():
+    kind = accelerator_type()
+    if kind is None:
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    index = local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
 
 
 def init_process_group(
@@ -112,7 +115,7 @@ def init_process_group(
 ) -> bool:
     """Join the process group when there is more than one process. Call on all ranks.
 
-    With CUDA and no explicit backend, CPU tensors go over gloo and device tensors over nccl.
+    With an accelerator and no explicit backend, CPU tensors go over gloo and device tensors over its own backend: nccl with CUDA.
 
     Args:
         launch: The coordinates of this process.
@@ -129,6 +132,7 @@ def init_process_group(
     Raises:
         TimeoutError: If a process has not started within `timeout_seconds`.
         ConnectionError: If rank 0 ended meanwhile.
+        ValueError: If processes share a device, which nccl refuses in its first collective.
     """
     global _own_group, _users
     if launch.world_size == 1:
@@ -138,9 +142,12 @@ def init_process_group(
         _users += shared
         return shared
     if backend is None:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "gloo"
+        if device.type != "cpu":
+            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    store = _next_store(launch, init_method, timeout or default_pg_timeout)
+    store = _next_store(launch, init_method, timeout or default_pg_timeout, device)
+    _check_shared(store, launch, device, backend)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     _own_group, _users = dist.group.WORLD, 1
     return True
@@ -153,7 +160,7 @@ _rendezvous: tuple[str, Store] | None = None
 _groups_made = 0
 
 
-def _next_store(launch: LaunchEnvironment, init_method: str | None, timeout: timedelta) -> Store:
+def _next_store(launch: LaunchEnvironment, init_method: str | None, timeout: timedelta, device: torch.device) -> Store:
     """Return another store for the next group of this process, when all ranks have it. Call on all ranks."""
     global _rendezvous, _groups_made
     url = init_method or "env://"
@@ -161,8 +168,34 @@ def _next_store(launch: LaunchEnvironment, init_method: str | None, timeout: tim
         _rendezvous = (url, _open_store(url, launch, timeout))
     _groups_made += 1
     store = PrefixStore(f"danling-{_groups_made}", _rendezvous[1])
+    _claim(store, launch, device)
     _await_all(store, launch, timeout)
     return store
+
+
+def _claim(store: Store, launch: LaunchEnvironment, device: torch.device) -> None:
+    """Note which accelerator this rank takes, and whether another rank has taken it. Before all ranks have come."""
+    if device.type != "cpu":
+        key = f"device/{socket.gethostname()}/{device_identity(device)}"
+        # Not counted on each machine: launchers may show each process another one as its only device.
+        owner = bytes(store.compare_set(key, "", str(launch.rank))).decode()
+        if owner != str(launch.rank):
+            store.set("shared", f"ranks {owner} and {launch.rank} have {device} of {socket.gethostname()}")
+
+
+def _check_shared(store: Store, launch: LaunchEnvironment, device: torch.device, backend: str) -> None:
+    """Refuse processes that share a device over nccl, and log it where another backend takes it. After all ranks have come."""
+    if device.type == "cpu" or not store.check(["shared"]):
+        return
+    shared = bytes(store.get("shared")).decode()
+    own = dict(pair.partition(":")[::2] for pair in backend.split(",")).get(device.type, backend)
+    if own == "nccl":
+        raise ValueError(
+            f"Expected a device for each process with nccl, which takes one process a device. Received: {shared}. Start at most as many "
+            "processes on a machine as it has devices, or set backend='gloo', which is slower."
+        )
+    if launch.rank == 0:
+        logger.warning("Processes share a device: %s. They take turns on it, and share its memory.", shared)
 
 
 def _open_store(url: str, launch: LaunchEnvironment, timeout: timedelta) -> Store:

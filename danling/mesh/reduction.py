@@ -60,7 +60,7 @@ def equalize(topology: Topology, tensors: Iterable[Tensor]) -> None:
         locals_ = [local_part(tensor) for tensor in bucket]
         flat = flattened(locals_)
         flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
-        dist.broadcast(flat, group_src=0, group=topology.group(*copied_over(bucket[0])))
+        topology.domain(*copied_over(bucket[0])).broadcast(flat)
         scatter(flat, locals_)
 
 
@@ -133,7 +133,7 @@ class MeshReduction(GradientReduction):
             pieces = [torch.zeros_like(local_part(p)) if p.grad is None else local_part(p.grad) for p in parameters]
             dtype, device = pieces[0].dtype, pieces[0].device
             flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present.to(device=device, dtype=dtype)])
-            dist.all_reduce(flat, group=self.topology.group(*self._axes_to_sum(parameters[0])))
+            self.topology.domain(*self._axes_to_sum(parameters[0])).all_reduce(flat)
             if any(p.grad is None for p in parameters):
                 counts = flat[-len(parameters) :].tolist()
                 for parameter, count in zip(parameters, counts):

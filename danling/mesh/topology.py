@@ -7,10 +7,22 @@ from collections.abc import Mapping
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _random as tensor_random
 
 from danling.distributed import Domain, LocalDomain, Placement
 
 from .axes import AXES, Axes, axes_with
+
+
+def _begin_random_tracker(mesh: DeviceMesh) -> None:
+    """Make the tracker of random numbers that DTensor has once a process, from the seeds that this process has.
+
+    torch makes it in the first random operation on a mesh, from within a forward, and broadcasts the state of rank 0: stages without such
+    an operation would leave the others waiting, and a resumed run would draw other numbers. The library seeds all ranks by place.
+    """
+    is_on_host = mesh.device_type == "cpu"
+    if not is_on_host and tensor_random._rng_tracker is None and tensor_random.is_rng_supported_mesh(mesh):
+        tensor_random._rng_tracker = tensor_random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 class Topology:
@@ -49,6 +61,8 @@ class Topology:
         shape = tuple(self.axes.degrees[name] for name in active)
         kind = mesh_device_type or self.device.type
         self._mesh: DeviceMesh | None = init_device_mesh(kind, shape, mesh_dim_names=active) if active else None
+        if self._mesh is not None:
+            _begin_random_tracker(self._mesh)
         self._flat: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.data = self.domain(*axes_with(reads_data=True))
         self.optimizer = self.domain(*AXES)

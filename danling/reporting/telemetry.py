@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from danling.config.names import STACKS
+from danling.utils.devices import memory_stats
 from danling.utils.messages import format_count
 from danling.utils.observers import Observer
 
@@ -196,8 +197,8 @@ class Telemetry(Observer):
 
 
 def memory_figures(device: torch.device | None) -> dict[str, float]:
-    """Return peaks of memory in GiB: `memory_host_gib` of the process, and of a CUDA device what was allocated and
-    reserved.
+    """Return peaks of memory in GiB: `memory_host_gib` of the process, and of an accelerator what was allocated
+    and reserved.
 
     The counters are kept on the host: nothing waits for the device.
 
@@ -205,9 +206,9 @@ def memory_figures(device: torch.device | None) -> dict[str, float]:
         device: The device of this process; `None` for the process alone.
     """
     figures = {}
-    if device is not None and device.type == "cuda":
-        figures["memory_allocated_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
-        figures["memory_reserved_gib"] = torch.cuda.max_memory_reserved(device) / _GIB
+    counters = memory_stats(device) if device is not None else {}
+    for kind in ("allocated", "reserved") if counters else ():
+        figures[f"memory_{kind}_gib"] = counters[f"{kind}_bytes.all.peak"] / _GIB
     if sys.platform != "win32":
         import resource
 

@@ -28,7 +28,7 @@ from danling.config.lock import BUDGET, SettingsLock
 from danling.config.runner_config import continued
 from danling.config.sections import refuse_absent_keys, sections_that_make_keys
 from danling.data import BatchSource, derive_seed, seed_streams
-from danling.data.randomness import deterministic_kernels
+from danling.data.randomness import deterministic_kernels, set_cublas_workspace
 from danling.data.run_data import RunData
 from danling.distributed import (
     CollectiveCalls,
@@ -214,6 +214,8 @@ class BaseRunner(metaclass=MetaRunner):
         self._attributes = KeptAttributes(self)
         # Overrides of `init_distributed` and the log read both before the process group is there.
         self.launch = LaunchEnvironment.read()
+        if self.config.deterministic:
+            set_cublas_workspace()
         self.device = select_device(self.launch.local_rank)
         self._parts = self._make_parts()
         self.run_state = RunState(self)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from danling.reporting.telemetry import memory_figures
+from danling.utils.devices import memory_stats
 from danling.utils.files import write_atomically
 from danling.utils.plain import json_text
 from danling.utils.process import ERROR_FILE, FirstFailure, first_failure, headline_of, shown_by_torchrun
@@ -146,8 +147,8 @@ def write_memory_snapshot(
     written: list[Path] = []
     try:
         record["figures"] = memory_figures(device)
-        if device.type != "cpu":
-            record["allocator"] = dict(torch.accelerator.memory_stats(device))
+        if counters := memory_stats(device):
+            record["allocator"] = counters
         stem.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(stem.with_suffix(".json"), json_text(record))
         written.append(stem.with_suffix(".json"))

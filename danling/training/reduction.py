@@ -19,6 +19,7 @@ from danling.data import DataLoader
 from danling.data.sampler import WholeMicroBatches, part
 from danling.distributed import Domain, StepTotals
 from danling.optim import JointOptimizer
+from danling.utils.devices import total_memory
 from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter
 
 if TYPE_CHECKING:
@@ -430,10 +431,8 @@ class CanonicalSum:
             threads,
             "" if threads == 1 else "s",
         )
-        if runner.device.type == "cuda":
-            memory = torch.cuda.mem_get_info(runner.device)[1]
-        else:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = total_memory(runner.device) or of_host
         if most * size > memory / 10:
             logger.warning(
                 "The partial sums of gradient_sum='canonical' take %.1f GB of %.1f GB on rank %d. Raise dataloader.micro_batch_size or the "

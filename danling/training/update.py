@@ -28,6 +28,7 @@ from danling.optim import JointScheduler
 from danling.optim.registry import refuse_new_groups
 from danling.optim.state import rates_of
 from danling.supervision.failures import is_out_of_memory
+from danling.utils.devices import free_unused_memory
 from danling.utils.tensors import local_part
 
 from .bad_samples import GivenBatches
@@ -360,8 +361,7 @@ class UpdateStep:
             return True
         take_back()
         gc.collect()
-        if runner.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_unused_memory(runner.device)
         runner.state.elastic.micro_batch_size = held // 2
         runner._data.hold_at_most(held // 2)
         if runner.is_main_process:

@@ -123,9 +123,10 @@ def arithmetic(device: torch.device) -> dict[str, str]:
     """Return what the order and the instructions of this process's arithmetic follow from."""
     import torch  # only here, since torch takes its time
 
-    on_cuda = device.type == "cuda"
+    from danling.utils.devices import device_name
+
     return {
         "threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
-        "processor": torch.cuda.get_device_name(device) if on_cuda else processor_name(),
+        "processor": processor_name() if device.type == "cpu" else device_name(device),
     }

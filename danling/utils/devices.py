@@ -1,0 +1,70 @@
+"""The accelerator of a process: which one it is, its memory, and whether the host can pin memory for it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+_WITHOUT_DOUBLES = ("mps",)
+"""Accelerators without float64, in which losses, weights and metrics are added."""
+
+
+def accelerator_type() -> str | None:
+    """Return the type of the accelerators of this machine, such as `"cuda"`; `None` where there are none that fit."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in _WITHOUT_DOUBLES else found.type
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of an accelerator, such as `NVIDIA H100 80GB HBM3`."""
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(named(device)) if named is not None else str(device)
+
+
+def device_identity(device: torch.device) -> str:
+    """Return what tells an accelerator from the others of its machine, also where processes see different ones of them."""
+    properties: Any = getattr(torch.get_device_module(device), "get_device_properties", None)
+    found = properties(device) if properties is not None else None
+    return str(getattr(found, "uuid", device))
+
+
+def memory_stats(device: torch.device) -> dict[str, Any]:
+    """Return the counters of an accelerator's allocator; none where it counts nothing. Nothing waits for the device."""
+    if device.type == "cpu":
+        return {}
+    try:
+        return dict(torch.accelerator.memory_stats(device))
+    except (RuntimeError, NotImplementedError):
+        return {}
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Return the bytes of memory of an accelerator; `None` where it does not say."""
+    if device.type == "cpu":
+        return None
+    try:
+        return torch.accelerator.get_memory_info(device)[1]
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def free_unused_memory(device: torch.device) -> None:
+    """Return the memory that the accelerator's allocator keeps for later; nothing happens where it keeps none."""
+    try:
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+    except (RuntimeError, NotImplementedError):
+        pass
+
+
+@functools.cache
+def pins_memory(device_type: str) -> bool:
+    """Return whether the host can pin memory, from and to which an accelerator copies without a wait."""
+    if device_type != accelerator_type():
+        return False
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False
