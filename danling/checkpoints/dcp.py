@@ -115,11 +115,13 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             self._background = False
         self._exchange = (self.domain if self._group is None else Domain(self._group)).gather_objects
         """Gathers a value of every rank on all of them, over the group that nothing but saves uses."""
+        # Saves never overlap.
+        self._buffers = SnapshotBuffers(most=1)
         self._process: WriterProcess | None = None
         if self._background and self.settings.async_mode == "async_with_pinned_mem" and not self.settings.load_only:
             # Now, and not at the first save: it takes seconds until it is ready, and where it cannot be started that is told at once.
             self._process = self.on_all(WriterProcess)
-            self._buffers = SnapshotBuffers(shared=True)
+            self._buffers = SnapshotBuffers(shared=True, most=1)
             self._meeting = self.on_main(self._open_store) if distributed else None
             self._meetings = 0
 

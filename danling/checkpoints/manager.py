@@ -6,6 +6,7 @@ Last comes the manager of single files. `directory` arranges checkpoints on the 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from danling.distributed import Domain
+from danling.utils.devices import pin_shared, pinned_block, pins_memory
 from danling.utils.tensors import is_plain_tensor, local_part, with_local_part
 
 from . import storage
@@ -156,14 +158,22 @@ def _plain(value: object, path: str) -> object:
 
 
 class SnapshotBuffers:
-    """Host memory for copies of a state.
+    """Host memory for copies of a state, pinned where they come from an accelerator.
 
     The buffers of the copy that was released last are kept for the next one, since fresh memory costs several times the copy itself.
+
+    Args:
+        shared: Whether another process reads the copies.
+        most: How many copies there are at once: one is written, one may wait, and one is made before it takes the place of that.
     """
 
-    def __init__(self, *, shared: bool = False) -> None:
+    def __init__(self, *, shared: bool = False, most: int = 3) -> None:
         self._shared = shared
+        self._most = most
         self._spare: dict[Any, list[Tensor]] = {}
+        self._sizes: list[int] | None = []
+        """Bytes of the buffers of the first copy from an accelerator; `None` once its memory has been logged."""
+        self._unpinned = 0
 
     def copy(self, value: object) -> tuple[Any, Callable[[], None]]:
         """Copy a state, and return what releases its memory; tensors that are one and the same share their copy."""
@@ -193,18 +203,53 @@ class SnapshotBuffers:
             self._spare = used
 
         copied = convert(value, on_tensor)
-        for device in devices:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+        accelerators = [device for device in devices if device.type != "cpu"]
+        for device in accelerators:
+            torch.accelerator.synchronize(device)
+        if accelerators and self._sizes is not None:
+            self._log_memory(self._sizes, accelerators[0])
+            self._sizes = None
         return copied, release
 
     def _new(self, tensor: Tensor) -> Tensor:
+        can_pin = pins_memory(tensor.device.type)
         # Through empty_like, so that a slice of a large storage does not take all of it along.
-        pinned = tensor.device.type == "cuda" and not self._shared
-        buffer = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        buffer = torch.empty_like(tensor, device="cpu", pin_memory=can_pin and not self._shared)
+        is_pinned = can_pin
         if self._shared:
             buffer.share_memory_()  # type: ignore[no-untyped-call]
+            is_pinned = can_pin and pin_shared(buffer)
+        if self._sizes is not None and tensor.device.type != "cpu":
+            self._sizes.append(buffer.nbytes)
+            self._unpinned += 0 if is_pinned else buffer.nbytes
         return buffer
+
+    def _log_memory(self, sizes: list[int], device: torch.device) -> None:
+        """Log once what the copies take, and where they are not pinned, as the first one shows."""
+        if self._unpinned:
+            instead = " checkpoint.async_mode='async' pins them." if self._shared and pins_memory(device.type) else ""
+            logger.warning(
+                "%.1f MB of %.1f MB of a background save are copied from %s to memory of the host that is not pinned, which takes "
+                "longer.%s",
+                self._unpinned / 1e6,
+                sum(sizes) / 1e6,
+                device,
+                instead,
+            )
+            return
+        # Shared memory is pinned where it is. Other blocks are those of torch's allocator, which keeps them for the process.
+        blocks = sizes if self._shared else [pinned_block(size, device.type) for size in sizes]
+        most = self._most * sum(blocks)
+        of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        logger.log(
+            logging.WARNING if most > of_host / 2 else logging.INFO,
+            "Copies for background saves take %.1f MB of pinned memory of the host on each rank: up to %d of %.1f MB. A state has %.1f MB; "
+            "torch rounds a block of pinned memory up to a power of two, and keeps it until the process ends.",
+            most / 1e6,
+            self._most,
+            sum(blocks) / 1e6,
+            sum(sizes) / 1e6,
+        )
 
 
 def _with_parts(tensor: Tensor, on_part: Callable[[Tensor], Tensor]) -> Tensor:

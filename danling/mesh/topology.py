@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import _random as tensor_random
+from torch.distributed.tensor import _random
 
 from danling.distributed import Domain, LocalDomain, Placement
 
@@ -21,8 +21,8 @@ def _begin_random_tracker(mesh: DeviceMesh) -> None:
     an operation would leave the others waiting, and a resumed run would draw other numbers. The library seeds all ranks by place.
     """
     is_on_host = mesh.device_type == "cpu"
-    if not is_on_host and tensor_random._rng_tracker is None and tensor_random.is_rng_supported_mesh(mesh):
-        tensor_random._rng_tracker = tensor_random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+    if not is_on_host and _random._rng_tracker is None and _random.is_rng_supported_mesh(mesh):
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 class Topology:

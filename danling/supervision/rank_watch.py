@@ -2,7 +2,8 @@
 
 The events of the training say which part of it is under way. The operating system says whether the training thread runs or sleeps: one that
 waits in a collective sleeps, and one that computes there does not. The training thread may be stuck where no Python runs, so ranks tell
-each other by the store of the job what they do, without a collective.
+each other by the store of the job what they do, without a collective. On an accelerator, whose collectives return at once, a thread
+that does not move while the device has work waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -153,6 +154,8 @@ class RankWatch(Observer):
         self._has_updated = False
         self._checked = self._quiet_since = self._idle_since = self._waits_since = time.monotonic()
         self._cpu_before = 0.0
+        self._at: tuple[int, int] | None = None
+        self._at_since = self._checked
         self._dumped = self._said = ""
         # Looks at even intervals could fall on the same place of every update. The program's own numbers are left alone.
         self._dice = random.Random(self._rank)
@@ -254,6 +257,9 @@ class RankWatch(Observer):
                 now,
             )
         mine = self._state()
+        at = self._thread.instruction()
+        if at != self._at:
+            self._at, self._at_since = at, now
         has_run = self._thread.cpu_seconds() - self._cpu_before > 0.005 * gap
         self._cpu_before = self._thread.cpu_seconds()
         if not mine.waits or (has_run and mine.collective != _DEVICE):
@@ -267,6 +273,12 @@ class RankWatch(Observer):
         ends_after = limit - lead if limit < math.inf else math.inf
         if now - self._quiet_since <= min(warns_after, ends_after) / 2:
             return
+        if not mine.waits and not mine.excuse and self._at_since < now and self._device_works():
+            # A collective of an accelerator returns at once: the host waits later, wherever it reads a number. Only a thread that has
+            # not moved is taken for waiting, and the device is asked only now: a query would break the capture of a graph.
+            mine = replace(mine, waits=True, collective=_DEVICE, called=mine.place)
+        if mine.collective == _DEVICE:
+            self._waits_since = min(self._waits_since, max(self._at_since, self._quiet_since))
         self._tell(f"state/{self._rank}", json.dumps(asdict(mine)))
         alarm = self._ask("alarm")
         if alarm and alarm != self._dumped:
@@ -351,6 +363,15 @@ class RankWatch(Observer):
         module = self._runner.preparation.communicated_module() if is_of_module else ""
         return RankState(self._rank, host, waits, collective, called, place, stack, excuse, time.time(), module)
 
+    def _device_works(self) -> bool:
+        """Return whether something that was queued on the accelerator has not ended, such as a collective that lacks a rank."""
+        if self._runner.device.type == "cpu":
+            return False
+        try:
+            return not torch.accelerator.current_stream(self._runner.device).query()
+        except RuntimeError:
+            return False
+
     def _fate(self, rank: int, last: RankState | None) -> str:
         host, pid = self.hosts[rank]
         was = f", last {last}" if last is not None else ""
@@ -414,6 +435,11 @@ class WatchedThread:
     def frame(self) -> FrameType | None:
         """Return its innermost frame; to be dropped at once, since it keeps the variables of its function alive."""
         return sys._current_frames().get(self._ident)
+
+    def instruction(self) -> tuple[int, int] | None:
+        """Return which instruction of which code it executes: the same one twice where it has not moved."""
+        frame = self.frame()
+        return None if frame is None else (id(frame.f_code), frame.f_lasti)
 
     def waits(self, frame: FrameType | None) -> bool:
         """Return whether it sleeps within communication, as its innermost frame and the kernel say."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _WITHOUT_DOUBLES = ("mps",)
 """Accelerators without float64, in which losses, weights and metrics are added."""
+_ROUNDS_BLOCKS = ("cuda", "xpu")
+"""Accelerators whose blocks of pinned memory torch rounds up to a power of two."""
+_PORTABLE = 1
+"""Flag of `cudaHostRegister`: pinned for all CUDA contexts."""
 
 
 def accelerator_type() -> str | None:
@@ -68,3 +75,23 @@ def pins_memory(device_type: str) -> bool:
         return torch.empty(1, pin_memory=True).is_pinned()
     except (RuntimeError, NotImplementedError):
         return False
+
+
+def pinned_block(size: int, device_type: str) -> int:
+    """Return the bytes that torch takes for a tensor in pinned memory."""
+    return 1 << (size - 1).bit_length() if size and device_type in _ROUNDS_BLOCKS else size
+
+
+def pin_shared(tensor: Tensor) -> bool:
+    """Pin a tensor in shared memory for as long as it lives; return whether that was possible, which it is with CUDA alone."""
+    if not torch.cuda.is_available() or not tensor.nbytes:
+        return not tensor.nbytes
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    pointer = tensor.data_ptr()
+    if int(runtime.cudaHostRegister(pointer, tensor.nbytes, _PORTABLE)):
+        # CUDA reports an error again with the next kernel, whoever launches it.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda").add_(1)
+        return False
+    weakref.finalize(tensor, runtime.cudaHostUnregister, pointer).atexit = False
+    return True

@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 
-
 WORDS = {
     "device": "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
     "cublas": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k)`",
