@@ -9,7 +9,18 @@ from pathlib import Path
 from danling.runners.extensions import EXTENSIONS, STACKS
 
 OURS = {"danling", "chanfig", "lazy_imports", "yaml", "_yaml", "tomli"}
-EXTENSIONS_OF_THE_LIBRARY = {"audit", "remote", "stream", "torchft", "mesh", "deepspeed", "accelerate", "graph", "cli"}
+EXTENSIONS_OF_THE_LIBRARY = {
+    "audit",
+    "remote",
+    "stream",
+    "torchft",
+    "mesh",
+    "deepspeed",
+    "accelerate",
+    "graph",
+    "cli",
+    "prove",
+}
 STACK_RUNNERS = {"parallel_runner", "deepspeed_runner", "accelerate_runner", "graph_runner"}
 ROOT = Path(__file__).parents[1] / "danling"
 
@@ -50,7 +61,7 @@ def test_no_module_of_the_core_imports_an_extension():
 
 
 def test_the_table_names_what_is_there():
-    assert EXTENSIONS.keys() | STACKS.keys() | {"mesh", "stream", "cli"} == EXTENSIONS_OF_THE_LIBRARY | {
+    assert EXTENSIONS.keys() | STACKS.keys() | {"mesh", "stream", "cli", "prove"} == EXTENSIONS_OF_THE_LIBRARY | {
         "ddp",
         "parallel",
     }

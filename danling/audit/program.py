@@ -78,15 +78,25 @@ def run_program(
 
 
 def start_program(
-    command: Sequence[str], settings: Mapping[str, object], *, log: Path, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    settings: Mapping[str, object] | None,
+    *,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a program in its own process group, and return it; see `run_program`. End it with `end_program`."""
+    """Start a program in its own process group, and return it; see `run_program`. End it with `end_program`.
+
+    Without settings it is started as it is; without a directory, in the present one.
+    """
     if not command:
         raise ValueError(
             "Expected a program behind `--`. Received: none. Write it as you start it: -- python train.py."
         )
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {}), VARIABLE: json.dumps(dict(settings))}
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
+    if settings is not None:
+        variables[VARIABLE] = json.dumps(dict(settings))
     with open(log, "wb") as output:
         try:
             return subprocess.Popen(
@@ -95,6 +105,7 @@ def start_program(
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=variables,
+                cwd=directory,
                 start_new_session=True,
             )
         except (FileNotFoundError, PermissionError) as error:

@@ -3,7 +3,7 @@
 Exit codes:
     0  done, and what was looked at is in order.
     1  done, and something is wrong: a checkpoint is damaged, a file of a run cannot be read, a check of `doctor` failed,
-       the runs of `diff` differ, `audit` found another end, or `check-layout` other gradients.
+       the runs of `diff` differ, `audit` found another end, or `check-layout` or `prove` other gradients.
     2  the command line is wrong: an unknown option, a value that cannot be.
     3  there is nothing to work on: no such path, no run, no checkpoint.
     4  an optional package is missing; the message names the extra to install.
@@ -37,6 +37,7 @@ SUBCOMMANDS = (
     "explain",
     "audit",
     "check-layout",
+    "prove",
     "diff",
     "ranks",
     "plot",
@@ -50,7 +51,7 @@ SUBCOMMANDS = (
 """Each has a module of its name, whose docstring says what it does."""
 _TRAINS = frozenset({"train", "fit", "run", "launch", "resume", "evaluate"})
 """What other tools call their command that trains."""
-WITH_PROGRAM = frozenset({"audit", "check-layout", "doctor"})
+WITH_PROGRAM = frozenset({"audit", "check-layout", "doctor", "prove"})
 """Commands that start the program after `--`, which is in `options.program`."""
 
 

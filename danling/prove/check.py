@@ -1,0 +1,241 @@
+"""`danling prove`: starts a script on several processes and on one, and compares their updates."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from danling.audit.program import announce
+
+from .comparison import (
+    Comparison,
+    Fit,
+    Report,
+    Update,
+    distinct_ranks,
+    layout_notes,
+    refuse,
+    sample_note,
+)
+from .inside.recorder import Job
+from .starts import NotChecked, Script
+
+
+class LayoutProof:
+    """Compares several processes with one."""
+
+    def __init__(self, script: Script, job: Job, tolerance: float | None = None) -> None:
+        self.script, self.job, self.tolerance = script, job, tolerance
+        self.report = Report()
+        self.ranks: list[int] = []
+        self.layout: list[Update] = []
+
+    def run(self) -> Report:
+        """Start the script as often as needed. A report that says `not checked` has the reason."""
+        try:
+            with self.script.guarded():
+                self._run()
+        except NotChecked as error:
+            self.report.verdict, self.report.summary = "not checked", str(error)
+        return self.report
+
+    def _run(self) -> None:
+        report = self.report
+        report.processes = self._start("layout", self.job, "on its processes")
+        place = self.script.scratch / "layout"
+        self.layout = _updates(place)
+        rows = [_rows(place / f"rank-{rank}.batches") for rank in range(report.processes)]
+        self.ranks = distinct_ranks(rows)
+        note = sample_note(rows)
+        report.notes += [*([] if note is None else [note]), *layout_notes(self.layout)]
+        refuse(self.layout[0], len(self.ranks))
+        report.updates = len(self.layout)
+        samples = {tuple(rank["inputs"]): sum(rank["inputs"]) for rank in self.layout[0].ranks}
+        inputs = [sum(self.layout[0].ranks[rank]["inputs"]) for rank in self.ranks]
+        report.samples = sum(inputs) or sum(samples.values())
+        how, one = self._start_one()
+        comparisons = self._comparisons(one)
+        if self._differs_at(comparisons) is None:
+            return
+        self._start(
+            "reversed",
+            self._replay(how="reversed" if how == "joined" else how, ranks=self.ranks[::-1]),
+            "in one process, with the rows in reverse order",
+        )
+        reverse = _updates(self.script.scratch / "reversed")
+        noises = [each.measure_noise(other) for each, other in zip(comparisons, reverse)]
+        report.noise = noises[0]
+        if self._differs_at(comparisons) is None:
+            return
+        if len(self.ranks) > 1 and how == "joined":
+            self._judge_by_fit(comparisons)
+        else:
+            for each in comparisons:
+                each.coarse = 4 * each.eps if each.is_coarse else 0.0
+            self._judge(comparisons)
+
+    def _replay(self, *, how: str, ranks: Sequence[int], updates: int | None = None) -> Job:
+        source = str(self.script.scratch / "layout")
+        return replace(self.job, source=source, how=how, ranks=list(ranks), updates=updates or self.job.updates)
+
+    def _start(self, name: str, job: Job, where: str) -> int:
+        announce(f"the script makes {job.updates} updates {where}, within {self.script.timeout:g} s")
+        began = time.monotonic()
+        ranks = self.script.start(name, job, alone=job.replays)
+        self.report.starts[name] = round(time.monotonic() - began, 1)
+        return ranks
+
+    def _start_one(self) -> tuple[str, list[Update]]:
+        """Start one process with the joined batches; with one after the other, where it divides its batch into more micro-batches."""
+        wanted = len(self.layout[0].first["losses"])
+        for how in ("joined", "micro"):
+            name = "one" if how == "joined" else "one-micro"
+            self._start(name, self._replay(how=how, ranks=self.ranks), "in one process, of the same samples")
+            updates = _updates(self.script.scratch / name)
+            made = len(updates[0].first["losses"])
+            if made == (wanted if how == "joined" else wanted * len(self.ranks)):
+                return how, updates
+            if made != wanted * len(self.ranks):
+                break
+        raise NotChecked(f"update 1 has {wanted} backward passes on each rank of the layout, and {made} in one process")
+
+    def _comparisons(self, one: Sequence[Update]) -> list[Comparison]:
+        pairs = zip(self.layout, one)
+        found = [Comparison(a, b, number=n, tolerance=self.tolerance) for n, (a, b) in enumerate(pairs, 1)]
+        self.report.parameters = len(found[0].layout.names("gradients"))
+        others = found[0].begin_alike()
+        if others and not found[0].copies_that_differ("start"):
+            raise NotChecked(
+                f"one process begins with other values of {len(others)} parameters ({', '.join(others[:3])}): no module has them, so that "
+                "they cannot be copied. Set a seed in the script"
+            )
+        return found
+
+    def _differs_at(self, comparisons: Sequence[Comparison]) -> int | None:
+        """Return the number of the first update that differs, with all of its differences in the report."""
+        report = self.report
+        report.gradients, report.weights, report.facts, report.step = [], [], [], None
+        for each in comparisons:
+            report.losses = each.losses()
+            if each.number == 1 and each.copies_that_differ("start"):
+                report.gradients = each.copies_that_differ("start")
+                report.summary = "the ranks begin with different weights"
+                report.step, report.verdict = 1, "different"
+                return 1
+            report.gradients = each.gradients()
+            report.weights = [] if report.gradients else each.weights()
+            report.facts = list(each.clip_facts())
+            if report.gradients or report.weights or report.facts:
+                report.step, report.verdict = each.number, "different"
+                report.summary = self._summary(each)
+                return each.number
+        report.verdict, report.summary = "same", None
+        report.notes += [note for each in comparisons for note in each.notes if note not in report.notes]
+        return None
+
+    def _summary(self, each: Comparison) -> str:
+        report = self.report
+        if any("between ranks" in found.what for found in (*report.gradients, *report.weights)):
+            return "ranks with copies of a parameter have different values: a sum over ranks is missing"
+        ratios = {found.ratio for found in report.gradients}
+        if report.gradients and None not in ratios and len(report.gradients) == report.parameters:
+            known = [ratio for ratio in ratios if ratio is not None]
+            if max(known) - min(known) <= 0.01 * abs(max(known)):
+                return f"the whole gradient is {known[0]:.4g} times that of one process"
+        if report.gradients:
+            return f"{len(report.gradients)} of {report.parameters} gradients are not those of one process"
+        if report.weights:
+            return "the gradients are those of one process, the step of the optimizer is not"
+        return "the gradients are those of one process, their clipping is not"
+
+    def _judge(self, comparisons: Sequence[Comparison]) -> None:
+        """Decide by the joined batch alone."""
+        at = self._differs_at(comparisons)
+        if at is not None and self.report.summary != "the ranks begin with different weights":
+            comparisons[at - 1].refuse_other_samples()
+
+    def _judge_by_fit(self, comparisons: Sequence[Comparison]) -> None:
+        """Decide by the gradients of the ranks alone."""
+        report, first = self.report, comparisons[0]
+        is_unequal = any("between ranks" in found.what for found in (*report.gradients, *report.weights))
+        if is_unequal or report.summary == "the ranks begin with different weights":
+            self._judge(comparisons)
+            return
+        first.refuse_other_samples()
+        alone: list[dict[str, Tensor]] = []
+        for rank in self.ranks:
+            self._start(
+                f"alone-{rank}",
+                replace(self._replay(how="joined", ranks=[rank], updates=1), parts=True),
+                f"in one process, of the samples of rank {rank}",
+            )
+            alone += _updates(self.script.scratch / f"alone-{rank}")[0].columns()
+        joined = first.one.of_one("gradients")
+        whole: dict[str, Tensor] = {}
+        for name, tensor in joined.items():
+            found = first.layout.whole("gradients", name, tensor.shape)
+            if found is not None:
+                whole[name] = found
+        fit = Fit.of(whole, joined, alone, len(self.ranks))
+        report.rank_weights = (fit.layout, fit.joined)
+        noise = report.noise or 0.0
+        near = max(4 * first.eps, 0.03) if first.is_coarse else max(1e-3, 10 * noise)
+        if fit.joined_residual > near:
+            raise NotChecked(
+                f"the gradient of the joined batch is no sum of those of the ranks' batches ({fit.joined_residual:.2g} is left over): "
+                "the loss is not a sum over samples, or rows are not along the first dimension. The layout's gradient "
+                + ("is the sum with " if fit.residual <= near else "is no such sum either; nearest is ")
+                + ", ".join(f"{weight:.3g}" for weight in fit.layout)
+            )
+        for each in comparisons:
+            each.coarse = 4 * fit.joined_residual if each.is_coarse else 0.0
+            each.extra = {name: 4 * left for name, (_, left) in fit.left.items()}
+        exact = max(1e-5, 2 * _gradient_eps(joined) if first.is_coarse else 0.0)
+        unfit = [
+            name
+            for name, (left, _) in fit.left.items()
+            if left > max(exact * float(whole[name].norm()), first.extra.get(name, 0.0), 4e-7 * fit.norm)
+        ]
+        is_apart = fit.apart > max(1e-3 if first.is_coarse else 1e-5, 10 * noise if not first.is_coarse else 0.0)
+        if not unfit and not is_apart:
+            self._judge(comparisons)
+            return
+        if not unfit and fit.has_constant_divisor:
+            report.notes.append(
+                "the script divides its loss by a constant, or by nothing: its gradient of the joined batch is the sum of the ranks' own, "
+                "and the gradient of the layout is their mean"
+            )
+            report.verdict, report.summary, report.gradients, report.weights, report.facts = "same", None, [], [], []
+            return
+        report.step, report.verdict = 1, "different"
+        report.weights, report.gradients = [], first.gradients()
+        if not unfit:
+            report.summary = fit.sentence()
+            return
+        report.gradients = first.gradients() or report.gradients
+        self._differs_at(comparisons)
+
+
+def _gradient_eps(gradients: dict[str, Tensor]) -> float:
+    import torch
+
+    return max((torch.finfo(tensor.dtype).eps for tensor in gradients.values()), default=0.0)
+
+
+def _updates(place: Path) -> list[Update]:
+    found = []
+    while (update := Update.read(place, len(found) + 1)) is not None:
+        found.append(update)
+    if not found:
+        raise NotChecked("no update of a torch optimizer was seen")
+    return found
+
+
+def _rows(file: Path) -> list[int]:
+    kept = pickle.loads(file.read_bytes())
+    return [row for entries in kept for entry in entries if entry is not None for row in entry[0]]

@@ -1,0 +1,260 @@
+"""Starts a script with the recorder in its processes, waits for the records, and ends all of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from danling.audit.program import ProgramEnd, end_program, kill_program, start_program
+from danling.utils.process import held_port
+
+from .guard import end_marked
+from .inside.recorder import VARIABLE, Job
+
+_SITE = Path(__file__).parent / "site"
+_POLL_SECONDS = 0.05
+_SECONDS_FOR_OTHERS = 60.0
+"""How long the other ranks may take once one has made its last update."""
+_COPIED_BYTES = 1 << 20
+_COPIED_FILES = 5000
+_TAIL_LINES = 12
+
+_NO_TRACKERS = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "SWANLAB_MODE": "disabled",
+    "CLEARML_OFFLINE_MODE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
+
+class NotChecked(ValueError):
+    """The script cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, and how it is started.
+
+    Attributes:
+        command: The command for several processes.
+        scratch: Directory of the records.
+        one: The command for one process.
+        ranks: Processes to start here; `None` where the command starts them.
+        timeout: Seconds that a start may take.
+    """
+
+    command: Sequence[str]
+    scratch: Path
+    one: Sequence[str]
+    ranks: int | None = None
+    timeout: float = 600.0
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Have no process of the script be left afterwards, even where this process is killed."""
+        guard = subprocess.Popen(
+            [sys.executable, "-I", os.fspath(Path(__file__).with_name("guard.py")), self.token],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            yield
+        finally:
+            if guard.stdin is not None:
+                guard.stdin.close()
+            guard.wait()
+
+    def start(self, name: str, job: Job, *, alone: bool, directory: Path | None = None, ends: bool = False) -> int:
+        """Start the script, and return the number of its ranks once all have written their records.
+
+        Args:
+            name: Name of the start.
+            job: What to record, in which the directory and the token are filled in.
+            alone: Whether it is started in one process.
+            directory: Directory to run in; `None` makes a copy of this one, which is removed.
+            ends: Whether the script may also end by itself.
+
+        Raises:
+            NotChecked: If the script ends before, or takes too long.
+        """
+        records = self.scratch / name
+        records.mkdir(parents=True)
+        work = directory or mirror(Path.cwd(), self.scratch / f"{name}-work")
+        settings = {**asdict(job), "directory": os.fspath(records), "token": self.token}
+        try:
+            with self._started(records, settings, alone, work) as processes:
+                return self._wait(records, processes, job, alone, ends)
+        finally:
+            if directory is None:
+                shutil.rmtree(work, ignore_errors=True)
+
+    @contextmanager
+    def _started(
+        self, records: Path, settings: Mapping[str, object], alone: bool, work: Path
+    ) -> Iterator[list[subprocess.Popen[bytes]]]:
+        command = self.one if alone else self.command
+        number = (1 if alone else self.ranks) if self.ranks is not None else None
+        paths = [os.fspath(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            **_NO_TRACKERS,
+            "MLFLOW_TRACKING_URI": (self.scratch / "mlflow").as_uri(),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            VARIABLE: json.dumps(dict(settings)),
+        }
+        if sys.platform == "linux" and not torch.cuda.is_available():
+            environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            with held_port() as port:
+                # Of torchrun, whose own default is one port for all.
+                environment.setdefault("PET_MASTER_PORT", os.environ.get("PET_MASTER_PORT", str(port)))
+                if number is not None:
+                    environment |= rank_variables(number, port)
+                for rank in range(number or 1):
+                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if number is not None else {}
+                    log = records / f"output-{rank}.log"
+                    processes.append(
+                        start_program(command, None, log=log, environment={**environment, **own}, directory=work)
+                    )
+                yield processes
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    kill_program(process)
+            end_marked(self.token)
+            for process in processes:
+                end_program(process)
+
+    def _wait(
+        self, records: Path, processes: Sequence[subprocess.Popen[bytes]], job: Job, alone: bool, ends: bool
+    ) -> int:
+        end = time.monotonic() + self.timeout
+        others: float | None = None
+        while True:
+            exited = [process.poll() for process in processes]
+            for file in records.glob("rank-*.failed"):
+                raise NotChecked(file.read_text())
+            done = sorted(records.glob("rank-*.end"))
+            if done:
+                number = int(done[0].read_text())
+                if len(done) >= number:
+                    return number
+                others = others or time.monotonic() + _SECONDS_FOR_OTHERS
+            if all(code is not None for code in exited) or (len(exited) > 1 and any(exited)):
+                if ends and not any(exited):
+                    return len(list(records.glob("rank-*.jsonl")))
+                raise self._ended(records, exited, job, alone)
+            if time.monotonic() > end:
+                raise self._failed(records, 0, f"no end in {self.timeout:g} s", job, alone)
+            if others is not None and time.monotonic() > others:
+                missing = len(done)
+                raise self._failed(records, 0, f"only {missing} of {number} ranks make so many updates", job, alone)
+            time.sleep(_POLL_SECONDS)
+
+    def _ended(self, records: Path, codes: Sequence[int | None], job: Job, alone: bool) -> NotChecked:
+        rank = next((rank for rank, code in enumerate(codes) if code), 0)
+        code = codes[rank]
+        return self._failed(records, rank, f"exit code {code}" if code else "it ended", job, alone)
+
+    def _failed(self, records: Path, rank: int, how: str, job: Job, alone: bool) -> NotChecked:
+        files = [*records.glob("rank-0.update-*.pt"), *records.glob("rank-0.jsonl")]
+        updates = sum(len(f.read_text().splitlines()) if f.suffix == ".jsonl" else 1 for f in files)
+        lines = ProgramEnd(None, records / f"output-{rank}.log").tail.strip().splitlines()[-_TAIL_LINES:]
+        where = "in one process" if alone else "on its processes"
+        printed = "".join(f"\n    {line}" for line in lines)
+        return NotChecked(
+            f"Expected a script that makes {job.updates} updates {where}. Received: {how} after {updates} updates of a torch optimizer. "
+            f"The end of what it printed:{printed or ' nothing'}"
+        )
+
+
+def rank_variables(number: int, port: int) -> dict[str, str]:
+    """Return the variables of ranks that no launcher has started."""
+    return {
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // number)),
+    }
+
+
+def one_process(command: Sequence[str]) -> list[str] | None:
+    """Return the command of a launcher for one process; `None` where it is not known which number it has to change."""
+    words, launcher = list(command), _launcher(command)
+    if launcher is None:
+        return None
+    names = _NUMBERS[launcher]
+    found = False
+    for at, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if name in names:
+            found = True
+            if equals:
+                words[at] = f"{name}=1"
+            elif at + 1 < len(words):
+                words[at + 1] = "1"
+    if not found:
+        at = next(at for at, word in enumerate(words) if os.path.basename(word) in _LAUNCHERS) + 1
+        words[at + (launcher == "accelerate") : at + (launcher == "accelerate")] = [names[0], "1"]
+    return words
+
+
+_NUMBERS = {
+    "torchrun": ("--nproc-per-node", "--nproc_per_node"),
+    "accelerate": ("--num_processes", "--num-processes"),
+    "deepspeed": ("--num_gpus", "--num_accelerators"),
+}
+_LAUNCHERS = {
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+}
+
+
+def _launcher(command: Sequence[str]) -> str | None:
+    words = [os.path.basename(word) for word in command[:3]]
+    return next((_LAUNCHERS[word] for word in words if word in _LAUNCHERS), None)
+
+
+def mirror(source: Path, target: Path) -> Path:
+    """Copy a directory, so that what a script writes does not change it: small files are copied, large ones and environments linked."""
+    left = _COPIED_FILES
+    queue = [(source, target)]
+    while queue:
+        here, there = queue.pop(0)
+        there.mkdir(parents=True, exist_ok=True)
+        with suppress(PermissionError):
+            for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
+                left -= 1
+                own = there / entry.name
+                is_large = entry.is_file() and entry.stat().st_size > _COPIED_BYTES
+                if entry.is_dir() and not entry.is_symlink() and not _is_environment(Path(entry.path)) and left > 0:
+                    if Path(entry.path) not in target.parents:
+                        queue.append((Path(entry.path), own))
+                elif entry.is_file() and not is_large and left > 0:
+                    shutil.copy2(entry.path, own)
+                else:
+                    own.symlink_to(os.path.realpath(entry.path))
+    return target
+
+
+def _is_environment(directory: Path) -> bool:
+    return directory.name in (".git", "node_modules", "__pycache__") or (directory / "pyvenv.cfg").exists()

@@ -1,0 +1,70 @@
+"""`danling prove` on scripts of several processes: right ones, mistakes, and what cannot be compared."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.proved import proved
+
+pytestmark = pytest.mark.timeout(500)
+
+slow = pytest.mark.slow
+
+RIGHT = {
+    "ddp": ["clipped"],
+    "fsdp2 in bf16": ["fsdp2", "bf16", "window", "clipped"],
+    "fsdp1": ["fsdp1"],
+    "windows": ["window"],
+    "bf16": ["bf16"],
+    "one sequence of batches": ["same samples"],
+    "a constant divisor": ["constant"],
+    "own batches": ["shown"],
+}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(w, id=name, marks=[] if name in ("ddp", "fsdp2 in bf16") else slow) for name, w in RIGHT.items()],
+)
+def test_right_script_is_not_accused(words: list[str], tmp_path: Path) -> None:
+    code, report = proved(tmp_path, *words)
+    assert (code, report["verdict"]) == (0, "same"), report
+    assert report["parameters"] == 7 and report["updates"] == 2
+    assert os.listdir(tmp_path) == ["train.py"]
+
+
+WRONG = {
+    # words: of the summary or the facts, and parameters whose gradients differ
+    "mean of means": (["mean of means"], "mean of means", 7),
+    "gradient over the world": (["over world"], "the gradient is 1/2 of that of one process", 7),
+    "gradients not summed": (["not summed"], "a sum over ranks is missing", 7),
+    "clipped by the shard": (["fsdp2", "clipped alone"], "", 7),
+    "mean of means in bf16": (["mean of means", "bf16"], "mean of means", 7),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name == "mean of means in bf16" else slow) for name in WRONG]
+)
+def test_wrong_script_is_accused(case: str, tmp_path: Path) -> None:
+    words, sentence, number = WRONG[case]
+    code, report = proved(tmp_path, *words)
+    assert (code, report["verdict"], report["step"]) == (1, "different", 1), report
+    assert sentence in report["summary"] and len(report["gradients"]) == number, report
+
+
+REFUSED = {
+    "batch norm": "batch normalization in training mode (BatchNorm1d)",
+    "noise": "draws random numbers",
+    "own loader": "no batch of a torch DataLoader was seen",
+    "one update": "it ended after 1 updates",
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name == "own loader" else slow) for name in REFUSED])
+def test_script_that_cannot_be_compared_is_not_judged(case: str, tmp_path: Path) -> None:
+    code, report = proved(tmp_path, case)
+    assert (code, report["verdict"]) == (2, "not checked"), report
+    assert REFUSED[case] in report["summary"], report
