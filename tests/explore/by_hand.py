@@ -337,7 +337,7 @@ class Run:
 
     def evaluate(self, limit: int | None = None) -> tuple[dict[str, float], Tensor]:
         """Return metrics and predictions of the split `val` in its own order, or of its first samples."""
-        samples, collate = list(self.parts["make_dataset"]("val"))[:limit], self.parts.get("pad", default_collate)
+        samples, collate = list(self.parts["make_dataset"]("val"))[:limit], self.parts.get("collate", default_collate)
         size = self.settings.batch_size or self.settings.global_batch_size or 1
         trained, predictions = self.copies(), list[Tensor]()
         loss_sum = weight_sum = 0.0

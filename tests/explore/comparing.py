@@ -46,14 +46,17 @@ def _differences(found: Record, exact: Record, own: Record) -> Iterator[str]:
         yield f"{found.steps} steps, expected {exact.steps}"
     yield from _of_tensors("final", found.final, exact.final, own.final, found.initial)
     yield from _of_tensors("averages", found.averages, exact.averages, own.averages, found.initial)
-    yield from _of_numbers("pass losses", found.pass_losses, exact.pass_losses, own.pass_losses)
+    digits = digits_of(found.initial)
+    yield from _of_numbers("pass losses", found.pass_losses, exact.pass_losses, own.pass_losses, digits)
     places = [[(each.split, each.after) for each in record.evaluations] for record in (found, exact)]
     if places[0] != places[1]:
         yield f"evaluations after {places[0]}, expected {places[1]}"
     for one, right, rounded in zip(found.evaluations, exact.evaluations, own.evaluations):
         for name, value in right.result.items():
             figures = (one.result.get(name, math.nan), value, rounded.result[name])
-            yield from _of_numbers(f"{name} of {one.split} after {one.after}", *([figure] for figure in figures))
+            yield from _of_numbers(
+                f"{name} of {one.split} after {one.after}", *([figure] for figure in figures), digits
+            )
     yield from _of_predictions(found.predictions, exact.predictions, own.predictions)
 
 
@@ -65,6 +68,11 @@ def _of_predictions(found: Tensor | None, exact: Tensor | None, own: Tensor | No
         return
     name = "predictions"
     yield from _of_tensors(name, {name: found}, {name: exact}, {name: own}, {name: torch.zeros_like(exact)})
+
+
+def digits_of(initial: Tensors) -> float:
+    """Return what the last digits of losses and norms can hold: those of the coarsest weights."""
+    return max((4 * torch.finfo(each.dtype).eps for each in initial.values() if each.is_floating_point()), default=0.0)
 
 
 def _of_update(found: Update, exact: Update, own: Update, initial: Tensors) -> Iterator[str]:
@@ -79,26 +87,28 @@ def _of_update(found: Update, exact: Update, own: Update, initial: Tensors) -> I
     for name in ("loss", "grad_norm"):
         figures = [[getattr(update, name)] for update in (found, exact, own)]
         if figures[0][0] is not None:
-            yield from _of_numbers(name, *figures)
+            yield from _of_numbers(name, *figures, digits_of(initial))
     yield from _of_tensors("after", found.after, exact.after, own.after, initial)
     yield from _of_tensors("averages", found.averages, exact.averages, own.averages, initial)
 
 
-def _of_numbers(name: str, found: list[float], exact: list[float], own: list[float]) -> Iterator[str]:
-    if not _is_close(found, exact, own):
+def _of_numbers(
+    name: str, found: list[float], exact: list[float], own: list[float], digits: float = 0.0
+) -> Iterator[str]:
+    if not _is_close(found, exact, own, digits):
         yield f"{name} {found}, expected {exact}"
 
 
-def _is_close(found: list[float], exact: list[float], own: list[float]) -> bool:
+def _is_close(found: list[float], exact: list[float], own: list[float], digits: float = 0.0) -> bool:
     if len(found) != len(exact):
         return False
-    return all(_is_near(*figures) for figures in zip(found, exact, own))
+    return all(_is_near(*figures, digits) for figures in zip(found, exact, own))
 
 
-def _is_near(found: float, exact: float, own: float) -> bool:
+def _is_near(found: float, exact: float, own: float, digits: float) -> bool:
     if not math.isfinite(exact):
         return found == exact or (math.isnan(found) and math.isnan(exact))
-    return abs(found - exact) <= NOISE * abs(own - exact) + 1e-5 * abs(exact) + 1e-7
+    return abs(found - exact) <= NOISE * abs(own - exact) + max(digits, 1e-5) * abs(exact) + 1e-7
 
 
 def _of_tensors(what: str, found: Tensors, exact: Tensors, own: Tensors, initial: Tensors) -> Iterator[str]:
@@ -114,6 +124,8 @@ def _of_tensors(what: str, found: Tensors, exact: Tensors, own: Tensors, initial
 def _error(found: Tensor, exact: Tensor, own: Tensor, initial: Tensor) -> tuple[float, float]:
     """Return how wrong a tensor is, and how wrong it may be."""
     kind = torch.complex128 if exact.is_complex() else torch.float64
+    is_number = own.dtype.is_floating_point or own.dtype.is_complex
+    digits = max(2 * torch.finfo(own.dtype).eps, 1e-7) if is_number else 1e-7
     given = [each.detach().to(kind) for each in (found, exact, own, initial)]
     finite = given[1].isfinite()
     if given[0].shape != given[1].shape or not torch.equal(given[0].isfinite(), finite):
@@ -121,8 +133,9 @@ def _error(found: Tensor, exact: Tensor, own: Tensor, initial: Tensor) -> tuple[
     found, exact, own, initial = (each[finite] for each in given)
     if not exact.numel():
         return 0.0, 0.0
-    # What the last digits of the stored numbers can hold.
-    digits = 4 * torch.finfo(own.dtype).eps if own.dtype.is_floating_point else 0.0
-    moved, noise, size = ((exact - initial).abs().max(), (own - exact).abs().max(), exact.abs().max())
-    allowed = MOVED * moved + NOISE * noise + max(digits, 1e-7) * size
-    return float((found - exact).abs().max()), float(allowed) + 1e-9
+    moved, noise = (exact - initial).abs().max(), (own - exact).abs().max()
+    # What the last digits of each stored number can hold.
+    allowed = MOVED * moved + NOISE * noise + digits * exact.abs() + 1e-9
+    error = (found - exact).abs()
+    worst = int((error / allowed).argmax())
+    return float(error[worst]), float(allowed[worst])
