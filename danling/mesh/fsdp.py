@@ -9,6 +9,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.utils.parametrize import is_parametrized
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[str, nn.Module]:
@@ -28,13 +31,16 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[s
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    repeats = isinstance(module, _CONTAINERS) or _is_uniform(module)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or _is_uniform(module):
-            if any(True for _ in child.parameters()):
-                yield path, child
-        else:
+        if name == "parametrizations" and is_parametrized(module):
+            continue  # the weights of one layer
+        # FSDP2 gathers a block around its forward, which a list in a list does not have.
+        if not repeats or isinstance(child, _CONTAINERS):
             yield from _repeated(child, f"{path}.")
+        elif any(True for _ in child.parameters()):
+            yield path, child
 
 
 def _is_uniform(module: nn.Module) -> bool:
