@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations, count, product
@@ -34,6 +34,10 @@ _POLL_SECONDS = 0.02
 _STACKS = ("ddp", "accelerate")
 """Stacks other than that of a mesh, of which the gradients can be had as they are."""
 _SHOWN = 30
+_COARSE = 1e-6
+"""Relative precision of bfloat16 and float16 is larger."""
+_NOISE = 10.0
+"""Rounding is up to this many times what another order of the samples changes."""
 _FITS = 1e-3
 """Relative residual below which a tensor counts as a multiple of another one."""
 
@@ -212,17 +216,26 @@ def check_layout(
     place = place.absolute()
     _train(command, layout, place, options, alone=True)
     _train(command, layout, place, options, alone=False)
-    return compare_records(place, layout, options.tolerance)
+    report = compare_records(place, layout, options.tolerance)
+    if options.dtype is None and not report.is_same and not report.undecided:
+        # Only then does it matter what is rounding: another order of the samples shows it.
+        _train(command, layout, place, options, alone=True, is_reversed=True)
+        report = compare_records(place, layout, options.tolerance)
+    return report
 
 
-def directory_of(place: Path, *, alone: bool) -> Path:
+def directory_of(place: Path, *, alone: bool, is_reversed: bool = False) -> Path:
     """Return where the run in one process, or that on the layout, has its records, output and run directory."""
+    if is_reversed:
+        return place / "reversed"
     return place / ("one" if alone else "layout")
 
 
-def recording_settings(layout: Layout, place: Path, options: CheckOptions, *, alone: bool) -> dict[str, object]:
+def recording_settings(
+    layout: Layout, place: Path, options: CheckOptions, *, alone: bool, is_reversed: bool = False
+) -> dict[str, object]:
     """Return the settings imposed on a program that records its first updates."""
-    directory, samples = directory_of(place, alone=alone), options.batch
+    directory, samples = directory_of(place, alone=alone, is_reversed=is_reversed), options.batch
     if layout.stack == "parallel":
         axes = {f"parallel.axes.{axis}": 1 if alone else layout.degrees.get(axis, 1) for axis in AXES}
         stack: dict[str, object] = {"stack": "parallel", "fsdp.enabled": False, **axes}
@@ -248,21 +261,32 @@ def recording_settings(layout: Layout, place: Path, options: CheckOptions, *, al
         "audit.gradients.weights": None if alone else os.fspath(directory_of(place, alone=True) / WEIGHTS),
         "audit.gradients.dtype": options.dtype,
         "audit.gradients.samples": samples,
+        "audit.gradients.reversed": is_reversed,
         # The micro-batches of a pipeline have to be of one size.
         "audit.gradients.replicas": 1 if "pipeline" in layout.degrees else layout.replicas,
     }
     return settings if options.dtype is None else {**settings, "precision": None, "fsdp.mp_policy": None}
 
 
-def _train(command: Sequence[str], layout: Layout, place: Path, options: CheckOptions, *, alone: bool) -> None:
+def _train(
+    command: Sequence[str],
+    layout: Layout,
+    place: Path,
+    options: CheckOptions,
+    *,
+    alone: bool,
+    is_reversed: bool = False,
+) -> None:
     """Have the program record its first updates."""
-    number, directory = 1 if alone else layout.processes, directory_of(place, alone=alone)
+    number, directory = 1 if alone else layout.processes, directory_of(place, alone=alone, is_reversed=is_reversed)
     directory.mkdir(parents=True)
     where = (
         "1 of 2: the program makes its first updates in one process" if alone else f"2 of 2: it makes them on {layout}"
     )
+    if is_reversed:
+        where = "since they differ: it makes them again in one process, with the samples in reverse order"
     announce(f"{where}, within {options.timeout:g} s")
-    settings = recording_settings(layout, place, options, alone=alone)
+    settings = recording_settings(layout, place, options, alone=alone, is_reversed=is_reversed)
     on_devices = torch.cuda.device_count() >= layout.processes
     with _started(command, settings, directory, number, on_devices) as processes:
         end = time.monotonic() + options.timeout
@@ -359,10 +383,13 @@ def check_this_program(layout: str, options: CheckOptions, domain: Domain) -> La
 def compare_records(place: Path, layout: Layout, tolerance: float | None = None) -> LayoutReport:
     """Compare what the ranks of a layout recorded with what one process recorded, up to the first update that differs."""
     one, several = directory_of(place, alone=True), directory_of(place, alone=False)
+    reverse = directory_of(place, alone=True, is_reversed=True)
     for number in count(1):
         wanted = Record.read(one, 0, number)
         made = [Record.read(several, rank, number) for rank in range(layout.processes)]
-        report = compare_update(number, wanted, made, layout, tolerance)
+        has_other = record_file(reverse, 0, number).exists()
+        other = Record.read(reverse, 0, number) if has_other else None
+        report = compare_update(number, wanted, made, layout, tolerance, other)
         following = [record_file(one, 0, number + 1)]
         following += [record_file(several, rank, number + 1) for rank in range(layout.processes)]
         if not report.is_same or not all(file.exists() for file in following):
@@ -371,26 +398,35 @@ def compare_records(place: Path, layout: Layout, tolerance: float | None = None)
 
 
 def compare_update(
-    number: int, wanted: Record, made: Sequence[Record], layout: Layout, tolerance: float | None = None
+    number: int,
+    wanted: Record,
+    made: Sequence[Record],
+    layout: Layout,
+    tolerance: float | None = None,
+    other: Record | None = None,
 ) -> LayoutReport:
-    """Compare an update of the ranks of a layout with that of one process."""
+    """Compare an update of the ranks of a layout with that of one process; `other` is that with its samples in another order."""
     if not math.isfinite(wanted.norm) or not wanted.weights:
         raise NotChecked(
             f"Expected updates that are finite in one process. Received: update {number} with loss {wanted.loss:.6g} and gradient norm "
             f"{wanted.norm:.6g}. Mend that first; a precision of fp16 skips its first updates, which --dtype float64 does not."
         )
     eps = max(record.eps for record in (wanted, *made))
-    relative = eps**0.5 if tolerance is None else tolerance
+    is_coarse = eps > _COARSE
+    relative = (4 * eps if is_coarse else eps**0.5) if tolerance is None else tolerance
+    # A share of the whole norm would hide a parameter that gets no gradient.
+    floor = 32 * (torch.finfo(torch.float32).eps if is_coarse else eps)
     names = list(dict.fromkeys([*wanted.gradients, *(name for record in made for name in record.gradients)]))
-    rounding = Rounding(relative, 32 * eps * wanted.norm)
+    rounding = _roundings(relative, floor * wanted.norm, wanted.gradients, other.gradients if other else {})
     parts = [(record.coordinate, record.gradients) for record in made]
     gradients = _findings(names, wanted.gradients, parts, layout.degrees, rounding)
     weights: list[Finding] = []
     if not gradients:
         there = [name for name in wanted.weights if any(name in record.weights for record in made)]
         parts = [(record.coordinate, record.weights) for record in made]
-        weights = _findings(there, wanted.weights, parts, layout.degrees, Rounding(relative, 32 * eps))
-    same_loss = abs(made[0].loss - wanted.loss) <= max(relative * abs(wanted.loss), 32 * eps)
+        rounding = _roundings(relative, floor, wanted.weights, other.weights if other else {})
+        weights = _findings(there, wanted.weights, parts, layout.degrees, rounding)
+    same_loss = abs(made[0].loss - wanted.loss) <= max(relative * abs(wanted.loss), floor)
     # Ranks that all read the same samples come to the same mean.
     same_weight = abs(made[0].weight - wanted.weight) <= 1e-9 * abs(wanted.weight)
     differs = bool(gradients or weights) or not (same_loss and same_weight)
@@ -478,18 +514,32 @@ class Rounding:
         return error <= max(self.relative * norm, self.absolute)
 
 
+def _roundings(
+    relative: float, absolute: float, wanted: Mapping[str, Part], other: Mapping[str, Part]
+) -> Callable[[str], Rounding]:
+    """Return how far rounding reaches in each tensor: several times what another order of the samples changes in it, where it is known."""
+
+    def of(name: str) -> Rounding:
+        if name not in wanted or name not in other:
+            return Rounding(relative, absolute)
+        noise = _error(wanted[name].tensor.double(), other[name].tensor.double())
+        return Rounding(relative, max(absolute, _NOISE * noise) if math.isfinite(noise) else absolute)
+
+    return of
+
+
 def _findings(
     names: Iterable[str],
     wanted: Mapping[str, Part],
     made: Sequence[tuple[Mapping[str, int], Mapping[str, Part]]],
     degrees: Mapping[str, int],
-    rounding: Rounding,
+    rounding: Callable[[str], Rounding],
 ) -> list[Finding]:
     """Return which of the named tensors are not those of one process."""
     found = []
     for name in names:
         held = [(coordinate, parts[name]) for coordinate, parts in made if name in parts]
-        found.append(compare(name, wanted[name].tensor if name in wanted else None, held, degrees, rounding))
+        found.append(compare(name, wanted[name].tensor if name in wanted else None, held, degrees, rounding(name)))
     return [each for each in found if each is not None]
 
 

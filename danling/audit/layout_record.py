@@ -139,6 +139,7 @@ class LayoutRecorder(Observer):
         section = runner.config.audit.gradients
         self._directory, self._updates, self._weights = Path(str(section.dir)), int(section.updates), section.weights
         self._dtype = None if section.dtype is None else dtype_of(section.dtype)
+        self._reversed = bool(section.reversed)
         self._runner = runner
         self._hasher = Hasher(torch.device("cpu"))
         self._whole: dict[str, Tensor] = {}
@@ -204,7 +205,8 @@ class LayoutRecorder(Observer):
             if isinstance(module, nn.RNNBase):
                 module.dropout = 0.0
         self._streams = _streams()
-        return data if self._dtype is None else tree_map(self._cast, data)
+        data = data if self._dtype is None else tree_map(self._cast, data)
+        return tree_map(lambda value: _mapped(_reversed, value), data) if self._reversed else data
 
     def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
         """Note the samples of a micro-batch."""
@@ -225,7 +227,8 @@ class LayoutRecorder(Observer):
             for tensor in _tensors(output):
                 if tensor.is_floating_point():
                     self._eps = max(self._eps, torch.finfo(tensor.dtype).eps)
-                    if self._counts:
+                    # A scalar, such as an auxiliary loss, is no sum over samples.
+                    if self._counts and tensor.dim():
                         local = local_part(tensor).detach().double()
                         sums = self._outputs.setdefault(name, [0.0, 0.0])
                         sums[0] += float(local.sum())
@@ -282,14 +285,26 @@ class LayoutRecorder(Observer):
 
     def _cast(self, value: Any) -> Any:
         """Return a tensor in the dtype of the check, if it is floating; an object with `apply`, such as a batch of graphs, with its own."""
-        if isinstance(value, Tensor):
-            return value.to(self._dtype) if value.is_floating_point() else value
-        # Of classes that `tree_map` does not know, such as those of Hugging Face.
-        if isinstance(value, Mapping):
-            return type(value)({key: tree_map(self._cast, item) for key, item in value.items()})  # type: ignore[call-arg]
-        if isinstance(value, (list, tuple)):
-            return type(value)(tree_map(self._cast, list(value)))
-        return value.apply(self._cast) if callable(getattr(value, "apply", None)) else value
+        return _mapped(lambda tensor: tensor.to(self._dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a value with its tensors changed, also in classes that `tree_map` does not know, such as those of Hugging Face."""
+    if isinstance(value, Tensor):
+        return change(value)
+
+    def inner(item: Any) -> Any:
+        return _mapped(change, item)
+
+    if isinstance(value, Mapping):
+        return type(value)({key: tree_map(inner, item) for key, item in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        return tree_map(inner, value) if type(value) in (list, tuple) else type(value)(tree_map(inner, list(value)))
+    return value.apply(inner) if callable(getattr(value, "apply", None)) else value
+
+
+def _reversed(tensor: Tensor) -> Tensor:
+    return tensor.flip(0) if tensor.dim() else tensor
 
 
 def _host(value: Tensor) -> Tensor:

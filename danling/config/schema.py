@@ -330,6 +330,8 @@ class GradientsConfig(ClosedSection, path="audit.gradients"):
     """Samples of an update over all ranks; none: as the loader says."""
     replicas: PositiveInt = 1
     """Ranks over which these samples are not to be divided evenly, so that a wrong divisor shows."""
+    reversed: bool = False
+    """Give each micro-batch the other order of samples, which shows what rounding changes."""
 
 
 class AuditConfig(ClosedSection, path="audit"):

@@ -56,12 +56,23 @@ class Mixed(nn.Module):  # what people write in a forward
         scale = torch.ones(len(x), 1)
         return (self.down(hidden * scale) @ torch.diag(self.rates)).float()
 
+class Pair(nn.Module):  # an auxiliary loss besides the output
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        out = self.model(x)
+        return out, out.float().square().mean()
+
 class Program(dl.Runner):
     def __init__(self, config):
         super().__init__(config)
         self.model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
         if "mixed" in sys.argv:
             self.model = Mixed()
+        if "pair" in sys.argv:
+            self.model = Pair(self.model)
         self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]))
         self.datasets = {"train": Points(), "val": Points()}
         if "iterable" in sys.argv:
@@ -75,6 +86,8 @@ class Program(dl.Runner):
         return DistributedSampler(dataset, size, rank) if "sampler" in sys.argv and split == "train" else None
 
     def compute_loss(self, pred, target):
+        if "pair" in sys.argv:
+            pred = pred[0]
         if "mixed" in sys.argv:
             return F.cross_entropy(pred, target, weight=self.weights.to(pred))
         noise = torch.rand(()) if "noise" in sys.argv else 0.0
@@ -95,6 +108,8 @@ class Program(dl.Runner):
         if "twice" in sys.argv and self.distributed:
             for parameter in self.parameters:
                 parameter.grad.mul_(0.5)
+        if "dead" in sys.argv and self.distributed:
+            self.parameters[1].grad.zero_()
         super().complete_gradients()
 
 if __name__ == "__main__":
@@ -139,6 +154,16 @@ def test_a_program_that_is_right_and_one_that_divides_twice(program: list[str], 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ddp=2: update 1 is not that of one process" in done.stdout and "4 of 4 gradients differ" in done.stdout
     assert "0.5  replicate  0.5 times that of one process" in done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_parameter_without_gradient_is_found_in_bf16(program: list[str]) -> None:
+    """A share of the whole norm would cover it; and the scalar that the model returns is no output of a layer."""
+    done = checked("ddp=2", "--dtype", "own", "--", *program, "bf16", "pair", "dead")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 of 4 gradients differ" in done.stdout and "0 times that of one process" in done.stdout
+    assert "the first layer whose output differs" not in done.stdout
+    assert "the backward pass is not; nearest to the loss is model.0.bias" in done.stdout
 
 
 RIGHT = {

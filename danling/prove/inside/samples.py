@@ -18,6 +18,8 @@ from torch import Tensor
 Kept = list["tuple[list[int], bytes] | None"]
 """What an iterator has returned: the digests of the rows of each batch and the batch; `None` where it ended."""
 
+_AHEAD = 64
+"""Batches that an iterator may read beyond those of the layout: it gets the last one again."""
 _PAD = {"labels": -100, "label_ids": -100, "decoder_labels": -100}
 
 
@@ -162,12 +164,16 @@ class Loaders:
 
     def _replayed(self, ranks: Sequence[Sequence[Kept]], at: int, number: int) -> Any:
         step, which = divmod(number, len(ranks)) if self.how == "micro" else (number, 0)
-        if any(at >= len(kept) or step >= len(kept[at]) for kept in ranks):
+        read = min((len(kept[at]) for kept in ranks if at < len(kept)), default=0)
+        # Loaders read ahead, and in one process further than on a layout; what is trained on is counted.
+        if read and step < read + _AHEAD:
+            step = min(step, read - 1)
+        else:
             raise CannotCompare(
                 "one process needs more batches than the layout has read up to its last update: the number of micro-batches of an update, "
                 "or the order in which loaders are used, depends on the number of processes"
             )
-        entries = [entry for entry in (kept[at][step] for kept in ranks) if entry is not None]
+        entries = [entry for entry in (kept[at][step] for kept in ranks if at < len(kept)) if entry is not None]
         if not entries:
             raise StopIteration
         if self.how == "micro":
