@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import device
 from support.forked import fork, kill
 from support.patience import patience, until
 from support.processes import free_port, run_outcomes, run_processes
@@ -229,6 +230,21 @@ def test_one_warning_names_the_rank_that_the_others_wait_for(where: str, rank: i
     inside = files[rank].read_text()
     assert "until_said" in inside and ("in __getitem__" in inside) == (where == "data")
     assert "loss.backward()" in files[1].read_text()
+
+
+def train_hanging_on_device(directory: Path) -> None:
+    device.use()
+    device.returns_collectives_at_once()
+    train_hanging("computing", directory, {}, 1)
+
+
+@device.needed
+def test_rank_that_waits_for_a_collective_of_its_accelerator_is_reported_as_waiting(tmp_path: Path) -> None:
+    device.run_processes(train_hanging_on_device, tmp_path, world_size=2, timeout=120)
+    ((*_, waiting, last),) = reports_of(tmp_path)
+    # No frame of it is in communication: the device waits, and the host for that.
+    assert waiting.startswith("Rank 0 on ") and " waits in work of the device, called at " in waiting
+    assert last.startswith("Rank 1 on ") and " is not in it, but at " in last and " in until_said (" in last
 
 
 def test_before_the_time_limit_it_is_said_who_is_in_another_collective(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -136,6 +136,7 @@ def _device_module(extension: Any) -> ModuleType:
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.synchronize = lambda device=None: torch.accelerator.synchronize(device)
     module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = lambda stream: nullcontext() if stream is None else stream
     module.current_stream = lambda device=None: torch.accelerator.current_stream(device)
     module.memory_allocated = lambda device=None: extension.allocated()
     return module
@@ -201,6 +202,11 @@ def _line() -> str:
         return f"a thread of torch ({threading.current_thread().name})"
     path = Path(frame.f_code.co_filename)
     return f"{'/'.join(path.parts[-3:])}:{frame.f_lineno}"
+
+
+def returns_collectives_at_once() -> None:
+    """Have collectives on the device return before they are done, as those of nccl: the next operation on the device waits."""
+    _loaded().return_collectives_at_once(True)
 
 
 def shares_noise() -> None:

@@ -122,7 +122,36 @@ static PinnedAllocator pinned_allocator;
 static std::mutex arrivals_lock;
 static std::vector<std::pair<Tensor, Tensor>> arrivals;  // targets in pinned memory, and what arrives there
 
+// With collectives as those of nccl, the host does not wait for one: the next operation on the device does, as its kernel would.
+static std::atomic<bool> collectives_return_at_once{false};
+static std::mutex queue_lock;
+static std::vector<c10::intrusive_ptr<c10d::Work>> queued;
+
+static void queue(c10::intrusive_ptr<c10d::Work> work) {
+  std::lock_guard<std::mutex> guard(queue_lock);
+  queued.push_back(std::move(work));
+}
+
+static void finish_queued() {
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  {
+    std::lock_guard<std::mutex> guard(queue_lock);
+    works = queued;
+  }
+  for (auto& work : works) work->wait();
+  std::lock_guard<std::mutex> guard(queue_lock);
+  queued.erase(queued.begin(), queued.begin() + std::min(works.size(), queued.size()));
+}
+
+static bool has_queued() {
+  std::lock_guard<std::mutex> guard(queue_lock);
+  for (auto& work : queued)
+    if (!work->isCompleted()) return true;
+  return false;
+}
+
 static void arrive() {
+  finish_queued();
   std::vector<std::pair<Tensor, Tensor>> now;
   {
     std::lock_guard<std::mutex> guard(arrivals_lock);
@@ -158,7 +187,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream = next.id();
     return before;
   }
-  bool queryStream(const c10::Stream&) const override { return true; }
+  bool queryStream(const c10::Stream&) const override { return !has_queued(); }
   void synchronizeStream(const c10::Stream&) const override {
     note("synchronize a stream");
     arrive();
@@ -279,6 +308,7 @@ static Tensor on_cpu(const Tensor& x) {  // the same memory as a tensor of the C
 }
 
 static Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
+  finish_queued();
   const bool crosses = self.device() != target.device();
   const bool to_device = crosses && self.device().is_cpu();
   const Tensor& host = to_device ? self : target;
@@ -394,6 +424,7 @@ static void look_at(const c10::OperatorHandle& op, const torch::jit::Stack& stac
 }
 
 static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  finish_queued();
   ++operations;
   look_at(op, *stack);
   Inside inside;
@@ -501,10 +532,20 @@ struct Arrival final : c10d::Work {
   int sourceRank() const override { return inner_->sourceRank(); }
   std::vector<Tensor> result() override { return results_; }
   void synchronize() override { inner_->synchronize(); }
-  bool wait(std::chrono::milliseconds timeout) override { return inner_->wait(timeout); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (!collectives_return_at_once) return inner_->wait(timeout);
+    queue(inner_);
+    return true;
+  }
   void abort() override { inner_->abort(); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto results = results_;
+    if (collectives_return_at_once) {
+      queue(inner_);
+      auto done = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+      done->markCompleted(c10::IValue(results));
+      return done;
+    }
     return inner_->getFuture()->then([results](c10::ivalue::Future& done) {
       if (done.hasError()) std::rethrow_exception(done.exception_ptr());
       return c10::IValue(results);
@@ -619,6 +660,7 @@ PYBIND11_MODULE(simulated_device, m) {
   m.def("allocated", [] { return allocated.load(); });
   m.def("set_limit", [](int64_t bytes) { limit = bytes; });
   m.def("share_noise", [](bool shares) { shares_noise = shares; });
+  m.def("return_collectives_at_once", [](bool at_once) { collectives_return_at_once = at_once; });
   m.def("default_generator", [] { return default_generator(); });
   m.def("collectives", [](c10::intrusive_ptr<c10d::Backend> inner) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Collectives>(std::move(inner));
