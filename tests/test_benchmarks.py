@@ -21,7 +21,6 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
     ("name", "options", "figures"),
     [
         ("compile", ["--backend", "aot_eager_decomp_partition", "--rounds", "1"], {"starts", "steps", "memory"}),
-        ("gpu", ["--workers", "0"], {"eager", "compiled", "save stops the loop"}),
     ],
 )
 def test_a_benchmark_measures(name: str, options: list[str], figures: set[str], tmp_path: Path) -> None:
