@@ -20,10 +20,27 @@ def collate(samples: Sequence[Any]) -> Any:
     """
     geometric: Any = sys.modules.get("torch_geometric.data")
     if geometric is None:  # it has made no sample
-        return default_collate(samples)  # type: ignore[no-untyped-call]
+        columns = _columns(samples)
+        if columns is None:
+            return default_collate(samples)  # type: ignore[no-untyped-call]
+        return [default_collate(column) for column in columns]  # type: ignore[no-untyped-call]
     known: dict[Any, Any] = dict(default_collate_fn_map)
     known.setdefault(geometric.data.BaseData, lambda samples, **_: geometric.Batch.from_data_list(samples))
     return collate_by_type(samples, collate_fn_map=known)
+
+
+def _columns(samples: Sequence[Any]) -> list[tuple[Any, ...]] | None:
+    """Return the columns of samples that are plain tuples, which most are: torch asks for each batch what else they could be.
+
+    Returns:
+        `None` for other samples, for tuples of different lengths, and where a program collates tuples in its own way.
+    """
+    if type(samples[0]) is not tuple or any(issubclass(tuple, kinds) for kinds in default_collate_fn_map):
+        return None
+    try:
+        return list(zip(*samples, strict=True))
+    except (TypeError, ValueError):
+        return None
 
 
 def move_to_device(batch: object, device: torch.device, non_blocking: bool = True) -> object:

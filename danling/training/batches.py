@@ -227,15 +227,20 @@ def count_tokens(data: object) -> int:
     """
     if isinstance(data, (tuple, list)) and data:
         data = data[0]
+    if isinstance(data, Tensor):
+        return _tokens_of(data) or 0
     if isinstance(data, Mapping):
         data = data.get("input", data)
-    tensors = data.values() if isinstance(data, Mapping) else (data,)
-    for value in tensors:
-        if not isinstance(value, Tensor) or value.ndim != 2:
-            continue
-        if not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
-            return value.numel()
-    return 0
+    values = data.values() if isinstance(data, Mapping) else (data,)
+    counts = (_tokens_of(value) for value in values if isinstance(value, Tensor))
+    return next((count for count in counts if count is not None), 0)
+
+
+def _tokens_of(input: Tensor) -> int | None:
+    """Return the elements of a tensor that holds tokens, `None` of another one."""
+    if input.ndim != 2 or input.is_floating_point() or input.is_complex() or input.dtype == torch.bool:
+        return None
+    return input.numel()
 
 
 def model_loss(pred: object) -> Tensor | None:
@@ -280,6 +285,9 @@ def nodes_of_graphs(data: object) -> list[int] | None:
 
 IGNORED_LABEL = -100
 """The label that a model leaves out of the loss that it computes itself: the default of `torch.nn.functional.cross_entropy`."""
+
+_FEW_TARGETS = 64
+_MISSING = object()
 
 _SHIFTING = ("ForCausalLM", "LMHeadModel")
 _SHIFTING_DECODERS = ("ForConditionalGeneration",)
@@ -401,12 +409,16 @@ def takes_aligned_labels(model: Any) -> bool:
 def _count(target: Tensor, ignore_index: int | None) -> float | Tensor:
     if ignore_index is None:
         return float(target.numel())
+    size = target.numel()
+    if type(target) is Tensor and target.is_cpu and target.ndim == 1 and size <= _FEW_TARGETS:
+        # As Python's integers, which is quicker than any operation of torch on so few.
+        return float(size - target.tolist().count(ignore_index))
     target = as_signed(target)
-    if target.device.type != "cpu":
+    if not target.is_cpu:
         return torch.count_nonzero(target != ignore_index)
     # Most batches ignore nothing, and the smallest target tells that in one pass.
-    if ignore_index < 0 and target.numel() and target.min().item() > ignore_index:
-        return float(target.numel())
+    if ignore_index < 0 and size and target.min().item() > ignore_index:
+        return float(size)
     return float(torch.count_nonzero(target != ignore_index).item())
 
 
@@ -433,10 +445,11 @@ def criterion_setting(criterion: object, name: str) -> object:
     Returns:
         Its value; `None` when there is none.
     """
+    found: object = getattr(criterion, name, _MISSING)
+    if found is not _MISSING:
+        return found
     if isinstance(criterion, nn.Module) or not callable(criterion):
-        return getattr(criterion, name, None)
-    if hasattr(criterion, name):
-        return getattr(criterion, name)
+        return None
     if isinstance(criterion, partial) and name in criterion.keywords:
         return criterion.keywords[name]
     return _defaults(_function(criterion)).get(name)

@@ -15,6 +15,7 @@ from danling.training import (
     TARGET_NAMES,
     count_samples,
     count_tokens,
+    criterion_weight,
     model_loss,
     model_weight,
     peek_target,
@@ -286,3 +287,16 @@ def test_the_first_sample_to_train_on_is_looked_at_without_moving_the_streams(
     torch.manual_seed(3)
     weights.of_evaluated(torch.ones(1), None)
     assert weights.targetless is expected and torch.equal(torch.rand(2), expected_draw)
+
+
+@pytest.mark.parametrize("size", [0, 1, 64, 65])
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int64, torch.uint16])
+@pytest.mark.parametrize("ignored", [-100, 3])
+def test_integer_targets_weigh_their_number_without_the_ignored_ones(
+    size: int, kind: torch.dtype, ignored: int
+) -> None:
+    labels = [number % 5 for number in range(size)]
+    expected = sum(label != ignored for label in labels)
+    for shape in ((size,), (1, size)):
+        target = torch.tensor(labels, dtype=torch.int64).to(kind).reshape(shape)
+        assert criterion_weight(nn.CrossEntropyLoss(ignore_index=ignored), target, None) == expected
