@@ -35,8 +35,11 @@ def _columns(samples: Sequence[Any]) -> list[tuple[Any, ...]] | None:
     Returns:
         `None` for other samples, for tuples of different lengths, and where a program collates tuples in its own way.
     """
-    if type(samples[0]) is not tuple or any(issubclass(tuple, kinds) for kinds in default_collate_fn_map):
+    if type(samples[0]) is not tuple:
         return None
+    for kinds in default_collate_fn_map:
+        if issubclass(tuple, kinds):
+            return None
     try:
         return list(zip(*samples, strict=True))
     except (TypeError, ValueError):

@@ -31,9 +31,6 @@ class Telemetry(Observer):
     communicates before that: then `report` makes one collective.
 
     Attributes:
-        counted_flops: FLOPs of a sample, forward and backward, as torch counted them in the first micro-batch of training: those of matrix
-            products, convolutions and attentions. `None` before it, where the peak of the device is not known, which nothing could be
-            compared with, and where the model is compiled. The counted micro-batch computes the same bits.
         waited: Seconds that this rank has waited for batches.
     """
 
@@ -43,10 +40,8 @@ class Telemetry(Observer):
         self._owner, self._clock = runner, clock
         self._runner: TorchRunner | None = None
         """The runner while it trains."""
-        self.counted_flops: float | None = None
         self.samples_at_log = 0
-        self._counter: Any = None
-        self._counts_next = False
+        self._flops: FlopsOfSample | None = None
         self._depth = 0
         self._clear()
 
@@ -55,7 +50,7 @@ class Telemetry(Observer):
         self.tokens = self.waited = self._aside = 0.0
         self._start = self._wait_began = self._paused_at = self._clock()
         self._at_report = (self._start, 0, 0.0, 0.0, 0.0)
-        self._before_update: tuple[float, bool] | None = None
+        self._before_update: float | None = None
 
     def begin(self, runner: TorchRunner) -> None:
         """Begin to measure a training."""
@@ -66,10 +61,14 @@ class Telemetry(Observer):
         is_known = (runner.flops_per_token() or runner.flops_per_sample()) is not None
         countable = runner.stack in STACKS and STACKS[runner.stack].counts_flops and not runner.config.compile.enable
         # Without a peak to compare with nothing is worth the slow first micro-batch.
-        self._counts_next = not is_known and countable and self._peak is not None
+        if not is_known and countable and self._peak is not None:
+            self._flops = FlopsOfSample(runner)
+            runner.observers.append(self._flops)
 
     def end(self) -> None:
         """Measure no more."""
+        if self._runner is not None and self._flops in self._runner.observers:
+            self._runner.observers.remove(self._flops)
         self._runner = None
 
     # Events
@@ -82,25 +81,12 @@ class Telemetry(Observer):
 
     def update_started(self) -> None:
         if self._before_update is not None:  # its micro-batches are computed again
-            self.tokens, self._counts_next = self._before_update
-        self._before_update = self.tokens, self._counts_next
+            self.tokens = self._before_update
+        self._before_update = self.tokens
 
     def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
-        if self._runner is None:
-            return
-        self.tokens += self._runner.count_tokens(read)
-        if self._counts_next and samples:
-            from torch.utils.flop_counter import FlopCounterMode
-
-            self._counts_next, self._counted_samples = False, samples
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()
-
-    def micro_batch_ended(self) -> None:
-        if self._counter is not None:
-            counter, self._counter = self._counter, None
-            counter.__exit__(None, None, None)
-            self.counted_flops = int(counter.get_total_flops()) / self._counted_samples
+        if self._runner is not None:
+            self.tokens += self._runner.count_tokens(read)
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
         self._before_update = None
@@ -126,6 +112,14 @@ class Telemetry(Observer):
             self._aside += self._clock() - self._paused_at
 
     # Reports
+
+    @property
+    def counted_flops(self) -> float | None:
+        """FLOPs of a sample, forward and backward, as `FlopsOfSample` counted them.
+
+        `None` before that, where the peak of the device is not known, which nothing could be compared with, and where the model is compiled.
+        """
+        return None if self._flops is None else self._flops.counted
 
     @property
     def waited_since_report(self) -> float:
@@ -194,6 +188,43 @@ class Telemetry(Observer):
             f"updates/s, {format_count(samples / training)} samples/s, {100 * self.waited / training:.0f}% waiting for data, "
             f"{100 * (1 - training / elapsed):.0f}% evaluating and saving, {self.skipped} skipped"
         )
+
+
+class FlopsOfSample(Observer):
+    """Has torch count the FLOPs of the first micro-batch of a training, which computes the same bits; then removes itself.
+
+    Attributes:
+        counted: Those of matrix products, convolutions and attentions for a sample, forward and backward; `None` before.
+    """
+
+    critical = True
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self.counted: float | None = None
+        self._runner = runner
+        self._counter: Any = None
+        self._samples = 0.0
+
+    def update_started(self) -> None:
+        self.counted = None  # also where its micro-batches are computed again
+
+    def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
+        if self.counted is None and samples:
+            from torch.utils.flop_counter import FlopCounterMode
+
+            self._samples = samples
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def micro_batch_ended(self) -> None:
+        if self._counter is not None:
+            counter, self._counter = self._counter, None
+            counter.__exit__(None, None, None)
+            self.counted = int(counter.get_total_flops()) / self._samples
+
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        if self.counted is not None:
+            self._runner.observers.remove(self)
 
 
 def memory_figures(device: torch.device | None) -> dict[str, float]:

@@ -106,11 +106,12 @@ def _preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> object:
-        session, call = self._session, functools.partial(function, self)
-        # Within a step, which is where it costs, no call tells it.
-        if self._parts is None or session.in_step:
-            return call(*args, **kwargs)
-        if verb == "step" and not session.in_update:
+        session = self._session
+        # The loops are here already: in an update, this wrapper costs no more than that.
+        if session.in_step or self._parts is None or (verb == "step" and session.in_update):
+            return function(self, *args, **kwargs)
+        call = functools.partial(function, self)
+        if verb == "step":
             if session.running or self._calls is None:
                 return session.update(call)
             with self._calls.explaining():

@@ -690,7 +690,11 @@ class Precision:
         if key not in _DTYPES:
             raise ValueError(f"Expected precision to be 'fp16', 'bf16' or none. Received: precision={name!r}.")
         self.dtype: torch.dtype | None = _DTYPES[key]
-        self.autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.autocast: Callable[[], AbstractContextManager[object]] = _no_autocast
         if self.dtype is not None:
             self.autocast = partial(torch.autocast, device.type, dtype=self.dtype)
         self.scaler = torch.amp.GradScaler(device.type) if self.dtype is torch.float16 else None
+
+
+def _no_autocast() -> AbstractContextManager[object]:
+    return NO_CONTEXT

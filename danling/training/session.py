@@ -232,7 +232,7 @@ class TrainingSession:
                 f"Expected `step` to return an UpdateOutcome. Received: {outcome!r}. Return that of super().step()."
             )
         self._updated = True
-        if self.observers and outcome.reason != UNCOMMITTED:
+        if outcome.reason != UNCOMMITTED:
             self.observers.notify("update_ended", outcome)
         return outcome
 

@@ -383,8 +383,7 @@ class UpdateStep:
             self._gradients = self.move_source = None
             self._given = []
             self._schedule_at = getattr(runner.scheduler, "last_epoch", None) if runner._phases is None else None
-            if session.observers:
-                session.observers.notify("update_started")
+            session.observers.notify("update_started")
         self._given.append(batch)
         if self.recompute is not None:
             self.recompute.check(batch.data)
@@ -396,7 +395,7 @@ class UpdateStep:
         window.begin_microbatch(weight, samples)
         if window.count == 1 and data is not PLACEHOLDER:
             self.skipped.begin(window.current)
-        observed = bool(session.observers) and batch.samples != 0
+        observed = batch.samples != 0
         if observed:
             session.observers.notify("micro_batch_started", data, read=batch.data, samples=samples)
         session.in_step = True
@@ -410,7 +409,7 @@ class UpdateStep:
             raise
         finally:
             session.in_step = False
-            if observed:
+            if observed and "micro_batch_ended" in session.observers.heard:
                 session.observers.notify("micro_batch_ended")
         if runner.carry is not None:
             runner.carry = map_carry(runner.carry, Tensor.detach)
@@ -551,7 +550,7 @@ class UpdateStep:
                 "loss.backward()."
             )
         grad_norm = runner.gradient_norm(gradients)
-        if session.observers:
+        if "gradients_ready" in session.observers.heard:
             session.observers.notify("gradients_ready", agreed, grad_norm)
         reason = self._reason_to_skip(agreed, grad_norm, step)
         if reason is None:
@@ -695,8 +694,7 @@ class UpdateStep:
         self._check_last()
         if self.norms is not None:
             self.norms.settle()
-        if self._session.observers:
-            self._session.observers.notify("results_needed")
+        self._session.observers.notify("results_needed")
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, MutableSequence
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from torch import Tensor
 
@@ -107,27 +108,66 @@ class Observer:
         """The state will be saved or evaluated: what was postponed is due. May communicate."""
 
 
-class Observers(list[Observer]):
-    """The observers of a runner, in the order in which they are called."""
+EVENTS = tuple(name for name, value in vars(Observer).items() if callable(value) and not name.startswith("_"))
+
+
+class Observers(MutableSequence[Observer]):
+    """The observers of a runner, in the order in which they are called.
+
+    Attributes:
+        heard: The methods to call by event: without the events that no observer overrides. Made when observers are added or removed.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._known: list[Observer] = []
-        self._listening: dict[str, list[Observer]] = {}
+        self._observers: list[Observer] = []
+        self.heard: dict[str, tuple[tuple[Observer, Callable[..., None]], ...]] = {}
 
     def notify(self, event: str, *args: object, **named: object) -> None:
         """Call an event of every observer that overrides it."""
-        if self._known != self:
-            self._known, self._listening = list(self), {}
-        listening = self._listening.get(event)
-        if listening is None:
-            listening = [each for each in self if getattr(type(each), event) is not getattr(Observer, event)]
-            self._listening[event] = listening
-        for observer in tuple(listening):
+        for observer, call in self.heard.get(event, ()):
             try:
-                getattr(observer, event)(*args, **named)
+                call(*args, **named)
             except Exception:
                 if observer.critical:
                     raise
                 logger.exception("The observer %s failed and is dropped.", type(observer).__name__)
                 self.remove(observer)
+
+    def _bind(self) -> None:
+        """Look which observers override which events."""
+        self.heard = {}
+        for event in EVENTS:
+            base = getattr(Observer, event)
+            listening = [each for each in self._observers if getattr(type(each), event) is not base]
+            if listening:
+                self.heard[event] = tuple((each, getattr(each, event)) for each in listening)
+
+    # A sequence
+
+    @overload
+    def __getitem__(self, index: int) -> Observer: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Observer]: ...
+
+    def __getitem__(self, index: int | slice) -> Observer | list[Observer]:
+        return self._observers[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._observers[index] = value
+        self._bind()
+
+    def __delitem__(self, index: int | slice) -> None:
+        del self._observers[index]
+        self._bind()
+
+    def __len__(self) -> int:
+        return len(self._observers)
+
+    def insert(self, index: int, value: Observer) -> None:
+        """Add an observer before another one."""
+        self._observers.insert(index, value)
+        self._bind()
+
+    def __repr__(self) -> str:
+        return repr(self._observers)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.processes import run_processes
-from torch import Tensor
+from torch import Tensor, nn
 
+from danling import TorchRunner
 from danling.distributed import Domain
 from danling.reporting import Telemetry
 from danling.runners.state import TrainState
@@ -97,6 +99,26 @@ def test_evaluation_counts_for_the_time_left_only() -> None:
     assert watched.telemetry.summary(watched.runner) == (
         "10 updates to step 10 in 10.0 s: 10 updates/s, 320 samples/s, 25% waiting for data, 90% evaluating and saving, 0 skipped"
     )
+
+
+class Peaked(TorchRunner):
+    def __init__(self, directory: Path) -> None:
+        super().__init__({"steps": 3, "accum_steps": 2, "dir": directory, "log": False, "optim.type": "sgd"})
+        self.model, self.criterion = nn.Linear(4, 2), nn.MSELoss()
+        self.datasets = {"train": [(torch.ones(4), torch.ones(2))] * 8}
+
+    def peak_flops(self) -> float:
+        return 1e9
+
+
+def test_flops_of_a_sample_are_counted_in_the_first_micro_batch_alone(tmp_path: Path) -> None:
+    with Peaked(tmp_path) as runner:
+        before = list(runner.observers)
+        assert runner.flops_per_sample() is None
+        runner.train()
+        # A product of 4 x 2 has 8 multiplications and additions; the gradient of the weight has as many.
+        assert runner.flops_per_sample() == 2 * 2 * 4 * 2
+        assert set(runner.observers) <= set(before)
 
 
 class Counting(Domain):
