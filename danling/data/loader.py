@@ -135,18 +135,18 @@ class KeyedLoader(LibraryLoader):
         return not self.foreseen or bool(self.stateful)
 
     def micro_batches(self, *, read: bool) -> Iterator[Batch]:
-        """Yield the batches from the position on, with their sample counts and places. Padding has 0 samples.
+        """Return the batches from the position on, with their sample counts and places. Padding has 0 samples.
 
         Args:
             read: Whether their data is needed; else it is `PLACEHOLDER`, without end where a user's sampler gives the order.
         """
         left = self.order.remaining_batches()
         if left == 0 and (read or self.foreseen):
-            return
-        for batch in self.order.batches(iter(self) if read else repeat(PLACEHOLDER)):
-            if self.batch_size is None:  # only the dataset knows how many samples an item holds
-                batch = batch._replace(samples=0 if batch.samples == 0 else None, total=None)
-            yield batch
+            return iter(())
+        batches = self.order.batches(iter(self) if read else repeat(PLACEHOLDER))
+        if self.batch_size is None:  # only the dataset knows how many samples an item holds
+            return (each._replace(samples=0 if each.samples == 0 else None, total=None) for each in batches)
+        return batches
 
     def __iter__(self) -> Any:
         """Return an iterator over the batches from the position to the end of the pass."""
@@ -166,10 +166,9 @@ class KeyedLoader(LibraryLoader):
         # In this process, without the bookkeeping that torch has for processes. The keys are taken here and not where the first batch is
         # asked for: moving the position must not disturb the iterator. Not a chain of `map`: that takes a StopIteration of the user's for
         # its own end.
-        view, keys = self._view(), iter(self.order)
-        read = view["dataset"].__getitem__ if self.batch_sampler is None else view["dataset"].__getitems__
-        finish = view.get("collate_fn", self.collate_fn)
-        return (finish(read(key)) for key in keys)
+        dataset, keys = self._view()["dataset"], iter(self.order)
+        read = dataset.__getitem__ if self.batch_sampler is None else dataset.__getitems__
+        return (read(key) for key in keys)
 
     def tell_epoch(self) -> None:
         """Call `set_epoch` of the dataset with the pass of the position."""

@@ -73,22 +73,24 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "little") & _MASK63
 
 
-def mix_seed(base: int, index: int) -> int:
-    """Return the `index`-th seed of the family `base` in about 0.5 us.
+def mix_seed(base: int, *indices: int) -> int:
+    """Return the seed with this number of the family `base` in about 0.5 us; with several numbers, that of a family of families.
 
     This is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 
     Args:
         base: A seed of `derive_seed`.
-        index: Which one.
+        indices: Which one; of several, each is a number in the family of the seed before.
 
     Returns:
         An integer of 63 bits, never negative.
     """
-    mixed = (base + (index + 1) * 0x9E3779B97F4A7C15) & _MASK64
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return (mixed ^ (mixed >> 31)) & _MASK63
+    for index in indices:
+        mixed = (base + (index + 1) * 0x9E3779B97F4A7C15) & _MASK64
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+        base = (mixed ^ (mixed >> 31)) & _MASK63
+    return base
 
 
 def set_cublas_workspace() -> None:

@@ -117,7 +117,8 @@ class Telemetry(Observer):
     def counted_flops(self) -> float | None:
         """FLOPs of a sample, forward and backward, as `FlopsOfSample` counted them.
 
-        `None` before that, where the peak of the device is not known, which nothing could be compared with, and where the model is compiled.
+        `None` before that, where the model is compiled, and where the peak of the device is not known, so that there is nothing to compare
+        them with.
         """
         return None if self._flops is None else self._flops.counted
 

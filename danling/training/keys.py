@@ -168,10 +168,7 @@ class RandomKeys:
     def _key(self, *parts: int | str, place: tuple[int, ...] = ()) -> int:
         """Return the key `(seed, *parts, updates attempted, *place)`."""
         train = self._runner.state.train
-        key = mix_seed(_base(self._runner.seed, *parts), train.global_step + train.skipped_updates)
-        for index in place:
-            key = mix_seed(key, index)
-        return key
+        return mix_seed(_base(self._runner.seed, *parts), train.global_step + train.skipped_updates, *place)
 
 
 @lru_cache(maxsize=256)

@@ -382,7 +382,8 @@ class TrainingLoop:
                     runner.source(split).finish_pass()
                     if split == splits[-1]:
                         self._count_pass()
-                if outcome.committed and self._evaluation_is_due(step):
+                is_due = final or step % self._evaluate_every == 0
+                if outcome.committed and is_due and runner.is_step_mode:
                     runner._parts.results.open[split] = self._trained_metrics()
                     self._validate(evaluated, final=final)
                 elif outcome.committed and (step % self._checkpoint_every == 0 or step in runner.results):
@@ -498,7 +499,8 @@ class TrainingLoop:
             if outcome.reason == UNCOMMITTED:
                 batches = chain(consumed, batches)
                 continue
-            update.end_batches()
+            if update.move_source is not None:  # an override of `step` makes updates in its own way
+                update.end_batches()
             yield outcome
             if self._quick is not None and self._is_quick_pass_over(self._quick):
                 break

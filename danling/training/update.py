@@ -478,24 +478,21 @@ class UpdateStep:
         if is_whole and weighs:
             self._gradients = WindowGradients(runner.reduction.parameters)
 
-    def _check_schedule(self, hook: str) -> None:
-        """Refuse a `train_step` or an `optimizer_step` that advances the schedule, which every update advances."""
-        before = self._schedule_at
-        if before is None or self._runner.scheduler is None:
-            return
-        advanced = getattr(self._runner.scheduler, "last_epoch", before) - before
-        if advanced:
-            raise ValueError(
-                f"Expected `{hook}` to leave the schedule to the runner, which advances it. Received: a "
-                f"{type(self._runner.scheduler).__name__} that was advanced {advanced} times in an update. Remove scheduler.step(); "
-                "scheduler.interval says when the runner advances it."
-            )
+    def _advanced_schedule(self, hook: str, before: int) -> ValueError:
+        """Return the error of a `train_step` or an `optimizer_step` that advances the schedule, which every update advances."""
+        scheduler = self._runner.scheduler
+        return ValueError(
+            f"Expected `{hook}` to leave the schedule to the runner, which advances it. Received: a {type(scheduler).__name__} that was "
+            f"advanced {scheduler.last_epoch - before} times in an update. Remove scheduler.step(); scheduler.interval says when the "
+            "runner advances it."
+        )
 
     # The update
 
     def make(self) -> UpdateOutcome:
         """Close the window: agree on its weight and whether it is finite, scale the gradient, decide the update, apply it, count it."""
         runner, window, session = self._runner, self._runner.window, self._session
+        schedule_at = self._schedule_at
         if window.count == 0 and not session.running:
             window.check_open()
         if window.unscaled and not self._own_backward:
@@ -503,13 +500,13 @@ class UpdateStep:
                 f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {window.unscaled} of {window.count} "
                 "without. Call self.backward(loss) before you return; a loss that is only returned, or `loss.backward()`, is not weighed."
             )
-        if self._schedule_at is not None:
-            self._check_schedule("train_step")
+        if schedule_at is not None and getattr(runner.scheduler, "last_epoch", schedule_at) != schedule_at:
+            raise self._advanced_schedule("train_step", schedule_at)
         self._gradients = None
         of_phases = runner._phases.close() if runner._phases is not None else None
         outcome, requests = of_phases or self.decide()
-        if self._schedule_at is not None:
-            self._check_schedule("optimizer_step")
+        if schedule_at is not None and getattr(runner.scheduler, "last_epoch", schedule_at) != schedule_at:
+            raise self._advanced_schedule("optimizer_step", schedule_at)
         self._given = []
         self.skipped.end(put_back=not outcome.committed and outcome.reason != UNCOMMITTED)
         if outcome.reason == UNCOMMITTED:

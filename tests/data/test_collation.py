@@ -14,7 +14,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from danling.data.collation import collate
 
-Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["x", "y"])
 
 
 @pytest.mark.parametrize(
