@@ -157,6 +157,13 @@ def seed_host_streams(seed: int) -> None:
         numpy.random.seed(_stream_seed(seed, _OF_NUMPY) & 0xFFFFFFFF)
 
 
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed torch's CPU generator and that of a device, as `seed_streams` does, and no other stream."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        seed_device(seed, device)
+
+
 def seed_device(seed: int, device: torch.device) -> None:
     """Seed the generator of an accelerator."""
     own, module = _stream_seed(seed, _OF_DEVICE), torch.get_device_module(device)

@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from danling.data import derive_seed, mix_seed, seed_streams
-from danling.data.randomness import Generators, generator_state, seed_device, seed_generator, set_generator_state
+from danling.data.randomness import Generators, generator_state, seed_generator, seed_torch, set_generator_state
 from danling.utils.tensors import canonical_name, is_sharded
+
+from .user_code import runs_user_code
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -48,6 +50,8 @@ class RandomKeys:
         self.in_update = False
         """Whether an optimizer step of the runner is under way."""
         self._generators: list[tuple[Any, int]] | None = None
+        self._only_torch = False
+        """Whether nothing in an update of the loop under way can draw from NumPy's stream or from that of `random`."""
 
     # Training
 
@@ -58,6 +62,7 @@ class RandomKeys:
     def begin_pass(self, split: str) -> None:
         """Seed where a pass begins, or goes on after a restore: `(seed, "pass", split, pass)`."""
         self._look_for_generators()
+        self._only_torch = not runs_user_code(self._runner)
         base, number = _base(self._runner.seed, "pass", split), self._runner.source(split).epoch
         seed_streams(mix_seed(base, number), self._runner.device)
 
@@ -72,7 +77,10 @@ class RandomKeys:
         self._ordinal, self._phase = ordinal, 0
         if self._generators is None or self._generators:
             self._seed_generators()
-        seed_streams(self.key, self._runner.device)
+        if self._only_torch and self._runner._session.running:
+            seed_torch(self.key, self._runner.device)
+        else:
+            seed_streams(self.key, self._runner.device)
 
     def begin_update(self) -> None:
         """Seed torch's streams for the step of the runner's optimizer, which follows: `(seed, "update", updates attempted)`.
@@ -116,10 +124,7 @@ class RandomKeys:
         closers.callback(register_optimizer_step_post_hook(after).remove)
 
     def _seed_update(self, kind: str, place: tuple[int, ...]) -> None:
-        key = self._key(kind, place=place)
-        torch.default_generator.manual_seed(key)
-        if self._runner.device.type != "cpu":
-            seed_device(key, self._runner.device)
+        seed_torch(self._key(kind, place=place), self._runner.device)
 
     # Evaluation
 

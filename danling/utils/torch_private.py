@@ -15,7 +15,9 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 _WORKERS = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 
 PRIVATE_NAMES: dict[str, str] = {
+    "torch.Tensor._backward_hooks": _ALL,
     "torch.Tensor._indices": _ALL,
+    "torch.Tensor._post_accumulate_grad_hooks": _ALL,
     "torch.Tensor._values": _ALL,
     "torch.Tensor._version": _ALL,
     "torch._C._current_graph_task_id": _ALL,
@@ -76,8 +78,11 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.nn.Module._parameters": _ALL,
     "torch.nn.modules.batchnorm._NormBase": _ALL,
     "torch.nn.modules.loss._Loss": _ALL,
+    "torch.nn.modules.module._has_any_global_hook": _ALL,
     "torch.optim.lr_scheduler.LRScheduler._last_lr": _ALL,
     "torch.optim.lr_scheduler.SequentialLR._schedulers": _ALL,
+    "torch.optim.optimizer._global_optimizer_post_hooks": _ALL,
+    "torch.optim.optimizer._global_optimizer_pre_hooks": _ALL,
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": _ALL,
     "torch.utils._pytree.tree_leaves": _ALL,
     "torch.utils._pytree.tree_map": _ALL,

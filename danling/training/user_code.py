@@ -1,0 +1,90 @@
+"""Whether an update runs code of the user's, which may draw from NumPy's stream or from that of `random`."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import nn, optim
+from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+
+_FUNCTIONS = frozenset(value for value in vars(functional).values() if callable(value))
+_OPTIMIZERS = frozenset(value for value in vars(optim).values() if isinstance(value, type))
+_SCHEDULERS = frozenset(
+    {lr_scheduler.ConstantLR, lr_scheduler.CosineAnnealingLR, lr_scheduler.CosineAnnealingWarmRestarts}
+    | {lr_scheduler.ExponentialLR, lr_scheduler.LinearLR, lr_scheduler.MultiStepLR, lr_scheduler.OneCycleLR}
+    | {lr_scheduler.PolynomialLR, lr_scheduler.ReduceLROnPlateau, lr_scheduler.StepLR, type(None)}
+)
+"""Schedules that take no function of the user's."""
+
+
+def runs_user_code(runner: TorchRunner) -> bool:
+    """Whether an update in a loop of the library may run code of the user's, other than the reading of its batches.
+
+    It does not if all of this is so: model, criterion, optimizer and schedule are of classes of torch, or the criterion is a function of
+    `torch.nn.functional`, without hooks and functions of the user's in them; the runner overrides no method; only the library observes
+    the run; and the run is one of the stack `ddp` on one process, without extensions that an update calls.
+    """
+    parts = runner._parts
+    extensions = (runner._phases, parts.audits, parts.train_metrics, runner.compilation, runner.fault_tolerance)
+    if runner.stack != "ddp" or runner.distributed or any(each is not None for each in extensions):
+        return True
+    modules = list(runner.model.modules())
+    if isinstance(runner.criterion, nn.Module):
+        modules += runner.criterion.modules()
+    elif runner.criterion not in _FUNCTIONS:
+        return True
+    called = (runner.ema, *runner.observers, *runner._reporter.trackers.opened)
+    is_known = (
+        all(_is_of(type(module), "torch.nn.modules.") for module in modules)
+        and type(runner.optimizer) in _OPTIMIZERS
+        and (type(runner.scheduler) in _SCHEDULERS or _is_of(type(runner.scheduler), "danling.optim.warmup"))
+        and all(each is None or _is_of(each, "danling.") for each in (*called, *_global_hooks()))
+    )
+    if not is_known or _overrides_methods(runner):
+        return True
+    return any(map(_holds_functions, (*modules, runner.optimizer, runner.scheduler)))
+
+
+def _overrides_methods(runner: TorchRunner) -> bool:
+    """Whether a class of the user's, or the runner itself, has another method or property under a name of the library's."""
+    own = [
+        vars(kind) for kind in type(runner).__mro__ if not kind.__module__.startswith("danling.") and kind is not object
+    ]
+    known = {*runner.library_names, "__getattr__", "__getattribute__", "__setattr__"}
+    found = [value for held in own for name, value in held.items() if name in known]
+    found += [value for name, value in vars(runner).items() if hasattr(type(runner), name)]
+    return any(
+        isinstance(value, (property, cached_property)) or (callable(value) and not isinstance(value, type))
+        for value in found
+    )
+
+
+def _holds_functions(part: object) -> bool:
+    """Whether a module, an optimizer or a schedule of torch has hooks, or functions in its attributes, that are not torch's."""
+    for name, value in getattr(part, "__dict__", {}).items():
+        if name.endswith("hooks") and value:
+            return True
+        if callable(value) and not _is_of(value, "torch."):
+            return True
+    parameters = part.parameters(recurse=False) if isinstance(part, nn.Module) else ()
+    return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
+
+
+def _global_hooks() -> list[object]:
+    of_optimizers = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    return [*of_optimizers, object()] if _has_any_global_hook() else of_optimizers
+
+
+def _is_of(value: object, package: str) -> bool:
+    """Whether a function, or the class of an object, is defined in a package."""
+    function = getattr(value, "__func__", value)
+    # What functools.wraps has copied is the module of the wrapped function.
+    names = getattr(function, "__globals__", {"__name__": getattr(value, "__module__", None)})
+    return str(names["__name__"]).startswith(package)

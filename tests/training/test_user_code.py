@@ -1,0 +1,205 @@
+"""NumPy's stream and that of `random` are seeded in each update in which something can draw from them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import danling as dl
+from danling.training import keys
+from danling.utils.observers import Observer
+
+DRAWN: list[tuple[float, float]] = []
+
+
+def draw(*_: object, **__: object) -> None:
+    DRAWN.append((random.random(), float(numpy.random.rand())))
+
+
+class Plain(dl.Runner):
+    """A program in whose updates nothing but classes of torch and the library runs."""
+
+    def __init__(self, config: dict[str, Any], change: Callable[[Any], None] = lambda runner: None) -> None:
+        super().__init__(config)
+        self.model: Any = nn.Sequential(nn.Linear(4, 8), nn.TransformerEncoderLayer(8, 2, 8), nn.Linear(8, 3))
+        self.criterion: Any = nn.CrossEntropyLoss()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer)
+        inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+        self.datasets = {"train": TensorDataset(inputs, torch.arange(24) % 3)}
+        change(self)
+
+
+def drawing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        draw()
+        return function(*args, **kwargs)
+
+    return drawn
+
+
+class Drawing(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        draw()
+        return super().forward(input)
+
+
+class Watching(Observer):
+    def update_ended(self, outcome: object) -> None:
+        draw()
+
+
+class DrawingSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        draw()
+        super().step()
+
+
+def overriding(name: str) -> type[Plain]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        draw()
+        return getattr(super(kind, self), name)(*args, **kwargs)
+
+    kind: Any = type("Overriding", (Plain,), {name: method})
+    return kind  # type: ignore[no-any-return]
+
+
+def set_model(runner: Any) -> None:
+    runner.model[0] = Drawing(4, 8)
+    runner.optimizer = torch.optim.AdamW(runner.model.parameters())
+    runner.scheduler = None
+
+
+def set_optimizer(runner: Any) -> None:
+    runner.optimizer, runner.scheduler = DrawingSGD(runner.model.parameters(), lr=0.1), None
+
+
+def set_activation(runner: Any) -> None:
+    runner.model[1].activation = drawing(functional.relu)
+
+
+def set_scheduler(runner: Any) -> None:
+    runner.scheduler = torch.optim.lr_scheduler.LambdaLR(runner.optimizer, drawing(lambda step: 1.0))
+
+
+def set_global_hook(runner: Any) -> None:
+    runner._closers.callback(torch.nn.modules.module.register_module_forward_hook(draw).remove)
+
+
+def set_method(runner: Any) -> None:
+    runner.clip_gradients = drawing(runner.clip_gradients)
+
+
+PLACES: dict[str, Callable[[Any], object]] = {
+    "a function as criterion": lambda r: setattr(r, "criterion", drawing(functional.cross_entropy)),
+    "a module of the model": set_model,
+    "a function within a module": set_activation,
+    "a forward of a module": lambda r: setattr(r.model[0], "forward", drawing(r.model[0].forward)),
+    "a forward hook": lambda r: r.model[0].register_forward_hook(draw),
+    "a forward hook of the criterion": lambda r: r.criterion.register_forward_pre_hook(draw),
+    "a backward hook": lambda r: r.model[1].register_full_backward_hook(draw),
+    "a hook of a parameter": lambda r: r.model[0].weight.register_hook(draw),
+    "a hook behind a parameter": lambda r: r.model[0].weight.register_post_accumulate_grad_hook(draw),
+    "a hook of all modules": set_global_hook,
+    "an optimizer": set_optimizer,
+    "a step of an optimizer": lambda r: setattr(r.optimizer, "step", drawing(r.optimizer.step)),
+    "a hook of an optimizer": lambda r: r.optimizer.register_step_post_hook(draw),
+    "a schedule": set_scheduler,
+    "an observer": lambda r: r.observers.append(Watching()),
+    "a method on the runner": set_method,
+}
+METHODS = (
+    "train_step",
+    "step",
+    "backward",
+    "compute_loss",
+    "batch_weight",
+    "to_device",
+    "optimizer_step",
+    "on_pass_start",
+)
+
+
+def settings(directory: Path, steps: int) -> dict[str, Any]:
+    return {
+        "dir": directory,
+        "seed": 3,
+        "steps": steps,
+        "log": False,
+        "auto_resume": True,
+        "checkpoint.interval": 5,
+        "dataloader.batch_size": 4,
+        "dataloader.num_workers": 0,
+    }
+
+
+def draws(
+    kind: type[Plain], change: Callable[[Any], object], directory: Path, *steps: int
+) -> list[tuple[float, float]]:
+    """Return what is drawn in a run that is resumed after each of these updates but the last."""
+    DRAWN.clear()
+    for step in steps:
+        # What the process draws before is no part of the run.
+        random.seed(step), numpy.random.seed(step)
+        with kind(settings(directory, step), change) as runner:
+            begun = len(DRAWN)
+            runner.train()
+            assert not runner._keys._only_torch
+            assert len(DRAWN) > begun
+    return list(DRAWN)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_draws_in_an_update_are_the_same_after_a_resume(place: str, tmp_path: Path) -> None:
+    whole = draws(Plain, PLACES[place], tmp_path / "whole", 9)
+    resumed = draws(Plain, PLACES[place], tmp_path / "resumed", 4, 9)
+    # A schedule draws once when it is made.
+    assert whole[-4:] == resumed[-4:]
+    assert len(set(whole)) == len(whole)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_draws_in_a_method_are_the_same_after_a_resume(name: str, tmp_path: Path) -> None:
+    kind = overriding(name)
+    whole, resumed = (draws(kind, lambda runner: None, tmp_path / str(steps), *steps) for steps in ((13,), (4, 13)))
+    assert whole[-1:] == resumed[-1:]
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), functional.cross_entropy])
+def test_only_the_stream_of_torch_is_seeded_where_nothing_else_can_draw(
+    criterion: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights(directory: Path) -> tuple[list[Tensor], Any]:
+        with Plain(settings(directory, 9), lambda runner: setattr(runner, "criterion", criterion)) as runner:
+            runner.train()
+            return [p.detach().clone() for p in runner.model.parameters()], runner._keys._only_torch
+
+    found, only_torch = weights(tmp_path / "one")
+    assert only_torch
+    monkeypatch.setattr(keys, "runs_user_code", lambda runner: True)
+    expected, only_torch = weights(tmp_path / "other")
+    assert not only_torch
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_loop_by_hand_seeds_every_stream(tmp_path: Path) -> None:
+    with Plain(settings(tmp_path, 6)) as runner:
+        runner.train()
+        assert runner._keys._only_torch
+        for _ in range(2):
+            random.seed(0), numpy.random.seed(0)
+            runner.train_step((torch.ones(4, 4), torch.ones(4, dtype=torch.int64)))
+            draw()
+            runner.step()
+    assert DRAWN[-1] != DRAWN[-2]
