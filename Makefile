@@ -37,9 +37,9 @@ test-system: $(VENV)/.dev
 test-torch:
 	python3 scripts/test_torch.py --python $(PYTHON) $(TORCH) $(TEST_ARGS)
 
-# An environment that takes longer than seven minutes to install is left out and named.
+# A version whose environment takes longer than seven minutes to install is left out and named. VERSIONS_ARGS=--install only installs them.
 test-versions:
-	python3 scripts/test_torch.py --python $(PYTHON) --seconds 420 --quick
+	python3 scripts/test_torch.py --python $(PYTHON) --seconds 420 $(VERSIONS_ARGS) --quick
 
 # dist/ has the files afterwards; README's program and `danling doctor` have run from the installed wheel.
 release: $(VENV)/.dev

@@ -5,6 +5,7 @@
 
 `--quick` takes the oldest and the newest torch (requirements-oldest.txt, requirements-newest.txt) and the tests of what touches torch's
 internals. A version that cannot be installed is named at the end with pip's own line, which is no failure; otherwise the exit status is 69.
+`--install` runs no tests.
 
 The environment is `danling/venvs/torch-2.15.0-py3.12` in the user's cache. It has what danling and its tests require, and serves all
 clones: danling itself is the one of this clone. An environment counts by the file `whole`, which is written last and has the
@@ -152,9 +153,7 @@ def environment_of(torch: str, base: str, seconds: float) -> Environment:
     return Environment(torch, base, requirements, constraints, time.monotonic() + seconds)
 
 
-def run_tests(torch: str, name: str, seconds: float, arguments: Sequence[str]) -> int:
-    python = environment_of(torch, find_python(name), seconds).python()
-    print(f"== torch {torch}: {python}", flush=True)
+def run_tests(python: Path, arguments: Sequence[str]) -> int:
     pytest = [str(python), "-m", "pytest", "-n", "2", "--dist", "worksteal", "-m", "not slow"]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run([*pytest, *arguments], cwd=ROOT, env=variables).returncode
@@ -168,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("torch", nargs="?", help="a version, such as 2.15.0")
     parser.add_argument("--quick", action="store_true", help="a part of the tests with the oldest and the newest torch")
+    parser.add_argument("--install", action="store_true", help="make the environments and run no test")
     parser.add_argument("--python", default=sys.executable, help="an interpreter; default: the one that runs this")
     parser.add_argument("--seconds", type=float, default=3600, help="limit for making an environment; default: 3600")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of pytest")
@@ -181,7 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed, untested = 0, []
     for torch in versions:
         try:
-            failed = run_tests(torch, given.python, given.seconds, tests) or failed
+            python = environment_of(torch, find_python(given.python), given.seconds).python()
+            print(f"== torch {torch}: {python}", flush=True)
+            if not given.install:
+                failed = run_tests(python, tests) or failed
         except CannotInstall as error:
             untested.append(f"NOT TESTED with torch {torch}: its environment cannot be installed here.\n{error}")
     for text in untested:

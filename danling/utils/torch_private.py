@@ -76,6 +76,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.nn.Module._modules": _ALL,
     "torch.nn.Module._non_persistent_buffers_set": _ALL,
     "torch.nn.Module._parameters": _ALL,
+    "torch.nn.modules.batchnorm._BatchNorm": _ALL,
     "torch.nn.modules.batchnorm._NormBase": _ALL,
     "torch.nn.modules.loss._Loss": _ALL,
     "torch.nn.modules.module._has_any_global_hook": _ALL,
@@ -96,6 +97,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.utils.data._utils.collate.default_collate_fn_map": _ALL,
     "torch.utils.data._utils.collate.default_convert": _ALL,
     "torch.utils.tensorboard.SummaryWriter._get_file_writer": _ALL,
+    "torch.utils.data.dataloader._BaseDataLoaderIter": _ALL,
     f"{_WORKERS}._shutdown_workers": _ALL,
     f"{_WORKERS}._workers": _ALL,
 }
