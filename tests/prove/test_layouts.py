@@ -26,7 +26,7 @@ RIGHT = {
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param(w, id=name, marks=[] if name in ("ddp", "fsdp2 in bf16") else slow) for name, w in RIGHT.items()],
+    [pytest.param(w, id=name, marks=[] if name == "ddp" else slow) for name, w in RIGHT.items()],
 )
 def test_right_script_is_not_accused(words: list[str], tmp_path: Path) -> None:
     code, report = proved(tmp_path, *words)

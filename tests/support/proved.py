@@ -14,6 +14,8 @@ from unittest import mock
 
 from danling.cli.main import main
 
+ROOT = Path(__file__).parents[2]
+
 SCRIPT = """
 import os
 import sys
@@ -116,8 +118,7 @@ def proved(
     """Run `danling prove` on the script in a directory, and return its exit code and what it reports."""
     (place / "train.py").write_text(script)
     out = io.StringIO()
-    root = os.fspath(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [os.fspath(ROOT), os.environ.get("PYTHONPATH")]))
     command = ["prove", "--json", "--timeout", "200", *options, "--", sys.executable, "train.py", *words]
     with (
         contextlib.chdir(place),

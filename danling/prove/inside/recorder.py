@@ -217,7 +217,7 @@ class Recorder:
         if self.job.parts and len(self._parts) < _PARTS:
             params = [p for root in stacks.roots() for p in root.parameters() if p.grad is not None]
             names = stacks.names_of(params)
-            self._parts.append({names[id(p)]: stacks.piece(p.grad) for p in params if p.grad is not None})
+            self._parts.append({names[id(p)]: stacks.piece(p.grad, p) for p in params if p.grad is not None})
 
     # Clipping
 
@@ -518,7 +518,7 @@ def _watch_clipping(recorder: Recorder) -> None:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if recorder.job.checks and not recorder.inside:
             names = stacks.names_of(params)
-            recorder.clipping({names[id(p)]: stacks.piece(p.grad) for p in params if p.grad is not None})
+            recorder.clipping({names[id(p)]: stacks.piece(p.grad, p) for p in params if p.grad is not None})
         return params
 
     keep = _guarded(keep)

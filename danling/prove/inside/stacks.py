@@ -59,8 +59,11 @@ def names_of(params: Sequence[Tensor]) -> dict[int, str]:
     return found
 
 
-def piece(tensor: Tensor) -> Piece:
-    """Return this rank's part of a tensor. Only a DTensor of partial sums is a collective."""
+def piece(tensor: Tensor, of: Tensor | None = None) -> Piece:
+    """Return this rank's part of a parameter, or of its gradient. Only a DTensor of partial sums is a collective."""
+    flat = getattr(tensor if of is None else of, "_unpadded_unsharded_size", None)
+    if flat is not None:
+        return _flat_piece(tensor.detach(), flat.numel())
     if hasattr(tensor, "placements"):
         if any(placement.is_partial() for placement in tensor.placements):
             tensor = tensor.full_tensor()  # type: ignore[operator]
@@ -70,6 +73,13 @@ def piece(tensor: Tensor) -> Piece:
             _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
             return tuple(offset), tuple(tensor.shape), local_of(tensor).to("cpu", copy=True)
     return (0,) * tensor.dim(), tuple(tensor.shape), tensor.detach().to("cpu", copy=True)
+
+
+def _flat_piece(local: Tensor, size: int) -> Piece:
+    """Return this rank's part of the parameter into which FSDP1 has joined others; the last ranks have padding."""
+    shards = -(-size // local.numel())
+    start = min(recorder.place_of()[0] % shards * local.numel(), size)
+    return (start,), (size,), local[: size - start].to("cpu", copy=True)
 
 
 def assembled(pieces: Sequence[Piece], shape: Sequence[int]) -> Tensor | None:
@@ -96,7 +106,8 @@ def put(parameter: Tensor, whole: Tensor) -> None:
     offset, _, part = piece(parameter)
     own = whole[tuple(slice(start, start + length) for start, length in zip(offset, part.shape))]
     if not torch.equal(own.to(part.dtype), part):
-        local_of(parameter).copy_(own)
+        local = local_of(parameter)
+        (local if local.shape == own.shape else local[: len(own)]).copy_(own)
 
 
 # Plain loops, DDP, FSDP2, and FSDP1
@@ -107,7 +118,12 @@ def _fsdp_roots() -> list[nn.Module]:
     kind = getattr(fsdp, "FullyShardedDataParallel", None)
     if kind is None:
         return []
-    return [root for root in roots() if any(issubclass(type(module), kind) for module in root.modules())]
+
+    def has_parts(module: nn.Module) -> bool:
+        # Without `use_orig_params` it has its own parameters, see `_flat_piece`.
+        return issubclass(type(module), kind) and bool(getattr(module, "_use_orig_params", False))
+
+    return [root for root in roots() if any(map(has_parts, root.modules()))]
 
 
 @contextmanager
@@ -161,7 +177,7 @@ class Trained:
     def gradients(self) -> dict[str, Piece]:
         """Return the gradients; zeros where there is none."""
         with self._named() as named:
-            return {name: piece(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in named}
+            return {name: piece(torch.zeros_like(p) if p.grad is None else p.grad, p) for name, p in named}
 
     def weights(self) -> dict[str, Piece]:
         """Return the parameters."""
@@ -184,9 +200,9 @@ def fsdp_loaded() -> None:
 
     def clip_grad_norm_(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         active = recorder.active()
-        with whole_parameters(self):
-            named = [(clean(name), p.grad) for name, p in self.named_parameters() if p.grad is not None]
-            active.clipping({name: piece(gradient) for name, gradient in named})
+        with whole_parameters(self if self in _fsdp_roots() else None):
+            named = [(clean(name), p) for name, p in self.named_parameters() if p.grad is not None]
+            active.clipping({name: piece(p.grad, p) for name, p in named})
         norm = clip(self, *args, **kwargs)
         active.clipped(norm)
         return norm
