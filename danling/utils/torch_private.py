@@ -122,14 +122,16 @@ def has_name(dotted: str) -> bool:
     parts = dotted.split(".")
     found: Any = import_module(parts[0])
     for place, name in enumerate(parts[1:], 2):
-        if not hasattr(found, name) and isinstance(found, ModuleType):
+        if hasattr(found, name):
+            found = getattr(found, name)
+        elif isinstance(found, ModuleType):
             try:
-                import_module(".".join(parts[:place]))
+                # torch.optim deletes the names of its modules.
+                found = import_module(".".join(parts[:place]))
             except ModuleNotFoundError as error:
                 return not str(error.name).startswith("torch")
-        if not hasattr(found, name):
+        else:
             return isinstance(found, type) and place == len(parts) and name in _used_by_methods(found)
-        found = getattr(found, name)
     return True
 
 
