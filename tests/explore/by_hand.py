@@ -118,7 +118,7 @@ def make_optimizers(settings: Optimizer, named: Mapping[str, Tensor], own: Any) 
 
     def of(kind: str, *groups: dict[str, Any]) -> Any:
         name, options = OPTIMIZERS.get(kind, ("", {}))
-        return (getattr(torch.optim, name) if name else own)([each for each in groups if each["params"]], **options)
+        return (getattr(torch.optim, name) if name else own)(list(groups), **options)
 
     def group(is_member: Callable[[str], bool], lr: float, decay: float) -> dict[str, Any]:
         return {"params": [each for name, each in named.items() if is_member(name)], "lr": lr, "weight_decay": decay}

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from danling.utils.observers import Observer
 
+from .planted_form import active
 from .script import render
 from .spec import Evaluation, MicroBatch, Program, Record, Update
 
@@ -206,7 +207,8 @@ def run(
     left = Record()
     with warned() as lines:
         try:
-            _run(program, directory, left, record=record, resume=resume, kill_at=kill_at, **settings)
+            with active():
+                _run(program, directory, left, record=record, resume=resume, kill_at=kill_at, **settings)
         except Exception as error:
             left.refused = f"{type(error).__name__}: {error}"
             left.refused_after = sum(update.committed for update in left.updates)
