@@ -5,6 +5,7 @@
 #   make test-torch TORCH=2.15.0 [PYTHON=python3.12] [TEST_ARGS=tests/mesh]   the tests with another torch, in an environment that is
 #                kept in the user's cache; make test-versions runs a part of them with the oldest torch and the newest
 #   make release   build sdist and wheel, install the wheel into a fresh environment and try it there
+#   make explore N=500   try random programs
 #   make chaos   kill runs N times and compare their ends (figures in build/chaos.txt); make bench measures what the library costs (figures in build/bench)
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +17,7 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := danling examples benchmarks scripts tests
 
-.PHONY: train test test-all test-system test-torch test-versions release chaos fuzz bench lint format docs clean
+.PHONY: train test test-all test-system test-torch test-versions release chaos fuzz explore bench lint format docs clean
 .DELETE_ON_ERROR:
 
 # One thread: with more, an update of so small a model mostly waits, on a busy machine several times longer.
@@ -58,6 +59,15 @@ chaos: $(VENV)/.dev
 # N damaged checkpoints of every kind on every road; FUZZ_SEED begins elsewhere.
 fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=1 FUZZ_CASES=$(N) $(BIN)/python -m pytest tests/security/test_fuzz.py
+
+# N random programs, each run in many ways and compared with a loop by hand; SEED repeats a search, BUDGET is in seconds.
+# A finding is printed as a script with the command that replays it. STACKS=1 draws those of several processes too.
+SEED ?=
+BUDGET ?= 2400
+STACKS ?=
+explore: $(VENV)/.dev
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python -m explore.search --programs $(N) --budget $(BUDGET) \
+		$(if $(SEED),--seed $(SEED)) $(if $(STACKS),--stacks)
 
 bench: $(VENV)/.dev
 	mkdir -p build/bench

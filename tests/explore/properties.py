@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from support.toys import differences as state_differences
 from torch import Tensor
 
 from . import by_hand, comparing
-from .running import Died, directory, in_fork, namespace, run, without_events
+from .running import Died, directory, in_fork, namespace, run, run_ranks, without_events
 from .script import AUGMENTS
-from .spec import Program, Record, flat
+from .spec import Program, Record, Stack, flat
 
 DRAWING = ("dropout", "noise")
 PER_FORWARD = ("batch_norm", "sometimes", "counter", "memory", "running", "spectral", *DRAWING)
@@ -63,11 +63,19 @@ class Runs:
 
     def run(self, program: Program, place: Path | None = None, **options: Any) -> Record:
         """Run a program that is to be like the whole run; an error is `Refused`, or `Late` after the first update."""
-        left = run(program, place or self.fresh(), **options)
+        left = self._run(program, place or self.fresh(), **options)
         if left.refused is not None:
             trace = getattr(left, "trace", "")
             raise Late(f"{left.refused}\n{trace}") if left.refused_after else Refused(f"{left.refused}\n{trace}")
         return left
+
+    def _run(self, program: Program, place: Path, **options: Any) -> Record:
+        if program.stack.ranks > 1:
+            return run_ranks(program, place, **options)
+        if self.program.stack.ranks > 1:
+            left: Record = in_fork(partial(run, **options), program, place)
+            return left
+        return run(program, place, **options)
 
     @cached_property
     def parts(self) -> dict[str, Any]:
@@ -75,7 +83,7 @@ class Runs:
 
     @cached_property
     def whole(self) -> Record:
-        return run(self.plain, self.fresh())
+        return self._run(self.plain, self.fresh())
 
 
 class Late(Exception):
@@ -97,7 +105,8 @@ def each_sample_once(runs: Runs) -> list[str]:
     """Each pass has each sample once, but for those that a last batch would not be filled with."""
     program = runs.program
     settings, data = program.settings, program.data
-    if data.sampler == "weighted":
+    by_worker = data.source == "iterable" and settings.num_workers > 1
+    if data.sampler == "weighted" or by_worker:
         return []
     known = first_elements(runs.parts["make_tensors"]("train")[0])
     if len(set(known)) < len(known):
@@ -107,9 +116,7 @@ def each_sample_once(runs: Runs) -> list[str]:
         if micro.samples:
             read += first_elements(inputs_of(micro.data))[: micro.samples]
     batch = settings.global_batch_size or settings.batch_size or 1
-    dropped = (
-        len(known) % batch if settings.drop_last or (settings.drop_last is None and data.source != "iterable") else 0
-    )
+    dropped = 0 if settings.drop_last is False else len(known) % batch
     length, found = len(known) - dropped, []
     for start in range(0, len(read), length):
         of_pass = read[start : start + length]
@@ -206,7 +213,6 @@ def looking_changes_nothing(runs: Runs) -> list[str]:
     for state in (first, second):
         # What the run was told to look at is an attribute of it.
         state["attributes"] = without(state.get("attributes") or {}, "looked")
-        state["state"] = without(state["state"], "bare")
     return state_differences(first, second)
 
 
@@ -222,9 +228,12 @@ def resumed_is_the_same(runs: Runs) -> list[str]:
         )
         if event.kind == "kill":
             try:
-                in_fork(_killed, runs.plain, place, event.at)
+                if runs.plain.stack.ranks > 1:
+                    run_ranks(runs.plain, place, kill_at=event.at)
+                else:
+                    in_fork(_killed, runs.plain, place, event.at)
             except Died as death:
-                if "ended with -9" not in str(death):
+                if "ended with -9" not in str(death) and "exit code -9" not in str(death):
                     raise
         else:
             runs.run(stopping, place)
@@ -288,6 +297,21 @@ def can_be_divided(program: Program) -> bool:
     )
 
 
+def layout_is_the_same(runs: Runs) -> list[str]:
+    """On several processes the updates are those of one."""
+    program, settings = runs.program, runs.program.settings
+    if program.stack.ranks == 1 or not can_be_divided(program):
+        return []
+    batch = max(settings.global_batch_size or (settings.batch_size or 1) * program.stack.ranks, program.stack.ranks)
+    if batch > program.data.train:
+        return []
+    whole = replace(settings, batch_size=None, global_batch_size=batch, micro_batch_size=None, accum_steps=1)
+    whole = replace(whole, gradient_sum="fast", keyed=None)
+    several = replace(program, settings=whole, events=(), state=())
+    one = replace(several, stack=Stack())
+    return moved_alike(runs.run(several), runs.run(one), program)
+
+
 PROPERTIES: tuple[Callable[[Runs], list[str]], ...] = (
     reference,
     each_sample_once,
@@ -300,7 +324,20 @@ PROPERTIES: tuple[Callable[[Runs], list[str]], ...] = (
     resumed_is_the_same,
     larger_budget,
     divided_is_the_same,
+    layout_is_the_same,
 )
+
+
+ON_SEVERAL = (
+    reference,
+    each_sample_once,
+    checkpoint_holds_the_run,
+    skipped_leaves_no_trace,
+    nothing_between_updates,
+    resumed_is_the_same,
+    layout_is_the_same,
+)
+"""Those that are asked of several processes: what takes further runs and is decided before the ranks is left out."""
 
 
 # Comparisons
@@ -370,7 +407,7 @@ def _check(program: Program, place: Path) -> Verdict:
     whole = runs.whole
     if whole.refused is not None:
         return refusal(program, whole)
-    for holds in PROPERTIES:
+    for holds in PROPERTIES if program.stack.ranks == 1 else ON_SEVERAL:
         try:
             found = holds(runs)
         except Refused as error:
@@ -397,7 +434,9 @@ def checked(program: Program, timeout: float = 60.0) -> Verdict:
     """Check a program in a fork; what has several processes in forks of the server."""
     begun = time.monotonic()
     try:
-        verdict: Verdict = in_fork(check, program, timeout=timeout)
+        # The ranks of several are processes of their own.
+        alone = program.stack.ranks == 1
+        verdict: Verdict = in_fork(check, program, timeout=timeout) if alone else check(program)
     except Died as death:
         verdict = Verdict("died", str(death), "ends")
     verdict.seconds = time.monotonic() - begun

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import logging
+import math
 import os
 import pickle
 import select
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from support.process_tree import die_with_parent, kill_tree
+from support.processes import run_outcomes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -87,7 +89,7 @@ class _Sizes(Observer):
 
 def copied(data: Any) -> Any:
     if isinstance(data, Tensor):
-        return data.detach().clone()
+        return _whole(data.detach()).clone()
     if isinstance(data, Mapping):
         return {name: copied(value) for name, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -255,6 +257,8 @@ def state_of(runner: Any) -> dict[str, Any]:
     payload = copied(runner.state_dict())
     payload.pop("runner", None)
     payload["state"].pop("elastic", None)
+    # Whether batches have a target, which is learnt only where `train_step` is the library's.
+    payload["state"].pop("bare", None)
     return payload  # type: ignore[no-any-return]
 
 
@@ -267,7 +271,7 @@ def read_results(runner: Any, left: Record) -> None:
         after = made[index]
         for split, figures in result.items():
             if split.startswith("train"):
-                left.pass_losses.append(float(figures["loss"]))
+                left.pass_losses.append(float(figures.get("loss", math.nan)))
             else:
                 left.evaluations.append(Evaluation(split, int(after), {k: float(v) for k, v in figures.items()}))
 
@@ -277,6 +281,39 @@ def read_checkpoint(directory: Path, left: Record) -> None:
     if file.is_file():
         payload = torch.load(file, weights_only=True)
         left.checkpoint = {"model": payload["model"], "ema": (payload.get("ema") or {}).get("weights", {})}
+
+
+# Several processes
+
+
+class RankRefused(Exception):
+    """A rank was refused: the error, the committed updates before it, and its traceback."""
+
+
+def run_rank(text: str, place: str, options: dict[str, Any]) -> Record:
+    """Run a program as one rank of several, which have `RANK` and the like in the environment."""
+    _be_quiet()
+    left = run(Program.from_json(text), Path(place), **options)
+    if left.refused is not None:
+        raise RankRefused(left.refused, left.refused_after, left.trace)
+    return left
+
+
+def run_ranks(program: Program, place: Path, *, timeout: float = 60.0, **options: Any) -> Record:
+    """Run a program on its processes, and return the record of rank 0 with the micro-batches of all."""
+    given = program.to_json(), str(place), options
+    outcomes = run_outcomes(run_rank, *given, world_size=program.stack.ranks, timeout=timeout)
+    refused = next((each.error for each in outcomes if isinstance(each.error, RankRefused)), None)
+    if refused is not None:
+        text, after, trace = refused.args
+        return Record(refused=text, refused_after=after, trace=trace)
+    failed = next((each for each in outcomes if each.error is not None), None)
+    if failed is not None:
+        raise Died(f"rank {failed.rank}: {failed.error}; ended with {failed.exit_code}\n{failed.traceback}")
+    records = [each.value for each in sorted(outcomes, key=lambda outcome: outcome.rank)]
+    records[0].micro_batches = [micro for record in records for micro in record.micro_batches]
+    whole: Record = records[0]
+    return whole
 
 
 # Forks
@@ -302,17 +339,22 @@ def in_fork(function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> 
         os.close(ours)
 
 
+def _be_quiet() -> None:
+    """Write to the file that `EXPLORE_OUTPUT` names, or nowhere."""
+    quiet = os.open(os.environ.get("EXPLORE_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    sys.stdout = open(1, "w", 1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, closefd=False)  # noqa: SIM115
+
+
 def _be_fork(pipe: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     code = 1
     try:
         die_with_parent()
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        quiet = os.open(os.environ.get("EXPLORE_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        sys.stdout = open(1, "w", 1, closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", 1, closefd=False)  # noqa: SIM115
+        _be_quiet()
         torch.set_num_threads(1)
         message = pickle.dumps(("value", function(*args)))
         code = 0

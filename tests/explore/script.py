@@ -478,7 +478,8 @@ class Script:
                         return self.count
 
                     def __iter__(self):
-                        return iter([(5 * index + self.epoch) % self.count for index in range(self.count)])
+                        first = self.epoch % 2
+                        return iter([*range(first, self.count, 2), *range(1 - first, self.count, 2)])
             """)
             )
         if program.optimizer.kind == "lookahead":

@@ -11,6 +11,7 @@ import argparse
 import collections
 import contextlib
 import itertools
+import json
 import os
 import random
 import sys
@@ -87,6 +88,7 @@ def features(program: Program) -> list[str]:
 class Tally:
     """What a search has seen."""
 
+    log: Path | None = None
     kinds: collections.Counter[str] = field(default_factory=collections.Counter)
     reasons: collections.Counter[str] = field(default_factory=collections.Counter)
     parts: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -98,6 +100,11 @@ class Tally:
         """Count a program."""
         self.kinds[verdict.kind] += 1
         self.seconds += verdict.seconds
+        if self.log is not None:
+            outcome = {"kind": verdict.kind, "broken": verdict.broken, "seconds": round(verdict.seconds, 2)}
+            line = {**outcome, "text": verdict.text[:300], "named": verdict.named, "program": program.to_json()}
+            with self.log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
         if verdict.kind == "refused":
             self.reasons[verdict.text.split("\n")[0][:160]] += 1
             return
@@ -199,9 +206,11 @@ def main() -> None:
     parser.add_argument("--stacks", action="store_true", help="draw stacks of several processes too")
     parser.add_argument("--replay", help="a program as JSON, or a file of one")
     parser.add_argument("--script", action="store_true", help="only print the script of --replay")
+    parser.add_argument("--log", type=Path, help="file that gets a line of JSON for each program")
     parser.add_argument("--brief", action="store_true", help="leave scripts and pairs out of the report")
     options = parser.parse_args()
     from support.preloading import preload
+    from support.processes import fork_server
 
     if options.replay:
         text = options.replay
@@ -212,12 +221,14 @@ def main() -> None:
             print(render(program))
             return
         preload()
+        fork_server()
         verdict = checked(program, timeout=300)
         print(described(program, verdict) if verdict.kind != "right" else verdict)
         sys.exit(verdict.kind in ("differs", "died"))
     print(f"seed {options.seed}", flush=True)
     preload()
-    tally, begun, number, failed = Tally(), time.monotonic(), options.seed * 1000, False
+    fork_server()
+    tally, begun, number, failed = Tally(options.log), time.monotonic(), options.seed * 1000, False
     known: dict[str, Verdict] = {}
     while True:
         left = options.budget - (time.monotonic() - begun)

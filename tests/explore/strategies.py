@@ -212,9 +212,11 @@ def optimizers(draw: Any, model: Model, criterion: Criterion, data: Data) -> Opt
 
 
 @st.composite
-def schedules(draw: Any, data: Data, optimizer: Optimizer) -> Schedule:
+def schedules(draw: Any, data: Data, optimizer: Optimizer, by_epochs: bool) -> Schedule:
     """Draw a schedule."""
     kinds = ["linear", "cosine", "constant", "wsd", "step", "exponential"]
+    if data.source == "iterable" and by_epochs:
+        kinds = ["step", "exponential"]  # the others need the length of the run
     if data.val:
         kinds.append("plateau")
     if not optimizer.by_config and optimizer.kind != "two":
@@ -242,13 +244,14 @@ def sizes_fit(data: Data, settings: Settings) -> bool:
 def all_settings(draw: Any, model: Model, criterion: Criterion, data: Data, optimizer: Optimizer) -> Settings:
     """Draw the settings of a run."""
     by_epochs = draw(st.booleans())
-    whole = data.source != "iterable" and draw(maybe(st.just(True), 3, False))
+    own_order = data.source != "iterable" and data.sampler is None
+    whole = own_order and draw(maybe(st.just(True), 3, False))
     batch = draw(st.integers(1, min(6, data.train)))
     accum = draw(st.sampled_from([1, 2, 3]))
     micro = None
     if whole and accum == 1:
-        micro = draw(maybe(st.integers(1, 4), 3))
-    schedule = draw(maybe(schedules(data, optimizer), 2))
+        micro = draw(maybe(st.integers(1, 4), 2))
+    schedule = draw(maybe(schedules(data, optimizer, by_epochs), 2))
     average = draw(
         maybe(
             st.builds(
@@ -282,7 +285,7 @@ def all_settings(draw: Any, model: Model, criterion: Criterion, data: Data, opti
         patience=draw(maybe(st.integers(1, 2), 4)) if data.val else None,
         schedule=schedule,
         ema=average,
-        gradient_sum=draw(maybe(st.just("canonical"), 4, "fast")) if whole else "fast",
+        gradient_sum=draw(maybe(st.just("canonical"), 2, "fast")) if micro is not None else "fast",
         checkpoint_interval=draw(maybe(st.integers(1, 3), 3)),
         checkpoint_backend=draw(maybe(st.just("dcp"), 8, "auto")),
         async_mode=draw(maybe(st.just("disabled"), 3)),
