@@ -261,6 +261,13 @@ class Run:
         loss, weight = sum(phase.loss / (phase.weight or 1.0) for phase in phases), phases[0].weight
         if not all(phase.is_made for phase in phases):
             self.put_back(before, weights=False)  # a skipped update leaves no trace
+        made, number = self.copies(), len(self.left.updates)
+        if number < len(self.given.updates):
+            # One digit more or less in 16 bits would go on: the next update begins where that of the run ended.
+            after = self.given.updates[number].after
+            self.put_back(
+                {name: each for name, each in after.items() if each.is_floating_point() and each.itemsize == 2}
+            )
         if is_made:
             self.left.steps += 1
             self.loss_sum, self.weight_sum = self.loss_sum + loss * weight, self.weight_sum + weight
@@ -271,7 +278,7 @@ class Run:
                 for of_rank, old in zip(self.counts, counts):
                     of_rank[number] = old[number] if state.where == "runner" else of_rank[number]
         norm, averages = math.hypot(*(phase.norm for phase in phases)), dict(self.averages)
-        self.left.updates.append(Update(len(window), is_made, norm, loss, rates, before, self.copies(), averages))
+        self.left.updates.append(Update(len(window), is_made, norm, loss, rates, before, made, averages))
         return is_made
 
     def micro_batch(self, micro: MicroBatch, phase: Phase) -> None:
@@ -390,7 +397,8 @@ class Run:
         if settings.epochs is not None:
             return self.close("epoch") if ends_pass else None
         every = settings.evaluate_interval or settings.checkpoint_interval or math.ceil(self.budget / 20)
-        batch = (settings.batch_size or settings.global_batch_size or 1) * self.ranks
+        held = math.ceil((settings.global_batch_size or 1) / self.ranks / settings.accum_steps)
+        batch = (settings.batch_size or min(held, settings.micro_batch_size or held)) * self.ranks
         is_last = self.left.steps == self.budget
         if ends_pass and is_last:
             self.advance("pass")

@@ -18,23 +18,24 @@ NOISE = 8.0
 """And by so many times the difference that the dtypes of the program make in the reference itself."""
 
 
-def differences(found: Record, exact: Record, own: Record) -> list[str]:
+def differences(found: Record, exact: Record, own: Record, digits: float = 0.0) -> list[str]:
     """Return in words where a run differs from the reference, the first update first; nothing where it does not.
 
     Args:
         found: What the run left.
         exact: What the reference computes in float64.
         own: What it computes in the dtypes of the program.
+        digits: The last digit of what it computes in, relative to 1: of its precision, if that is coarser than its weights.
     """
-    return list(_differences(found, exact, own))
+    return list(_differences(found, exact, own, max(4 * digits, digits_of(found.initial))))
 
 
-def _differences(found: Record, exact: Record, own: Record) -> Iterator[str]:
+def _differences(found: Record, exact: Record, own: Record, digits: float) -> Iterator[str]:
     if (found.refused is None) != (exact.refused is None):
         yield f"ended with {found.refused or 'no error'}, expected {exact.refused or 'no error'}"
         return
     for number, updates in enumerate(zip(found.updates, exact.updates, own.updates)):
-        wrong = list(_of_update(*updates, found.initial))
+        wrong = list(_of_update(*updates, found.initial, digits))
         yield from (f"update {number}: {text}" for text in wrong)
         if wrong:
             return
@@ -46,7 +47,6 @@ def _differences(found: Record, exact: Record, own: Record) -> Iterator[str]:
         yield f"{found.steps} steps, expected {exact.steps}"
     yield from _of_tensors("final", found.final, exact.final, own.final, found.initial)
     yield from _of_tensors("averages", found.averages, exact.averages, own.averages, found.initial)
-    digits = digits_of(found.initial)
     yield from _of_numbers("pass losses", found.pass_losses, exact.pass_losses, own.pass_losses, digits)
     places = [[(each.split, each.after) for each in record.evaluations] for record in (found, exact)]
     if places[0] != places[1]:
@@ -75,7 +75,7 @@ def digits_of(initial: Tensors) -> float:
     return max((4 * torch.finfo(each.dtype).eps for each in initial.values() if each.is_floating_point()), default=0.0)
 
 
-def _of_update(found: Update, exact: Update, own: Update, initial: Tensors) -> Iterator[str]:
+def _of_update(found: Update, exact: Update, own: Update, initial: Tensors, digits: float) -> Iterator[str]:
     if found.committed != exact.committed:
         yield f"committed={found.committed}, expected {exact.committed}"
         return
@@ -87,7 +87,7 @@ def _of_update(found: Update, exact: Update, own: Update, initial: Tensors) -> I
     for name in ("loss", "grad_norm"):
         figures = [[getattr(update, name)] for update in (found, exact, own)]
         if figures[0][0] is not None:
-            yield from _of_numbers(name, *figures, digits_of(initial))
+            yield from _of_numbers(name, *figures, digits)
     yield from _of_tensors("after", found.after, exact.after, own.after, initial)
     yield from _of_tensors("averages", found.averages, exact.averages, own.averages, initial)
 

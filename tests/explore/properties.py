@@ -98,7 +98,8 @@ def reference(runs: Runs) -> list[str]:
     program, whole = runs.plain, runs.whole
     exact = by_hand.expected(program, runs.parts, whole)
     own = by_hand.expected(program, runs.parts, whole, exact=False)
-    return comparing.differences(whole, exact, own)
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(program.settings.precision or "", torch.float64)
+    return comparing.differences(whole, exact, own, torch.finfo(precision).eps)
 
 
 def each_sample_once(runs: Runs) -> list[str]:
