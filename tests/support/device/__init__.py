@@ -167,9 +167,9 @@ class Watch:
         self.marks.append(len(self.waits))
         self._at = _loaded().operations()
 
-    def since(self, first: int) -> list[Wait]:
-        """Return the waits after a mark, up to the last one."""
-        return self.waits[self.marks[first] : self.marks[-1]]
+    def between(self, first: int, last: int) -> list[Wait]:
+        """Return the waits after one mark and up to another, which count from 1."""
+        return self.waits[self.marks[first - 1] : self.marks[last - 1]]
 
 
 @contextmanager
