@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from danling.distributed import HostCopy, ReplicaDriftError
 from danling.optim.state import to_parts
 from danling.reporting.trackers import JsonLines, bounded_lines, read_jsonl
+from danling.utils.devices import sent
 from danling.utils.files import open_file
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name
@@ -319,12 +320,12 @@ class UpdateAudit(Observer):
         stacked = torch.zeros(len(values), dtype=torch.int64, device=self._device)
         for device in {value.device for value in values}:
             here = [index for index, value in enumerate(values) if value.device == device]
-            found = torch.stack([values[index] for index in here]).to(self._device, non_blocking=True)
+            found = sent(torch.stack([values[index] for index in here]), self._device)
             stacked = stacked.index_copy(0, self._on_device(here), found)
         return stacked
 
     def _on_device(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+        return sent(torch.tensor(values, dtype=torch.int64), self._device)
 
     # What travels with the collective of an update
 

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from danling.utils.devices import pins_memory
+
 from .domain import Domain
 
 REQUESTS = ("save", "stop", "interrupt", "terminate", "user_signal", "exhausted", "continue")
@@ -40,13 +42,14 @@ class HostCopy:
 
     def __init__(self, values: Tensor) -> None:
         self._host, self._event = values, None
-        if values.device.type != "cpu":
-            is_cuda = values.device.type == "cuda"
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
-            self._host.copy_(values, non_blocking=is_cuda)  # elsewhere nothing would say when it is there
-            if is_cuda:
-                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._event.record()
+        if values.device.type == "cpu":
+            return
+        pins = pins_memory(values.device.type)
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=pins)
+        self._host.copy_(values, non_blocking=pins)  # elsewhere nothing would say when it is there
+        if pins:
+            self._event = torch.Event(device=values.device)
+            self._event.record()
 
     def read(self) -> list[float]:
         """Return the numbers; wait for them if need be."""
@@ -201,16 +204,24 @@ class StepSync:
             own.samples if self.reports_samples else 0.0,
             own.nonfinite,
         ]
-        flags = [float(name in own.requests) for name in REQUESTS]
         riding = [(rider, values) for rider in self.riders if (values := rider.values()) is not None]
         if self.device.type == "cpu":
+            flags = [float(name in own.requests) for name in REQUESTS]
             flat = torch.tensor([*map(float, mine), *flags], dtype=torch.float64)
             weight, loss, samples, nonfinite, *counts = self._sum(flat, riding).tolist()
             return StepTotals(weight, loss, samples, nonfinite, _names(counts))
         heard = self.take_pending_requests()
-        scalars = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in mine]
-        on_device = torch.tensor(flags, dtype=torch.float64).to(self.device, non_blocking=True)
-        sums = self._sum(torch.cat([torch.stack(scalars), on_device]), riding)
+        # Numbers are made on the device: for the copy of one, the host would wait.
+        scalars = [
+            value.double()
+            if isinstance(value, Tensor)
+            else torch.full((), value, dtype=torch.float64, device=self.device)
+            for value in mine
+        ]
+        asked = torch.zeros(len(REQUESTS), dtype=torch.float64, device=self.device)
+        for name in own.requests:
+            asked[REQUESTS.index(name)].fill_(1.0)
+        sums = self._sum(torch.cat([torch.stack(scalars), asked]), riding)
         self._in_flight = HostCopy(sums[4:])
         return StepTotals(sums[0], sums[1], sums[2], sums[3], heard)
 

@@ -92,6 +92,9 @@ class MeshReduction(GradientReduction):
         self._copies: dict[nn.Parameter, int] = {}
         self._buckets: list[list[nn.Parameter]] = []
         self._places: list[frozenset[int]] = []
+        self._shared: list[float] = []
+        self._shares = torch.empty(0)
+        """The share of this rank in each of its gradients, on the device."""
 
     @property
     def copies(self) -> dict[nn.Parameter, int]:
@@ -173,7 +176,8 @@ class MeshReduction(GradientReduction):
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
         gradients = self.held()
         if self.scaler is not None:
-            scale_gradients(gradients, 1.0 / self.scaler.get_scale())
+            scale = self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.topology.device))
+            scale_gradients(gradients, scale.reciprocal())
         scale_gradients(gradients, factor)
         return gradients
 
@@ -187,8 +191,10 @@ class MeshReduction(GradientReduction):
         if held := self.held():
             shared = [1.0 / number for parameter, number in self.copies.items() if parameter.grad is not None]
             squares = torch.stack([n.to(total.device, torch.float64) for n in torch._foreach_norm(held)]).square_()
-            shares = torch.tensor(shared, dtype=torch.float64, device=total.device)
-            total = (squares * shares).sum()
+            if self._shared != shared:
+                # Once, and again where a parameter has a gradient for the first time: the host waits for a copy to a device.
+                self._shared, self._shares = shared, torch.tensor(shared, dtype=torch.float64, device=total.device)
+            total = (squares * self._shares).sum()
         norm = self.topology.optimizer.all_reduce(total).sqrt()
         if self.scaler is not None:
             self._record_overflow(self.scaler, norm)

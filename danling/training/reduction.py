@@ -114,7 +114,7 @@ class GradientReduction:
             factor: What makes the gradient the weighted mean.
             weight: Global weight of the window; a window without any has no gradient, and must not count as unscaled.
         """
-        if self.scaler is not None and weight:
+        if self.scaler is not None and (isinstance(weight, Tensor) or weight):
             self.scaler.unscale_(self.stepped)
         gradients = self.held()
         scale_gradients(gradients, factor)
@@ -140,11 +140,8 @@ class GradientReduction:
             torch._foreach_clamp_max_(gradients, max_value)
 
     def apply(self) -> None:
-        """Update the weights; in float16 through the scaler, which leaves out a step that is not finite."""
-        if self.scaler is not None:
-            self.scaler.step(self.stepped)
-        else:
-            self.stepped.step()
+        """Update the weights. Called for a gradient that is finite, so that the scaler of float16 need not ask the device once more."""
+        self.stepped.step()
 
     def zero(self) -> None:
         """Drop the gradient of the window, whether it was applied or not, also of parameters that the optimizer does not have."""

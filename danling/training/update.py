@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
-from danling.distributed import Domain, GradientNorms, StepSync, StepTotals
+from danling.distributed import Domain, GradientNorms, HostCopy, StepSync, StepTotals
 from danling.metrics import TrainMetrics
 from danling.optim import JointScheduler
 from danling.optim.registry import refuse_new_groups
@@ -195,11 +195,7 @@ class Window:
             )
         weight = 1.0 if self.sum_reduced and (isinstance(self.current, Tensor) or self.current) else self.current
         if not self.on_host:
-            summed = loss.detach().double()
-            weighs = torch.as_tensor(weight, device=summed.device) > 0
-            self.loss = self.loss + torch.where(weighs, summed * weight, 0.0)
-            bad, before = (weighs & ~torch.isfinite(summed)).double(), self.nonfinite
-            self.nonfinite = torch.maximum(bad, torch.as_tensor(before, dtype=torch.float64, device=summed.device))
+            self._add_on_device(loss.detach().double(), weight)
         elif weight:  # a micro-batch without a single target has a loss of 0/0 and says nothing
             value = loss.item()
             self.loss += value * weight
@@ -212,6 +208,20 @@ class Window:
             return loss * (self.current / self._reference).to(loss.dtype)
         factor = self.current / self._reference
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+
+    def _add_on_device(self, loss: Tensor, weight: float | Tensor) -> None:
+        """Add a loss in float64, which the host does not wait for; no number of Python is copied, for which the device would be waited."""
+        bad = ~torch.isfinite(loss)
+        if isinstance(weight, Tensor):
+            weighs = weight > 0
+            self.loss = self.loss + torch.where(weighs, loss * weight, 0.0)
+            bad = bad & weighs
+        elif weight:
+            self.loss = self.loss + loss * weight
+        else:
+            return
+        before = self.nonfinite
+        self.nonfinite = torch.maximum(bad.double(), before) if isinstance(before, Tensor) else bad.double()
 
     def gradient_factor(self, total_weight: float | Tensor, averaged_over: int) -> float | Tensor:
         """Return what the accumulated gradient is to be multiplied with."""
@@ -261,6 +271,17 @@ class WindowGradients:
         )
 
 
+class _Unchecked(NamedTuple):
+    """An update that was made before the host knew whether it is finite."""
+
+    step: int
+    checks: HostCopy
+    """Whether loss and gradient are finite; whether the window weighs anything, where the host does not know."""
+    nonfinite: float | Tensor
+    """Whether the loss of this rank is not finite."""
+    given: GivenBatches
+
+
 class UpdateStep:
     """Makes updates: `run_window` runs the micro-batches of one, `make` closes the window and decides.
 
@@ -307,7 +328,9 @@ class UpdateStep:
         self._gradients: WindowGradients | None = None
         """What looks whether the gradients of the open window are still there."""
         self._samples_on_device: Tensor | None = None
-        self._unchecked: tuple[int, Tensor, float | Tensor, GivenBatches] | None = None
+        self._unchecked: list[_Unchecked] = []
+        """Updates that an accelerator has made, whose checks are on their way to the host."""
+        self._has_warned_of_weightless = False
         self._given: list[Batch] = []
         """The micro-batches of the open window."""
 
@@ -559,8 +582,11 @@ class UpdateStep:
             finally:
                 self._keys.end_update()
         runner.zero_gradients()
-        if runner.reduction.scaler is not None and reason != "weightless":
-            runner.reduction.scaler.update()
+        scaler = runner.reduction.scaler
+        if scaler is not None and reason != "weightless":
+            scaler.update()
+        elif scaler is not None and isinstance(agreed.weight, Tensor):
+            scaler.update(scaler.get_scale())  # it has looked at a gradient of zero, which says nothing about its scale
         window.reset()
         outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, grad_norm, reason)
         return outcome, agreed.requests
@@ -569,21 +595,23 @@ class UpdateStep:
         """Return why the update must not be made, `None` if it is made.
 
         On the CPU the result of the check is available at once. On an accelerator, a run that may not skip updates does not wait for the
-        device: it reads the result one update later, and before anything is evaluated or saved.
+        device: it reads the result one update later, and before anything is evaluated or saved. One that may skip updates waits once.
         """
-        runner, window, device = self._runner, self._runner.window, self._runner.device
+        runner, window = self._runner, self._runner.window
         if isinstance(totals.weight, float) and totals.weight == 0.0:
             return "weightless"
         scales, may_skip = runner.reduction.scaler is not None, runner.config.skip_nonfinite_grad
-        if device.type == "cpu":
+        if runner.device.type == "cpu":
             finite = not totals.nonfinite and math.isfinite(grad_norm.item())
         else:
-            healthy = torch.isfinite(grad_norm) & (torch.as_tensor(totals.nonfinite, device=device) == 0)
+            checks = _checks_on_device(totals, grad_norm)
             if not (scales or may_skip):
-                self._check_last()
-                self._unchecked = step, healthy, window.nonfinite, self._given_batches()
+                self._check_before(step)
+                self._unchecked.append(_Unchecked(step, HostCopy(checks), window.nonfinite, self._given_batches()))
                 return None
-            finite = bool(healthy)
+            finite, *weighs = checks.tolist()
+            if weighs == [False]:
+                return "weightless"
         if finite:
             return None
         if scales:
@@ -603,12 +631,24 @@ class UpdateStep:
         # A stream may write to the memory of its batches again.
         return GivenBatches([] if source.kind == "window" else self._given, source, source.epoch)
 
-    def _check_last(self) -> None:
-        """Check the last update now, if that is still to be done."""
-        unchecked, self._unchecked = self._unchecked, None
-        if unchecked is not None and not bool(unchecked[1]):
-            # The gradients of that update are gone.
-            raise self._nonfinite_error(unchecked[0], unchecked[2], None, unchecked[3])
+    def _check_before(self, step: int | None) -> None:
+        """Check what updates before one have left to be checked; those of all updates for `None`."""
+        # Several optimizers leave a check each in one update.
+        while self._unchecked and (step is None or self._unchecked[0].step < step):
+            unchecked = self._unchecked.pop(0)
+            finite, *weighs = unchecked.checks.read()
+            if not finite:
+                self._unchecked.clear()
+                # The gradients of that update are gone.
+                raise self._nonfinite_error(unchecked.step, unchecked.nonfinite, None, unchecked.given)
+            if weighs == [False] and not self._has_warned_of_weightless:
+                self._has_warned_of_weightless = True
+                logger.warning(
+                    "Update %d weighs nothing, since all its targets are ignored: it was made with a gradient of zero, and momentum and "
+                    "decay have moved the weights. Set skip_nonfinite_grad to leave such updates out, for which the host waits for the "
+                    "device once in an update. Others like it are not logged.",
+                    unchecked.step,
+                )
 
     def _nonfinite_error(
         self, step: int, own: float | Tensor, gradients: list[str] | None, given: GivenBatches
@@ -688,10 +728,20 @@ class UpdateStep:
     def raise_pending_error(self) -> None:
         """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated."""
         self.read_samples()
-        self._check_last()
+        self._check_before(None)
         if self.norms is not None:
             self.norms.settle()
         self._session.observers.notify("results_needed")
+
+
+def _checks_on_device(totals: StepTotals, grad_norm: Tensor) -> Tensor:
+    """Return whether loss and gradient are finite, and whether there is a weight where that is on the device, of one dimension."""
+    finite = torch.isfinite(grad_norm)
+    if isinstance(totals.nonfinite, Tensor):
+        finite = finite & (totals.nonfinite == 0)
+    if isinstance(totals.weight, Tensor):
+        return torch.stack([finite, totals.weight != 0])
+    return finite.reshape(1)
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:

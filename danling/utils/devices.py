@@ -77,6 +77,13 @@ def pins_memory(device_type: str) -> bool:
         return False
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; by way of pinned memory, so that the host does not wait for what the device has to do before."""
+    if tensor.device.type == "cpu" and pins_memory(device.type):
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def pinned_block(size: int, device_type: str) -> int:
     """Return the bytes that torch takes for a tensor in pinned memory."""
     return 1 << (size - 1).bit_length() if size and device_type in _ROUNDS_BLOCKS else size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import TensorDataset
 
 import danling as dl
+from danling.training.update import NonFiniteError
 
 pytestmark = device.needed
 
@@ -136,6 +140,103 @@ def test_runs_have_the_bits_of_the_cpu(tmp_path: Path, kind: str, world_size: in
         assert there["whole"]["state"]["train"]["global_step"] == 7
         assert differences(there, here) == []
         assert differences(there["whole"], there["parts"]) == []
+
+
+class Broken(Digits):
+    """Has a loss of infinity in its fourth update, on the last rank; writes down what was evaluated and saved after which update."""
+
+    not_saved = ("events",)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.events: list[tuple[str, int]] = []
+
+    def train_step(self, data: Any) -> Any:
+        self.breaks = self.state.train.global_step == 3 and self.rank == self.world_size - 1
+        return super().train_step(data)
+
+    def compute_loss(self, pred: Any, target: Any) -> Tensor:
+        loss = super().compute_loss(pred, target)
+        return loss * math.inf if self.breaks and self.model.training else loss
+
+    def evaluate_epoch(self, split: str) -> Any:
+        self.events.append(("evaluation", self.state.train.global_step))
+        return super().evaluate_epoch(split)
+
+    def evaluate_steps(self, split: str, steps: int | None = None) -> Any:
+        self.events.append(("evaluation", self.state.train.global_step))
+        return super().evaluate_steps(split, steps)
+
+
+def _breaks(root: Path, more: dict[str, Any]) -> tuple[str, Any]:
+    device.use()
+    settings = _settings("digits", root, steps=9, try_evaluation=False, **more)
+    runner = Broken(settings)
+    with pytest.raises(NonFiniteError) as error, runner:
+        runner.train()
+    saved = root / "checkpoints" / "latest.pth"
+    stored = torch.load(saved, weights_only=True)
+    return str(error.value), runner.events, stored["state"]["train"]["global_step"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("interval", [2, 3])
+def test_update_that_is_not_finite_is_neither_saved_nor_evaluated(
+    tmp_path: Path, interval: int, world_size: int
+) -> None:
+    more = {"checkpoint": {"interval": interval}}
+    for message, events, saved in run_processes(_breaks, tmp_path, more, world_size=world_size):
+        assert "at step 4" in message
+        assert f"not finite on ranks [{world_size - 1}]" in message
+        assert events == [("evaluation", step) for step in range(interval, 4, interval)]
+        assert saved == 3 // interval * interval
+
+
+class Weightless(Digits):
+    """Has no target in its second update and its third."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        images = _draws(24, 16)
+        targets = images[:, :4].argmax(1)
+        targets[6:18] = -100
+        self.datasets = {"train": TensorDataset(images, targets)}
+        self.metrics = None
+
+
+def _trains_on_nothing(root: Path, on_device: bool, more: dict[str, Any]) -> dict[str, Any]:
+    """Train without a target in some updates; return the counters, the weights and what was logged."""
+    if on_device:
+        device.use()
+        device.shares_noise()
+    handler = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("danling").addHandler(handler)
+    loader = {"batch_size": 3, "shuffle": False}
+    with Weightless(_settings("digits", root, epochs=1, dataloader=loader, train_metrics=False, **more)) as runner:
+        runner.train()
+        counters = {name: getattr(runner.train_state, name) for name in ("global_step", "skipped_updates", "samples")}
+        weights = {name: value.cpu() for name, value in runner.unwrapped_model.state_dict().items()}
+    said = [record.getMessage() for record in handler.buffer]
+    named = [line for line in said if "weighs nothing" in line]
+    return {**counters, "weights": weights, "named": named, "weightless": sum("(weightless)" in line for line in said)}
+
+
+@pytest.mark.parametrize("more", [{"skip_nonfinite_grad": True}, {"precision": "fp16"}], ids=["skips", "fp16"])
+def test_update_that_weighs_nothing_is_left_out_as_on_the_cpu(tmp_path: Path, more: dict[str, Any]) -> None:
+    (on_cpu,) = run_processes(_trains_on_nothing, tmp_path / "cpu", False, more, world_size=1)
+    (found,) = run_processes(_trains_on_nothing, tmp_path / "device", True, more, world_size=1)
+    assert found["weightless"] == 2
+    assert found["global_step"] > 0
+    if "precision" in more:  # the lists of operations that autocast widens are not those of the CPU
+        found, on_cpu = ({"weightless": each["weightless"]} for each in (found, on_cpu))
+    assert differences(found, on_cpu) == []
+
+
+def test_update_that_weighs_nothing_is_named_once_where_none_is_skipped(tmp_path: Path) -> None:
+    (found,) = run_processes(_trains_on_nothing, tmp_path, True, {}, world_size=1)
+    assert found["global_step"] == 4
+    assert len(found["named"]) == 1
+    assert found["named"][0].startswith("Update 2 weighs nothing")
 
 
 def _looks_at_host() -> dict[str, Any]:

@@ -165,6 +165,10 @@ class Watch:
     def mark(self) -> None:
         """Note that an update, or whatever is counted, ends here."""
         self.marks.append(len(self.waits))
+        self.look_from_here()
+
+    def look_from_here(self) -> None:
+        """Take an event of before this place, within an update, as one of an earlier one: another optimizer has stepped."""
         self._at = _loaded().operations()
 
     def between(self, first: int, last: int) -> list[Wait]:
