@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,10 @@ class LayoutProof:
                 self._run()
         except NotChecked as error:
             self.report.verdict, self.report.summary = "not checked", str(error)
+        except Exception:
+            # An error of the comparison is no verdict on the script.
+            self.report.verdict = "not checked"
+            self.report.summary = f"the comparison fails:\n{traceback.format_exc()}"
         return self.report
 
     def _run(self) -> None:

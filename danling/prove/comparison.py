@@ -492,7 +492,8 @@ class Comparison:
         """Return the loss in one process and on the layout: ranks have a mean over their samples, or a part of a sum."""
         own = [_loss(rank) for rank in self.layout.ranks]
         wanted = _loss(self.one.first)
-        return wanted, min((sum(own) / len(own), sum(own), own[0]), key=lambda value: abs(value - wanted))
+        nearest = min((sum(own) / len(own), sum(own), own[0]), key=lambda value: abs(value - wanted))
+        return wanted, nearest if abs(nearest - wanted) <= 1e-2 * abs(wanted) else sum(own) / len(own)
 
     def refuse_other_samples(self) -> None:
         """Raise where a difference may come from other samples, or from random numbers.

@@ -17,6 +17,7 @@ from danling.cli.main import main
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
+import inspect
 import os
 import sys
 
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 words = sys.argv[1:]
+assert "batch_size" in inspect.signature(DataLoader.__init__).parameters  # Lightning makes loaders anew by it
 if "WORLD_SIZE" in os.environ:
     dist.init_process_group("gloo")
 rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -61,7 +63,7 @@ if "fsdp2" in words:
 elif "fsdp1" in words:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params="flat" not in words)
 elif world > 1 and "not summed" not in words:
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -216,8 +216,7 @@ class Recorder:
         """Keep the sum of the gradients of a window up to here."""
         if self.job.parts and len(self._parts) < _PARTS:
             params = [p for root in stacks.roots() for p in root.parameters() if p.grad is not None]
-            names = stacks.names_of(params)
-            self._parts.append({names[id(p)]: stacks.piece(p.grad, p) for p in params if p.grad is not None})
+            self._parts.append(stacks.gradients_of(params))
 
     # Clipping
 
@@ -462,12 +461,22 @@ def _watch_loaders(recorder: Recorder) -> None:
         return
     fetch, length, start = _BaseDataLoaderIter.__next__, DataLoader.__len__, DataLoader.__init__
 
+    # Lightning reads the signature, to make a loader anew with another sampler.
+    @functools.wraps(start)
     def started(self: Any, *args: Any, **kwargs: Any) -> None:
         recorder.loaders.made(self)
         start(self, *args, **kwargs)
 
-    _BaseDataLoaderIter.__next__ = lambda self: recorder.fetch(self, lambda: fetch(self))  # type: ignore[method-assign]
-    DataLoader.__len__ = lambda self: recorder.loaders.length(self, lambda: length(self))  # type: ignore[method-assign]
+    @functools.wraps(fetch)
+    def following(self: Any) -> Any:
+        return recorder.fetch(self, lambda: fetch(self))
+
+    @functools.wraps(length)
+    def counted(self: Any) -> int:
+        return recorder.loaders.length(self, lambda: length(self))
+
+    _BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign]
+    DataLoader.__len__ = counted  # type: ignore[method-assign]
     DataLoader.__init__ = started  # type: ignore[method-assign]
 
 
@@ -476,6 +485,7 @@ def _watch_modules(recorder: Recorder) -> None:
     enters, note = _guarded(recorder.enters), _guarded(recorder.backward)
     end = _guarded(recorder.backward_ended)
 
+    @functools.wraps(call)
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return call(self, *args, **kwargs)
@@ -488,6 +498,7 @@ def _watch_modules(recorder: Recorder) -> None:
         recorder.leaves(output)
         return output
 
+    @functools.wraps(backward)
     def begun(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_forward():
             note(tensors)
@@ -517,20 +528,22 @@ def _watch_clipping(recorder: Recorder) -> None:
     def keep(parameters: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if recorder.job.checks and not recorder.inside:
-            names = stacks.names_of(params)
-            recorder.clipping({names[id(p)]: stacks.piece(p.grad, p) for p in params if p.grad is not None})
+            recorder.clipping(stacks.gradients_of(params))
         return params
 
     keep = _guarded(keep)
 
+    @functools.wraps(clip_norm)
     def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
         norm = clip_norm(keep(parameters), *args, **kwargs)
         recorder.clipped(norm)
         return norm
 
+    @functools.wraps(clip_value)
     def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
         clip_value(keep(parameters), *args, **kwargs)
 
+    @functools.wraps(with_norm)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
         with_norm(keep(parameters), max_norm, total_norm, *args, **kwargs)
         recorder.clipped(total_norm)
@@ -578,9 +591,6 @@ def _switch_dropout_off() -> None:
     """Have masks be none, so that they need not be the same; what a script draws itself is seen."""
     attend = functional.scaled_dot_product_attention
 
-    def kept(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return input
-
     def attention(
         query: Tensor,
         key: Tensor,
@@ -593,5 +603,13 @@ def _switch_dropout_off() -> None:
         return attend(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        setattr(functional, name, kept)
+        setattr(functional, name, _without_dropout(getattr(functional, name)))
     functional.scaled_dot_product_attention = attention
+
+
+def _without_dropout(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def kept(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return input
+
+    return kept

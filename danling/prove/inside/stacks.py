@@ -137,6 +137,15 @@ def whole_parameters(module: nn.Module | None, *, writes: bool = False) -> Itera
         yield
 
 
+def gradients_of(params: Sequence[Tensor]) -> dict[str, Piece]:
+    """Return the gradients of parameters, by name. Called on all ranks."""
+    for root in _fsdp_roots():
+        with whole_parameters(root):
+            return {clean(n): piece(p.grad) for n, p in root.named_parameters() if p.grad is not None}
+    names = names_of(params)
+    return {names[id(p)]: piece(p.grad, p) for p in params if p.grad is not None}
+
+
 def named_tensors(root: nn.Module, *, writes: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of a module. Called on all ranks."""
     with whole_parameters(root if root in _fsdp_roots() else None, writes=writes):
