@@ -174,8 +174,6 @@ class Phase:
 
 
 class Run:
-    """The state of a run."""
-
     def __init__(self, program: Program, parts: Mapping[str, Any], given: Record, *, exact: bool) -> None:
         self.program, self.settings, self.parts, self.given, self.exact = program, program.settings, parts, given, exact
         self.model, self.criterion = parts["make_model"](), parts["make_criterion"]()
@@ -262,12 +260,8 @@ class Run:
         if not all(phase.is_made for phase in phases):
             self.put_back(before, weights=False)  # a skipped update leaves no trace
         made, number = self.copies(), len(self.left.updates)
-        if number < len(self.given.updates):
-            # One digit more or less in 16 bits would go on: the next update begins where that of the run ended.
-            after = self.given.updates[number].after
-            self.put_back(
-                {name: each for name, each in after.items() if each.is_floating_point() and each.itemsize == 2}
-            )
+        for update in self.given.updates[number : number + 1]:  # one digit more or less in 16 bits would go on
+            self.put_back({name: each for name, each in update.after.items() if each.itemsize == 2})
         if is_made:
             self.left.steps += 1
             self.loss_sum, self.weight_sum = self.loss_sum + loss * weight, self.weight_sum + weight
@@ -293,7 +287,6 @@ class Run:
             phase.add(loss, weight, weight if self.program.criterion.reduction == "mean" else 1.0)
 
     def decide(self, phase: Phase) -> None:
-        """Step the optimizer of a phase, or skip it."""
         is_mean = self.program.criterion.reduction == "mean"
         phase.divide(by=phase.weight if is_mean and phase.weight else 1.0)
         if self.settings.precision == "fp16" and phase.weight:  # nothing but the run itself knows what overflows
@@ -308,7 +301,6 @@ class Run:
                 tensor.data.copy_(tensor.data.to(self.given.initial[name].dtype))  # what the program's weights can hold
 
     def average(self) -> None:
-        """Take the weights into the averages."""
         ema = self.settings.ema
         if ema is None or self.left.steps % ema.interval:
             return
