@@ -1,16 +1,18 @@
-"""Stop, kill and resume a small training on two processes, and say what works on this machine.
+"""Stop, kill and resume a small training on the devices that are there, and say what works on this machine.
 
 With --script -- PROGRAM: the same with a program of yours. With --quick -- PROGRAM: whether it trains, saves, resumes and evaluates at all.
 
-A training runs over gloo without a break; another one is stopped by SIGTERM, resumed, killed by SIGKILL and resumed, once with each kind of
-checkpoint that a stack writes by default (a file, a sharded one). Digests of all updates must be bitwise the same: samples, gradients,
-weights, optimizer. Then the C++ compiler is tried by torch.compile. With --remote URL an object store is tried instead: put, get,
-list, delete, writes on a condition, and the clock. Exit code 1 says that something that is installed does not work.
+A training runs without a break on one or two accelerators, or on two processes of the CPU over gloo; another one is stopped by SIGTERM,
+resumed, killed by SIGKILL and resumed, once with each kind of checkpoint that a stack writes by default (a file, a sharded one). Digests of
+all updates must be bitwise the same: samples, gradients, weights, optimizer. Then the C++ compiler is tried by torch.compile. With
+--remote URL an object store is tried instead: put, get, list, delete, writes on a condition, and the clock. Exit code 1 says that something
+that is installed does not work.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +28,8 @@ _UPDATES = 6
 """Updates of the doctor's own program up to the stop, the kill and the end."""
 
 _COMPILE = (
-    "import torch; f = torch.compile(lambda x: (x.sin() + 1).relu()); x = torch.randn(8, requires_grad=True); "
+    "import torch; from danling.utils.devices import accelerator_type; device = accelerator_type() or 'cpu'; "
+    "f = torch.compile(lambda x: (x.sin() + 1).relu()); x = torch.randn(8, requires_grad=True, device=device); "
     "f(x).sum().backward(); assert torch.allclose(f(x), (x.sin() + 1).relu())"
 )
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt|NotFound|Damaged|Mismatch|Failed|Compiler)\b.*: \S")
@@ -51,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=at_least(1, float), default=180.0, help="seconds that one check may take (default: 180)"
     )
+    parser.add_argument("--cpu", action="store_true", help="train on two processes of the CPU, and hide CUDA devices")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--remote", metavar="URL", help="try an object store instead, such as s3://bucket/prefix")
     instead.add_argument(
@@ -82,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
             f"Expected --script or --quick before a program. Received: {' '.join(options.program)!r} without it. "
             "Write `danling doctor --script -- ...`."
         )
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks; the programs that are started have it too
     if options.remote is not None:
         examined = _examine_store(options.remote)
     elif options.quick is not None:
@@ -107,10 +113,20 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
 
     if "torch" not in skip:
         yield _timed("torch", _try_torch)
-    for backend in BACKENDS:
-        if backend not in skip:
+    kinds = [backend for backend in BACKENDS if backend not in skip]
+    if kinds:
+        processes, where = _devices()
+        yield Check("device", "ok", where)
+        for backend in kinds:
             # The doctor's own program, which writes one kind of checkpoints.
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(processes),
+            ]
             command += ["-m", "danling.cli.doctor_job", backend]
             try:
                 for check in _examine_program(command, _UPDATES, timeout):
@@ -119,6 +135,21 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
                 yield Check(f"train ({backend})", "failed", cause(str(error)))
     if "compile" not in skip:
         yield _timed("compile", lambda: _try_compiler(timeout))
+
+
+def _devices() -> tuple[int, str]:
+    """Return on how many processes the doctor trains, and on what."""
+    import torch
+
+    from danling.utils.devices import accelerator_type, device_name
+
+    kind = accelerator_type()
+    if kind is None:
+        return 2, "2 processes on the CPU: no accelerator that torch can use"
+    count = torch.accelerator.device_count()
+    processes = min(count, 2)
+    name = device_name(torch.device(kind, 0))
+    return processes, f"{processes} process{'es' if processes > 1 else ''} on {kind} ({name}; {count} in all)"
 
 
 def _examine_program(program: Sequence[str], updates: int, timeout: float) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""The program that `danling doctor` starts on two processes, stops, kills and resumes. Not meant to be called by hand.
+"""The program that `danling doctor` starts on one process or two, stops, kills and resumes. Not meant to be called by hand.
 
 torchrun --nproc-per-node 2 -m danling.cli.doctor_job BACKEND
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-# The doctor compares bitwise on the CPU, whatever devices there are; the processes are on this machine.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# The processes are on this machine.
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
+from danling.utils.devices import accelerator_type
 
 
 class DoctorRunner(dl.TorchRunner):
@@ -39,7 +39,7 @@ def main() -> None:
         "max_time": "1:00:00",  # where the doctor was killed, nothing else ends it
         "seed": 5,
         "log": False,
-        "backend": "gloo",
+        "deterministic": accelerator_type() is not None,  # the doctor compares bitwise
         "dataloader": {"batch_size": 4},
         "optim": {"type": "adamw", "lr": 0.01},
         "scheduler": {"type": "cosine", "warmup_steps": 2},

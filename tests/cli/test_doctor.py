@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import device
 from support.job import Job
 from support.recorded import danling
 
@@ -24,6 +25,20 @@ def test_the_doctor_kills_and_resumes_bitwise() -> None:
         for what in ("begins alike", "resumes after SIGTERM", "resumes after SIGKILL"):
             assert checks[f"{what} ({kind})"]["state"] == "ok"
             assert "bitwise the same" in checks[f"{what} ({kind})"]["detail"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@device.needed
+def test_the_doctor_uses_the_accelerator_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in device.plugged_in(tmp_path / "plugin").items():
+        monkeypatch.setenv(name, value)
+    done = danling("doctor", "--json", "--skip", "compile", "torch", "dcp", timeout=380)
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 0, done.stdout
+    assert checks["device"]["detail"] == f"1 process on {device.NAME} ({device.NAME}:0; 1 in all)"
+    for what in ("begins alike", "resumes after SIGTERM", "resumes after SIGKILL"):
+        assert "bitwise the same" in checks[f"{what} (file)"]["detail"]
 
 
 def test_whether_a_compiler_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

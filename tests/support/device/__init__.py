@@ -75,6 +75,17 @@ def run_processes(function: Callable[..., Any], *args: Any, **options: Any) -> l
     return processes.run_processes(function, *args, **options)
 
 
+def plugged_in(directory: Path) -> dict[str, str]:
+    """Return variables of the environment with which every program on this machine has the device, as by an installed plug-in of torch."""
+    built()
+    entry_points = directory / "simulated_device-1.0.dist-info/entry_points.txt"
+    entry_points.parent.mkdir(parents=True)
+    entry_points.write_text(f"[torch.backends]\n{NAME} = support.device:use\n")
+    (entry_points.parent / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated-device\nVersion: 1.0\n")
+    paths = [str(directory), str(SOURCE.parents[2]), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+
+
 def use() -> Any:
     """Make the device the accelerator of this process, for the rest of its life; return the extension."""
     if not hasattr(torch, NAME):
