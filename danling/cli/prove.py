@@ -53,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check and print."""
-    from danling.prove.inside.recorder import Job  # torch
+    from danling.prove.check import LayoutProof  # torch
+    from danling.prove.comparison import Report
+    from danling.prove.inside.recorder import Job
+    from danling.prove.resume import ResumeProof, ResumeReport
     from danling.prove.starts import Script
 
     with tempfile.TemporaryDirectory(prefix="danling-prove-") as temporary:
@@ -68,12 +71,10 @@ def run(options: argparse.Namespace) -> int:
             timeout=options.timeout,
         )
         if options.resume is not None:
-            from danling.prove.resume import ResumeProof
-
-            report = ResumeProof(script, shlex.split(options.resume), options.updates or 20).run()
+            report: Report | ResumeReport = ResumeProof(
+                script, shlex.split(options.resume), options.updates or 20
+            ).run()
         else:
-            from danling.prove.check import LayoutProof
-
             job = Job(directory="", updates=options.updates or 2, keeps_dropout=options.keep_dropout)
             report = LayoutProof(script, job, options.tolerance).run()
     if options.json:

@@ -235,7 +235,7 @@ def _gradient_eps(gradients: dict[str, Tensor]) -> float:
 
 
 def _updates(place: Path) -> list[Update]:
-    found = []
+    found: list[Update] = []
     while (update := Update.read(place, len(found) + 1)) is not None:
         found.append(update)
     if not found:

@@ -67,7 +67,7 @@ class Update:
 
     def held(self, kind: str, name: str, shape: Sequence[int]) -> list[tuple[Mapping[str, int], Part]]:
         """Return what each rank has of a tensor; parts that were divided by hand are placed by their rank."""
-        found = []
+        found: list[tuple[Mapping[str, int], Part]] = []
         pieces = [(at, rank[kind][name]) for at, rank in enumerate(self.ranks) if name in rank[kind]]
         for order, (at, (offset, own, tensor)) in enumerate(pieces):
             dims = [dim for dim in range(len(own)) if len(own) == len(shape) and own[dim] != shape[dim]]

@@ -114,7 +114,8 @@ class ResumeProof:
         self.report.checks.append(("begins alike", "ok", detail))
 
     def _resumes(self, whole: Sequence[Sequence[Line]], resumed: Sequence[Sequence[Line]], kill: int) -> None:
-        report, worst = self.report, None
+        report = self.report
+        worst: tuple[int, int | None, int, list[str]] | None = None
         for rank, (one, two) in enumerate(zip(whole, resumed)):
             begins, number, others = _compared(one, two, kill)
             if begins is None:

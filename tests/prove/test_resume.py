@@ -59,7 +59,7 @@ CASES = {
     "": (0, None, 13, None),
     "order": (1, "samples", 13, 13),
     "dropout": (1, "loss", 13, 13),
-    "schedule": (1, "weights", 13, 13),
+    "schedule": (1, "weights", 13, 14),
     "weights": (1, None, None, None),
 }
 

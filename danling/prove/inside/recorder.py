@@ -139,7 +139,7 @@ class Recorder:
             if torch.is_grad_enabled() and stacks.has_parameters(module):
                 self._note_inputs(module, inputs)
         if self.job.checks and not self.job.keeps_dropout and issubclass(type(module), nn.RNNBase):
-            module.dropout = 0.0
+            module.dropout = 0.0  # type: ignore[assignment]
         is_norm = issubclass(type(module), nn.modules.batchnorm._BatchNorm) and module.training
         if is_norm and torch.is_grad_enabled() and not issubclass(type(module), nn.SyncBatchNorm):
             self._batch_norm.append(type(module).__name__)
@@ -507,10 +507,11 @@ def _watch_modules(recorder: Recorder) -> None:
         else:
             backward(tensors, *args, **kwargs)
 
-    nn.Module.__call__ = called
+    nn.Module.__call__ = called  # type: ignore[method-assign]
     torch.autograd.backward = begun
-    for kind in (nn.Module, torch.optim.Optimizer):
-        kind.zero_grad = _after(kind.zero_grad, recorder.forgets)  # type: ignore[attr-defined]
+    kinds: list[Any] = [nn.Module, torch.optim.Optimizer]
+    for kind in kinds:
+        kind.zero_grad = _after(kind.zero_grad, recorder.forgets)
 
 
 def _after(function: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
@@ -567,7 +568,7 @@ def _watch_steps(recorder: Recorder) -> None:
         if not callable(closure):
             before(trained)
             return None
-        calls = []
+        calls: list[int] = []
 
         def closed() -> Any:
             # As Lightning has it: backward and clipping happen in the step.

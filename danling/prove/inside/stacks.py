@@ -54,8 +54,8 @@ def names_of(params: Sequence[Tensor]) -> dict[int, str]:
                 name = clean(name)
                 found[id(parameter)] = name if name not in taken else f"{name} ({len(taken)})"
                 taken.add(found[id(parameter)])
-    for number, parameter in enumerate(params):
-        found.setdefault(id(parameter), f"parameter {number}")
+    for number, param in enumerate(params):
+        found.setdefault(id(param), f"parameter {number}")
     return found
 
 
@@ -66,7 +66,7 @@ def piece(tensor: Tensor, of: Tensor | None = None) -> Piece:
         return _flat_piece(tensor.detach(), flat.numel())
     if hasattr(tensor, "placements"):
         if any(placement.is_partial() for placement in tensor.placements):
-            tensor = tensor.full_tensor()  # type: ignore[operator]
+            tensor = tensor.full_tensor()  # type: ignore[attr-defined]
         else:
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -210,8 +210,8 @@ def fsdp_loaded() -> None:
     def clip_grad_norm_(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         active = recorder.active()
         with whole_parameters(self if self in _fsdp_roots() else None):
-            named = [(clean(name), p) for name, p in self.named_parameters() if p.grad is not None]
-            active.clipping({name: piece(p.grad, p) for name, p in named})
+            named = self.named_parameters()
+            active.clipping({clean(name): piece(p.grad, p) for name, p in named if p.grad is not None})
         norm = clip(self, *args, **kwargs)
         active.clipped(norm)
         return norm
