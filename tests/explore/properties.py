@@ -106,17 +106,18 @@ def each_sample_once(runs: Runs) -> list[str]:
     """Each pass has each sample once, but for those that a last batch would not be filled with."""
     program = runs.program
     settings, data = program.settings, program.data
-    by_worker = data.source == "iterable" and settings.num_workers > 1
-    if data.sampler == "weighted" or by_worker:
+    ranks = runs.program.stack.ranks
+    if data.sampler == "weighted" or (data.source == "iterable" and (ranks > 1 or settings.num_workers > 1)):
         return []
     known = first_elements(runs.parts["make_tensors"]("train")[0])
     if len(set(known)) < len(known):
         return []
     read: list[float] = []
-    for micro in runs.whole.micro_batches:
+    by_rank = [[micro for micro in runs.whole.micro_batches if micro.rank == rank] for rank in range(ranks)]
+    for micro in (micro for row in zip(*by_rank) for micro in row):
         if micro.samples:
             read += first_elements(inputs_of(micro.data))[: micro.samples]
-    batch = settings.global_batch_size or settings.batch_size or 1
+    batch = settings.global_batch_size or (settings.batch_size or 1) * ranks
     dropped = 0 if settings.drop_last is False else len(known) % batch
     length, found = len(known) - dropped, []
     for start in range(0, len(read), length):

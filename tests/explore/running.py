@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.patience import patience
 from support.process_tree import die_with_parent, kill_tree
 from support.processes import run_outcomes
 from torch import Tensor, nn
@@ -299,7 +300,7 @@ def run_rank(text: str, place: str, options: dict[str, Any]) -> Record:
     return left
 
 
-def run_ranks(program: Program, place: Path, *, timeout: float = 60.0, **options: Any) -> Record:
+def run_ranks(program: Program, place: Path, *, timeout: float = 120.0, **options: Any) -> Record:
     """Run a program on its processes, and return the record of rank 0 with the micro-batches of all."""
     given = program.to_json(), str(place), options
     outcomes = run_outcomes(run_rank, *given, world_size=program.stack.ranks, timeout=timeout)
@@ -334,7 +335,7 @@ def in_fork(function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> 
         _be_fork(theirs, function, args)
     os.close(theirs)
     try:
-        return _received(ours, pid, timeout)
+        return _received(ours, pid, min(patience(timeout), 4 * timeout))
     finally:
         os.close(ours)
 

@@ -120,7 +120,8 @@ _CLASSES = {
 
             def forward(self, x):
                 if self.training:
-                    self.mean.lerp_(x.detach().flatten(0, -2).mean(0), 0.3)
+                    mean = x.detach().flatten(0, -2).mean(0)
+                    self.mean.lerp_(mean.to(self.mean.dtype), 0.3)
                 return x - self.mean
     """,
     "mask": """
@@ -696,6 +697,8 @@ class Script:
         stack = program.stack
         if stack.kind != "ddp":
             made["stack"] = stack.kind
+        if stack.kind == "graph":
+            made["compile"] = {"backend": "eager"}
         if stack.kind == "parallel":
             axes = {name: getattr(stack, name) for name in ("replicate", "shard", "tensor", "pipeline")}
             made["parallel"] = {"axes": {name: size for name, size in axes.items() if size != 1}}
