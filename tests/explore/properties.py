@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.toys import differences as state_differences
+from support.toys import differences
 from torch import Tensor
 
 from . import by_hand, comparing
@@ -343,6 +343,21 @@ ON_SEVERAL = (
 
 
 # Comparisons
+
+
+def state_differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """Return where two states of runs are not bitwise the same.
+
+    An attribute that is back at its first value is saved by a run that has saved another value of it, and by no other: `counts` has
+    the values themselves.
+    """
+    attributes = [state.get("attributes") or {} for state in (first, second)]
+    common = attributes[0].keys() & attributes[1].keys()
+    given = [
+        {**state, "attributes": {name: held[name] for name in common}}
+        for state, held in zip((first, second), attributes)
+    ]
+    return differences(*given)
 
 
 def same(first: Tensor, second: Tensor) -> bool:

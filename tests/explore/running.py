@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from danling.utils.observers import Observer
 
 from .planted_form import active
-from .script import render
+from .script import render, state_value
 from .spec import Evaluation, MicroBatch, Program, Record, Update
 
 PLACE = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -250,6 +250,7 @@ def _run(
             predicted = [each["logits"] if isinstance(each, dict) else each for each in runner.infer("val")]
             left.predictions = torch.stack([each.float() for each in predicted])
         left.state = state_of(runner)
+        left.state["counts"] = [state_value(runner, state) for state in program.state]
     read_checkpoint(directory, left)
 
 

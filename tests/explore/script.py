@@ -6,7 +6,7 @@ from pprint import pformat
 from textwrap import dedent
 from typing import Any
 
-from .spec import CHANNELS, CLASSES, LENGTH, SIDE, TOKENS, WIDTH, Part, Program
+from .spec import CHANNELS, CLASSES, LENGTH, SIDE, TOKENS, WIDTH, Part, Program, State
 
 SPATIAL = ("conv", "batch_norm", "layer_norm", "group_norm", "relu", "tanh", "dropout", "noise")
 """Parts that images go through before they are flattened, up to the first other part."""
@@ -836,6 +836,12 @@ _STATE_CLASSES = {
                 self.count = state["count"]
     """,
 }
+
+
+def state_value(runner: Any, state: State) -> Any:
+    """Return what a run has counted."""
+    holder = runner if state.where == "runner" else runner.datasets["train"]
+    return eval(_STATE_READ[state.kind] if state.where == "runner" else "self.count", {"self": holder})
 
 
 def _used_imports(body: str) -> str:
