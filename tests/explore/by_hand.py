@@ -245,7 +245,7 @@ class Run:
         """Make an update, or skip it; return whether it was made."""
         self.whole.train()
         before, counts = self.copies(), [list(each) for each in self.counts]
-        rates = [group["lr"] for group in self.groups()]
+        rates, self.buffers = [group["lr"] for group in self.groups()], [before] * self.ranks
         phases = [Phase(optimizer) for optimizer in self.optimizers]
         for row in window:
             self.draws = {micro.rank: iter(micro.draws) for micro in row}
@@ -255,6 +255,7 @@ class Run:
                 if row is window[-1]:
                     self.decide(phase)
             self.counts = [[count + 1 for count in of_rank] for of_rank in self.counts]
+        self.put_back(self.buffers[0], weights=False)
         is_made = any(phase.is_made for phase in phases)
         loss, weight = sum(phase.loss / (phase.weight or 1.0) for phase in phases), phases[0].weight
         if not all(phase.is_made for phase in phases):
@@ -268,22 +269,21 @@ class Run:
             self.advance("step")
             self.average()
         else:
-            for number, state in enumerate(self.program.state):
-                for of_rank, old in zip(self.counts, counts):
-                    of_rank[number] = old[number] if state.where == "runner" else of_rank[number]
+            for now, old in zip(self.counts, counts):
+                now[:] = [o if s.where == "runner" else n for n, o, s in zip(now, old, self.program.state)]
         norm, averages = math.hypot(*(phase.norm for phase in phases)), dict(self.averages)
         self.left.updates.append(Update(len(window), is_made, norm, loss, rates, before, made, averages))
         return is_made
 
     def micro_batch(self, micro: MicroBatch, phase: Phase) -> None:
         """Run a micro-batch forward and backward."""
-        self.rank, buffers = micro.rank, self.copies()
+        self.rank = micro.rank
+        self.put_back(self.buffers[micro.rank], weights=False)
         loss = self.forward(micro.data)[1]
+        self.buffers[micro.rank] = self.copies()
         for state, count in zip(self.program.state, self.counts[micro.rank]):
             loss = loss * factor_of_state(state.kind, count)
-        self.put_back(buffers if micro.rank else {}, weights=False)  # those of rank 0 are kept
-        weight = weight_of(self.program, taken_apart(micro.data)[1]) if micro.samples else 0.0
-        if weight:
+        if micro.samples and (weight := weight_of(self.program, taken_apart(micro.data)[1])):
             phase.add(loss, weight, weight if self.program.criterion.reduction == "mean" else 1.0)
 
     def decide(self, phase: Phase) -> None:
