@@ -18,6 +18,7 @@ from support.warm import interpreter
 
 import danling
 from danling.checkpoints.torch_files import FORMAT_VERSION
+from danling.utils.torch_private import TESTED
 
 AVOIDED = re.compile(
     r"\b(lies|whoever|nobody|somebody|besides?|stands?|standing)\b(?! *[=(\[.,:}])|\bof (one's|your|its|their) own\b(?= *([.,;:)]|$))",
@@ -156,6 +157,19 @@ def test_python_and_torch_are_those_of_the_project() -> None:
     assert python is not None and f"| Python | {python[1]} or later |" in PAGE
     for name in ("torch", "torchdata"):
         assert f"| {name} | {least[name]} or later | {pinned(name)} |" in PAGE
+
+
+def test_releases_of_torch_are_those_of_the_matrix() -> None:
+    ends = {}
+    for which in ("oldest", "newest"):
+        found = re.search(r"^torch==([\d.]+)$", (ROOT / f"requirements-{which}.txt").read_text(), re.MULTILINE)
+        assert found is not None
+        ends[which] = found[1]
+    assert f'"torch>={TESTED[0]}"' in PROJECT
+    assert [version.rpartition(".")[0] for version in ends.values()] == [TESTED[0], TESTED[-1]]
+    rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \| 3\.", PAGE, re.MULTILINE)
+    assert sorted(set(rows)) == sorted(TESTED)
+    assert all(f"| {version} |" in PAGE for version in (*ends.values(), pinned("torch")))
 
 
 def test_lowest_python_is_the_same_everywhere() -> None:
