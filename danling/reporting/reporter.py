@@ -141,7 +141,7 @@ class Reporter(Observer):
         if runner is None:
             return
         step = runner.state.train.global_step
-        if outcome.committed and step % runner.log_interval == 0:
+        if outcome.committed and step % runner._parts.update.log_every == 0:
             self._log_update(runner, outcome)
         if self.bar is not None:
             self.bar.update(step)

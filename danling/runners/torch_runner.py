@@ -64,7 +64,7 @@ from danling.training.model_states import FrozenWeights, ModelStates
 from danling.training.phases import PhasedModel, Phases, phases_of
 from danling.training.preparation import ModelPreparation
 from danling.training.recompute import Recompute
-from danling.training.reduction import CanonicalReduction, CanonicalSum
+from danling.training.reduction import CanonicalReduction, CanonicalSum, no_autocast
 from danling.training.run_state import StatePart, carry_of_all, component_parts, progress_parts
 from danling.training.update import RunWindow, UpdateStep
 from danling.utils.tensors import canonical_name
@@ -112,6 +112,8 @@ class TorchRunner(BaseRunner):
     preparation: ModelPreparation
     _parts: TorchParts
     _phases: Phases | None = None
+    _enters_contexts = True
+    """Whether `train_context` or `forward_context` returns one that does something."""
 
     def _make_parts(self) -> TorchParts:
         return TorchParts(self)
@@ -233,6 +235,12 @@ class TorchRunner(BaseRunner):
     def _overrides(self, hook: str) -> bool:
         """Whether a hook is the user's own."""
         return not getattr(getattr(type(self), hook), "__module__", "").startswith("danling.")
+
+    def _is_plain(self, *hooks: str) -> bool:
+        """Whether hooks are those of `TorchRunner`, neither the user's nor another stack's."""
+        return all(getattr(type(self), hook) is getattr(TorchRunner, hook) for hook in hooks) and not any(
+            hook in vars(self) for hook in hooks
+        )
 
     def bind_optimizer(self) -> None:
         """Bind model and optimizer to each other, on stacks that need it, before the scheduler is built."""
@@ -371,8 +379,7 @@ class TorchRunner(BaseRunner):
         """Follow the change of a live setting: with another budget, the schedule has the shape that it has after a resume with it."""
         super()._follow_setting(key)
         parts = self._parts
-        if self._session.running:
-            parts.loop.read_intervals()
+        parts.loop.read_intervals()
         if key not in BUDGET or self.scheduler is None or self.config[key] is None:
             return
         if self.scheduler is parts.built_scheduler:
@@ -563,6 +570,10 @@ class TorchRunner(BaseRunner):
             The prediction and the loss; in an override both may be `None`.
         """
         inputs, target = data if is_pair(data) else unpack_batch(data, self.unwrapped_model)
+        if not self._enters_contexts:
+            pred, loss = self._pred_and_loss(inputs, target)
+            self.backward(loss)
+            return pred, loss
         with self.train_context() or nullcontext():
             with self.forward_context() or nullcontext():
                 pred, loss = self._pred_and_loss(inputs, target)
@@ -673,6 +684,11 @@ class TorchRunner(BaseRunner):
             self._wrap()
             self.preparation.note_constructed(self.model)
         self.reduction = self._chosen_reduction()
+        self._enters_contexts = (
+            not self._is_plain("train_context", "forward_context")
+            or type(self.reduction).context is not GradientReduction.context
+            or self.precision.autocast is not no_autocast
+        )
         self._parts.update.skipped.bind()
         if self._phases is not None:
             self._phases.bind()

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -326,8 +327,15 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
         return float(count_samples(data))
     if target.is_floating_point():
         return _dense_weight(criterion, target)
-    ignore_index: Any = criterion_setting(criterion, "ignore_index")
-    class_weight = criterion_setting(criterion, "weight")
+    ignore_index: Any
+    if type(criterion) is FunctionType and not vars(criterion):
+        defaults = _defaults(criterion)
+        ignore_index, class_weight = defaults.get("ignore_index"), defaults.get("weight")
+    else:
+        ignore_index, class_weight = (
+            criterion_setting(criterion, "ignore_index"),
+            criterion_setting(criterion, "weight"),
+        )
     if isinstance(class_weight, Tensor):
         other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(
             criterion, (nn.CrossEntropyLoss, nn.NLLLoss)

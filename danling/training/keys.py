@@ -68,7 +68,7 @@ class RandomKeys:
 
     def begin_micro_batch(self, data: object, place: tuple[int, ...], ordinal: int) -> None:
         """Seed for a micro-batch: `(seed, "train", updates attempted, *place)`, and the replica group."""
-        placement = self._runner.placement
+        runner, placement = self._runner, self._runner.placement
         if ordinal == 0:
             self._places.clear()
         place = place or (self._places.get(id(data)) if self.in_update else None) or (placement.data.rank, ordinal)
@@ -77,17 +77,16 @@ class RandomKeys:
         self._ordinal, self._phase = ordinal, 0
         if self._generators is None or self._generators:
             self._seed_generators()
-        if self._only_torch and self._runner._session.running:
-            seed_torch(self.key, self._runner.device)
-        else:
-            seed_streams(self.key, self._runner.device)
+        seed = seed_torch if self._only_torch and runner._session.running else seed_streams
+        seed(self.key, runner.device)
 
     def begin_update(self) -> None:
         """Seed torch's streams for the step of the runner's optimizer, which follows: `(seed, "update", updates attempted)`.
 
         Ranks with copies of the same parameters get the same key.
         """
-        self._seed_update("update", self._runner.placement.update_place)
+        runner = self._runner
+        seed_torch(self._key("update", place=runner.placement.update_place), runner.device)
         self.in_update = True
 
     def end_update(self) -> None:
@@ -113,7 +112,8 @@ class RandomKeys:
                     )
                 shards = any(is_sharded(each) for group in optimizer.param_groups for each in group["params"])
                 place = self._runner.placement.update_place if shards else ()
-                self._seed_update("early update", (self._ordinal, self._phase, *place))
+                place = (self._ordinal, self._phase, *place)
+                seed_torch(self._key("early update", place=place), self._runner.device)
 
         def after(*_: Any) -> None:
             if session.in_step:
@@ -122,9 +122,6 @@ class RandomKeys:
 
         closers.callback(register_optimizer_step_pre_hook(before).remove)
         closers.callback(register_optimizer_step_post_hook(after).remove)
-
-    def _seed_update(self, kind: str, place: tuple[int, ...]) -> None:
-        seed_torch(self._key(kind, place=place), self._runner.device)
 
     # Evaluation
 

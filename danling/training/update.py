@@ -34,7 +34,6 @@ from danling.utils.tensors import local_part
 from .bad_samples import GivenBatches
 from .batches import check_returned, not_one_loss, note_batch, peek_target, prediction_of
 from .recompute import Recompute, SkippedUpdates, map_carry
-from .reduction import NO_CONTEXT
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -323,6 +322,7 @@ class UpdateStep:
         self.move_source: Callable[[], None] | None = None
         """What moves the position of the data past the batches of the open update; `None` in a loop by hand."""
         self._own_backward = runner._overrides("backward")
+        self._moves_batches = runner.device.type != "cpu" or not runner._is_plain("to_device")
         self._schedule_at: int | None = None
         """Where the schedule was when the open window began; `None` if it does not say, or counts by optimizer."""
         self._gradients: WindowGradients | None = None
@@ -411,7 +411,7 @@ class UpdateStep:
         if self.recompute is not None:
             self.recompute.check(batch.data)
         self._keys.begin_micro_batch(batch.data, batch.place, window.count)
-        data = runner.to_device(batch.data)
+        data = runner.to_device(batch.data) if self._moves_batches else batch.data
         if self.recorder is not None:
             data = self.recorder.took(data)
         weight, samples = runner._parts.loss.weigh(batch, data, training=True)
@@ -423,7 +423,10 @@ class UpdateStep:
             session.observers.notify("micro_batch_started", data, read=batch.data, samples=samples)
         session.in_step = True
         try:
-            with self._cut_forward() if window.weighs_nothing else NO_CONTEXT:
+            if window.weighs_nothing:
+                with self._cut_forward():
+                    returned = runner._run_train_step(step, data)
+            else:
                 returned = runner._run_train_step(step, data)
             if self.metrics is not None:
                 self._measure(self.metrics, returned, data, samples)
