@@ -87,7 +87,14 @@ def show(title: str, figures: Figures, against: str, unit: str) -> None:
         )
 
 
-def main(description: str, measure: Measure, *, against: str, unit: str = "an update") -> None:
+def main(
+    description: str,
+    measure: Measure,
+    *,
+    against: str,
+    unit: str = "an update",
+    breakdown: Callable[[int, Clock], object] | None = None,
+) -> None:
     """Measure over both sizes of model and both kinds of data, print, and write what was asked for.
 
     Args:
@@ -95,12 +102,20 @@ def main(description: str, measure: Measure, *, against: str, unit: str = "an up
         measure: Measures one of them.
         against: The way that the others are divided by.
         unit: What is timed.
+        breakdown: Prints what a unit consists of in so many rounds, instead, where that is asked for.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add_options(parser)
     parser.add_argument("--only", default="", help="measure where the title has this in it, such as 10k or Dataset")
+    if breakdown is not None:
+        parser.add_argument(
+            "--breakdown", action="store_true", help=f"print the microseconds of {unit} by part instead"
+        )
     asked = parser.parse_args()
     clock = prepared(asked)
+    if breakdown is not None and asked.breakdown:
+        breakdown(asked.rounds, clock)
+        return
     figures = {}
     for source in ("batches in a list", "a Dataset"):
         for size, workload in WORKLOADS.items():

@@ -4,11 +4,13 @@
     OMP_NUM_THREADS=1 python benchmarks/peers.py --json peers.json --plot peers.png
     OMP_NUM_THREADS=1 python benchmarks/peers.py --cpu-time             # time of the processor: on a machine whose speed varies
 
-Peers that are not installed are left out: `pip install pytorch-lightning accelerate transformers pytorch-ignite`.
+Peers that are not installed are named and left out: `pip install pytorch-lightning accelerate transformers pytorch-ignite`.
+`--peers Ignite` measures some of them only.
 
-The step: an MLP of 10,102 parameters, batch 32, AdamW as torch builds it, clipping at 1.0, a schedule by step; no logging, no checkpoint.
-The data comes in three ways: as batches in a list, which leaves the libraries alone; from a user's `Dataset` through the loader that each
-library builds or takes (`StatefulDataLoader` for the loop by hand); and the same with two workers. Blocks of updates are interleaved and
+The step: an MLP of 4,910 parameters, batch 32, 128 batches a pass, AdamW as torch builds it, clipping at 1.0, a criterion and a schedule
+that are functions of the user's; no logging, no checkpoint. The data comes in three ways: as batches in a list, which leaves the libraries
+alone; from a user's `Dataset` through the loader that each library builds or takes (torch's `DataLoader` for the loop by hand); and the
+same with two workers. Blocks of updates are interleaved and
 every block is divided by the loop's block of the same round and data; what comes before the first hundred updates of a block is not
 counted. Time of the processor is that of the training process, without its workers. `--readme README.md` puts the figures into its
 table. Import is the time of the statement in a fresh process that has imported torch. Memory is the peak of a fresh process after 300
@@ -38,12 +40,12 @@ import pairs
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 from workload import (
-    OVERHEAD,
+    SMALL,
     Batches,
     Samples,
     make_batches,
+    make_criterion,
     make_model,
     make_optimizer,
     updates_by_hand,
@@ -72,16 +74,16 @@ class Feed:
         """Arguments of a loader of torch, or of one like it."""
         kept = {"persistent_workers": True} if self.num_workers else {}
         return {
-            "batch_size": OVERHEAD.batch_size,
+            "batch_size": SMALL.batch_size,
             "shuffle": True,
             "drop_last": True,
             "num_workers": self.num_workers,
             **kept,
         }
 
-    def loader(self, kind: Any = DataLoader) -> Any:
+    def loader(self) -> Any:
         """Return an iterable of the batches of a pass."""
-        return kind(Samples(self.batches), **self.settings) if self.from_dataset else self.batches
+        return DataLoader(Samples(self.batches), **self.settings) if self.from_dataset else self.batches
 
 
 FEEDS: dict[str, dict[str, Any]] = {
@@ -148,7 +150,7 @@ def timed(updates: Iterator[None], steps: int) -> float:
 
 def by_hand(feed: Feed, steps: int, root: str) -> float:
     """Train in a loop."""
-    return timed(updates_by_hand(make_model(), feed.loader(StatefulDataLoader)), steps)
+    return timed(updates_by_hand(make_model(SMALL), feed.loader(), make_criterion(SMALL), SMALL), steps)
 
 
 def danling(feed: Feed, steps: int, root: str) -> float:
@@ -158,12 +160,12 @@ def danling(feed: Feed, steps: int, root: str) -> float:
     class Timed(TorchRunner):
         def __init__(self, config: dict[str, Any]) -> None:
             super().__init__(config)
-            self.model, self.criterion = make_model(), nn.CrossEntropyLoss()
+            self.model, self.criterion = make_model(SMALL), make_criterion(SMALL)
             if feed.from_dataset:
                 self.datasets = {"train": Samples(feed.batches)}
             else:
                 self.dataloaders = {"train": feed.batches}
-            self.optimizer, self.scheduler = make_optimizer(self.model)
+            self.optimizer, self.scheduler = make_optimizer(self.model, SMALL)
 
         def step(self) -> Any:
             outcome = super().step()
@@ -191,8 +193,8 @@ def ignite(feed: Feed, steps: int, root: str) -> float:
     """Train with PyTorch-Ignite."""
     from ignite.engine import Engine, Events
 
-    model, criterion, clock = make_model(), nn.CrossEntropyLoss(), Clock(steps)
-    optimizer, scheduler = make_optimizer(model)
+    model, criterion, clock = make_model(SMALL), make_criterion(SMALL), Clock(steps)
+    optimizer, scheduler = make_optimizer(model, SMALL)
 
     def update(engine: Any, batch: Any) -> float:
         optimizer.zero_grad()
@@ -212,7 +214,7 @@ def ignite(feed: Feed, steps: int, root: str) -> float:
 
 def accelerate(feed: Feed, steps: int, root: str) -> float:
     """Train with Accelerate."""
-    return timed(updates_with_accelerate(make_model(), feed.loader()), steps)
+    return timed(updates_with_accelerate(make_model(SMALL), feed.loader(), SMALL), steps)
 
 
 def transformers(feed: Feed, steps: int, root: str) -> float:
@@ -222,7 +224,7 @@ def transformers(feed: Feed, steps: int, root: str) -> float:
     class WithLoss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.criterion = make_model(), nn.CrossEntropyLoss()
+            self.model, self.criterion = make_model(SMALL), make_criterion(SMALL)
 
         def forward(self, input: Any, labels: Any) -> dict[str, Any]:
             return {"loss": self.criterion(self.model(input), labels)}
@@ -248,7 +250,7 @@ def transformers(feed: Feed, steps: int, root: str) -> float:
         output_dir=root,
         max_steps=steps,
         max_grad_norm=1.0,
-        per_device_train_batch_size=OVERHEAD.batch_size,
+        per_device_train_batch_size=SMALL.batch_size,
         dataloader_drop_last=True,
         dataloader_num_workers=feed.num_workers,
         dataloader_persistent_workers=feed.num_workers > 0,
@@ -261,7 +263,7 @@ def transformers(feed: Feed, steps: int, root: str) -> float:
         disable_tqdm=True,
     )
     data = {"train_dataset": Samples(feed.batches), "data_collator": collate} if feed.from_dataset else {}
-    FromList(model, arguments, callbacks=[Ticks()], optimizers=make_optimizer(model), **data).train()
+    FromList(model, arguments, callbacks=[Ticks()], optimizers=make_optimizer(model, SMALL), **data).train()
     return clock.microseconds
 
 
@@ -272,13 +274,13 @@ def lightning(feed: Feed, steps: int, root: str) -> float:
     class Module(pytorch_lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.criterion = make_model(), nn.CrossEntropyLoss()
+            self.model, self.criterion = make_model(SMALL), make_criterion(SMALL)
 
         def training_step(self, batch: Any, index: int) -> Any:
             return self.criterion(self.model(batch[0]), batch[1])
 
         def configure_optimizers(self) -> Any:
-            optimizer, scheduler = make_optimizer(self.model)
+            optimizer, scheduler = make_optimizer(self.model, SMALL)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     class Ticks(pytorch_lightning.Callback):  # type: ignore[misc]
@@ -327,7 +329,7 @@ def installed() -> list[str]:
 
 def step_costs(names: list[str], rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
     """Return microseconds an update by feed, way and round; the first round warms up."""
-    batches = make_batches()
+    batches = make_batches(SMALL)
     feeds = {title: Feed(batches, **settings) for title, settings in FEEDS.items()}
     times: dict[str, dict[str, list[float]]] = {title: {name: [] for name in names} for title in feeds}
     with tempfile.TemporaryDirectory() as root:
@@ -360,7 +362,7 @@ def import_time(name: str) -> float:
 def peak_memory(name: str) -> float:
     """Return the peak of a process in MB."""
     function = WAYS[name][0].__name__
-    train = f"peers.{function}(peers.Feed(peers.make_batches()), 300, tempfile.mkdtemp())"
+    train = f"peers.{function}(peers.Feed(peers.make_batches(peers.SMALL)), 300, tempfile.mkdtemp())"
     quiet = "import logging, warnings; warnings.simplefilter('ignore'); logging.disable(50); "
     # Of the kernel's two figures the one that begins anew with the program, not with its parent.
     peak = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024)"
@@ -429,6 +431,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--readme", type=Path, help="put the figures into the table of that file")
     parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
+    parser.add_argument(
+        "--peers", nargs="*", help="measure these only, such as Ignite, beside the loop by hand and this library"
+    )
     parser.add_argument("--cpu-time", action="store_true", help="count time of the processor: for a busy machine")
     asked = parser.parse_args()
     Clock.of_processor = asked.cpu_time
@@ -436,6 +441,11 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     names = installed()
+    missing = [name for name in WAYS if name not in names]
+    if missing:
+        print(f"Not installed, left out: {', '.join(missing)}.")
+    if asked.peers is not None:
+        names = [name for name in names if name in ("by hand", "danling", *asked.peers)]
     figures = {
         title: pairs.summarize(times, "by hand")
         for title, times in step_costs(names, asked.rounds, asked.steps).items()
