@@ -116,7 +116,10 @@ def canonical_name(name: str, *, wrappers: frozenset[str] = WRAPPER_SEGMENTS - {
 
     `module` is left alone by default: a user's own submodule may be called so. Unwrap DDP itself before asking for names.
     """
-    return ".".join(segment for segment in name.split(".") if segment not in wrappers)
+    segments = name.split(".")
+    if wrappers.isdisjoint(segments):
+        return name
+    return ".".join([segment for segment in segments if segment not in wrappers])
 
 
 def _nothing(_: Tensor) -> Hashable:
