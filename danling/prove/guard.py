@@ -1,4 +1,4 @@
-"""Ends the processes of a script: those whose environment has a token, whoever has started them.
+"""Ends the processes of a script: those whose environment has a token, from whichever process they were started.
 
 Run as a program, it waits until its standard input ends, and so until `danling prove` has ended, even by SIGKILL:
 
