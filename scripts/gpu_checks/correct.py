@@ -38,7 +38,7 @@ def environment() -> Found:
         "device": torch.cuda.get_device_name(),
         "cuda": torch.version.cuda,
         "nccl": torch.cuda.nccl.version(),  # type: ignore[no-untyped-call]
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30, 1),
     }
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -318,7 +318,8 @@ def _apart(one: Found, other: Found) -> float | None:
     """Return the largest difference between the losses of two runs, relative to the largest loss; `None` where one of them failed."""
     if "losses" not in one or "losses" not in other or len(one["losses"]) != len(other["losses"]):
         return None
-    return max(abs(a - b) for a, b in zip(one["losses"], other["losses"])) / max(one["losses"])
+    largest: float = max(abs(a - b) for a, b in zip(one["losses"], other["losses"]))
+    return largest / float(max(one["losses"]))
 
 
 # The tests of the repository

@@ -61,7 +61,7 @@ def _mlp(widths: tuple[int, ...], batch: int, block: int) -> Found:
                 loss.item()
 
     def ours() -> None:
-        runner.config.steps += block
+        runner.config.steps = (runner.config.steps or 0) + block
         runner.train_steps()
 
     with runner:

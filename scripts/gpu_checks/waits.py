@@ -26,7 +26,7 @@ class Synchronizations:
     def __init__(self) -> None:
         self.lines: Counter[str] = Counter()
         self._shown: Any = None
-        self._filters: list[Any] = []
+        self._filters: Any = []
 
     def start(self) -> None:
         """Begin to count."""
