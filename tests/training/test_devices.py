@@ -313,3 +313,39 @@ def test_copy_to_the_host_arrives_with_its_event() -> None:
     assert after == [0.0, 1.0, 2.0]
     assert has_own_stream
     assert "Expected all tensors to be on the same device" in mixed
+
+
+class Hungry(Digits):
+    """Takes more memory than the device has for more than three samples at once."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 4)).double()
+        images = _draws(24, 16).double()
+        self.datasets = {"train": TensorDataset(images, images[:, :4].argmax(1))}
+        self.metrics = None
+
+    def train_step(self, data: Any) -> Any:
+        if self.device.type == device.NAME:
+            torch.empty(len(data[0]) * 1_000_000, device=self.device)
+        return super().train_step(data)
+
+
+def _retries(root: Path, on_device: bool) -> dict[str, Any]:
+    if on_device:
+        device.use().set_limit(4_000_000 * 5)
+        device.shares_noise()
+    loader = {"global_batch_size": 12, "micro_batch_size": "auto" if on_device else 3, "shuffle": False}
+    settings = _settings("digits", root, epochs=2, dataloader=loader, accum_steps=1, train_metrics=False)
+    with Hungry(settings) as runner:
+        runner.train()
+        found = whole_state(runner)
+    return {
+        name: tree_map_only(Tensor, lambda tensor: tensor.cpu(), found[name]) for name in ("model", "optimizer", "ema")
+    }
+
+
+def test_update_that_ran_out_of_memory_is_made_again(tmp_path: Path) -> None:
+    (on_cpu,) = run_processes(_retries, tmp_path / "cpu", False, world_size=1)
+    (found,) = run_processes(_retries, tmp_path / "device", True, world_size=1)
+    assert differences(found, on_cpu) == []
