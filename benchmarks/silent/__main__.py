@@ -111,7 +111,10 @@ def prove(script: Path, *arguments: str, resumes: bool = False, ranks: int = 2) 
         report: dict[str, Any] = json.loads(ended.stdout)
     except ValueError:
         return Proof("not checked", ended.stderr.strip()[-300:], [], seconds)
-    return Proof(report["verdict"], report["summary"] or "", report["notes"], seconds)
+    summary = report["summary"] or next(
+        (detail for _, state, detail in report.get("checks", []) if state == "FAILED"), ""
+    )
+    return Proof(report["verdict"], summary.partition("\n")[0], report.get("notes", []), seconds)
 
 
 def losses(script: Path, *arguments: str, seed: int, resumes: bool) -> float:

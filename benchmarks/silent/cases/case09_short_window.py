@@ -14,15 +14,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WIDTH, BATCH, BATCHES, WINDOW, EPOCHS = 8, 4, 3, 2, 30
+WIDTH, CLASSES, BATCH, BATCHES, WINDOW, EPOCHS = 8, 4, 8, 3, 2, 30
 RIGHT, SEED = "--right" in sys.argv, int(os.environ.get("SEED", "0"))
 
 dist.init_process_group("gloo")
 torch.manual_seed(SEED)
 inputs = torch.randn(2 * BATCH * BATCHES, WIDTH)
-data = TensorDataset(inputs, inputs.abs().sum(1, keepdim=True))
-model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 1)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+data = TensorDataset(inputs, (inputs.abs() @ torch.randn(WIDTH, CLASSES)).argmax(1))
+model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, CLASSES)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 sampler = DistributedSampler(data, seed=SEED)
 loader = DataLoader(data, BATCH, sampler=sampler)
 for epoch in range(EPOCHS):
@@ -30,7 +30,7 @@ for epoch in range(EPOCHS):
     for number, (rows, targets) in enumerate(loader):
         first = number - number % WINDOW
         length = min(WINDOW, len(loader) - first) if RIGHT else WINDOW
-        loss = nn.functional.mse_loss(model(rows), targets)
+        loss = nn.functional.cross_entropy(model(rows), targets)
         (loss / length).backward()
         if (number + 1) % WINDOW == 0 or number + 1 == len(loader):
             optimizer.step()
