@@ -127,7 +127,8 @@ class ResumeProof:
                     "one before, or give --updates; it has to be below the working directory"
                 )
             report.begins = begins
-            if others and (worst is None or number < worst[2]):
+            # Gradients are reduced: where the loss of one rank differs, those of all ranks do in the same update.
+            if others and (worst is None or (number, _ORDER.index(others[0])) < (worst[2], _ORDER.index(worst[3][0]))):
                 worst = (rank, begins, number, others)
             compared = min(len(two), len(one) - begins + 1)
         name = "resumes after SIGKILL"

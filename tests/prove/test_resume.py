@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from support.proved import proved
 
+from danling.prove.resume import ResumeProof
+from danling.prove.starts import Script
+
 pytestmark = pytest.mark.timeout(500)
 
 SCRIPT = """
@@ -78,3 +81,19 @@ def test_resume_without_a_checkpoint_is_not_judged(tmp_path: Path) -> None:
     options = ["--resume", f"{sys.executable} train.py never saves", "--updates", "5"]
     code, report = proved(tmp_path, "never saves", options=options, script=SCRIPT)
     assert code == 2 and "it finds no checkpoint of the first 5 updates" in report["summary"], report
+
+
+def test_rank_with_the_cause_is_named_not_one_that_follows(tmp_path: Path) -> None:
+    """Of two ranks that differ in the same update, where gradients are averaged."""
+
+    def line(update: int, **others: int) -> dict[str, int]:
+        return {"samples": update, "loss": 0, "gradients": 0, "before": update, "after": update + 1, **others}
+
+    whole = [[line(update) for update in range(3)] for _ in range(2)]
+    script = Script(command=["python"], scratch=tmp_path, one=["python"])
+    proof = ResumeProof(script, ["python"], updates=2)
+    proof.report.processes = 2
+    resumed = [[line(1, loss=loss, gradients=1, after=9)] for loss in (0, 1)]
+    proof._resumes(whole, resumed, 1)
+    assert proof.report.first == "loss"
+    assert "on rank 1" in proof.report.checks[-1][2]
