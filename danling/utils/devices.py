@@ -96,7 +96,7 @@ def pin_shared(tensor: Tensor) -> bool:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     pointer = tensor.data_ptr()
     if int(runtime.cudaHostRegister(pointer, tensor.nbytes, _PORTABLE)):
-        # CUDA reports an error again with the next kernel, whoever launches it.
+        # CUDA reports an error again with the next kernel, no matter which code launches it.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
         return False
