@@ -1,1 +1,1 @@
-"""Published faults of training that no error and no loss curve shows, as programs of their own, each with its right twin."""
+"""Published silent faults of training as programs, each with its right twin."""

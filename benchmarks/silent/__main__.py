@@ -5,7 +5,8 @@ python -m benchmarks.silent --only 3 14         # some
 python -m benchmarks.silent --right             # further right scripts, of several stacks: none may be accused
 python -m benchmarks.silent --table table.md    # writes the table, too
 
-A loss curve shows a fault if the mean of the last losses is more than four standard deviations from those of the right twin at other seeds.
+A loss curve shows a fault if the mean of its first or last ten losses is more than four standard deviations from those of the right twin at
+other seeds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 from .ranks import run_ranks
 
 HERE = Path(__file__).parent
-SEEDS, LAST, KILLED = 6, 10, 14
+SEEDS, COMPARED, KILLED = 6, 10, 14
 RESUMES = (7, 8, 14)
 """Faults that only a resumed run has."""
 NOTICED = (9, 13, 15)
@@ -117,23 +118,25 @@ def prove(script: Path, *arguments: str, resumes: bool = False, ranks: int = 2) 
     return Proof(report["verdict"], summary.partition("\n")[0], report.get("notes", []), seconds)
 
 
-def losses(script: Path, *arguments: str, seed: int, resumes: bool) -> float:
-    """Return the mean of the last losses of a run, which is killed and resumed on the way if that is asked for."""
+def losses(script: Path, *arguments: str, seed: int, resumes: bool) -> tuple[float, float]:
+    """Return the means of the first and the last losses of a run, which is killed and resumed on the way if that is asked for."""
     os.environ["SEED"] = str(seed)
+    printed = []
     with tempfile.TemporaryDirectory() as directory:
         if resumes:
-            run_ranks(script, arguments, Path(directory), lines=KILLED)
+            printed += run_ranks(script, arguments, Path(directory), lines=KILLED)
             arguments = (*arguments, "--resume")
-        printed = run_ranks(script, arguments, Path(directory))
+        printed += run_ranks(script, arguments, Path(directory))
     found = [float(line.split()[1]) for line in printed if line.startswith("loss")]
-    return statistics.fmean(found[-LAST:])
+    return statistics.fmean(found[:COMPARED]), statistics.fmean(found[-COMPARED:])
 
 
 def distance(script: Path, resumes: bool) -> float:
-    """Return by how many standard deviations of the right twin the curve of the loss is another one."""
+    """Return by how many standard deviations of the right twin the curve of the loss is another one, at its beginning or its end."""
     right = [losses(script, "--right", seed=seed, resumes=False) for seed in range(1, SEEDS + 1)]
     wrong = losses(script, seed=0, resumes=resumes)
-    return abs(wrong - statistics.fmean(right)) / statistics.stdev(right)
+    distances = [abs(own - statistics.fmean(of)) / statistics.stdev(of) for own, of in zip(wrong, zip(*right))]
+    return max(distances)
 
 
 def examine(number: int, script: Path) -> Row:

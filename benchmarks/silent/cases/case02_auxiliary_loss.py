@@ -36,9 +36,10 @@ class Experts(nn.Module):
 
 
 dist.init_process_group("gloo")
-torch.manual_seed(SEED)
+torch.manual_seed(0)
 inputs = torch.randn(2 * BATCH * UPDATES, WIDTH)
 data = TensorDataset(inputs, (inputs.abs() @ torch.randn(WIDTH, CLASSES)).argmax(1))
+torch.manual_seed(SEED)
 model = DistributedDataParallel(Experts())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 world = dist.get_world_size()

@@ -45,8 +45,9 @@ class Block(nn.Module):
 
 
 dist.init_process_group("gloo")
-torch.manual_seed(SEED)
+torch.manual_seed(0)
 inputs = torch.randn(BATCH * UPDATES, LENGTH, WIDTH)
+torch.manual_seed(SEED)
 model = Block()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 for rows, targets in DataLoader(TensorDataset(inputs, inputs.flip(2).tanh()), BATCH):

@@ -52,9 +52,11 @@ class Model(nn.Module):
 
 
 dist.init_process_group("gloo")
-torch.manual_seed(SEED)
+torch.manual_seed(0)
 inputs = torch.randn(2 * BATCH * UPDATES, WIDTH)
-data, model = TensorDataset(inputs, inputs.abs().sum(1, keepdim=True)), Model()
+data = TensorDataset(inputs, inputs.abs().sum(1, keepdim=True))
+torch.manual_seed(SEED)
+model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
 for rows, targets in DataLoader(data, BATCH, sampler=DistributedSampler(data, seed=SEED)):
     loss = nn.functional.mse_loss(model(rows), targets)

@@ -34,9 +34,10 @@ class Reducer:
 
 
 dist.init_process_group("gloo")
-torch.manual_seed(SEED)
+torch.manual_seed(0)
 inputs = torch.randn(2 * BATCH * UPDATES, WIDTH)
 data = TensorDataset(inputs, inputs.abs().sum(1, keepdim=True))
+torch.manual_seed(SEED)
 model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 1))
 reducer = Reducer(model, RIGHT)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

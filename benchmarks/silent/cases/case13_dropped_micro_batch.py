@@ -18,9 +18,10 @@ WIDTH, BATCH, WINDOW, UPDATES = 8, 4, 2, 60
 RIGHT, SEED = "--right" in sys.argv, int(os.environ.get("SEED", "0"))
 
 dist.init_process_group("gloo")
-torch.manual_seed(SEED)
+torch.manual_seed(0)
 inputs = torch.randn(2 * BATCH * WINDOW * UPDATES, WIDTH)
 data = TensorDataset(inputs, inputs.abs().sum(1, keepdim=True))
+torch.manual_seed(SEED)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 1)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 for number, (rows, targets) in enumerate(DataLoader(data, BATCH, sampler=DistributedSampler(data, seed=SEED))):
