@@ -29,7 +29,7 @@ from .spec import Program
 from .strategies import programs
 
 FAULTS: dict[str, Planted] = {fault.name: fault for fault in (*PLANTED, *PLANTED_BLIND)}
-STACKS_EVERY = 6
+STACKS_EVERY = 8
 """One of so many groups of programs has stacks of several processes."""
 
 
@@ -68,8 +68,10 @@ def drawn_together(group: int) -> list[Program]:
 def work(pipe: connection.Connection) -> None:
     """Check programs, each with the fault that comes with it, until there is none."""
     from support.preloading import preload
+    from support.processes import fork_server
 
     preload()
+    fork_server()
     while (task := pipe.recv()) is not None:
         fault, program = task
         os.environ[VARIABLE] = fault
