@@ -146,8 +146,11 @@ class GradientReduction:
             torch._foreach_clamp_max_(gradients, max_value)
 
     def apply(self) -> None:
-        """Update the weights. Called for a gradient that is finite, so that the scaler of float16 need not ask the device once more."""
-        self.stepped.step()
+        """Update the weights; in float16 through the scaler, unless an update has asked it about the gradient, for which a device waits."""
+        if self.scaler is not None and not self.scaler._per_optimizer_states:
+            self.scaler.step(self.stepped)
+        else:
+            self.stepped.step()
 
     def zero(self) -> None:
         """Drop the gradient of the window, whether it was applied or not, also of parameters that the optimizer does not have."""

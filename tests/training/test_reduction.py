@@ -105,6 +105,19 @@ def test_the_scale_of_float16_is_taken_out_and_an_overflow_halves_it() -> None:
     assert reduction.unscale(0.0, 0.0) == []
 
 
+def test_a_gradient_that_was_not_unscaled_is_stepped_through_the_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    net = nn.Linear(2, 1, bias=False)
+    reduction = reduction_of(net, torch.optim.SGD(net.parameters(), lr=1.0), scaler)
+    for value, moved in ((1.0, 1.0), (torch.inf, 0.0)):
+        before = net.weight.detach().clone()
+        reduction.backward(scaler.scale(net(torch.full((1, 2), value)).sum()), last=True)
+        reduction.apply()
+        scaler.update()
+        reduction.zero()
+        assert torch.equal(net.weight, before - moved)
+
+
 # Norm and clipping are torch's: bit for bit where all gradients are of one dtype
 
 KINDS = {
