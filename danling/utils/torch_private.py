@@ -53,6 +53,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.distributed.distributed_c10d._get_default_store": _ALL,
     "torch.distributed.distributed_c10d._set_pg_timeout": _ALL,
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": _ALL,
+    "torch.distributed.fsdp.FullyShardedDataParallel._use_orig_params": _ALL,
+    "torch.distributed.fsdp._flat_param.FlatParameter._unpadded_unsharded_size": _ALL,
     f"{_FSDP}._fsdp_api.ReduceScatter": _ALL,
     f"{_FSDP}._fsdp_collectives.DefaultAllGather": _ALL,
     f"{_FSDP}._fsdp_common.TrainingState": _ALL,
@@ -139,7 +141,7 @@ def _used_by_methods(kind: type) -> set[str]:
     used: set[str] = set()
     for base in kind.__mro__:
         for value in vars(base).values():
-            code = getattr(value, "__code__", None)
+            code = getattr(getattr(value, "__func__", value), "__code__", None)
             if isinstance(code, CodeType):
                 used.update(code.co_names)
     return used
