@@ -34,6 +34,7 @@ class Verdict:
         text: The reason of a refusal, the warning, or the differences.
         broken: The property that does not hold.
         seconds: How long it took.
+        processor: How many seconds of the processor that were, less those of workers, ranks and killed processes.
         named: Warnings of the whole run.
     """
 
@@ -41,6 +42,7 @@ class Verdict:
     text: str = ""
     broken: str = ""
     seconds: float = 0.0
+    processor: float = 0.0
     named: list[str] = field(default_factory=list)
 
 
@@ -412,10 +414,10 @@ def moved_alike(first: Record, second: Record, program: Program) -> list[str]:
 
 def check(program: Program) -> Verdict:
     """Run a program in all the ways that its properties need, in this process, and return what became of it."""
-    begun = time.monotonic()
+    begun, used = time.monotonic(), time.process_time()
     with directory() as place:
         verdict = _check(program, place)
-    verdict.seconds = time.monotonic() - begun
+    verdict.seconds, verdict.processor = time.monotonic() - begun, time.process_time() - used
     return verdict
 
 

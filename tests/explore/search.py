@@ -95,11 +95,13 @@ class Tally:
     pairs: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     warned: collections.Counter[str] = field(default_factory=collections.Counter)
     seconds: float = 0.0
+    processor: float = 0.0
 
     def add(self, program: Program, verdict: Verdict) -> None:
         """Count a program."""
         self.kinds[verdict.kind] += 1
         self.seconds += verdict.seconds
+        self.processor += verdict.processor
         if self.log is not None:
             outcome = {"kind": verdict.kind, "broken": verdict.broken, "seconds": round(verdict.seconds, 2)}
             line = {**outcome, "text": verdict.text[:300], "named": verdict.named, "program": program.to_json()}
@@ -117,7 +119,8 @@ class Tally:
         """Return counts as text."""
         count = sum(self.kinds.values())
         lines = [f"{count} programs: " + ", ".join(f"{n} {kind}" for kind, n in self.kinds.most_common())]
-        lines.append(f"{self.seconds / max(count, 1):.2f} seconds a program")
+        seconds = f"{self.seconds / max(count, 1):.2f} seconds a program"
+        lines.append(f"{seconds}, {self.processor / max(count, 1):.2f} of the processor")
         lines += ["", "Refusals by reason:"] + [f"{n:5} {reason}" for reason, n in self.reasons.most_common()]
         lines += ["", "Warnings:"] + [f"{n:5} {text}" for text, n in self.warned.most_common(40)]
         lines += ["", "Parts that ran:", ", ".join(f"{name} {n}" for name, n in self.parts.most_common())]
