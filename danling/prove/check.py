@@ -65,8 +65,12 @@ class LayoutProof:
         report.samples = sum(inputs) or sum(samples.values())
         how, one = self._start_one()
         comparisons = self._comparisons(one)
-        if self._differs_at(comparisons) is None:
+        at = self._differs_at(comparisons)
+        if at is None:
             return
+        if report.summary != "the ranks begin with different weights":
+            # Before rounding is measured: random numbers in the forward would count as rounding.
+            comparisons[at - 1].refuse_other_samples()
         self._start(
             "reversed",
             self._replay(how="reversed" if how == "joined" else how, ranks=self.ranks[::-1]),
