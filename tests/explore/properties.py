@@ -241,9 +241,10 @@ def resumed_is_the_same(runs: Runs) -> list[str]:
                     raise
         else:
             runs.run(stopping, place)
-        for _ in range(8):
+        for _ in range(12):
+            # An update that is skipped comes again with the same number, and stops the run again.
             parts = runs.run(stopping, place, resume=True)
-            if parts.steps >= runs.whole.steps or not parts.micro_batches:
+            if parts.state["state"]["train"] == runs.whole.state["state"]["train"] or not parts.micro_batches:
                 break
         found += [f"{event.kind}: {each}" for each in state_differences(runs.whole.state, parts.state)]
         found += predictions_differ(runs.whole, parts)

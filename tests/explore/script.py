@@ -454,7 +454,8 @@ class Script:
             inputs, targets = ("sample[0]", "sample[1]")
             if program.data.form != "pair":
                 first, second = self._keys()
-                inputs, targets = f'sample["{first}"]', f'sample["{second}"]'
+                inner = '["first"]' if program.data.form == "nested" else ""
+                inputs, targets = f'sample["{first}"]{inner}', f'sample["{second}"]'
             made = self._sample("inputs", "targets")
             blocks.append(
                 dedent(f"""
