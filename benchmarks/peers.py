@@ -432,7 +432,7 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, help="put the figures into the table of that file")
     parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
     parser.add_argument(
-        "--peers", nargs="*", help="measure these only, such as Ignite, beside the loop by hand and this library"
+        "--peers", nargs="*", help="measure these only, such as Ignite, together with the loop by hand and this library"
     )
     parser.add_argument("--cpu-time", action="store_true", help="count time of the processor: for a busy machine")
     asked = parser.parse_args()

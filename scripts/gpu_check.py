@@ -5,7 +5,7 @@
     python scripts/gpu_check.py --list
     python scripts/gpu_check.py --cpu                  # tiny sizes on the CPU: shows that the checks themselves work
 
-Each check runs in a process of its own, with a time limit of its own. Its result is a line of JSON in OUT/results.jsonl, written when it
+Each check runs in its own process, with its own time limit. Its result is a line of JSON in OUT/results.jsonl, written when it
 ends; what it prints is in OUT/log.txt. Checks of correctness come first, several at a time; what is timed runs alone.
 A check that no longer fits the budget is left out. Needs torch with CUDA and what danling itself needs: chanfig, PyYAML, tqdm,
 typing_extensions.
@@ -105,7 +105,7 @@ def run_check(name: str, result: Path) -> None:
 
 @dataclass
 class Running:
-    """A check that runs in a process of its own."""
+    """A check that runs in its own process."""
 
     process: subprocess.Popen[bytes]
     end: float
@@ -181,7 +181,7 @@ class Schedule:
                 self.waiting.remove(name)
                 self._start(name)
             elif check.alone:
-                # Those after it may not run beside it either.
+                # Those after it may not run at the same time either.
                 return
 
     def _start(self, name: str) -> None:

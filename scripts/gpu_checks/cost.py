@@ -33,7 +33,7 @@ from .trainings import (
 
 
 def mlp() -> Found:
-    """An update beside the loop by hand: where only the host's work counts, and where kernels take some time."""
+    """An update and the loop by hand: where only the host's work counts, and where kernels take some time."""
     # A call of `train_steps` costs some milliseconds by itself: blocks are long.
     sizes = {"10k parameters": ((64, 96, 36, 10), 32, 1500), "17M parameters": ((1024, 4096, 2048, 2048, 10), 128, 600)}
     if ON_CPU:

@@ -124,7 +124,7 @@ class MLP(Watched):
 
 
 def settings(name: str, **more: Any) -> dict[str, Any]:
-    """Return the settings of a small training in a directory of its own; those in sections are added."""
+    """Return the settings of a small training in its own directory; those in sections are added."""
     base: dict[str, Any] = {
         "seed": 1,
         "dir": str(SCRATCH / name),

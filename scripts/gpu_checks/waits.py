@@ -182,7 +182,7 @@ def _kernels_of_runner(name: str, more: dict[str, Any], updates: int) -> Found:
 
 
 def kernels() -> Found:
-    """Kernels that an update launches, beside the loop by hand, which clips as well."""
+    """Kernels that an update launches, and those of the loop by hand, which clips as well."""
     updates = 20
     found: Found = {"by hand": forked(_kernels_by_hand, updates)}
     for name in ("default", "ema", "train_metrics", "skip_nonfinite_grad", "fp16", "canonical"):
