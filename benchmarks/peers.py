@@ -199,7 +199,7 @@ def ignite(feed: Feed, steps: int, root: str) -> float:
     def update(engine: Any, batch: Any) -> float:
         optimizer.zero_grad()
         loss = criterion(model(batch[0]), batch[1])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return float(loss.item())

@@ -136,7 +136,7 @@ def distance(script: Path, resumes: bool) -> float:
     right = [losses(script, "--right", seed=seed, resumes=False) for seed in range(1, SEEDS + 1)]
     wrong = losses(script, seed=0, resumes=resumes)
     distances = [abs(own - statistics.fmean(of)) / statistics.stdev(of) for own, of in zip(wrong, zip(*right))]
-    return max(distances)
+    return float(max(distances))
 
 
 def examine(number: int, script: Path) -> Row:

@@ -100,7 +100,8 @@ def _be_rank(
 
 def _wait(pids: list[int], directory: Path, lines: int | None) -> None:
     """Wait until all have ended, which removes them from the list, or until rank 0 has printed enough."""
-    end, failed = time.monotonic() + _SECONDS, []
+    end = time.monotonic() + _SECONDS
+    failed: list[int] = []
     ranks = {pid: rank for rank, pid in enumerate(pids)}
     while pids and not failed:
         if lines is not None and len(_printed(directory)) >= lines:

@@ -143,7 +143,7 @@ class KeyedLoader(LibraryLoader):
         left = self.order.remaining_batches()
         if left == 0 and (read or self.foreseen):
             return iter(())
-        batches = self.order.batches(iter(self) if read else repeat(PLACEHOLDER))
+        batches: Iterator[Batch] = self.order.batches(iter(self) if read else repeat(PLACEHOLDER))
         if self.batch_size is None:  # only the dataset knows how many samples an item holds
             return (each._replace(samples=0 if each.samples == 0 else None, total=None) for each in batches)
         return batches

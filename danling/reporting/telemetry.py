@@ -67,7 +67,7 @@ class Telemetry(Observer):
 
     def end(self) -> None:
         """Measure no more."""
-        if self._runner is not None and self._flops in self._runner.observers:
+        if self._runner is not None and self._flops is not None and self._flops in self._runner.observers:
             self._runner.observers.remove(self._flops)
         self._runner = None
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from danling.runners.base_runner import BaseRunner
+    from danling.runners.torch_runner import TorchRunner
 
 try:
     import numpy
@@ -62,7 +63,7 @@ class RandomKeys:
     def begin_pass(self, split: str) -> None:
         """Seed where a pass begins, or goes on after a restore: `(seed, "pass", split, pass)`."""
         self._look_for_generators()
-        self._only_torch = not runs_user_code(self._runner)
+        self._only_torch = not runs_user_code(cast("TorchRunner", self._runner))  # which alone has passes
         base, number = _base(self._runner.seed, "pass", split), self._runner.source(split).epoch
         seed_streams(mix_seed(base, number), self._runner.device)
 

@@ -78,8 +78,8 @@ def _holds_functions(part: object) -> bool:
 
 
 def _global_hooks() -> list[object]:
-    of_optimizers = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
-    return [*of_optimizers, object()] if _has_any_global_hook() else of_optimizers
+    of_optimizers: list[object] = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    return [*of_optimizers, object()] if _has_any_global_hook() else of_optimizers  # type: ignore[no-untyped-call]
 
 
 def _is_of(value: object, package: str) -> bool:

@@ -90,13 +90,13 @@ def use() -> Any:
     """Make the device the accelerator of this process, for the rest of its life; return the extension."""
     if not hasattr(torch, NAME):
         # The first backward of a process, which looks for devices: `start` starts the thread of this one by itself.
-        torch.ones((), requires_grad=True).backward()
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
         extension = _loaded()
         extension.start()
-        torch.utils.rename_privateuse1_backend(NAME)
-        torch._register_device_module(NAME, _device_module(extension))
+        torch.utils.backend_registration.rename_privateuse1_backend(NAME)
+        torch._register_device_module(NAME, _device_module(extension))  # type: ignore[no-untyped-call]
         _keep_parameters()
-        torch.utils.generate_methods_for_privateuse1_backend()
+        torch.utils.backend_registration.generate_methods_for_privateuse1_backend()
         dist.Backend.register_backend("simulated", _collectives, devices=[NAME])
     return _loaded()
 
@@ -114,7 +114,7 @@ def _keep_parameters() -> None:
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
-    torch.nn.Module._apply = swapping  # type: ignore[method-assign]
+    torch.nn.Module._apply = swapping  # type: ignore[method-assign, assignment]
 
 
 @cache
@@ -132,7 +132,8 @@ def _collectives(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 def _device_module(extension: Any) -> ModuleType:
     """Return `torch.sim`: what torch and programs ask of the module of a device, such as `torch.cuda`."""
-    module: Any = ModuleType(f"torch.{NAME}")
+    made = ModuleType(f"torch.{NAME}")
+    module: Any = made
     generator = extension.default_generator()
     module.is_available = module.is_initialized = lambda: True
     module.init = module._lazy_init = module.empty_cache = lambda: None
@@ -150,7 +151,7 @@ def _device_module(extension: Any) -> ModuleType:
     module.stream = lambda stream: nullcontext() if stream is None else stream
     module.current_stream = lambda device=None: torch.accelerator.current_stream(device)
     module.memory_allocated = lambda device=None: extension.allocated()
-    return module
+    return made
 
 
 @dataclass(frozen=True)
