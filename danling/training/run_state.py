@@ -434,7 +434,7 @@ class RunSaver:
         before: Called before a save; what they raise refuses it.
         saved: Called after a save.
         loaded: Called after the run was restored from a checkpoint on disk.
-        saved_at: Updates and epochs at the last save.
+        saved_at: Updates, epochs and attempted updates at the last save.
         best_elsewhere: Index of the best score, where its checkpoint is not among the run's own.
     """
 
@@ -443,7 +443,7 @@ class RunSaver:
         self.before: list[Callable[[], None]] = []
         self.saved: list[Callable[[], None]] = []
         self.loaded: list[Callable[[], None]] = []
-        self.saved_at: tuple[int, int] | None = None
+        self.saved_at: tuple[int, int, int] | None = None
         self.best_elsewhere: int | None = None
         self._failures = 0
 
@@ -455,8 +455,12 @@ class RunSaver:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the last save was made at the present position."""
-        return self.saved_at == self.at
+        """Whether the last save was made at the present position; a skipped update is past the samples of one."""
+        return self.saved_at == self._position
+
+    @property
+    def _position(self) -> tuple[int, int, int]:
+        return *self.at, self._runner.state.train.attempted
 
     def save(self, *, history: bool = False, best: bool = False) -> None:
         """Save the full state. Called on all ranks."""
@@ -473,7 +477,7 @@ class RunSaver:
             else:
                 # As a save does, so that all replica groups continue with equal buffers.
                 runner.broadcast_buffers()
-            self.saved_at = self.at
+            self.saved_at = self._position
             for action in self.saved:
                 action()
 
@@ -533,7 +537,7 @@ class RunSaver:
         """Note that the run was restored from a checkpoint on disk. Called on all ranks."""
         # The store is asked by one rank, and fails all of them where it fails that one.
         self.best_elsewhere = self._runner.world.on_first(lambda: warn_if_best_is_elsewhere(self._runner, source))
-        self.saved_at = self.at
+        self.saved_at = self._position
         for action in self.loaded:
             action()
 
@@ -569,7 +573,7 @@ class RunSaver:
         """
         runner, settings, (step, epoch) = self._runner, self._runner.config.checkpoint, self.at
         if self.is_saved or settings.load_only:
-            return lambda: self.saved_at == (step, epoch)
+            return lambda: self.saved_at is not None and self.saved_at[:2] == (step, epoch)
         # Ranks that may fail one by one, and have the state together.
         if runner.world_size > 1 and runner.fault_tolerance is None:
             manager = runner.checkpoint_manager

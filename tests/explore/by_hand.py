@@ -198,6 +198,8 @@ class Run:
         self.averages = in_float64({k: v.detach().clone() for k, v in self.saved().items() if self.settings.ema})
         self.loss_sum = self.weight_sum = 0.0
         self.scores, self.left = list[float](), Record()
+        narrow = any(each.is_floating_point() and each.itemsize == 2 for each in given.initial.values())
+        self.is_coarse = narrow or self.settings.precision is not None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name, those of the criterion under `criterion.`."""
@@ -361,8 +363,11 @@ class Run:
             return self.advance(boundary)
         result = self.evaluate(limit)[0]
         self.left.evaluations.append(Evaluation("val", self.left.steps, result))
-        self.scores.append(result["loss"])
-        self.advance(boundary, result["loss"])
+        score, number = result["loss"], len(self.scores)
+        if self.is_coarse and number < len(self.given.evaluations):
+            score = self.given.evaluations[number].result["loss"]  # what is better is decided by the last digit
+        self.scores.append(score)
+        self.advance(boundary, score)
         numbers = [score for score in self.scores if not math.isnan(score)]
         since = len(self.scores) - (1 + self.scores.index(min(numbers)) if numbers else 0)
         if since >= (self.settings.patience or math.inf):

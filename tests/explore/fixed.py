@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 FOUND: dict[str, str] = {
+    "stopped-at-a-skipped-update-is-saved-past-it": (
+        '{"criterion": {"kind": "bce"}, "data": {"inputs": "image", "nan_samples": [0], "sampler": "by_length", '
+        '"train": 14, "val": 7}, "events": [{"at": 4, "kind": "stop"}], "model": {"parts": [{"kind": "spectral"}, '
+        '{"kind": "mask"}]}, "settings": {"accum_steps": 3, "batch_size": 2, "epochs": 3, "skip_nonfinite_grad": true}}'
+    ),
     "fused-sgd-moves-no-half-precision-weight": (
         '{"data": {"train": 4}, "model": {"dtype": "float16"}, "optimizer": {"by_config": false, "fused": true}, '
         '"settings": {"batch_size": 1, "epochs": null, "steps": 1}}'

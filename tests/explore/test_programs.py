@@ -100,7 +100,7 @@ def test_finding_is_printed_as_a_script_with_the_command_that_replays_it() -> No
     result = search(60, number=1, budget=60.0, check=check, tally=tally)
     assert result is not None
     program, verdict = result
-    assert program.settings.accum_steps == 2
+    assert program.settings.accum_steps > 1
     assert len(program.to_json()) < 200, "it was not shrunk"
     text = described(program, verdict)
     assert render(program) in text

@@ -323,3 +323,41 @@ def test_an_attribute_that_is_too_large_to_be_put_back_is_named_once(
     assert caplog.messages.count("A skipped update puts back self.count.") == 1
     (warned,) = [message for message in caplog.messages if message.startswith("Not put back after a skipped update")]
     assert "self.bank: they take more than 64 MiB" in warned and "self.idle" not in warned
+
+
+class _StopsWhereItSkips(dl.Runner):
+    """Skips its fourth update, at whose number it stops: one that comes again if the end of it was not saved."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        inputs = torch.arange(1.0, 13.0).reshape(6, 2)
+        inputs[3] = float("nan")
+        self.datasets = {"train": TensorDataset(inputs, inputs[:, :1].nan_to_num())}
+        self.model, self.criterion = nn.Linear(2, 1), nn.MSELoss()
+
+    def train_step(self, data: Any) -> Any:
+        if self.train_state.global_step == 3 and self.config.stopping:
+            self.stop()
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("backend", ["file", "dcp"])
+def test_run_that_is_stopped_at_a_skipped_update_is_saved_past_it(backend: str, tmp_path: Path) -> None:
+    def trained(name: str, **more: Any) -> dl.Runner:
+        config = {"steps": 5, "seed": 1, "log": False, "skip_nonfinite_grad": True, "dir": str(tmp_path / name)}
+        loader = {"batch_size": 1, "shuffle": False}
+        # A checkpoint after each update, the one before the skipped one among them.
+        checkpoint = {"backend": backend, "interval": 1}
+        config |= {"dataloader": loader, "checkpoint": checkpoint, "optim": {"type": "sgd", "lr": 1e-3}}
+        with _StopsWhereItSkips({**config, **more}) as runner:
+            runner.train()
+        return runner
+
+    stopped = trained("parts", stopping=True)
+    assert (stopped.train_state.global_step, stopped.train_state.skipped_updates) == (3, 1)
+    resumed = trained("parts", stopping=True, auto_resume=True)
+    assert resumed.train_state.skipped_updates == 1, "the skipped update was made again"
+    last = trained("parts", stopping=True, auto_resume=True)
+    states = [whole_state(runner) for runner in (last, trained("whole", stopping=False))]
+    compared = [(state["model"], state["optimizer"], state["state"]["train"]) for state in states]
+    assert not differences(*compared)
