@@ -544,6 +544,7 @@ class RunResults:
         except (ValueError, KeyError, IndexError) as error:
             refuse_new_groups(scheduler, error)
             raise
+        parts.update.note_schedule()
 
     def _monitor(self) -> str | None:
         return (self._runner.config.get("scheduler", None) or {}).get("monitor", None)

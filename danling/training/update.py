@@ -324,6 +324,8 @@ class UpdateStep:
         self._own_backward = runner._overrides("backward")
         self._moves_batches = runner.device.type != "cpu" or not runner._is_plain("to_device")
         self._schedule_at: int | None = None
+        self._schedule_left: tuple[object, int, int] | None = None
+        """The schedule, the number of updates and the schedule's position, when the library advanced it last."""
         """Where the schedule was when the open window began; `None` if it does not say, or counts by optimizer."""
         self._gradients: WindowGradients | None = None
         """What looks whether the gradients of the open window are still there."""
@@ -406,6 +408,8 @@ class UpdateStep:
             self._gradients = self.move_source = None
             self._given = []
             self._schedule_at = getattr(runner.scheduler, "last_epoch", None) if runner._phases is None else None
+            if self._schedule_left is not None and self._schedule_at is not None:
+                self._check_schedule_left(*self._schedule_left)
             session.observers.notify("update_started")
         self._given.append(batch)
         if self.recompute is not None:
@@ -504,11 +508,24 @@ class UpdateStep:
         if is_whole and weighs:
             self._gradients = WindowGradients(runner.reduction.parameters)
 
-    def _advanced_schedule(self, hook: str, before: int) -> ValueError:
-        """Return the error of a `train_step` or an `optimizer_step` that advances the schedule, which every update advances."""
+    def note_schedule(self) -> None:
+        """Remember where the library leaves the schedule: no one else advances it before the next update."""
+        scheduler = self._runner.scheduler
+        at = getattr(scheduler, "last_epoch", None) if self._runner._phases is None else None
+        self._schedule_left = None if at is None else (scheduler, self._runner.state.train.global_step, at)
+
+    def _check_schedule_left(self, scheduler: object, step: int, at: int) -> None:
+        """Refuse a schedule that was advanced between two updates, as in an override of `step`."""
+        is_same = scheduler is self._runner.scheduler and step == self._runner.state.train.global_step
+        # A program may set a schedule back, and a restore may set it anywhere.
+        if is_same and self._schedule_at is not None and self._schedule_at > at:
+            raise self._advanced_schedule("your program", at)
+
+    def _advanced_schedule(self, who: str, before: int) -> ValueError:
+        """Return the error of a program that advances the schedule, which every update advances."""
         scheduler = self._runner.scheduler
         return ValueError(
-            f"Expected `{hook}` to leave the schedule to the runner, which advances it. Received: a {type(scheduler).__name__} that was "
+            f"Expected {who} to leave the schedule to the runner, which advances it. Received: a {type(scheduler).__name__} that was "
             f"advanced {scheduler.last_epoch - before} times in an update. Remove scheduler.step(); scheduler.interval says when the "
             "runner advances it."
         )
@@ -527,12 +544,12 @@ class UpdateStep:
                 "without. Call self.backward(loss) before you return; a loss that is only returned, or `loss.backward()`, is not weighed."
             )
         if schedule_at is not None and getattr(runner.scheduler, "last_epoch", schedule_at) != schedule_at:
-            raise self._advanced_schedule("train_step", schedule_at)
+            raise self._advanced_schedule("`train_step`", schedule_at)
         self._gradients = None
         of_phases = runner._phases.close() if runner._phases is not None else None
         outcome, requests = of_phases or self.decide()
         if schedule_at is not None and getattr(runner.scheduler, "last_epoch", schedule_at) != schedule_at:
-            raise self._advanced_schedule("optimizer_step", schedule_at)
+            raise self._advanced_schedule("`optimizer_step`", schedule_at)
         self._given = []
         self.skipped.end(put_back=not outcome.committed and outcome.reason != UNCOMMITTED)
         if outcome.reason == UNCOMMITTED:
@@ -700,6 +717,7 @@ class UpdateStep:
                 self.rates = rates_of(runner.optimizer)
             if runner.scheduler is not None and self.steps_scheduler and steps_schedule:
                 self._step_schedule()
+            self.note_schedule()
             if runner.ema is not None:
                 runner.preparation.update_averages(runner.ema, runner.unwrapped_model)
             self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)

@@ -181,6 +181,40 @@ def test_schedule_advanced_in_optimizer_step_is_refused(tmp_path: Path) -> None:
         runner.train()
 
 
+class SteppingAfterStep(Loop):
+    def step(self) -> Any:
+        outcome = super().step()
+        self.scheduler.step()
+        return outcome
+
+
+class SteppingInPass(Loop):
+    def on_pass_start(self, split: str) -> None:
+        if self.state.train.global_step:
+            self.scheduler.step()
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("program", [SteppingAfterStep, SteppingInPass])
+def test_schedule_advanced_between_updates_is_refused(program: type[Loop], interval: str, tmp_path: Path) -> None:
+    schedule = {"type": "steplr", "step_size": 2, "interval": interval}
+    runner = program({**config_of(tmp_path, scheduler=schedule), "steps": None, "epochs": 3})
+    with runner, pytest.raises(ValueError, match=r"Expected your program to leave the schedule to the runner"):
+        runner.train()
+
+
+def test_schedule_that_is_set_back_between_updates_is_kept(tmp_path: Path) -> None:
+    class Restarting(Loop):
+        def on_pass_start(self, split: str) -> None:
+            self.scheduler.last_epoch = 0
+
+    with Restarting(
+        {**config_of(tmp_path, scheduler={"type": "steplr", "step_size": 2}), "steps": None, "epochs": 3}
+    ) as runner:
+        runner.train()
+        assert runner.state.train.epoch == 3 and runner.scheduler.last_epoch == runner.state.train.global_step // 3
+
+
 def test_a_schedule_of_another_optimizer_is_the_programs(tmp_path: Path) -> None:
     class Own(Loop):
         def __init__(self, config: Mapping[str, Any]) -> None:
