@@ -135,7 +135,8 @@ class GradientReduction:
         # Below, the coefficient is 1 however it is rounded.
         if max_norm is not None and (not norm.is_cpu or norm.item() > 0.999 * max_norm):
             gradients, coefficient = self.held(), clip_coefficient(max_norm, norm)
-            if _are_alike(gradients) and gradients[0].dtype == norm.dtype:
+            # Offloaded gradients are in the memory of the host, and their norm is on the accelerator.
+            if _are_alike((*gradients, norm)):
                 torch._foreach_mul_(gradients, coefficient)
             else:
                 # As a tensor it is twice as fast as a number, of which foreach makes a tensor for each gradient; a number is not rounded
