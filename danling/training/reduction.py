@@ -136,7 +136,7 @@ class GradientReduction:
         if max_norm is not None and (not norm.is_cpu or norm.item() > 0.999 * max_norm):
             gradients, coefficient = self.held(), clip_coefficient(max_norm, norm)
             # Offloaded gradients are in the memory of the host, and their norm is on the accelerator.
-            if _are_alike((*gradients, norm)):
+            if gradients and _are_alike((*gradients, norm)):
                 torch._foreach_mul_(gradients, coefficient)
             else:
                 # As a tensor it is twice as fast as a number, of which foreach makes a tensor for each gradient; a number is not rounded
