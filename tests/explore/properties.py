@@ -18,7 +18,7 @@ from torch import Tensor
 from . import by_hand, comparing
 from .running import Died, directory, in_fork, namespace, run, run_ranks, without_events
 from .script import AUGMENTS
-from .spec import Program, Record, Stack, flat
+from .spec import Optimizer, Program, Record, Stack, flat
 
 DRAWING = ("dropout", "noise")
 PER_FORWARD = ("batch_norm", "sometimes", "counter", "memory", "running", "spectral", *DRAWING)
@@ -286,8 +286,15 @@ def divided_is_the_same(runs: Runs) -> list[str]:
     records = []
     for micro in (None, 1 + program.data.train % 2):
         divided = replace(program, settings=replace(whole, micro_batch_size=micro), events=(), state=states)
+        divided = replace(divided, optimizer=steady(program.optimizer))
         records.append(runs.run(divided))
     return moved_alike(*records, program)
+
+
+def steady(optimizer: Optimizer) -> Optimizer:
+    """Return SGD in the place of an optimizer that divides by the gradient: that makes much of the rounding of one that is zero."""
+    adaptive = optimizer.kind in ("adam", "adamw", "adagrad", "rmsprop")
+    return replace(optimizer, kind="sgd", fused=False) if adaptive else optimizer
 
 
 def can_be_divided(program: Program) -> bool:
@@ -295,6 +302,8 @@ def can_be_divided(program: Program) -> bool:
     kinds = {part.kind for part in flat(program.model.parts)}
     exact = program.model.dtype in ("float32", "float64") and program.settings.precision is None
     own_order = program.data.source != "iterable" and program.data.sampler is None
+    # The second of two optimizers computes with what the first one has made, in the last micro-batch alone.
+    own_order = own_order and program.optimizer.kind != "two"
     batch = program.settings.global_batch_size or program.settings.batch_size or 1
     return (
         exact
@@ -316,7 +325,7 @@ def layout_is_the_same(runs: Runs) -> list[str]:
         return []
     whole = replace(settings, batch_size=None, global_batch_size=batch, micro_batch_size=None, accum_steps=1)
     whole = replace(whole, gradient_sum="fast", keyed=None)
-    several = replace(program, settings=whole, events=(), state=())
+    several = replace(program, settings=whole, events=(), state=(), optimizer=steady(program.optimizer))
     one = replace(several, stack=Stack())
     return moved_alike(runs.run(several), runs.run(one), program)
 
@@ -449,6 +458,8 @@ def refusal(program: Program, left: Record) -> Verdict:
     trace = getattr(left, "trace", "")
     half = program.model.dtype == "float16" or program.settings.precision == "fp16"
     may_be_infinite = bool(program.data.nan_samples) or half
+    if program.stack.kind == "graph" and "Expected batches of a few sizes" in text:
+        return Verdict("named", text, named=left.named)
     if left.refused_after == 0 or (may_be_infinite and text.startswith("NonFiniteError")):
         return Verdict("refused", f"{text}\n{trace}", named=left.named)
     return Verdict("differs", f"late: {text}\n{trace}", "refused_in_time", named=left.named)
