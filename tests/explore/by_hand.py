@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import default_collate
 
-from .spec import Evaluation, MicroBatch, Optimizer, Program, Record, Schedule, Update
+from .spec import Evaluation, MicroBatch, Optimizer, Program, Record, Schedule, Update, taken_apart
 
 Window = list[list[MicroBatch]]  # of an update: for each pass through `train_step`, the micro-batches of the ranks
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 0.0], dtype=torch.float64)
@@ -44,8 +44,8 @@ def windows(program: Program, given: Record, ranks: int) -> Iterator[tuple[Windo
     if program.data.source == "iterable":  # each rank reads all of it, each worker its part
         workers = settings.num_workers or 1
         shares, stretch = [len(range(worker, program.data.train, workers)) for worker in range(workers)] * ranks, size
-    is_cut = settings.drop_last is not False  # the default drops what does not fill a batch
-    length = sum(share - share % stretch if is_cut else share for share in shares)
+    keeps = settings.drop_last is False  # the default drops what does not fill a batch
+    length = sum(share if keeps else share - share % stretch for share in shares)
     window: Window = []
     read = in_window = 0
     for row in zip(*([micro for micro in given.micro_batches if micro.rank == rank] for rank in range(ranks))):
@@ -57,13 +57,6 @@ def windows(program: Program, given: Record, ranks: int) -> Iterator[tuple[Windo
             yield window, read >= length
             window, in_window = [], 0
             read = read if read < length else 0
-
-
-def taken_apart(data: Any) -> tuple[Any, Tensor]:
-    """Return input and target of a batch; an input is a tensor, or a mapping of keywords."""
-    if not isinstance(data, Mapping):
-        return data[0], data[1]
-    return data.get("input", {"inputs": data.get("inputs")}), data.get("target", data.get("labels"))
 
 
 def in_float64(value: Any) -> Any:
@@ -118,6 +111,7 @@ def make_optimizers(settings: Optimizer, named: Mapping[str, Tensor], own: Any) 
 
     def of(kind: str, *groups: dict[str, Any]) -> Any:
         name, options = OPTIMIZERS.get(kind, ("", {}))
+        options = {**options, "eps": 0.0} if settings.no_eps else options
         return (getattr(torch.optim, name) if name else own)(list(groups), **options)
 
     def group(is_member: Callable[[str], bool], lr: float, decay: float) -> dict[str, Any]:
@@ -183,7 +177,7 @@ class Run:
         if exact:
             self.whole._apply(in_float64)  # type: ignore[no-untyped-call]
         trained = {name: each for name, each in self.tensors().items() if each.requires_grad}
-        self.optimizers = make_optimizers(program.optimizer, trained, parts.get("Lookahead"))
+        self.optimizers = make_optimizers(program.optimizer, trained, parts.get("Lookahead", parts.get("Wide")))
         self.base_rates = [group["lr"] for group in self.groups()]
         for module in self.model.modules():
             if isinstance(module, nn.Dropout) or type(module).__name__ == "Noise":
@@ -194,7 +188,8 @@ class Run:
         self.updates_of_pass = next(ends, 0)
         self.counts = [[0] * len(program.state) for _ in range(self.ranks)]
         self.passes = self.position = self.rank = 0
-        self.plateau = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(())], lr=1.0), factor=0.5, patience=0, eps=0)
+        one, better = torch.optim.SGD([torch.zeros(())], lr=1.0), "max" if self.settings.score_max else "min"
+        self.plateau = ReduceLROnPlateau(one, better, factor=0.5, patience=0, eps=0)
         self.averages = in_float64({k: v.detach().clone() for k, v in self.saved().items() if self.settings.ema})
         self.loss_sum = self.weight_sum = 0.0
         self.scores, self.left = list[float](), Record()
@@ -284,13 +279,12 @@ class Run:
         loss = self.forward(micro.data)[1]
         self.buffers[micro.rank] = self.copies()
         for state, count in zip(self.program.state, self.counts[micro.rank]):
-            loss = loss * factor_of_state(state.kind, count)
+            loss = loss if state.where == "evaluation" else loss * factor_of_state(state.kind, count)
         if micro.samples and (weight := weight_of(self.program, taken_apart(micro.data)[1])):
             phase.add(loss, weight, weight if self.program.criterion.reduction == "mean" else 1.0)
 
     def decide(self, phase: Phase) -> None:
-        is_mean = self.program.criterion.reduction == "mean"
-        phase.divide(by=phase.weight if is_mean and phase.weight else 1.0)
+        phase.divide(by=phase.weight or 1.0 if self.program.criterion.reduction == "mean" else 1.0)
         if self.settings.precision == "fp16" and phase.weight:  # nothing but the run itself knows what overflows
             phase.is_made = self.given.updates[len(self.left.updates)].committed
         elif not (phase.is_made or self.settings.skip_nonfinite_grad) and phase.weight:
@@ -328,7 +322,6 @@ class Run:
         self.set_rates()
 
     def set_rates(self) -> None:
-        """Set the rates of the position in the schedule."""
         schedule, factor = self.settings.schedule, self.plateau.optimizer.param_groups[0]["lr"]
         if schedule is not None and schedule.kind != "plateau":
             by_updates = self.settings.epochs is not None and schedule.interval != "epoch"
@@ -340,8 +333,7 @@ class Run:
         """Return metrics and predictions of the split `val` in its own order, or of its first samples."""
         samples, collate = list(self.parts["make_dataset"]("val"))[:limit], self.parts.get("collate", default_collate)
         size = self.settings.batch_size or self.settings.global_batch_size or 1
-        trained, predictions = self.copies(), list[Tensor]()
-        loss_sum = weight_sum = 0.0
+        trained, predictions, loss_sum, weight_sum = self.copies(), list[Tensor](), 0.0, 0.0
         self.put_back(self.averages)
         self.whole.eval()
         for start in range(0, len(samples), size):
@@ -363,13 +355,14 @@ class Run:
             return self.advance(boundary)
         result = self.evaluate(limit)[0]
         self.left.evaluations.append(Evaluation("val", self.left.steps, result))
-        score, number = result["loss"], len(self.scores)
+        name, better = ("mean", max) if self.settings.score_max else ("loss", min)
+        score, number = result[name], len(self.scores)
         if self.is_coarse and number < len(self.given.evaluations):
-            score = self.given.evaluations[number].result["loss"]  # what is better is decided by the last digit
+            score = self.given.evaluations[number].result[name]  # what is better is decided by the last digit
         self.scores.append(score)
         self.advance(boundary, score)
         numbers = [score for score in self.scores if not math.isnan(score)]
-        since = len(self.scores) - (1 + self.scores.index(min(numbers)) if numbers else 0)
+        since = len(self.scores) - (1 + self.scores.index(better(numbers)) if numbers else 0)
         if since >= (self.settings.patience or math.inf):
             raise EndOfRun
 

@@ -37,7 +37,8 @@ Switch = AbstractContextManager[None]
 def _replacing(*replaced: tuple[object, str, Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in replaced:
-            stack.enter_context(patch.object(owner, name, value))
+            # What `__init__` sets is no attribute of the class.
+            stack.enter_context(patch.object(owner, name, value, create=not hasattr(owner, name)))
         yield
 
 
@@ -91,7 +92,8 @@ def zero_grad_in_train_step_is_unseen() -> Switch:
 
 def schedule_advances_twice() -> Switch:
     """Let `train_step` advance the schedule too."""
-    return _replacing((UpdateStep, "_check_schedule", _nothing))
+    unknown = property(lambda self: None, _nothing)
+    return _replacing((UpdateStep, "_schedule_at", unknown))
 
 
 # Averages

@@ -16,13 +16,15 @@ from support.toys import differences
 from torch import Tensor
 
 from . import by_hand, comparing
-from .running import Died, directory, in_fork, namespace, run, run_ranks, without_events
+from .running import UNSAVED, Died, directory, in_fork, namespace, run, run_ranks, without_events
 from .script import AUGMENTS
-from .spec import Optimizer, Program, Record, Stack, flat
+from .spec import Optimizer, Program, Record, Stack, State, flat
 
 DRAWING = ("dropout", "noise")
 PER_FORWARD = ("batch_norm", "sometimes", "counter", "memory", "running", "spectral", *DRAWING)
 """Parts whose result depends on how the samples are divided into micro-batches."""
+UNSAVED_STATES = {State("runner", "by_object"): UNSAVED, State("dataset", "plain"): "has no state_dict"}
+"""What no checkpoint holds, with a part of the sentence that says so."""
 
 
 @dataclass
@@ -84,8 +86,13 @@ class Runs:
         return namespace(self.plain)
 
     @cached_property
+    def first(self) -> Path:
+        """The directory of the whole run."""
+        return self.fresh()
+
+    @cached_property
     def whole(self) -> Record:
-        return self._run(self.plain, self.fresh())
+        return self._run(self.plain, self.first)
 
 
 class Late(Exception):
@@ -223,6 +230,8 @@ def looking_changes_nothing(runs: Runs) -> list[str]:
 def resumed_is_the_same(runs: Runs) -> list[str]:
     """Stopped or killed at an update and resumed, the run is bitwise the same."""
     found: list[str] = []
+    if set(runs.program.state) & UNSAVED_STATES.keys():
+        return []
     for event in runs.program.events:
         if event.kind not in ("stop", "kill"):
             continue
@@ -253,6 +262,30 @@ def resumed_is_the_same(runs: Runs) -> list[str]:
         found += [f"{event.kind}: {each}" for each in state_differences(*states)]
         found += predictions_differ(runs.whole, parts)
     return found
+
+
+def unsaved_is_named(runs: Runs) -> list[str]:
+    """What no checkpoint holds is named once."""
+    said, present = runs.whole.named, set(runs.program.state) & UNSAVED_STATES.keys()
+    awaited = [UNSAVED_STATES[state] for state in present]
+    return [f"no line says {text!r}" for text in awaited if not any(text in line for line in said)]
+
+
+def saved_is_finite(runs: Runs) -> list[str]:
+    """Weights that are not finite are not published."""
+    trained = {name for name, tensor in runs.whole.initial.items() if bool(tensor.isfinite().all())}
+    model = runs.whole.checkpoint.get("model", {})
+    tensors = {name: each for name, each in model.items() if name in trained and isinstance(each, Tensor)}
+    return [f"{name} is not finite" for name, each in tensors.items() if not bool(each.isfinite().all())]
+
+
+def pretrained_is_what_was_evaluated(runs: Runs) -> list[str]:
+    """A run that begins with the checkpoint of another has the weights that were evaluated."""
+    averages, file = runs.whole.averages, runs.first / "checkpoints" / "latest.pth"
+    if not averages or not file.is_file():
+        return []
+    begun = runs.run(runs.plain, pretrained=str(file)).initial
+    return [name for name, average in averages.items() if not same(average.to(begun[name].dtype), begun[name])]
 
 
 def _killed(program: Program, place: Path, at: int) -> None:
@@ -339,8 +372,11 @@ PROPERTIES: tuple[Callable[[Runs], list[str]], ...] = (
     nothing_between_updates,
     record_changes_nothing,
     looking_changes_nothing,
+    unsaved_is_named,
+    saved_is_finite,
     resumed_is_the_same,
     larger_budget,
+    pretrained_is_what_was_evaluated,
     divided_is_the_same,
     layout_is_the_same,
 )
@@ -457,7 +493,7 @@ def refusal(program: Program, left: Record) -> Verdict:
     text = left.refused or ""
     trace = getattr(left, "trace", "")
     half = program.model.dtype == "float16" or program.settings.precision == "fp16"
-    may_be_infinite = bool(program.data.nan_samples) or half
+    may_be_infinite = bool(program.data.nan_samples) or half or program.optimizer.no_eps
     if program.stack.kind == "graph" and "Expected batches of a few sizes" in text:
         return Verdict("named", text, named=left.named)
     if left.refused_after == 0 or (may_be_infinite and text.startswith("NonFiniteError")):

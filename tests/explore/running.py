@@ -54,15 +54,21 @@ def namespace(program: Program, directory: str = "run") -> dict[str, Any]:
     return module.__dict__
 
 
+UNSAVED = "No checkpoint of this run contains"
+"""How the line of the log begins that names what is not saved."""
+
+
 class Warned(logging.Handler):
-    """Keeps the warnings of the library and of torch."""
+    """Keeps the warnings of the library and of torch, and the line that names what is not saved."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING or text.startswith(UNSAVED):
+            self.lines.append(text)
 
 
 @contextlib.contextmanager
@@ -180,13 +186,15 @@ def drawing(model: nn.Module, draws: list[Tensor]) -> Iterator[None]:
     def note(module: nn.Module, given: tuple[Any, ...]) -> None:
         if not module.training:
             return
-        state = torch.get_rng_state()
+        own = getattr(module, "generator", None)
+        generator = torch.default_generator if own is None else own
+        state = generator.get_state()
         (x,) = given
         if isinstance(module, nn.Dropout):
             draws.append(F.dropout(torch.ones_like(x), module.p, True))
         else:
-            draws.append(torch.randn_like(x))
-        torch.set_rng_state(state)
+            draws.append(torch.randn(x.shape, generator=own, dtype=x.dtype))
+        generator.set_state(state)
 
     found = [each for each in model.modules() if isinstance(each, nn.Dropout) or type(each).__name__ == "Noise"]
     handles = [each.register_forward_pre_hook(note) for each in found]
@@ -251,6 +259,7 @@ def _run(
             left.predictions = torch.stack([each.float() for each in predicted])
         left.state = state_of(runner)
         left.state["counts"] = [state_value(runner, state) for state in program.state]
+        left.state["has_warm"] = hasattr(runner, "warm")
     read_checkpoint(directory, left)
 
 

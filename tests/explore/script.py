@@ -52,8 +52,14 @@ _CLASSES = {
     """,
     "noise": """
         class Noise(nn.Module):
+            def __init__(self, own=False):
+                super().__init__()
+                self.generator = torch.Generator().manual_seed(3) if own else None
+
             def forward(self, x):
-                return x + 0.1 * torch.randn_like(x) if self.training else x
+                if not self.training:
+                    return x
+                return x + 0.1 * torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
     """,
     "residual": """
         class Residual(nn.Module):
@@ -192,6 +198,7 @@ class Script:
             "dropout": f"nn.Dropout({part.p})",
             "conv": f"nn.Conv2d({CHANNELS}, {CHANNELS}, 3, padding=1)",
             "running": f"Running(persistent={not part.flag})",
+            "noise": f"Noise(own={part.flag})",
         }
         return fixed.get(part.kind) or f"{part.kind.capitalize()}({inner})"
 
@@ -421,7 +428,9 @@ class Script:
         if "numpy_generator" in data.augment:
             lines.append("        self.numpy_generator = np.random.default_rng(3)")
         if any(state.where == "dataset" for state in self.program.state):
-            lines += ["        self.count = 0", "", "    def state_dict(self):", '        return {"count": self.count}']
+            lines.append("        self.count = 0")
+        if State("dataset", "int") in self.program.state:
+            lines += ["", "    def state_dict(self):", '        return {"count": self.count}']
             lines += ["", "    def load_state_dict(self, state):", '        self.count = state["count"]']
         draws = {
             "torch": "torch.randint(256, ()).item()",
@@ -513,6 +522,21 @@ class Script:
                         super().load_state_dict({name: state[name] for name in ("state", "param_groups")})
             """)
             )
+        if program.optimizer.kind == "wide":
+            blocks.append(
+                dedent("""
+                class Wide(torch.optim.SGD):
+                    @torch.no_grad()
+                    def step(self, closure=None):
+                        for group in self.param_groups:
+                            for weight in group["params"]:
+                                if weight.grad is not None:
+                                    state = self.state[weight]
+                                    before = state.get("wide", torch.zeros_like(weight, dtype=torch.float32))
+                                    state["wide"] = 0.9 * before + weight.grad
+                                    weight -= group["lr"] * state["wide"]
+            """)
+            )
         blocks += [dedent(_STATE_CLASSES[state.kind]) for state in program.state if state.kind in _STATE_CLASSES]
         return "\n\n\n".join(dict.fromkeys(block.strip("\n") for block in blocks))
 
@@ -536,6 +560,10 @@ class Script:
             start = _STATE_START[state.kind] if state.where == "runner" else None
             if start:
                 lines.append(f"        self.{state.kind} = {start}")
+            if state.where == "evaluation":
+                lines.append("        self.evaluated = 0")
+        if any(event.kind == "delete" for event in program.events):
+            lines.append("        self.warm = 1")
         lines += self._methods()
         return "\n".join(lines)
 
@@ -552,8 +580,10 @@ class Script:
         optimizer = self.program.optimizer
         names = {"sgd": "torch.optim.SGD", "momentum": "torch.optim.SGD", "nesterov": "torch.optim.SGD"}
         names |= {"adam": "torch.optim.Adam", "adamw": "torch.optim.AdamW", "adagrad": "torch.optim.Adagrad"}
-        names |= {"rmsprop": "torch.optim.RMSprop", "lookahead": "Lookahead"}
+        names |= {"rmsprop": "torch.optim.RMSprop", "lookahead": "Lookahead", "wide": "Wide"}
         options = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+        if optimizer.no_eps:
+            options["eps"] = 0.0
         if optimizer.kind in ("momentum", "nesterov"):
             options["momentum"] = 0.9
         if optimizer.kind == "nesterov":
@@ -595,9 +625,13 @@ class Script:
         steps = self._train_step()
         if steps:
             methods.append(["def train_step(self, data):", *(f"    {line}" for line in steps)])
-        if program.state:
+        if any(state.where == "evaluation" for state in program.state):
+            body = ["    self.evaluated += 1", "    return super().evaluate_step(data)"]
+            methods.append(["def evaluate_step(self, data):", *body])
+        counted = [state for state in program.state if state.where != "evaluation"]
+        if counted:
             factors = ["    if self.mode == 'train':"]
-            for state in program.state:
+            for state in counted:
                 holder = {"runner": "self", "dataset": 'self.datasets["train"]'}[state.where]
                 read = (
                     _STATE_READ[state.kind].replace("self", holder, 1) if state.where == "runner" else f"{holder}.count"
@@ -620,15 +654,20 @@ class Script:
     def _train_step(self) -> list[str]:
         program, lines = self.program, []
         for event in program.events:
-            if event.kind in ("evaluate", "infer", "stop"):
+            if event.kind in ("evaluate", "infer", "stop", "delete", "zero_grad", "schedule_step"):
                 call = {
+                    "delete": 'vars(self).pop("warm", None)',
+                    "zero_grad": "self.optimizer.zero_grad()",
+                    "schedule_step": "self.scheduler.step()",
                     "evaluate": "self.looked = self.evaluate()",
                     "infer": 'self.infer("val")',
                     "stop": "self.stop()",
                 }[event.kind]
                 lines += [f"if self.train_state.global_step == {event.at}:", f"    {call}"]
         for state in program.state:
-            lines.append(_STATE_STEP[state.kind] if state.where == "runner" else 'self.datasets["train"].count += 1')
+            if state.where != "evaluation":
+                step = _STATE_STEP[state.kind] if state.where == "runner" else 'self.datasets["train"].count += 1'
+                lines.append(step)
         if program.optimizer.kind == "two":
             lines.append("inputs, target = data")
             lines.append("for name in ('head', 'rest'):")
@@ -669,6 +708,8 @@ class Script:
                 made[name] = getattr(settings, name)
         if settings.accum_steps != 1:
             made["accum_steps"] = settings.accum_steps
+        if settings.score_max:
+            made["score_name"] = "mean"
         if settings.skip_nonfinite_grad:
             made["skip_nonfinite_grad"] = True
         if settings.gradient_sum != "fast":
@@ -709,6 +750,8 @@ class Script:
         optimizer = self.program.optimizer
         kind = "sgd" if optimizer.kind in ("momentum", "nesterov") else optimizer.kind
         section: dict[str, Any] = {"type": kind, "lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+        if optimizer.no_eps:
+            section["eps"] = 0.0
         if optimizer.kind in ("momentum", "nesterov"):
             section["momentum"] = 0.9
         if optimizer.kind == "nesterov":
@@ -772,6 +815,7 @@ _STATE_START = {
     "generator": "torch.Generator().manual_seed(5)",
     "stateful": "Stateful()",
     "text": '""',
+    "by_object": "{Held(): 0}",
 }
 _STATE_STEP = {
     "int": "self.int += 1",
@@ -791,6 +835,7 @@ _STATE_STEP = {
     "generator": "self.drawn = torch.randint(1000, (), generator=self.generator).item()",
     "stateful": "self.stateful.count += 1",
     "text": 'self.text += "x"',
+    "by_object": "self.by_object[next(iter(self.by_object))] += 1",
 }
 _STATE_READ = {
     "int": "self.int",
@@ -810,6 +855,7 @@ _STATE_READ = {
     "generator": "self.drawn",
     "stateful": "self.stateful.count",
     "text": "len(self.text)",
+    "by_object": "sum(self.by_object.values())",
 }
 _HELD = """
     class Held:
@@ -819,6 +865,7 @@ _HELD = """
 _STATE_CLASSES = {
     "object": _HELD,
     "nested": _HELD,
+    "by_object": _HELD,
     "enum": """
         class Phase(enum.Enum):
             A = 0
@@ -841,6 +888,8 @@ _STATE_CLASSES = {
 
 def state_value(runner: Any, state: State) -> Any:
     """Return what a run has counted."""
+    if state.where == "evaluation":
+        return runner.evaluated
     holder = runner if state.where == "runner" else runner.datasets["train"]
     return eval(_STATE_READ[state.kind] if state.where == "runner" else "self.count", {"self": holder})
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -54,7 +55,8 @@ class Part:
             over the features); `memory` (a plain attribute of Python as `counter`, which `get_extra_state` returns);
             `conv` (images only, 3x3, padding 1), `attention` (tokens only, one head).
         p: The rate of `dropout`.
-        flag: The variant of a kind: not persistent for `running`, without bias for `linear`.
+        flag: The variant of a kind: not persistent for `running`, without bias for `linear`, from a generator of its own for
+            `noise`.
         parts: The modules within.
     """
 
@@ -153,12 +155,13 @@ class Optimizer:
     Attributes:
         kind: `sgd`, `momentum` (sgd with momentum 0.9), `nesterov`, `adam`, `adamw`, `adagrad`, `rmsprop`, `lookahead`
             (of the user's: sgd, every 2 steps the slow weights move half-way), `two` (a dictionary: sgd for the head,
-            adam for the rest).
+            adam for the rest), `wide` (of the user's: sgd with a momentum of 0.9 in float32).
         lr: Learning rate.
         weight_decay: Of all weights, or with `groups` of those that are no bias.
         groups: Two groups: no decay and twice the rate for names with `bias`.
         by_config: Whether `config.optim` describes it; else the program builds it.
         fused: With torch's fused implementation (built by the program).
+        no_eps: Adam's `eps` is 0: a weight whose gradient is 0 in the first update becomes NaN.
     """
 
     kind: str = "sgd"
@@ -167,6 +170,7 @@ class Optimizer:
     groups: bool = False
     by_config: bool = True
     fused: bool = False
+    no_eps: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ class Average:
 @dataclass(frozen=True)
 class Settings:
     """Settings of the run, by their names in `RunnerConfig`. Exactly one of `epochs` and `steps`, and of `batch_size`
-    and `global_batch_size`."""
+    and `global_batch_size`. With `score_max` the score is the metric `mean`, whose best is the highest."""
 
     epochs: int | None = 1
     steps: int | None = None
@@ -218,6 +222,7 @@ class Settings:
     keyed: str | None = None
     evaluate_interval: int | None = None
     patience: int | None = None
+    score_max: bool = False
     schedule: Schedule | None = None
     ema: Average | None = None
     gradient_sum: str = "fast"
@@ -233,12 +238,13 @@ class State:
     count before adding 1.
 
     Attributes:
-        where: `runner`, `criterion` (by get_extra_state), `dataset` (with state_dict; it is advanced by the runner, not
-            by reading).
+        where: `runner`, `criterion` (by get_extra_state), `dataset` (with state_dict unless its kind is `plain`; it is advanced by the
+            runner, not by reading), `evaluation` (an attribute of the runner that `evaluate_step` counts, and no loss reads).
         kind: How the count is kept: `int`, `float`, `list` (appended), `dict`, `tensor`, `array` (NumPy), `object` (a
             plain object's attribute), `nested` (object in list in dictionary), `deque`, `enum` (a member for the count
             % 3), `bytes`, `generator` (count draws of a torch generator seeded with 5), `stateful` (an object with
-            state_dict and load_state_dict), `np_int`, `set`, `tuple`.
+            state_dict and load_state_dict), `np_int`, `set`, `tuple`, `by_object` (a dictionary by an object, which no
+            checkpoint holds).
     """
 
     where: str
@@ -253,7 +259,8 @@ class Event:
         kind: `stop` (`self.stop()` in `train_step` of the update), `kill` (SIGKILL in `optimizer_step`), `budget` (the
             budget is only reached by `runner.config.epochs` or `steps` being raised after `train()` returned),
             `evaluate` and `infer` (`self.evaluate()` in `train_step` before the forward), `checkpoint`
-            (`self.save_checkpoint()` in an override of `step`).
+            (`self.save_checkpoint()` in an override of `step`), `delete` (an attribute is deleted in `train_step`); mistakes in
+            `train_step`, before the forward: `zero_grad` and `schedule_step`.
         at: The committed update, from 0, at which it happens.
     """
 
@@ -412,6 +419,13 @@ class Record:
     named: list[str] = field(default_factory=list)
     refused: str | None = None
     refused_after: int = 0
+
+
+def taken_apart(data: Any) -> tuple[Any, Tensor]:
+    """Return input and target of a batch; an input is a tensor, or a mapping of keywords."""
+    if not isinstance(data, Mapping):
+        return data[0], data[1]
+    return data.get("input", {"inputs": data.get("inputs")}), data.get("target", data.get("labels"))
 
 
 # Plain values

@@ -42,6 +42,7 @@ RUNNER_STATE = (
     "generator",
     "stateful",
     "text",
+    "by_object",
 )
 VECTOR_PARTS = (
     "linear",
@@ -102,7 +103,7 @@ def parts(draw: Any, kinds: Sequence[str]) -> Part:
         return Part(kind, parts=tuple(draw(st.lists(parts(flat), min_size=1, max_size=2))))
     if kind == "dropout":
         return Part(kind, p=draw(st.sampled_from([0.5, 0.2])))
-    if kind == "running":
+    if kind in ("running", "noise"):
         return Part(kind, flag=draw(st.booleans()))
     return Part(kind)
 
@@ -193,11 +194,13 @@ def optimizers(draw: Any, model: Model, criterion: Criterion, data: Data) -> Opt
     kinds = ["sgd", "momentum", "adamw", "adam", "adagrad", "rmsprop", "nesterov", "lookahead"]
     if data.form == "pair" and not model.tied and criterion.kind != "own_module":
         kinds.append("two")
+    if not any(part.kind == "complex" for part in flat(model.parts)):
+        kinds.append("wide")
     kind = draw(st.sampled_from(kinds))
     lr = draw(st.sampled_from([0.1, 0.03])) if kind in ("sgd", "lookahead") else draw(st.sampled_from([0.02, 0.01]))
     if kind == "two":
         return Optimizer(kind, lr, by_config=False)
-    if kind == "lookahead":
+    if kind in ("lookahead", "wide"):
         return Optimizer(kind, lr, by_config=False)
     by_config = draw(st.booleans())
     can_fuse = kind in ("sgd", "momentum", "adam", "adamw", "adagrad") and not any(
@@ -210,6 +213,7 @@ def optimizers(draw: Any, model: Model, criterion: Criterion, data: Data) -> Opt
         groups=draw(maybe(st.just(True), 3, False)),
         by_config=by_config,
         fused=not by_config and can_fuse and draw(st.booleans()),
+        no_eps=kind in ("adam", "adamw") and draw(maybe(st.just(True), 4, False)),
     )
 
 
@@ -286,6 +290,7 @@ def all_settings(draw: Any, model: Model, criterion: Criterion, data: Data, opti
         keyed=draw(maybe(st.sampled_from(["sample", "batch"]), 4)) if data.source in ("dataset",) else None,
         evaluate_interval=draw(maybe(st.integers(1, 3), 2)) if not by_epochs and data.val else None,
         patience=draw(maybe(st.integers(1, 2), 4)) if data.val else None,
+        score_max=bool(data.val) and draw(maybe(st.just(True), 4, False)),
         schedule=schedule,
         ema=average,
         gradient_sum=draw(maybe(st.just("canonical"), 2, "fast")) if micro is not None else "fast",
@@ -303,7 +308,9 @@ def states(draw: Any, data: Data) -> tuple[State, ...]:
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         # A dataset that has a state and is read by workers is refused: rarely.
         if data.source == "dataset" and draw(maybe(st.just(True), 4, False)):
-            found.append(State("dataset", "int"))
+            found.append(State("dataset", draw(st.sampled_from(["int", "int", "plain"]))))
+        elif data.val and draw(maybe(st.just(True), 8, False)):
+            found.append(State("evaluation", "int"))
         else:
             found.append(State("runner", draw(st.sampled_from(RUNNER_STATE))))
     return tuple(dict.fromkeys(found))
@@ -312,7 +319,13 @@ def states(draw: Any, data: Data) -> tuple[State, ...]:
 @st.composite
 def events(draw: Any, data: Data, settings: Settings) -> tuple[Event, ...]:
     """Draw what happens in a run."""
-    kinds = ["stop", "checkpoint", "kill"]
+    if draw(maybe(st.just(True), 10, False)):
+        # A mistake, which is to be refused before the first update.
+        mistakes = ["zero_grad"]
+        if settings.schedule is not None and settings.schedule.kind != "plateau":
+            mistakes.append("schedule_step")
+        return (Event(draw(st.sampled_from(mistakes)), 0),)
+    kinds = ["stop", "checkpoint", "kill", "delete"]
     kinds += ["evaluate", "infer"] if data.val else []
     if (settings.epochs or settings.steps or 0) > 1:
         kinds.append("budget")
