@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(FAULTS), help="names of faults")
     parser.add_argument("--json", help="file for the table as data")
     options = parser.parse_args()
-    search, context, begun = Search(options.seed, options.only), multiprocessing.get_context("spawn"), time.monotonic()
+    search, context, begun = Search(options.seed, options.only), multiprocessing.get_context("fork"), time.monotonic()
     workers: dict[Any, Any] = {}
     for _ in range(options.jobs):
         ours, theirs = context.Pipe()
