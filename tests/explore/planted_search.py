@@ -29,6 +29,7 @@ from .spec import Program
 from .strategies import programs
 
 FAULTS: dict[str, Planted] = {fault.name: fault for fault in (*PLANTED, *PLANTED_BLIND)}
+FAILS = ("differs", "died")
 STACKS_EVERY = 8
 """One of so many groups of programs has stacks of several processes."""
 
@@ -74,8 +75,20 @@ def work(pipe: connection.Connection) -> None:
     fork_server()
     while (task := pipe.recv()) is not None:
         fault, program = task
-        os.environ[VARIABLE] = fault
-        pipe.send(checked(program))
+        pipe.send(checked_with(fault, program))
+
+
+def checked_with(fault: str, program: Program) -> Verdict:
+    """Check a program with a fault; it is found if the program fails with the fault twice, and not without."""
+    os.environ[VARIABLE] = fault
+    verdict = checked(program)
+    if not fault or verdict.kind not in FAILS:
+        return verdict
+    again = checked(program)
+    os.environ[VARIABLE] = ""
+    without = checked(program)
+    is_found = again.kind in FAILS and again.broken == verdict.broken and without.kind not in FAILS
+    return verdict if is_found else Verdict("right", f"once only: {verdict.text}")
 
 
 @dataclass
@@ -115,7 +128,7 @@ class Search:
                 print(f"without a fault: {verdict.broken}: {verdict.text[:300]}\n  {self.programs[number].to_json()}")
             return
         self.tried[fault] = self.tried.get(fault, 0) + 1
-        if verdict.kind in ("differs", "died") and fault not in self.found:
+        if verdict.kind in FAILS and fault not in self.found:
             self.found[fault] = number, self.tried[fault], verdict
             print(f"{fault}: found by {verdict.broken} with program {number + 1}", flush=True)
             print(f"  {verdict.text.splitlines()[0][:200]}\n  {self.programs[number].to_json()}", flush=True)
