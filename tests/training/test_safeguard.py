@@ -17,7 +17,7 @@ class Kept:
 
     def __init__(self, *abilities: str, several: bool = True, ahead: bool = True, writes: bool = True) -> None:
         self.calls: list[Any] = []
-        self.position = SimpleNamespace(global_step=3, epoch=1)
+        self.position = SimpleNamespace(global_step=3, epoch=1, attempted=3)
         manager = SimpleNamespace(wait=lambda: self.calls.append("wait"))
         if "alone" in abilities:
             manager.save_alone = lambda payload, **at: self.calls.append(("alone", payload, at)) is None
@@ -69,7 +69,7 @@ def test_one_process_saves_after_the_failure() -> None:
 
 def test_what_is_saved_or_may_not_be_written_is_left_alone() -> None:
     kept = Kept("alone")
-    kept.saver.saved_at = kept.saver.at
+    kept.saver.saved_at = (*kept.saver.at, 3)
     assert kept.saver.make_ready()() is True and kept.calls == []
     looking = Kept("alone", writes=False)
     assert looking.saver.make_ready()() is False and looking.calls == []
@@ -87,7 +87,7 @@ def test_an_evaluation_that_a_scheduler_ends_has_not_failed(
 ) -> None:
     caplog.set_level(logging.INFO, "danling")
     kept = Kept()
-    kept.saver.saved_at = kept.saver.at
+    kept.saver.saved_at = (*kept.saver.at, 3)
     with pytest.raises(type(error)), kept.saver.keeping_trained():
         raise error
     (record,) = caplog.records
