@@ -372,7 +372,7 @@ def peak_memory(name: str) -> float:
 def as_table(figures: dict[str, dict[str, dict[str, float]]], shown: str = "dataset") -> str:
     """Return the figures as a table of Markdown: an update over a user's `Dataset`, and the ratios of all three."""
     lines = [
-        "| | an update | times a loop by hand | ... 2 workers | ... from a list | import beyond torch | peak memory |",
+        "| | time of an update | times the loop by hand | ... 2 workers | ... from a list | import beyond torch | peak memory |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in figures[shown].items():
@@ -384,19 +384,15 @@ def as_table(figures: dict[str, dict[str, dict[str, float]]], shown: str = "data
 
 
 def write_table(readme: Path, table: str) -> None:
-    """Put the table into the place of the one that has an update and times a loop by hand.
+    """Put the table into the place of the one whose first column is the time of an update.
 
     Raises:
         ValueError: If there is none.
     """
     lines = readme.read_text().splitlines()
-    first = next(
-        (number for number, line in enumerate(lines) if line.startswith("| | an update | times a loop by hand")), None
-    )
+    first = next((number for number, line in enumerate(lines) if line.startswith("| | time of an update |")), None)
     if first is None:
-        raise ValueError(
-            f"Expected a table that begins with '| | an update | times a loop by hand' in {readme}. Received: none."
-        )
+        raise ValueError(f"Expected a table that begins with '| | time of an update |' in {readme}. Received: none.")
     last = next(
         number for number in range(first, len(lines) + 1) if number == len(lines) or not lines[number].startswith("|")
     )
