@@ -188,8 +188,8 @@ class Run:
         self.updates_of_pass = next(ends, 0)
         self.counts = [[0] * len(program.state) for _ in range(self.ranks)]
         self.passes = self.position = self.rank = 0
-        one, better = torch.optim.SGD([torch.zeros(())], lr=1.0), "max" if self.settings.score_max else "min"
-        self.plateau = ReduceLROnPlateau(one, better, factor=0.5, patience=0, eps=0)
+        one = torch.optim.SGD([torch.zeros(())], lr=1.0)
+        self.plateau = ReduceLROnPlateau(one, "max" if self.settings.score_max else "min", 0.5, patience=0, eps=0)
         self.averages = in_float64({k: v.detach().clone() for k, v in self.saved().items() if self.settings.ema})
         self.loss_sum = self.weight_sum = 0.0
         self.scores, self.left = list[float](), Record()

@@ -53,10 +53,8 @@ def _differences(found: Record, exact: Record, own: Record, digits: float) -> It
         yield f"evaluations after {places[0]}, expected {places[1]}"
     for one, right, rounded in zip(found.evaluations, exact.evaluations, own.evaluations):
         for name, value in right.result.items():
-            figures = (one.result.get(name, math.nan), value, rounded.result[name])
-            yield from _of_numbers(
-                f"{name} of {one.split} after {one.after}", *([figure] for figure in figures), digits
-            )
+            label = f"{name} of {one.split} after {one.after}"
+            yield from _of_numbers(label, [one.result.get(name, math.nan)], [value], [rounded.result[name]], digits)
     yield from _of_predictions(found.predictions, exact.predictions, own.predictions)
 
 
@@ -85,9 +83,9 @@ def _of_update(found: Update, exact: Update, own: Update, initial: Tensors, digi
     if not _is_close(sorted(found.rates), sorted(exact.rates), sorted(exact.rates)):
         yield f"rates {found.rates}, expected {exact.rates}"
     for name in ("loss", "grad_norm"):
-        figures = [[getattr(update, name)] for update in (found, exact, own)]
-        if figures[0][0] is not None:
-            yield from _of_numbers(name, *figures, digits)
+        figure, right, rounded = (getattr(update, name) for update in (found, exact, own))
+        if figure is not None:
+            yield from _of_numbers(name, [figure], [right], [rounded], digits)
     yield from _of_tensors("after", found.after, exact.after, own.after, initial)
     yield from _of_tensors("averages", found.averages, exact.averages, own.averages, initial)
 

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import numpy
 from explore.planted_form import Planted
 
+import danling.checkpoints.exchange
 import danling.data.loader
 import danling.data.source
 import danling.runners.torch_runner
@@ -117,10 +118,9 @@ def averages_of_complex_weights_are_copies() -> Switch:
 
 def pretrained_takes_trained_weights() -> Switch:
     """Load the trained weights of a checkpoint whose averages were evaluated."""
-    read = danling.runners.torch_runner.read_model
 
     def read_model(manager: Any, source: Any, *, averages: bool = True) -> Any:
-        return read(manager, source, averages=False)
+        return danling.checkpoints.exchange.read_model(manager, source, averages=False)
 
     return _replacing((danling.runners.torch_runner, "read_model", read_model))
 

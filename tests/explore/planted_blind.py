@@ -11,9 +11,11 @@ from explore.planted_form import Planted
 
 import danling.data.randomness
 import danling.data.run_data
+import danling.optim.registry
 import danling.optim.state
 import danling.runners.torch_runner
 import danling.training.ema
+from danling.optim.joint import added_to
 from danling.training.attribute_restore import DELETED
 from danling.training.attributes import KeptAttributes
 from danling.training.keys import RandomKeys
@@ -73,10 +75,9 @@ def trial_changes_attributes() -> AbstractContextManager[None]:
 
 def plateau_takes_lowest() -> AbstractContextManager[None]:
     """Have a schedule that follows the score take the lowest value for the best one."""
-    build = danling.runners.torch_runner.build_scheduler
 
     def build_scheduler(settings: Mapping[str, Any], optimizer: object, **options: Any) -> object:
-        return build(settings, optimizer, **{**options, "mode": None})
+        return danling.optim.registry.build_scheduler(settings, optimizer, **{**options, "mode": None})
 
     return _replacing((danling.runners.torch_runner, "build_scheduler", build_scheduler))
 
@@ -88,7 +89,6 @@ def moments_take_dtype_of_weights() -> AbstractContextManager[None]:
 
 def own_entries_of_optimizer_are_dropped() -> AbstractContextManager[None]:
     """Save and restore only the state by parameter, not what an optimizer's own `state_dict` adds."""
-    added_to = danling.optim.state.added_to
 
     def nothing_added(plain: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
         return {key: {} for key in added_to(plain)}

@@ -166,8 +166,9 @@ def main() -> None:
             for pipe in workers.keys() - busy.keys():
                 busy[pipe] = search.next_task()
                 pipe.send((busy[pipe][0], search.programs[busy[pipe][1]]))
+            ready: Any
             for ready in connection.wait(list(busy), timeout=1.0):
-                search.take(*busy.pop(ready), ready.recv())  # type: ignore[attr-defined]
+                search.take(*busy.pop(ready), ready.recv())
     finally:
         for process in workers.values():
             process.kill()

@@ -321,7 +321,8 @@ def divided_is_the_same(runs: Runs) -> list[str]:
         divided = replace(program, settings=replace(whole, micro_batch_size=micro), events=(), state=states)
         divided = replace(divided, optimizer=steady(program.optimizer))
         records.append(runs.run(divided))
-    return moved_alike(*records, program)
+    whole_batch, in_pieces = records
+    return moved_alike(whole_batch, in_pieces, program)
 
 
 def steady(optimizer: Optimizer) -> Optimizer:
@@ -405,11 +406,11 @@ def state_differences(first: dict[str, Any], second: dict[str, Any]) -> list[str
     """
     attributes = [state.get("attributes") or {} for state in (first, second)]
     common = attributes[0].keys() & attributes[1].keys()
-    given = [
+    one, other = (
         {**state, "attributes": {name: held[name] for name in common}}
         for state, held in zip((first, second), attributes)
-    ]
-    return differences(*given)
+    )
+    return differences(one, other)
 
 
 def same(first: Tensor, second: Tensor) -> bool:

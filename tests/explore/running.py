@@ -105,7 +105,7 @@ def copied(data: Any) -> Any:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def weights_of(runner: Any) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ def recorded(base: Any, record: Record, *, kill_at: int | None = None) -> Any:
     sizes = _Sizes()
     window: dict[str, Any] = {"before": None, "count": 0}
 
-    class Recorded(base):  # type: ignore[misc, valid-type]
+    class Recorded(base):  # type: ignore[misc]
         def train_step(self, data: Any) -> Any:
             if window["count"] == 0:
                 window["before"] = weights_of(self)

@@ -45,7 +45,7 @@ PARTS: dict[str, Any] = {
 def given() -> Record:
     """Return what the reference is given of a run that reads its samples in order."""
     weights = {name: tensor.clone() for name, tensor in nn.Linear(3, 2).state_dict().items()}
-    batches = zip(*(each.split(3) for each in tensors_of("train")))
+    batches = zip(*(torch.split(each, 3) for each in tensors_of("train")))
     micro_batches = [MicroBatch(0, batch, len(batch[0]), []) for batch in batches]
     return Record(initial=weights, micro_batches=micro_batches * 2)
 
@@ -55,20 +55,22 @@ def trained_by_torch(initial: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
     model, inputs, targets = nn.Linear(3, 2).double(), *(each.double() for each in tensors_of("train"))
     model.load_state_dict(initial)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average: Any = torch.optim.swa_utils.get_ema_multi_avg_fn
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average(0.5))
     averaged.update_parameters(model)  # the first call copies
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / 4)
     for first in (0, 6, 0, 6):
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs[first : first + 6]), targets[first : first + 6]).backward()
+        loss: Any = nn.functional.mse_loss(model(inputs[first : first + 6]), targets[first : first + 6])
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         averaged.update_parameters(model)
     val_inputs, val_targets = (each.double() for each in tensors_of("val"))
     with torch.no_grad():
-        loss = float(nn.functional.mse_loss(averaged(val_inputs), val_targets))
-    return model.state_dict(), averaged.module.state_dict(), loss
+        evaluated = float(nn.functional.mse_loss(averaged(val_inputs), val_targets))
+    return model.state_dict(), averaged.module.state_dict(), evaluated
 
 
 def test_reference_is_what_torch_computes() -> None:

@@ -25,7 +25,7 @@ from danling.training.update import NonFiniteError
 from danling.utils.tensors import local_part
 
 
-def trained(make: Callable[[Any], dl.Runner], root: Path, *stops: int, **more: Any) -> dl.Runner:
+def trained(make: Callable[[Any], dl.Runner], root: Path, *stops: int, **more: Any) -> Any:
     """Train to each of some updates, in another runner each, and return the last one."""
     for steps in stops:
         with make(settings(root, steps=steps, auto_resume=True, **more)) as runner:
@@ -110,7 +110,8 @@ def skipped_updates_are_not_counted(root: Path) -> bool:
             self.seen += 1
             return super().train_step(data)
 
-    return trained(Counting, root, 3, skip_nonfinite_grad=True, **{"dataloader.shuffle": False}).seen == 3
+    runner = trained(Counting, root, 3, skip_nonfinite_grad=True, **{"dataloader.shuffle": False})
+    return bool(runner.seen == 3)
 
 
 def zero_grad_in_train_step_is_refused(root: Path) -> bool:
@@ -190,7 +191,7 @@ def rate_falls_to_the_new_end(root: Path) -> bool:
     with Line(settings(root, steps=2, scheduler={"type": "linear"})) as runner:
         runner.train()
         runner.config.steps = 4
-        runner.train_epoch = runner.train_epoch
+        runner.train_epoch = runner.train_epoch  # type: ignore[method-assign]
         rate = runner.optimizer.param_groups[0]["lr"]
     return math.isclose(rate, 0.05, rel_tol=1e-6)
 
@@ -371,7 +372,7 @@ def counting_runner(dataset: type[Counted]) -> type[Line]:
 
 
 def state_of_a_dataset_comes_back(root: Path) -> bool:
-    return trained(counting_runner(Stateful), root, 2, 3).datasets["train"].count == 3
+    return bool(trained(counting_runner(Stateful), root, 2, 3).datasets["train"].count == 3)
 
 
 def changed_dataset_is_named(root: Path) -> bool:

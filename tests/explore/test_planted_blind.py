@@ -45,7 +45,7 @@ class Line(dl.Runner):
 def draws_are_independent(root: Path) -> bool:
     pairs = set()
 
-    class Flips(Dataset[Tensor]):
+    class Flips(Dataset[tuple[Tensor, Tensor]]):
         def __len__(self) -> int:
             return 32
 
