@@ -36,7 +36,7 @@ OTHER_PACKAGES = {
         "_set_fp32_optimizer_param_groups",
     },
     "numpy": {"_bit_generator", "_rand"},
-    "python": {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_inst"},
+    "python": {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_inst", "_start_method"},
     "torchft": {"_quorum_future", "_server"},
     "torchmetrics": {"_computed", "_reductions", "_to_sync", "_update_count"},
     "trackio": {"_client_lock", "_flush_queues_inline"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 import threading
@@ -49,6 +50,23 @@ class WorkerInit:
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user is not None:
             self.user(worker_id)
+        if _is_left_behind():
+            os._exit(1)
+
+
+def _is_left_behind() -> bool:
+    """Whether the process that started this worker is gone.
+
+    A worker of torch ends when its parent changes, but it looks who that is only from here on: one that was left behind before would
+    wait for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() == parent.pid:
+        return False
+    method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method()
+    if method == "forkserver":  # the parent of a worker is the server
+        return not parent.is_alive()
+    return True
 
 
 @contextmanager

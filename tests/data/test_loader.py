@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.datasets import Augmented, BatchAugmented, drain, ids
+from support.patience import until
+from support.process_tree import is_alive
 from support.warm import interpreter
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -236,8 +236,13 @@ class Numbers(torch.utils.data.Dataset):
     def __getitem__(self, index):
         {body}
         return torch.tensor(index)
+main = os.getpid()
+def begin(number):
+    # The second worker begins when the process that started it is gone.
+    while {killed} and number == 1 and os.getppid() == main: time.sleep(0.01)
 if __name__ == "__main__":
-    loader = DataLoader(Numbers(), Share(), batch_size=2, num_workers=2, persistent_workers={persistent})
+    options = dict(num_workers=2, persistent_workers={persistent}, worker_init_fn=begin)
+    loader = DataLoader(Numbers(), Share(), batch_size=2, **options)
     iterator = iter(loader)
     next(iterator)
     print(*(worker.pid for worker in iterator._workers), flush=True)
@@ -257,29 +262,14 @@ if __name__ == "__main__":
 )
 def test_process_ends_and_leaves_no_worker(tmp_path: Any, end: str, persistent: bool, body: str) -> None:
     script = tmp_path / "job.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(persistent=persistent, end=end, body=body))
+    killed = "kill" in end
+    script.write_text(textwrap.dedent(SCRIPT).format(persistent=persistent, end=end, body=body, killed=killed))
     # One that is killed does nothing at its end; the others end as the interpreter does.
-    python = interpreter() if "kill" in end else sys.executable
+    python = interpreter() if killed else sys.executable
     environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     result = subprocess.run([python, str(script)], env=environment, timeout=120, check=False, **pipes)
     assert result.returncode in (0, 3, -9)
     pids = [int(word) for word in result.stdout.split()]
     assert len(pids) == 2
-    assert _eventually(lambda: not any(_alive(pid) for pid in pids), 15)
-
-
-def _eventually(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    until(lambda: not any(is_alive(pid) for pid in pids))

@@ -85,11 +85,11 @@ def kill_tree(root: int, *, timeout: float = 5.0) -> None:
     while victims and time.monotonic() < end:
         kill_all(victims)
         time.sleep(0.02)
-        known, victims = victims, [pid for pid in victims if _is_alive(pid)]
+        known, victims = victims, [pid for pid in victims if is_alive(pid)]
         victims += [pid for parent in known for pid in descendants(parent)]
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -99,6 +99,6 @@ def _is_alive(pid: int) -> bool:
 def reap() -> None:
     """Collect ended children that nobody waits for; needed once orphans are adopted."""
     for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
-        if not _is_alive(int(child)):
+        if not is_alive(int(child)):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(int(child), os.WNOHANG)
