@@ -67,7 +67,8 @@ class Environment:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{directory}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if stamp.is_file() and stamp.read_text() == wanted:
+            # The link to an interpreter remains where that was removed.
+            if python.exists() and stamp.is_file() and stamp.read_text() == wanted:
                 return python
             shutil.rmtree(directory, ignore_errors=True)
             print(f"Making {directory}, which takes some minutes", flush=True)
@@ -182,11 +183,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for torch in versions:
         try:
             python = environment_of(torch, find_python(given.python), given.seconds).python()
-            print(f"== torch {torch}: {python}", flush=True)
-            if not given.install:
-                failed = run_tests(python, tests) or failed
-        except CannotInstall as error:
+        # OSError: such as a full disk, or a cache directory that is read-only.
+        except (CannotInstall, OSError) as error:
             untested.append(f"NOT TESTED with torch {torch}: its environment cannot be installed here.\n{error}")
+            continue
+        print(f"== torch {torch}: {python}", flush=True)
+        if not given.install:
+            failed = run_tests(python, tests) or failed
     for text in untested:
         print(f"{'#' * 100}\n{text}\n{'#' * 100}", flush=True)
     if untested and not given.quick:

@@ -57,9 +57,38 @@ def versions(python: Path) -> list[str]:
     return subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_environment_counts_when_it_is_whole_and_is_made_once(wheels: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "danling" / "venvs" / "torch-9.9.9-py{}.{}".format(*sys.version_info)
+
+
+def write_environment(place: Path, interpreter: Path | str, requirement: str) -> None:
+    """Write what is left of an environment: the link to its interpreter, and the file that says that it is whole."""
+    (place / "bin").mkdir(parents=True)
+    (place / "bin" / "python").symlink_to(interpreter)
+    (place / "whole").write_text(f"torch==9.9.9\n{requirement}")
+
+
+def test_whole_environment_is_kept(place: Path) -> None:
+    write_environment(place, sys.executable, "tool")
+    assert environment("tool", seconds=0.0).python() == place / "bin" / "python"
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "requirement"), [(sys.executable, "another tool"), ("removed", "tool")], ids=["changed", "removed"]
+)
+def test_environment_with_other_requirements_or_without_interpreter_is_made_again(
+    interpreter: str, requirement: str, place: Path
+) -> None:
+    write_environment(place, interpreter, requirement)
+    with pytest.raises(CannotInstall, match="was not done in the time of --seconds"):
+        environment("tool", seconds=0.0).python()
+    assert not place.exists()
+
+
+@pytest.mark.slow
+def test_environment_of_a_killed_program_is_made_again(place: Path) -> None:
     wanted = environment("tool")
-    place = tmp_path / "danling" / "venvs" / "torch-9.9.9-py{}.{}".format(*sys.version_info)
     with subprocess.Popen([sys.executable, "-c", MAKES], cwd=ROOT, stdout=subprocess.DEVNULL) as killed:
         while not (place / "bin" / "python").exists():
             assert killed.poll() is None
@@ -71,12 +100,9 @@ def test_environment_counts_when_it_is_whole_and_is_made_once(wheels: Path, tmp_
     assert versions(python) == ["9.9.9", "2.0"]
     made = python.stat(follow_symlinks=False).st_ino
     assert environment("tool").python() == python and python.stat(follow_symlinks=False).st_ino == made
-    # Other requirements need another one, for which there is no time.
-    with pytest.raises(CannotInstall, match="was not done in the time of --seconds"):
-        environment("tool", "more", seconds=0.0).python()
-    assert not place.exists()
 
 
+@pytest.mark.slow
 def test_registry_without_the_release_is_named_and_leaves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,3 +117,10 @@ def test_registry_without_the_release_is_named_and_leaves_nothing(
 def test_interpreter_that_does_not_run_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--python", "python9.9", "2.15.0"]) == 69
     assert "Received: --python=python9.9, which does not run here." in capfd.readouterr().out
+
+
+def test_cache_that_cannot_be_written_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "danling").touch()
+    assert main(["2.15.0"]) == 69
+    said = capfd.readouterr().out
+    assert "NOT TESTED with torch 2.15.0" in said and str(tmp_path / "danling" / "venvs") in said
