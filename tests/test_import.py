@@ -8,7 +8,7 @@ from pathlib import Path
 
 from danling.runners.extensions import EXTENSIONS, STACKS
 
-OURS = {"danling", "chanfig", "lazy_imports", "yaml", "_yaml", "tomli"}
+OURS = {"danling", "chanfig", "lazy_imports", "yaml", "_yaml"}
 EXTENSIONS_OF_THE_LIBRARY = {
     "audit",
     "remote",

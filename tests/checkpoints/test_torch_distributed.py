@@ -358,11 +358,8 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path, mode: st
     assert seen == [[True, 1, 3]] * 2
 
 
-def _lose_a_starting_process(directory: Path, victim: int) -> list[str]:
-    manager = _manager(directory, async_mode="async_with_pinned_mem")
-    process: Any = manager._process
-    if manager.domain.rank == victim:
-        process._ask = lambda *_: (os.kill(process.pid, signal.SIGKILL), type(process)._ask(process, *_))
+def _two_saves(manager: Any) -> list[str]:
+    """Save twice, the second time with a process that nothing happens to; return what came of each: the step, or the error."""
     seen = []
     for step in (1, 2):
         try:
@@ -370,16 +367,26 @@ def _lose_a_starting_process(directory: Path, victim: int) -> list[str]:
             manager.wait()
             seen.append(str(_step(manager, "latest")))
         except CheckpointError as error:
-            seen.append("ended by SIGKILL" if "ended by SIGKILL" in str(error) else str(error))
-        vars(process).pop("_ask", None)
+            seen.append(str(error))
+        vars(manager._process).pop("_ask", None)
     manager.close()
     return seen
+
+
+def _lose_a_starting_process(directory: Path, victim: int) -> list[str]:
+    manager = _manager(directory, async_mode="async_with_pinned_mem")
+    process: Any = manager._process
+    if manager.domain.rank == victim:
+        process._ask = lambda *_: (os.kill(process.pid, signal.SIGKILL), type(process)._ask(process, *_))
+    return _two_saves(manager)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_dies_as_it_starts_is_told_on_all_ranks(tmp_path: Path, victim: int) -> None:
     seen = run_processes(_lose_a_starting_process, tmp_path, victim, world_size=2, init_process_group=True)
-    assert seen == [["ended by SIGKILL", "2"]] * 2
+    for first, second in seen:
+        assert "ended by SIGKILL" in first
+        assert second == "2"
 
 
 def _lose_a_joining_process(directory: Path) -> list[str]:
@@ -394,17 +401,7 @@ def _lose_a_joining_process(directory: Path) -> list[str]:
         type(process)._ask(process, *request)
 
     process._ask = killed
-    seen = []
-    for step in (1, 2):
-        try:
-            _save(manager, step)
-            manager.wait()
-            seen.append(str(_step(manager, "latest")))
-        except CheckpointError as error:
-            seen.append(str(error))
-        vars(process).pop("_ask", None)
-    manager.close()
-    return seen
+    return _two_saves(manager)
 
 
 def test_processes_wait_for_one_that_dies_as_they_join_for_a_limited_time(tmp_path: Path) -> None:

@@ -33,10 +33,12 @@ def settings(**more: Any) -> dl.RunnerConfig:
     return dl.RunnerConfig({**base, **more})
 
 
-def train(config: Any = None, **methods: Any) -> None:
+def train(config: Any = None, **methods: Any) -> int:
+    """Train, and return the number of updates."""
     kind: Any = type("Toy", (Toy,), methods)
     with kind(settings() if config is None else config) as runner:
         runner.train()
+        return int(runner.train_state.global_step)
 
 
 # Data
@@ -59,7 +61,8 @@ def test_dataset_of_batches_goes_through_a_loader_without_a_batch_size() -> None
         def __getitem__(self, index: int) -> Any:
             return batches[index]
 
-    train(more=lambda self: self.dataloaders.update(train=DataLoader(Batches(), batch_size=None)))
+    updates = train(more=lambda self: self.dataloaders.update(train=DataLoader(Batches(), batch_size=None)))
+    assert updates == len(batches)
 
 
 @pytest.mark.parametrize("columns", [(INPUTS, TARGETS), (INPUTS.numpy(), TARGETS.numpy()), (INPUTS[:, 0], TARGETS)])
@@ -70,10 +73,11 @@ def test_columns_in_a_tuple_are_no_dataset(columns: Any) -> None:
 
 def test_samples_in_a_tuple_are_a_dataset() -> None:
     samples = tuple(torch.randn(4) for _ in range(8))
-    train(
+    updates = train(
         more=lambda self: self.datasets.update(train=samples),
         compute_loss=lambda self, pred, target: pred.square().mean(),
     )
+    assert updates == len(samples) // 4
 
 
 def test_loader_in_the_place_of_a_split_is_not_read() -> None:
