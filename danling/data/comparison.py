@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -36,33 +37,54 @@ def describe(value: Any, depth: int = _DEPTH) -> object:
 def series_of(dataset: object) -> dict[str, str]:
     """Return some values, spread evenly, of the tensors, arrays, lists and ranges in a dataset, by how each is reached from it.
 
-    A dataset has its samples, their indices or the names of their files in these. Single values are left out, such as a rank or a
-    directory, which may differ; so are the directories of files.
+    A dataset has its samples, their indices or the names of their files in these, or in objects with items of their own. Single values
+    are left out, such as a rank or a directory, which may differ; so are the directories of files.
     """
     return dict(_series_in(dataset, "dataset", _DEPTH))
 
 
 def _series_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
     if _is_array(value):
-        flat = value.reshape(-1)
-        yield path, repr((tuple(value.shape), [_plain(each) for each in _spread(flat).tolist()]))
+        yield path, repr((tuple(value.shape), [_plain(each) for each in _spread_of_array(value)]))
         return
     if type(value) in (list, tuple, range):
-        yield path, repr((len(value), [_plain(each) for each in _spread(value)]))
-    if depth == 0 or isinstance(value, (Tensor, type)):
+        step = _step(len(value))
+        yield path, repr((len(value), [_plain(each) for each in value[::step]]))
+    # An object that has no items has no samples: a dataset may know a module, a logger or the runner.
+    if depth == 0 or isinstance(value, Tensor) or not hasattr(type(value), "__getitem__"):
         return
     if type(value) in (list, tuple):
         named = [(f"{path}[{index}]", item) for index, item in enumerate(value[:_ITEMS])]
     elif type(value) is dict:
         named = [(f"{path}[{key!r}]", item) for key, item in islice(value.items(), _ITEMS)]
     else:
-        named = [(f"{path}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+        named = [(f"{path}.{name}", item) for name, item in _attributes(value).items()]
     for name, item in named:
         yield from _series_in(item, name, depth - 1)
 
 
-def _spread(values: Any) -> Any:
-    return values[:: max(1, len(values) // _VALUES)]
+def _attributes(value: object) -> dict[str, object]:
+    """Return the attributes that an object has; its `__getattr__` is not asked."""
+    try:
+        return dict(object.__getattribute__(value, "__dict__"))
+    except AttributeError:
+        return {}
+
+
+def _step(length: int) -> int:
+    return max(1, length // _VALUES)
+
+
+def _spread_of_array(value: Any) -> list[object]:
+    """Return some values of a tensor or array, each read by its place: another form of the whole may be a copy of it."""
+    size = math.prod(value.shape)
+    places = range(0, size, _step(size))
+    index = []
+    for length in reversed(value.shape):
+        index.insert(0, [place % length for place in places])
+        places = [place // length for place in places]  # type: ignore[assignment]
+    values: list[object] = value[tuple(index)].tolist()
+    return values
 
 
 def _plain(value: object) -> object:
@@ -73,5 +95,6 @@ def _plain(value: object) -> object:
 
 def _is_array(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return is_plain_tensor(value) and value.layout == torch.strided and not value.is_meta and value.dim() > 0
+        is_strided = value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)
+        return is_strided and is_plain_tensor(value) and value.dim() > 0
     return type(value).__module__ == "numpy" and hasattr(value, "reshape") and value.ndim > 0

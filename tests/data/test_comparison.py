@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from support.processes import run_processes
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import danling as dl
@@ -49,10 +51,23 @@ def dataset(kind: str, rank: int) -> Dataset[Any]:
         "divided-by-hand": Subset(whole, range(rank, 24, 2)),
         "split-at-random": Subset(whole, np.random.default_rng(rank).permutation(24)[:12].tolist()),
         "other-tensors": TensorDataset(SAMPLES + rank, SAMPLES[:, :1]),
+        "with-the-runner": Files("/data", names),
         "order-of-listing": Files("/data", sorted(names, reverse=rank == 1)),
         "array": Arrays(np.arange(24) + rank),
     }
     return made[kind]
+
+
+class Slots:
+    """Without attributes, and with its own answer to a question for one."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: int) -> object:
+        raise LookupError(index)
+
+    def __getattr__(self, name: str) -> object:
+        raise LookupError(name)
 
 
 class Linear(dl.TorchRunner):
@@ -62,6 +77,8 @@ class Linear(dl.TorchRunner):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.datasets = {"train": dataset("whole", 0), "val": dataset("whole", 0)}
         self.datasets[split] = dataset(kind, self.rank)
+        if kind == "with-the-runner":
+            self.datasets[split].runner = self  # type: ignore[attr-defined]
 
 
 def warnings_of(directory: str, kind: str, split: str) -> list[str]:
@@ -94,7 +111,7 @@ def test_dataset_that_differs_between_ranks_is_named_once(kind: str, where: str,
     )
 
 
-@pytest.mark.parametrize("kind", ["whole", "subset-of-every-rank", "directories"])
+@pytest.mark.parametrize("kind", ["whole", "subset-of-every-rank", "directories", "with-the-runner"])
 def test_same_dataset_on_all_ranks_is_not_named(kind: str, tmp_path: Path) -> None:
     assert run_processes(warnings_of, str(tmp_path), kind, "train", world_size=2) == [[], []]
 
@@ -114,12 +131,54 @@ def test_values_are_compared_over_the_whole_length() -> None:
         np.float32(1),
         np.array(1),
         np.array([None, "a"]),
+        np.zeros((0, 3)),
+        Slots(),
+        np,
         int,
         [[]],
     ],
-    ids=["sparse", "meta", "scalar", "no-dimension", "objects", "class", "empty"],
+    ids=[
+        *("sparse", "meta", "scalar", "no-dimension", "objects"),
+        *("no-elements", "slots", "module", "class", "empty"),
+    ],
 )
 def test_values_of_other_kinds_are_no_error(value: object) -> None:
     holder = Files("", [])
     holder.value = value  # type: ignore[attr-defined]
     assert series_of(holder) == series_of(holder)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensor_is_no_error() -> None:
+    holder = Files("", [])
+    holder.value = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])  # type: ignore[attr-defined]
+    assert "dataset.value" not in series_of(holder)
+
+
+@pytest.mark.parametrize("transposed", [np.transpose, torch.t], ids=["numpy", "torch"])
+def test_array_in_another_order_is_not_copied(transposed: Any) -> None:
+    """Of one in a file, all of the file would be read."""
+    array = np.arange(600_000).reshape(3, 200_000)
+    value = transposed(array if transposed is np.transpose else torch.from_numpy(array))
+    holder = Files("", [])
+    holder.value = value  # type: ignore[attr-defined]
+    with LargestResult() as copies:
+        tracemalloc.start()
+        found = series_of(holder)["dataset.value"]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    flat = np.asarray(value).reshape(-1)
+    assert found == repr((tuple(value.shape), flat[:: flat.size // 64].tolist()))
+    assert max(peak, copies.largest) < array.nbytes / 10
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operation returns, other than a view."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result._is_view():
+            self.largest = max(self.largest, result.nbytes)
+        return result
