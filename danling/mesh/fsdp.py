@@ -17,7 +17,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Return the modules that are sharded, compiled and checkpointed one by one, outer ones before inner ones."""
     if wanted is None:
-        return dict(_repeated(model, ""))
+        paths: dict[nn.Module, str] = {}
+        for path, block in _repeated(model, ""):
+            paths.setdefault(block, path)  # several lists may share a layer
+        return {path: block for block, path in paths.items()}
     found = {n: m for n, m in model.named_modules() if n and (n in wanted or type(m).__name__ in wanted)}
     seen = {*found, *(type(module).__name__ for module in found.values())}
     missing = [name for name in wanted if name not in seen]
@@ -63,14 +66,19 @@ def shard(model: nn.Module, mesh: DeviceMesh, blocks: Iterable[nn.Module], **kwa
 
 
 def _apart(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the blocks that share no parameter with anything else: tied weights are gathered with the rest of the model."""
-    uses = _owners(model)
-    return [block for block in blocks if all(uses[key] == count for key, count in _owners(block).items())]
+    """Return the blocks that share no parameter with anything else.
+
+    Tied weights, and layers that several blocks share, are gathered with the rest of the model.
+    """
+    uses, paths = _uses(model), Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    return [
+        block for block in blocks if all(uses[key] == count * paths[id(block)] for key, count in _uses(block).items())
+    ]
 
 
-def _owners(model: nn.Module) -> Counter[int]:
-    """Return by how many modules each parameter is owned."""
-    return Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+def _uses(module: nn.Module) -> Counter[int]:
+    """Return under how many names a module has each parameter."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.processes import run_processes
 from support.toys import settings
@@ -42,23 +43,44 @@ class Columns(nn.Module):
         return self.head(hidden)
 
 
+class Shared(nn.Module):
+    """Layers that several lists, several blocks or several places of one list share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        once, twice, inner = (nn.Linear(4, 4) for _ in range(3))
+        self.up = nn.ModuleList([once, nn.Sequential(inner, nn.Tanh()), twice, twice])
+        self.down = nn.ModuleList([once, nn.Sequential(inner, nn.GELU()), nn.Linear(4, 4)])
+        self.first = self.up[0]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs + self.first(inputs)
+        for layer in (*self.up, *self.down):
+            hidden = hidden + torch.tanh(layer(hidden))
+        return hidden
+
+
+MODELS = {"columns": Columns, "shared": Shared}
+
+
 class ColumnsRunner(dl.Runner):
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], model: str) -> None:
         super().__init__(config)
-        self.model = Columns().double()
+        self.model = MODELS[model]().double()
         self.criterion = nn.MSELoss()
         self.datasets = {"train": torch.utils.data.TensorDataset(INPUTS, TARGETS)}
 
 
-def train(config: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
-    with ColumnsRunner(config) as runner:
+def train(config: Mapping[str, Any], model: str) -> tuple[dict[str, Tensor], int]:
+    with ColumnsRunner(config, model) as runner:
         runner.train()
         weights = {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
         return weights, len(sharded_modules(runner.model))
 
 
-def by_hand() -> dict[str, Tensor]:
-    model = Columns().double()
+def by_hand(kind: str) -> dict[str, Tensor]:
+    model = MODELS[kind]().double()
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     for _ in range(UPDATES):
         optimizer.zero_grad()
@@ -72,7 +94,12 @@ def test_blocks_are_layers_of_inner_lists_without_their_parametrizations() -> No
     assert [*find_blocks(Columns())] == names
 
 
-def test_lists_in_lists_and_computed_weights_train_in_shards_as_in_one_process(tmp_path: Path) -> None:
+def test_shared_layer_is_one_block() -> None:
+    assert [*find_blocks(Shared())] == ["up.0", "up.1", "up.2", "down.1", "down.2"]
+
+
+@pytest.mark.parametrize(("model", "expected_units"), [("columns", 5), ("shared", 4)])
+def test_blocks_train_in_shards_as_in_one_process(model: str, expected_units: int, tmp_path: Path) -> None:
     config = settings(
         tmp_path,
         optim={"type": "sgd", "lr": RATE},
@@ -81,8 +108,8 @@ def test_lists_in_lists_and_computed_weights_train_in_shards_as_in_one_process(t
         stack="parallel",
         parallel={"axes": {"shard": 2}},
     )
-    expected = by_hand()
-    for weights, units in run_processes(train, config, world_size=2):
-        assert units == 5 and weights.keys() == expected.keys()
+    expected = by_hand(model)
+    for weights, units in run_processes(train, config, model, world_size=2):
+        assert units == expected_units and weights.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12)
