@@ -180,7 +180,7 @@ class Until(Observer):
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
         """Have the run save after the last update, and end where it has come beyond it. Called on all ranks."""
-        step, session = self._runner.saver.at[0], self._runner._session
+        step, session = self._runner.saver.at[0], self._runner._parts.session
         if step == self.target[0]:
             # At once, and not as a request, of which an accelerator hears an update later.
             session.save_requested = True
@@ -190,5 +190,5 @@ class Until(Observer):
     def _saved(self) -> None:
         # The same update may be saved before and after the end of its epoch.
         if self._runner.saver.at == self.target:
-            self._runner._session.stop_reason = "stop"
+            self._runner._parts.session.stop_reason = "stop"
             end_after()

@@ -366,7 +366,7 @@ class UpdateAudit(Observer):
         if self._domain.rank == 0:
             if self._file is None:
                 self._file = DigestFile(self._runner.workspace.digests_file, resume_step=self._began_at)
-                self._runner._closers.callback(self._file.close)
+                self._runner._parts.closers.callback(self._file.close)
             # A column without tensors has no digest.
             totals = self._table.totals(rows)
             shown = {name: value for name, value in totals.items() if value or name == "samples"}

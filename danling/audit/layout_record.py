@@ -105,7 +105,7 @@ def divide_for_check(runner: BaseRunner) -> DividedSettings:
     config, section = runner.config, runner.config.audit.gradients
     if section.dtype is not None:
         # What the forward creates has to be of this dtype as well.
-        runner._closers.enter_context(default_dtype(dtype_of(section.dtype)))
+        runner._parts.closers.enter_context(default_dtype(dtype_of(section.dtype)))
     if config.seed is None:
         config.seed = 0
     replicas, accum_steps = int(section.replicas), int(config.accum_steps)

@@ -226,7 +226,7 @@ def audit_run(
 def audit_runner(runner: TorchRunner, start: int | None, end: int | None, scratch: str | Path | None) -> AuditResult:
     """Train a stretch of a runner's run again; see `TorchRunner.audit`."""
     world = runner.world
-    if runner._session.running:
+    if runner._parts.session.running:
         raise ValueError("runner.audit() cannot be called during train(). Call it after train() returns.")
     runner.checkpoint_manager.wait()
     place = Path(scratch or world.on_first(lambda: tempfile.mkdtemp(prefix="danling-audit-")))

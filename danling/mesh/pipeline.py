@@ -158,7 +158,7 @@ class Pipeline:
         self.device = runner.device
         self.microbatch_size = int(settings.pipeline_microbatch_size)
         self.n_microbatches = settings.pipeline_n_microbatches
-        self._keys = runner._keys
+        self._keys = runner._parts.keys
         size = self.domain.size
         self.rank_of_stage = {
             stage: rank

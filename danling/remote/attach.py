@@ -42,14 +42,14 @@ class RemoteStores:
     @cached_property
     def home(self) -> StoredRun:
         """The run itself, where `checkpoint.remote.url` is set."""
-        place = self._runner._run_place
+        place = self._runner._parts.run_place
         url = str(self._runner.config.checkpoint.remote.url)
         return StoredRun(self.connect(url), RunLayout(place.family, place.instance))
 
     @cached_property
     def sources(self) -> RemoteSources:
         """Where checkpoints are found: those of the run, and what a URL names."""
-        home = self.home if self._runner._has_remote() else None
+        home = self.home if self._runner._parts.is_copied else None
         return RemoteSources(self._runner.workspace.checkpoints, connect=self.connect, home=home)
 
     # Called on one rank
@@ -81,7 +81,7 @@ class RemoteStores:
             self._runner.world.on_first(self._bring_files)
 
     def _bring_files(self) -> None:
-        brought = bring_files(self.home.store, self.home.layout.files, self._runner._run_place.dir)
+        brought = bring_files(self.home.store, self.home.layout.files, self._runner._parts.run_place.dir)
         if brought:
             logger.info("Brought %d files of the run from %s.", brought, self.home.url)
 

@@ -72,7 +72,7 @@ class RunRecorder(Observer):
         runner = self._runner
         model = self._model()  # on all ranks
         if runner.is_main_process and not runner.config.checkpoint.load_only:
-            division, optimizer, scheduler = runner._data.division(), runner.optimizer, runner.scheduler
+            division, optimizer, scheduler = runner._parts.data.division(), runner.optimizer, runner.scheduler
             record = {
                 "model": model,
                 "criterion": _kind(runner.criterion),
@@ -154,7 +154,7 @@ class RunRecorder(Observer):
             samples: int | None = len(data)
         except TypeError:
             samples = None
-        shuffle = runner._data.settings(split).get("shuffle", split in runner.train_splits)
+        shuffle = runner._parts.data.settings(split).get("shuffle", split in runner.train_splits)
         return {
             "kind": _kind(data),
             "samples": samples,

@@ -67,7 +67,7 @@ class Reporter(Observer):
     def open_log(self, file: Path | None) -> None:
         """Open the log of the run, in a file if there is one."""
         self._log = RunLog(file, is_main=self._owner.is_main_process, rank=self._owner.rank)
-        self._owner._closers.callback(self._log.close)
+        self._owner._parts.closers.callback(self._log.close)
 
     def speaking(self) -> AbstractContextManager[None]:
         """Return the context in which log messages belong to this run alone."""
@@ -160,7 +160,7 @@ class Reporter(Observer):
 
     def save_ended(self) -> None:
         self._show_doing("")
-        if self._owner._session.running:  # else they are flushed at the end
+        if self._owner._parts.session.running:  # else they are flushed at the end
             self.trackers.flush()
 
     def _show_doing(self, what: str) -> None:
@@ -190,8 +190,8 @@ class Reporter(Observer):
             values["grad_norm"] = float(update.grad_norm)
         values |= pace
         named, known = {f"train/{name}": value for name, value in values.items()}, dict[str, float]()
-        copied = runner._remote.figures(train.global_step) if runner._has_remote() else {}
-        loaders = {split: loader.metrics() for split, loader in runner._data.windows().items()}
+        copied = runner._parts.remote.figures(train.global_step) if runner._parts.is_copied else {}
+        loaders = {split: loader.metrics() for split, loader in runner._parts.data.windows().items()}
         for split, found in {**loaders, **copied}.items():
             named |= {f"{split}/{name}": value for name, value in found.items()}
             known |= {name: known.get(name, 0) + value for name, value in found.items()}
@@ -223,7 +223,9 @@ class Reporter(Observer):
         self.trackers.log(flat, step)
 
     def _write_streams(self, runner: TorchRunner) -> None:
-        streams = {split: found for split, loader in runner._data.windows().items() if (found := loader.standing())}
+        streams = {
+            split: found for split, loader in runner._parts.data.windows().items() if (found := loader.standing())
+        }
         if streams:
             runner.workspace.write_streams(streams)
 
@@ -254,7 +256,7 @@ def describe_training(runner: TorchRunner) -> list[str]:
     parameters = [parameter for _, parameter in runner.named_parameters()]
     whole, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
     sizes = f"{whole:,} parameters" + (f", {trained:,} trained" if trained != whole else "")
-    division, batch = runner._data.division(), runner.batch_size
+    division, batch = runner._parts.data.division(), runner.batch_size
     accumulated = f" x {runner.accum_steps} micro-batches" if runner.accum_steps > 1 else ""
     each = " on each" if runner.distributed else ""
     if division is not None:
@@ -295,7 +297,7 @@ def describe_end(runner: TorchRunner) -> list[str]:
 
 def _how_to_resume(runner: TorchRunner, latest: Path) -> str:
     """Return what continues a run, with larger values of the settings that have ended it: its budget, and the patience that is used up."""
-    reason, done = runner._session.stop_reason, runner.steps if runner.is_step_mode else runner.epochs
+    reason, done = runner._parts.session.stop_reason, runner.steps if runner.is_step_mode else runner.epochs
     more: dict[str, int] = {}
     if runner.progress >= 1 and done and reason in (None, "patience"):
         more["steps" if runner.is_step_mode else "epochs"] = 2 * done

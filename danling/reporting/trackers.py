@@ -484,7 +484,7 @@ class WandbTracker(WandbMedia):
         self.run: Any = wandb.run
         if not self._owned:
             return
-        config, settings, name = runner.config, runner.config.wandb, runner._run_place.instance
+        config, settings, name = runner.config, runner.config.wandb, runner._parts.run_place.instance
         directory = Path(settings.dir or runner.workspace.dir)
         directory.mkdir(parents=True, exist_ok=True)
         secrets = secret_values(config.plain(), config.secret_keys or ())
@@ -539,7 +539,7 @@ class MlflowTracker(MlflowMedia):
     def __init__(self, runner: BaseRunner) -> None:
         require_package("mlflow")
         mlflow: Any = import_module("mlflow")
-        settings, name = runner.config.mlflow, runner._run_place.instance
+        settings, name = runner.config.mlflow, runner._parts.run_place.instance
         uri = settings.uri
         if uri is None and not mlflow.is_tracking_uri_set():
             # The two characters of a path that mean something else in a URI.
@@ -644,7 +644,7 @@ class TrackioTracker(TrackioMedia):
         project = settings.project or config.lineage
         self.run = trackio.init(
             project=project,
-            name=runner._run_place.instance,
+            name=runner._parts.run_place.instance,
             group=settings.group or config.experiment,
             space_id=settings.space_id,
             server_url=settings.server_url,
@@ -684,7 +684,7 @@ class TrackioTracker(TrackioMedia):
 
 
 def _jsonl(runner: BaseRunner) -> Tracker:
-    step, mark = runner.state.train.global_step, runner._reporter.trackers.mark
+    step, mark = runner.state.train.global_step, runner._parts.reporter.trackers.mark
     return JsonlTracker(runner.workspace.jsonl_file, resume_step=step, resume_mark=mark)
 
 

@@ -61,7 +61,7 @@ class AccelerateRunner(TorchRunner):
         check_launch(settings, os.environ, world_size=launch.world_size)
         super().init_distributed()
         self.accelerator = open_accelerator(settings, launch, self.accelerate_kwargs())
-        self._closers.callback(release_accelerator)
+        self._parts.closers.callback(release_accelerator)
         if self.accelerator.device.type != self.device.type:
             self.device = self.accelerator.device
             self.world = world_of(launch.world_size, self.device)

@@ -6,9 +6,9 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import partial
 from glob import escape
 from pathlib import Path
 from types import TracebackType
@@ -29,14 +29,11 @@ from danling.config.runner_config import continued
 from danling.config.sections import refuse_absent_keys, sections_that_make_keys
 from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels, set_cublas_workspace
-from danling.data.run_data import RunData
 from danling.distributed import (
-    CollectiveCalls,
     Domain,
     LaunchEnvironment,
     Placement,
     check_tasks,
-    collective_timeout,
     destroy_process_group,
     init_process_group,
     select_device,
@@ -44,12 +41,9 @@ from danling.distributed import (
 )
 from danling.metrics import Meters, ScoreBoard, check_numbers
 from danling.metrics.scores import BestScore
-from danling.reporting import Reporter, Tracker, media
+from danling.reporting import Tracker, media
 from danling.reporting.trackers import FileMark
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
-from danling.training import TrainingSession
-from danling.training.attributes import KeptAttributes
-from danling.training.keys import RandomKeys
 from danling.training.run_state import (
     RunSaver,
     RunState,
@@ -67,7 +61,7 @@ from danling.training.run_state import (
 from danling.training.session import BY_SIGNAL
 from danling.utils.process import arithmetic
 from danling.workspace import Workspace
-from danling.workspace.workspace import RunPlace, without_places
+from danling.workspace.workspace import without_places
 
 from .extensions import is_asked, load
 from .meta import (
@@ -81,13 +75,11 @@ from .meta import (
     guard,
     instead_of,
 )
+from .parts import Parts, TorchParts
 from .state import ElasticState, RngState, RunnerState, TrainState
 
 if TYPE_CHECKING:
-    from danling.remote.attach import RemoteStores
     from danling.utils.observers import Observers
-
-    from .torch_runner import TorchParts
 
 logger = logging.getLogger("danling")
 
@@ -109,18 +101,6 @@ def _of_a_stack(verb: str, does: str) -> Callable[..., Any]:
 
     method.__name__, method.__qualname__, method.__doc__ = verb, f"BaseRunner.{verb}", does
     return method
-
-
-class Closers(ExitStack):
-    """Closes what was opened, last opened first, once; if one of them fails, the others are closed all the same."""
-
-    closed = False
-
-    def close(self) -> None:
-        """Close everything; a second call does nothing."""
-        if not self.closed:
-            self.closed = True
-            super().close()
 
 
 class BaseRunner(metaclass=MetaRunner):
@@ -188,12 +168,11 @@ class BaseRunner(metaclass=MetaRunner):
     world: Domain
     placement: Placement
     device: torch.device
-    _parts: TorchParts | None = None
-    _calls: CollectiveCalls | None = None
+    _parts: Parts
 
     def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
         early = begin(self)
-        self._closers = Closers()
+        self._parts = self._make_parts()
         self._was_given_config = config is not None
         self.config: RunnerConfig = self.adopt_config(config)
         self.state = RunnerState()
@@ -202,32 +181,20 @@ class BaseRunner(metaclass=MetaRunner):
         self.carry: Any = None
         self.meters = Meters(reserved=("loss",))
         self.results: Results = {}
-        self._session = TrainingSession()
         self.standing = BestScore(self, own=type(self).scores is not BaseRunner.scores)
-        self._data = RunData(
-            self,
-            own_accum_steps=type(self).accum_steps is not BaseRunner.accum_steps,
-            divided=load("audit").divide_for_check(self) if self.config.audit.gradients.dir is not None else None,
-        )
-        self._keys = RandomKeys(self)
         self._seed_is_drawn = False
-        self._attributes = KeptAttributes(self)
         # Overrides of `init_distributed` and the log read both before the process group is there.
         self.launch = LaunchEnvironment.read()
         if self.config.deterministic:
             set_cublas_workspace()
         self.device = select_device(self.launch.local_rank)
-        self._parts = self._make_parts()
         self.run_state = RunState(self)
         self.saver = RunSaver(self)
-        self._reporter = Reporter(self)
-        self._session.observers.extend([self._reporter.telemetry, self._reporter])
+        self._parts.open(own_accum_steps=type(self).accum_steps is not BaseRunner.accum_steps)
         self.init_distributed()
         if "world" not in vars(self):
             self.world = world_of(self.world_size, self.device)
-        self._calls = CollectiveCalls.of(
-            self.world.rank, self.world.size, limit=lambda: collective_timeout(self.device)
-        )
+        self._parts.watch_calls()
         self._check_ranks_alike()
         self.state.elastic = ElasticState(world_size=self.world_size, restart_count=self.launch.restart_count)
         self.placement = self.build_placement()
@@ -235,24 +202,21 @@ class BaseRunner(metaclass=MetaRunner):
             group = self.config.ft.replica_id, self.config.ft.group_size
             self.placement = replace(self.placement, replica_group=group)
         # Must precede `set_seed`: a seed that is drawn there must not enter the run's id. Nothing is written yet.
-        place = self._run_place = RunPlace(self)
-        self._closers.callback(place.release)
+        place = self._parts.find_place()
         self.id, self.timestamp = place.id, place.timestamp
         self.code_id, self.config_id = place.code_id, place.config_id
         self.workspace: Workspace = place.workspace(self.timestamp)
-        # Trackers that were added but never opened are closed too, before the right to write into the run directory is given up.
-        self._closers.callback(self._reporter.trackers.close)
         self.set_seed()
         self.state.rng.seed = self.seed
         self.set_deterministic()
         # Building a model may be what hangs.
         self._heartbeat_settings = (self.workspace.dir, *self.config.heartbeat.items())
         self.init_heartbeat()
-        self._settings_lock = self._lock_settings()
+        self._parts.settings_lock = self._lock_settings()
         guard(self, early)
 
-    def _make_parts(self) -> TorchParts | None:
-        return None
+    def _make_parts(self) -> Parts:
+        return Parts(self)
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -261,16 +225,6 @@ class BaseRunner(metaclass=MetaRunner):
         train = self.state.train
         ranks = f"rank {self.rank} of {self.world_size}"
         return f"<{name} {self.id} ({self.stack}): step {train.global_step}, epoch {train.epoch}, {ranks}, in {self.workspace.dir}>"
-
-    def _has_remote(self) -> bool:
-        """Whether the run is copied to an object store."""
-        return is_asked("remote", self.config)
-
-    @cached_property
-    def _remote(self) -> RemoteStores:
-        """The object stores of the run, and those of URLs; the extension is loaded here."""
-        stores: RemoteStores = load("remote").RemoteStores(self)
-        return stores
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
         """Return a validated copy of `config` that belongs to this runner.
@@ -308,8 +262,8 @@ class BaseRunner(metaclass=MetaRunner):
         self._check_sources_alike()
         self.prepare_components()
         self.open_workspace()
-        if self._has_remote():
-            self._remote.bring_files()
+        if self._parts.is_copied:
+            self._parts.remote.bring_files()
         if self._heartbeat_settings != (self.workspace.dir, *self.config.heartbeat.items()):
             self.init_heartbeat()
         self.init_garbage_collection()
@@ -319,25 +273,25 @@ class BaseRunner(metaclass=MetaRunner):
                 "Expected `init_checkpoint_manager` to set `self.checkpoint_manager`. Received: None. Call super() in it; a run that is to "
                 "write no checkpoints sets checkpoint.load_only=true."
             )
-        self.checkpoint_manager.after_save = self._data.commit_saved
-        if self._has_remote():
-            self._remote.claim()
-        self.saver.loaded.append(self._data.commit_loaded)
+        self.checkpoint_manager.after_save = self._parts.data.commit_saved
+        if self._parts.is_copied:
+            self._parts.remote.claim()
+        self.saver.loaded.append(self._parts.data.commit_loaded)
         if is_asked("torchft", self.config):
             load("torchft").keep_own_positions(self)
         self.state.elastic.data_replicas = self.placement.data_replicas
-        self._keys.between_updates()
-        self._attributes.begin()
+        self._parts.keys.between_updates()
+        self._parts.attributes.begin()
         self.restore()
-        if self._has_remote():
-            self._remote.start_mirroring()
+        if self._parts.is_copied:
+            self._parts.remote.start_mirroring()
         self._write_metadata()
-        self._closers.callback(self._data.close)
-        self._closers.callback(self._session.end)
+        self._parts.closers.callback(self._parts.data.close)
+        self._parts.closers.callback(self._parts.session.end)
 
     def _write_metadata(self) -> None:
         """Write what the run is made of. Called on all ranks."""
-        self._run_place.write_metadata(
+        self._parts.run_place.write_metadata(
             self.workspace,
             foreign=lambda: self.checkpoint_manager.on_main(self.checkpoint_manager.checkpoints.is_foreign),
         )
@@ -368,14 +322,14 @@ class BaseRunner(metaclass=MetaRunner):
 
     def _end_construction(self) -> None:
         """Lock the settings that were read. Called once, after the outermost `__post_init__`."""
-        if self.config.__dict__.get("_lock", (None,))[0] is not self._settings_lock:
+        if self.config.__dict__.get("_lock", (None,))[0] is not self._parts.settings_lock:
             # `__init__` has put another configuration in its place.
-            self._settings_lock = self._lock_settings()
-        self._settings_lock.end_construction()
+            self._parts.settings_lock = self._lock_settings()
+        self._parts.settings_lock.end_construction()
 
     def _check_settings(self) -> None:
         """Refuse settings that were changed since construction, or differ between ranks. Called on all ranks when training begins."""
-        lock = self._settings_lock
+        lock = self._parts.settings_lock
         lock.check_intact(self.config)
         self._check_ranks_alike()
         if lock.has_changed:
@@ -426,11 +380,11 @@ class BaseRunner(metaclass=MetaRunner):
     def prepare_components(self) -> None:
         """Prepare what `__init__` has set: here the loaders. Called before the first file is written."""
         self.build_dataloaders()
-        self._data.agree_lengths()
+        self._parts.data.agree_lengths()
         self._open_sources()
 
     def _open_sources(self) -> None:
-        split, config = self._data.open_all(), self.config
+        split, config = self._parts.data.open_all(), self.config
         if split is not None or self.standing.own:  # else nothing is evaluated, of which a score could be made
             self.standing.board = ScoreBoard(
                 config.score_name, mode=config.score_mode, split=split or "", min_delta=config.min_delta
@@ -455,7 +409,7 @@ class BaseRunner(metaclass=MetaRunner):
             timeout_seconds=self.config.comm.init_timeout_seconds,
         )
         if created:
-            self._closers.callback(destroy_process_group)
+            self._parts.closers.callback(destroy_process_group)
         self.world = world_of(launch.world_size, self.device)
 
     def build_placement(self) -> Placement:
@@ -478,8 +432,8 @@ class BaseRunner(metaclass=MetaRunner):
         if config.seed is None:
             goes_on = self.is_main_process and (config.resume or config.auto_resume)
             stored = stored_seed(self.workspace.checkpoints, config.resume or None) if goes_on else None
-            if goes_on and stored is None and (self._has_remote() or "://" in (config.resume or "")):
-                stored = self._remote.stored_seed(config.resume or None)
+            if goes_on and stored is None and (self._parts.is_copied or "://" in (config.resume or "")):
+                stored = self._parts.remote.stored_seed(config.resume or None)
             config.seed = self.world.broadcast_object(secrets.randbits(31) if stored is None else stored)
         self.seed = int(config.seed or 0)
         seed_streams(derive_seed(self.seed, "initialization"))
@@ -487,12 +441,12 @@ class BaseRunner(metaclass=MetaRunner):
     def set_deterministic(self) -> None:
         """Ask torch for deterministic kernels when `config.deterministic` is set; `close` restores its switches."""
         if self.config.deterministic:
-            self._closers.enter_context(deterministic_kernels())
+            self._parts.closers.enter_context(deterministic_kernels())
 
     def init_signal_handlers(self) -> None:
         """Watch for SIGTERM, SIGINT and SIGUSR1 while training; the handlers are restored when it ends."""
-        self._session.signals = SignalWatcher()
-        self._session.signals.install()
+        self._parts.session.signals = SignalWatcher()
+        self._parts.session.signals.install()
 
     def init_heartbeat(self) -> None:
         """Start the heartbeat file of this rank when `config.heartbeat.enabled`: before `__init__` builds a model, and anew after it if
@@ -503,26 +457,26 @@ class BaseRunner(metaclass=MetaRunner):
             self.observers.remove(earlier)
         if settings.enabled:
             heartbeat = Heartbeat(self, self.workspace.dir / settings.dir_name, settings.interval_seconds)
-            self._session.observers.append(heartbeat)
-            self._closers.callback(heartbeat.stop)
+            self._parts.session.observers.append(heartbeat)
+            self._parts.closers.callback(heartbeat.stop)
 
     def init_garbage_collection(self) -> None:
         """Pace Python's garbage collection in training and evaluation when `config.gc.interval` is set."""
         settings = dict(self.config.gc.items())
         interval = settings.pop("interval")
         if interval is not None:
-            self._session.observers.append(GcPacer(interval, **settings))
+            self._parts.session.observers.append(GcPacer(interval, **settings))
 
     def init_fault_tolerance(self) -> None:
         """Join the fault-tolerance service when `config.ft.enabled`; stacks that support it override this."""
 
     def open_workspace(self) -> None:
         """Create the run directory and open its log, on the main process."""
-        place = self._run_place
+        place = self._parts.run_place
         self.workspace = place.open(code_id=self.code_id, config_id=self.config_id, timestamp=self.timestamp)
         self.id = place.id
         log_file = self.workspace.log_file if self.config.log else None
-        self._reporter.open_log(log_file)
+        self._parts.reporter.open_log(log_file)
         if place.notice is not None:
             logger.info("%s", place.notice)
 
@@ -561,17 +515,17 @@ class BaseRunner(metaclass=MetaRunner):
     @property
     def train_splits(self) -> list[str]:
         """Splits to train on: `config.train_splits`, else those whose name starts with `train`."""
-        return self._data.to_train()
+        return self._parts.data.to_train()
 
     @property
     def evaluate_splits(self) -> list[str]:
         """Splits to evaluate: `config.evaluate_splits`, else all but those to train on and those named for inference."""
-        return self._data.to_evaluate()
+        return self._parts.data.to_evaluate()
 
     @property
     def score_split(self) -> str | None:
         """The split whose metrics select the best checkpoint."""
-        return self._data.to_score(self.evaluate_splits)
+        return self._parts.data.to_score(self.evaluate_splits)
 
     def build_dataloaders(self) -> None:
         """Build a loader for every dataset that has none; loaders that the user made are left alone."""
@@ -581,7 +535,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     def build_dataloader(self, split: str, dataset: Any) -> Any:
         """Return the loader of one split over the data domain, an iterable of batches."""
-        return self._data.build_loader(split, dataset)
+        return self._parts.data.build_loader(split, dataset)
 
     def build_datasampler(self, split: str, dataset: Any) -> Any:
         """Return a sampler or a batch sampler for one split, or `None`; override it for your own order.
@@ -594,7 +548,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     def source(self, split: str) -> BatchSource:
         """Return the batches of a split and the position in them, also of a loader or dataset that was added after construction."""
-        return self._data.of(split)
+        return self._parts.data.of(split)
 
     # Progress of the run; none of it communicates
 
@@ -631,7 +585,7 @@ class BaseRunner(metaclass=MetaRunner):
     @property
     def sources(self) -> dict[str, BatchSource]:
         """Batches of each loader, with the position in them."""
-        return self._data.sources
+        return self._parts.data.sources
 
     @property
     def data_domain(self) -> Domain:
@@ -677,7 +631,7 @@ class BaseRunner(metaclass=MetaRunner):
         """
         if self.config.epochs is None:
             return self.config.steps
-        return (self._data.updates_of_epoch or 0) * (self.epochs or 0) or None
+        return (self._parts.data.updates_of_epoch or 0) * (self.epochs or 0) or None
 
     @property
     def is_step_mode(self) -> bool:
@@ -687,7 +641,7 @@ class BaseRunner(metaclass=MetaRunner):
     @property
     def accum_steps(self) -> int:
         """Micro-batches of an update on each rank; with `dataloader.global_batch_size` those of a full update on the first split."""
-        division = self._data.division()
+        division = self._parts.data.division()
         return int(self.config.accum_steps) if division is None else division.micro_batches
 
     @property
@@ -696,7 +650,7 @@ class BaseRunner(metaclass=MetaRunner):
 
         With `dataloader.global_batch_size` the most samples that a rank holds at once.
         """
-        return self._data.batch_size
+        return self._parts.data.batch_size
 
     @property
     def progress(self) -> float:
@@ -784,12 +738,12 @@ class BaseRunner(metaclass=MetaRunner):
                 returns one, such as its class. Used and called on the main process only.
         """
         if self.config.audit.quick is None:
-            self._reporter.trackers.add(tracker)
+            self._parts.reporter.trackers.add(tracker)
 
     @property
     def trackers(self) -> list[Tracker]:
         """The open trackers: none before training begins, and none on processes other than the main one."""
-        return self._reporter.trackers.opened
+        return self._parts.reporter.trackers.opened
 
     def log_figures(self, values: Mapping[str, float], step: int | None = None) -> None:
         """Send metrics to every tracker, `metrics.jsonl` included. May be called on all ranks; the main process sends them.
@@ -800,7 +754,7 @@ class BaseRunner(metaclass=MetaRunner):
         """
         self.open_trackers()
         try:
-            self._reporter.trackers.log(values, self.state.train.global_step if step is None else step)
+            self._parts.reporter.trackers.log(values, self.state.train.global_step if step is None else step)
         except (TypeError, ValueError, RuntimeError) as error:
             check_numbers(values, error)
             raise
@@ -859,27 +813,27 @@ class BaseRunner(metaclass=MetaRunner):
         self.open_trackers()
         if self.is_main_process:
             at = self.state.train.global_step if step is None else step
-            self._reporter.trackers.log_media(kind, name, prepared(), at)
+            self._parts.reporter.trackers.log_media(kind, name, prepared(), at)
 
     def open_trackers(self) -> None:
         """Open the trackers when training begins; a runner that only evaluates does not change the metrics of an earlier run."""
-        if self._reporter.trackers.is_open:
+        if self._parts.reporter.trackers.is_open:
             return
         if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
             # Such a runner may read the directory of another run, but must not replace its metrics.
             self.checkpoint_manager.on_main(self.checkpoint_manager.checkpoints.refuse_foreign)
-            self._run_place.enter_to_train(resumed=self.state.train.global_step > 0)
+            self._parts.run_place.enter_to_train(resumed=self.state.train.global_step > 0)
         # Closed before the log is, so that messages of a tracker are in the log of the run.
-        self._closers.callback(self._reporter.trackers.close)
-        self._reporter.trackers.open()
+        self._parts.closers.callback(self._parts.reporter.trackers.close)
+        self._parts.reporter.trackers.open()
 
     def init_tensorboard(self) -> None:
         """Open the TensorBoard writer on the main process when `config.tensorboard`; a resumed run goes on in its directory."""
-        self._reporter.trackers.add_built_in("tensorboard")
+        self._parts.reporter.trackers.add_built_in("tensorboard")
 
     def init_wandb(self) -> None:
         """Open the Weights & Biases run on the main process when `config.wandb.enabled`."""
-        self._reporter.trackers.add_built_in("wandb")
+        self._parts.reporter.trackers.add_built_in("wandb")
 
     def print(self, *values: object, **kwargs: Any) -> None:
         """Print on the main process only; the builtin is left alone.
@@ -888,12 +842,12 @@ class BaseRunner(metaclass=MetaRunner):
             *values: What to print.
             **kwargs: As of the builtin: `sep`, `end`, `file`, `flush`.
         """
-        self._reporter.print(*values, **kwargs)
+        self._parts.reporter.print(*values, **kwargs)
 
     @property
     def observers(self) -> Observers:
         """What watches the training, in the order in which it is called; append an `Observer` on all ranks."""
-        return self._session.observers
+        return self._parts.session.observers
 
     # A loop by hand
 
@@ -907,13 +861,13 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             SystemExit: On exit, if a signal asked for a stop: 143, or 130 after SIGINT.
         """
-        session = self._session
-        with self._reporter.speaking(), session.observed():
+        session = self._parts.session
+        with self._parts.reporter.speaking(), session.observed():
             self.open_trackers()
             self.init_signal_handlers()
             session.begin()
-            self._keys.begin_micro_batch(None, (), 0)
-            with self._reporter.trackers.telling_status():
+            self._parts.keys.begin_micro_batch(None, (), 0)
+            with self._parts.reporter.trackers.telling_status():
                 try:
                     yield
                     # After a signal `boundary` has said so.
@@ -923,7 +877,7 @@ class BaseRunner(metaclass=MetaRunner):
                     self.boundary()
                 finally:
                     session.uninstall_signals()
-                    self._reporter.trackers.flush()
+                    self._parts.reporter.trackers.flush()
                 session.exit_if_signalled(self.state.train.global_step, saved=saved)
 
     def boundary(self) -> bool:
@@ -932,9 +886,9 @@ class BaseRunner(metaclass=MetaRunner):
         It also writes the heartbeat and collects garbage when they are due, and seeds the random streams by rank and number of updates. One
         small collective on several ranks.
         """
-        self._session.boundary()
-        self._keys.begin_micro_batch(None, (), 0)
-        return self._session.agree_to_stop(self.world)
+        self._parts.session.boundary()
+        self._parts.keys.begin_micro_batch(None, (), 0)
+        return self._parts.session.agree_to_stop(self.world)
 
     # Saving
 
@@ -954,12 +908,12 @@ class BaseRunner(metaclass=MetaRunner):
             step_mode=self.is_step_mode,
             compare=self.config_differences,
         )
-        self.checkpoint_manager.before_save = self._run_place.confirm
+        self.checkpoint_manager.before_save = self._parts.run_place.confirm
         self.checkpoint_manager.planned_history = lambda: (
             ((self.steps if self.is_step_mode else self.epochs) or 0) // self.checkpoint_interval
         )
-        self.checkpoint_manager.checkpoints.look_in(lambda: self._remote.sources, own=self._has_remote())
-        self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
+        self.checkpoint_manager.checkpoints.look_in(lambda: self._parts.remote.sources, own=self._parts.is_copied)
+        self._parts.closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
 
     def remote_credentials(self) -> Mapping[str, Any] | None:
         """Return credentials of the object store of `checkpoint.remote.url`; `None` leaves them to the environment.
@@ -1000,7 +954,7 @@ class BaseRunner(metaclass=MetaRunner):
 
         def load_attempts(stored: Mapping[str, Any], _: Collection[str]) -> None:
             self.state.elastic.load(stored)
-            self._data.hold_at_most(self.state.elastic.micro_batch_size)
+            self._parts.data.hold_at_most(self.state.elastic.micro_batch_size)
             here, before = arithmetic(self.device), stored.get("arithmetic", {})
             names = [name for name in here if before.get(name, here[name]) != here[name]]
             if names and self.is_main_process:
@@ -1017,11 +971,11 @@ class BaseRunner(metaclass=MetaRunner):
 
         def mark() -> list[int] | None:
             # A list, since a sharded checkpoint would take a mapping apart, and the other ranks have none.
-            found = self._reporter.trackers.mark if self.is_main_process else None
+            found = self._parts.reporter.trackers.mark if self.is_main_process else None
             return None if found is None else list(found)
 
         def load_mark(stored: list[int] | None, _: Collection[str]) -> None:
-            self._reporter.trackers.resume_from(None if stored is None else FileMark(*map(int, stored)))
+            self._parts.reporter.trackers.resume_from(None if stored is None else FileMark(*map(int, stored)))
 
         return [
             StatePart("train", lambda: asdict(self.state.train), lambda stored, _: self.state.train.load(stored)),
@@ -1042,8 +996,8 @@ class BaseRunner(metaclass=MetaRunner):
             "runner": self.config.public(),
             "state": {**self.state.state_dict(), **self.run_state.progress()},
             **self.run_state.components(self.component_states()),
-            **self._attributes.state(),
-            "dataloaders": loader_states(self, self._data.trained_sources()),
+            **self._parts.attributes.state(),
+            "dataloaders": loader_states(self, self._parts.data.trained_sources()),
         }
 
     def component_states(self) -> dict[str, Any]:
@@ -1070,9 +1024,10 @@ class BaseRunner(metaclass=MetaRunner):
             NonFiniteError: If the last update was not finite, which on an accelerator is found only now.
         """
         if self.config.checkpoint.load_only:
-            with self._session.saving():
+            with self._parts.session.saving():
                 return
-        scored = self._parts is None or self._parts.results.scored_at == self.state.train.global_step
+        parts = self._parts
+        scored = not isinstance(parts, TorchParts) or parts.results.scored_at == self.state.train.global_step
         is_best = save_best and scored and self.is_best and self.standing.latest_index == self.index
         self.saver.save(history=history, best=is_best)
 
@@ -1123,7 +1078,7 @@ class BaseRunner(metaclass=MetaRunner):
         stored = payload.get("runner", {})
         if self._seed_is_drawn and stored.get("seed") is not None:
             self.seed = self.state.rng.seed = int(stored["seed"])
-            self._settings_lock.put("seed", self.seed)
+            self._parts.settings_lock.put("seed", self.seed)
         with self.run_state.loading(payload) as loaded_since:
             log_exclusions(self.run_state.excluded, loaded_since, was_named=bool(self.config.resume))
             check_same_run(self, payload)
@@ -1147,18 +1102,18 @@ class BaseRunner(metaclass=MetaRunner):
             needed = self.run_state.names() or list(self.component_states())
             payload, excluded = self.run_state.excluded.apply(state, needed=needed)
             check_complete(payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])])
-            self._attributes.load("requires_grad", payload)
+            self._parts.attributes.load("requires_grad", payload)
             self.load_components(payload, excluded)
-            self._attributes.load("buffers", payload)
+            self._parts.attributes.load("buffers", payload)
             if "dataloaders" in payload:
                 fresh = {split: None for split in self.sources if f"dataloaders.{split}" in excluded}
                 with restoring("dataloaders", "dataloaders", own=(ValueError,)):
                     self.load_dataloaders({**payload["dataloaders"], **fresh})
-            self._attributes.load("attributes", payload)
+            self._parts.attributes.load("attributes", payload)
             if "state" in payload:
                 self.state.load_state_dict(payload["state"])
                 self.run_state.load_progress(payload["state"])
-            self._keys.between_updates()
+            self._parts.keys.between_updates()
 
     def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
         """Restore what `component_states` returned; override both together.
@@ -1255,11 +1210,12 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             Exception: The error of a background writer. Everything is closed all the same.
         """
-        if self._calls is not None and not self._closers.closed:
-            self._calls.end()
-        if not self._closers.closed and self.model is not None:
+        closers, calls = self._parts.closers, self._parts.calls
+        if calls is not None and not closers.closed:
+            calls.end()
+        if not closers.closed and self.model is not None:
             self.model = self.unwrap(self.model)
-        self._closers.close()
+        closers.close()
 
     if not TYPE_CHECKING:  # else a type checker takes every name for one that may be set
 
@@ -1288,5 +1244,5 @@ class BaseRunner(metaclass=MetaRunner):
             self.close()
         else:
             assert error is not None
-            self._reporter.trackers.set_status_after(error)
+            self._parts.reporter.trackers.set_status_after(error)
             close_after_error(self)

@@ -52,11 +52,11 @@ class DeepSpeedRunner(TorchRunner):
         self.deepspeed = engines.import_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         given = dist.is_initialized()
         super().init_distributed()
-        self._closers.enter_context(engines.local_rank_known(self.local_rank))
+        self._parts.closers.enter_context(engines.local_rank_known(self.local_rank))
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         if not given:
-            self._closers.callback(engines.leave_process_group)
+            self._parts.closers.callback(engines.leave_process_group)
 
     def build_preparation(self) -> EnginePreparation:
         if self.deepspeed is None:
@@ -87,7 +87,7 @@ class DeepSpeedRunner(TorchRunner):
             self.preparation.group_names = parameter_names(self.optimizer, self.named_parameters())
         self.preparation.trained = trained_names(self.model)
         self.model = self.engine = engines.build_engine(self.deepspeed, self.model, self.optimizer, settings)
-        self._closers.callback(self._release)
+        self._parts.closers.callback(self._release)
         self.optimizer = self.engine.basic_optimizer
         if self.scheduler is None and self.engine.lr_scheduler is not None:
             self.scheduler = self.engine.lr_scheduler

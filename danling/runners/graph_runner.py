@@ -79,7 +79,7 @@ class GraphRunner(TorchRunner):
         self.compilation = GraphCompilation(
             self.config.compile, blocks, distributed=self.distributed, artifacts=artifacts
         )
-        self._closers.callback(self.compilation.close)
+        self._parts.closers.callback(self.compilation.close)
 
     def _pred_and_loss(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
         pred, loss = self.preparation.function(self.model)(inputs, target)

@@ -18,6 +18,8 @@ from danling.config.sections import make_absent_keys
 from danling.data import Batch
 from danling.distributed import FAMILIES
 
+from .parts import TorchParts
+
 if TYPE_CHECKING:
     from .torch_runner import TorchRunner
 
@@ -60,13 +62,13 @@ class MetaRunner(type):
             try:
                 runner.__init__(*args, **kwargs)
             except AttributeError as error:
-                if "_closers" in vars(runner) or error.obj is not runner:
+                if "_parts" in vars(runner) or error.obj is not runner:
                     raise
                 forgotten = error  # without the library's `__init__` nothing of it is there
             finally:
                 vars(runner).pop(GUARDED, None)
                 make_absent_keys(vars(runner).pop("_opened_again", ()))
-            if "_closers" not in vars(runner):
+            if "_parts" not in vars(runner):
                 raise TypeError(
                     f"Expected {cls.__name__}.__init__ to call super().__init__(config) first. Received: an __init__ that did not. Add it."
                 ) from forgotten
@@ -87,9 +89,9 @@ class MetaRunner(type):
 def close_after_error(runner: Any) -> None:
     """Close a runner after a failure: nothing that goes wrong here hides the user's exception. Called on every rank that failed."""
     try:
-        if "_closers" in vars(runner):
-            if runner._calls is not None:
-                runner._calls.end(failed=True)
+        if "_parts" in vars(runner):
+            if runner._parts.calls is not None:
+                runner._parts.calls.end(failed=True)
             runner.close()
     except CheckpointError as error:
         # Its message names the problem and the fix; the exception after it may be the end that a signal has asked for.
@@ -106,22 +108,23 @@ def _preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> object:
-        session = self._session
+        parts = self._parts
+        session = parts.session
         # The loops are here already: in an update, this wrapper costs no more than that.
-        if session.in_step or self._parts is None or (verb == "step" and session.in_update):
+        if session.in_step or not isinstance(parts, TorchParts) or (verb == "step" and session.in_update):
             return function(self, *args, **kwargs)
         call = functools.partial(function, self)
         if verb == "step":
-            if session.running or self._calls is None:
+            if session.running or parts.calls is None:
                 return session.update(call)
-            with self._calls.explaining():
+            with parts.calls.explaining():
                 return session.update(call)
         if verb == "train_epoch" and not session.running:
             return _train_epoch(self, call, *args, **kwargs)
         if verb == "train_step":
             return _train_step(self, call, *args, **kwargs)
         if verb in ("evaluate_step", "infer_step") and self.mode == "train":
-            return self._parts.evaluator.call(verb.removesuffix("_step"), call, *args, **kwargs)
+            return parts.evaluator.call("evaluate" if verb == "evaluate_step" else "infer", call, *args, **kwargs)
         return call(*args, **kwargs)
 
     return method
@@ -143,7 +146,7 @@ def _met(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
                 f"applies. Received: {args[0]!r}. For the weights in a file of your choice call runner.save_pretrained(directory), or run "
                 "`danling export CHECKPOINT FILE`."
             )
-        calls = self._calls
+        calls = self._parts.calls
         if calls is None:
             return function(self, *args, **kwargs)
         return calls.run(verb, functools.partial(function, self, *args, **kwargs))
@@ -158,31 +161,31 @@ def _is_own(function: Callable[..., object]) -> bool:
 def _train_step(runner: TorchRunner, call: Callable[[Any], Any], data: object) -> Any:
     parts = runner._parts
     parts.checks.check_optimizer_given()
-    if not runner._session.running:
+    if not parts.session.running:
         if runner.fault_tolerance is not None:
             raise ValueError(
                 "Expected a loop around `train_step` with ft.enabled, which agrees on each update with the other replica groups. "
                 "Received: a call of `train_step` alone. Call `train_epoch(split)` or `train()`."
             )
         if runner.window.count == 0:
-            if runner._calls is not None:
-                runner._calls.note_loop()
-            runner._session.start()
+            if parts.calls is not None:
+                parts.calls.note_loop()
+            parts.session.start()
             parts.loop.begin_updates()
             if not runner.model.training:
                 runner.model.train()
     batch = Batch(data, None, None)
-    if runner._calls is None:
+    if parts.calls is None:
         return parts.update.run(batch, call)
-    with runner._calls.explaining():
+    with parts.calls.explaining():
         return parts.update.run(batch, call)
 
 
 def _train_epoch(runner: TorchRunner, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
-    loop = runner._parts.loop
+    loop, data = runner._parts.loop, runner._parts.data
     loop.check_trainable()
-    runner._data.check(split)
-    runner._data.agree_lengths()
+    data.check(split)
+    data.agree_lengths()
     with loop.training(whole=False):
         return loop.train_epoch_directly(split, functools.partial(call, split, *args, **kwargs), runner.train_splits)
 

@@ -105,7 +105,7 @@ class ParallelRunner(TorchRunner):
         )
         if self.topology.axes.active:
             # Closing drops the model before its groups, and after the parts that close first: saves in the background read it.
-            self._closers.callback(self._forget)
+            self._parts.closers.callback(self._forget)
         self.init_model_parallel_groups()
         self.pipeline_domain = self.topology.domain("pipeline")
         has_first, has_last = self.stage_plan.has_first, self.stage_plan.has_last
@@ -168,7 +168,7 @@ class ParallelRunner(TorchRunner):
         if self.topology.degree("shard") > 1:
             self.preparation.order = UnitOrder(self.model, self.topology)
             self.preparation.riders.append(self.preparation.order)
-            self._session.observers.append(self.preparation.order)
+            self._parts.session.observers.append(self.preparation.order)
         if self._parts.canonical is not None:
             self._exchanges = exchange_shards(self.model, self._parts.canonical)
         self._build_ema()
@@ -183,7 +183,7 @@ class ParallelRunner(TorchRunner):
         if self.topology.degree("pipeline") == 1 or self.batch_size is None:
             return
         for split in self.train_splits:
-            division = self._data.division(split)
+            division = self._parts.data.division(split)
             if division is not None and not division.is_even:
                 raise ValueError(
                     f"Expected dataloader.global_batch_size to divide into equal micro-batches in a pipeline, whose batches have one size. "

@@ -26,9 +26,8 @@ from danling.config.lock import BUDGET
 from danling.data import LoaderSettings, move_to_device
 from danling.distributed import StepTotals
 from danling.metrics import Meters, MetricSet, TrainMetrics
-from danling.metrics.scores import infer_mode, metric_of
 from danling.optim import JointOptimizer, JointScheduler
-from danling.optim.registry import OPTIMIZERS, build_optimizer, build_scheduler, load_schedule, scheduler_interval
+from danling.optim.registry import OPTIMIZERS, build_optimizer, build_scheduler, load_schedule
 from danling.optim.state import (
     adopt_options,
     enter_training,
@@ -56,24 +55,21 @@ from danling.training import (
     prediction_of,
     unpack_batch,
 )
-from danling.training.batches import BatchLoss, criterion_setting, is_pair, returned_loss
-from danling.training.checks import ComponentChecks, FiniteWeights, FirstGradients, check_components, misnamed, untied
-from danling.training.evaluation import EvaluationForward, Evaluator, RunResults
-from danling.training.loop import TrainingLoop
-from danling.training.model_states import FrozenWeights, ModelStates
-from danling.training.phases import PhasedModel, Phases, phases_of
+from danling.training.batches import is_pair, returned_loss
+from danling.training.checks import FirstGradients, check_components, misnamed, untied
+from danling.training.evaluation import EvaluationForward
+from danling.training.model_states import ModelStates
+from danling.training.phases import PhasedModel, phases_of
 from danling.training.preparation import ModelPreparation
-from danling.training.recompute import Recompute
-from danling.training.reduction import CanonicalReduction, CanonicalSum, no_autocast
+from danling.training.reduction import CanonicalReduction, no_autocast
 from danling.training.run_state import StatePart, carry_of_all, component_parts, progress_parts
-from danling.training.update import RunWindow, UpdateStep
 from danling.utils.tensors import canonical_name
 
 from .base_runner import BaseRunner, Results, SplitNames
-from .extensions import is_asked, load
+from .extensions import load
+from .parts import TorchParts
 
 if TYPE_CHECKING:
-    from danling.audit.attach import Audits
     from danling.audit.layout_check import LayoutReport
     from danling.audit.rerun import AuditResult
     from danling.graph.compilation import Compilation
@@ -111,7 +107,6 @@ class TorchRunner(BaseRunner):
     window: Window
     preparation: ModelPreparation
     _parts: TorchParts
-    _phases: Phases | None = None
     _enters_contexts = True
     """Whether `train_context` or `forward_context` returns one that does something."""
 
@@ -149,7 +144,7 @@ class TorchRunner(BaseRunner):
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
-        retries = self._data.finds_micro_batch_size
+        retries = self._parts.data.finds_micro_batch_size
         reason = self.preparation.forward_communicates(self.unwrapped_model) if retries else None
         if reason is not None:
             raise ValueError(
@@ -170,13 +165,13 @@ class TorchRunner(BaseRunner):
         if self.optimizer is None and (self.config.get("optim", None) or self._overrides("build_optimizer")):
             self.optimizer = self._parts.built_optimizer = self.build_optimizer()
         self.build_dataloaders()
-        self._data.agree_lengths()
+        self._parts.data.agree_lengths()
         self.bind_optimizer()
         asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
         if self.scheduler is None and self.optimizer is not None and asked:
             self.scheduler = self._parts.built_scheduler = self.build_scheduler()
-        self._phases = phases_of(self)
-        self._keys.see_early_steps(self.optimizer, self._closers)
+        self._parts.phases = phases_of(self)
+        self._parts.keys.see_early_steps(self.optimizer, self._parts.closers)
         if modal(self.optimizer) and not self.model_states.keeps_modes:
             raise ValueError(
                 f"Expected an optimizer with one set of weights on the stack {self.stack!r}. Received: a {type(self.optimizer).__name__}, "
@@ -191,7 +186,7 @@ class TorchRunner(BaseRunner):
         )
         if self.config.train_metrics:
             self._parts.train_metrics = TrainMetrics(self._parts.metrics, self.config.train_metrics, self.meters)
-        self._session.observers.extend([self._parts.checks, FirstGradients(self), RunRecorder(self)])
+        self._parts.session.observers.extend([self._parts.checks, FirstGradients(self), RunRecorder(self)])
         if self._parts.audits is not None:
             self._parts.audits.observe()
 
@@ -212,7 +207,7 @@ class TorchRunner(BaseRunner):
 
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting that has no effect in this run. No communication: may be called on one rank."""
-        splits, trained = self._data, self.train_splits
+        splits, trained = self._parts.data, self.train_splits
         built = [self.sources[split] for split in self.datasets if split in self.sources]
         return [
             *idle_settings(
@@ -280,7 +275,7 @@ class TorchRunner(BaseRunner):
             return
         if self.compilation is None:
             self.compilation = load("graph").Compilation.of(self)
-            self._closers.callback(self.compilation.close)
+            self._parts.closers.callback(self.compilation.close)
         for module in modules:
             self.compilation.compile(module)
 
@@ -295,7 +290,7 @@ class TorchRunner(BaseRunner):
         options = self.ddp_kwargs() if several else {}
         if isinstance(self.optimizer, JointOptimizer) and self.optimizer.named:
             self.preparation.wrapper = PhasedModel
-        return self.preparation.wrap(model, options, reduces_later=self._data.finds_micro_batch_size)
+        return self.preparation.wrap(model, options, reduces_later=self._parts.data.finds_micro_batch_size)
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph."""
@@ -513,11 +508,11 @@ class TorchRunner(BaseRunner):
 
         May be called on one rank or on several, at any time.
         """
-        self._session.request("stop")
+        self._parts.session.request("stop")
 
     def request_checkpoint(self) -> None:
         """Ask all ranks for a checkpoint at the next update boundary. May be called on one rank."""
-        self._session.request("save")
+        self._parts.session.request("save")
 
     def count_tokens(self, data: Any) -> float:
         """Return the number of tokens of a batch, which the reported speed counts, 0 if it has none; override it for your own batches.
@@ -544,7 +539,7 @@ class TorchRunner(BaseRunner):
         Returns:
             The number, `None` if it is not known; then neither FLOP/s nor their share of the peak is reported.
         """
-        return self._reporter.telemetry.counted_flops
+        return self._parts.reporter.telemetry.counted_flops
 
     def peak_flops(self) -> float | None:
         """Return the peak of one device in FLOP/s; `None` if it is not in the table of data sheets, as for a CPU.
@@ -597,9 +592,9 @@ class TorchRunner(BaseRunner):
         Raises:
             ValueError: If no micro-batch is open, or the loss depends on no parameter that is trained.
         """
-        if self.window.count == 0 and not self._session.running:
+        if self.window.count == 0 and not self._parts.session.running:
             self.window.check_open()
-        if self._phases is not None and not self._phases.takes_loss():
+        if self._parts.phases is not None and not self._parts.phases.takes_loss():
             return
         if isinstance(loss, Tensor) and not loss.requires_grad:
             raise ValueError(
@@ -634,12 +629,12 @@ class TorchRunner(BaseRunner):
         Returns:
             A context, whose value is whether the update is due in this pass.
         """
-        if self._phases is None:
+        if self._parts.phases is None:
             raise ValueError(
                 f"Expected optimizers by name for optimizing({name!r}). Received: a {type(self.optimizer).__name__}. Assign "
                 f"self.optimizer = {{{name!r}: ..., ...}} in __init__."
             )
-        return self._phases.optimizing(name, every=every, weight=weight)
+        return self._parts.phases.optimizing(name, every=every, weight=weight)
 
     def _back_propagate(self, scaled: Tensor) -> None:
         self.reduction.backward(scaled, last=self.window.reduces)
@@ -667,7 +662,7 @@ class TorchRunner(BaseRunner):
             return
         member: ReplicaMember = load("torchft").ReplicaMember(self)
         self.fault_tolerance = member
-        self._closers.callback(member.close)
+        self._parts.closers.callback(member.close)
         # Every forward waits for the other groups.
         self.preparation.communication = "ft.enabled=True"
 
@@ -691,8 +686,8 @@ class TorchRunner(BaseRunner):
             or self.precision.autocast is not no_autocast
         )
         self._parts.update.skipped.bind()
-        if self._phases is not None:
-            self._phases.bind()
+        if self._parts.phases is not None:
+            self._parts.phases.bind()
 
     def _chosen_reduction(self) -> GradientReduction:
         self._parts.checks.check_optimizer_given()
@@ -751,10 +746,10 @@ class TorchRunner(BaseRunner):
 
     def optimizer_step(self) -> None:
         """Apply a committed update to the weights, with the gradient as it is."""
-        in_phase = self._phases is not None and self._phases.current is not None
+        in_phase = self._parts.phases is not None and self._parts.phases.current is not None
         if self.reduction.optimizer is not self.optimizer and not in_phase:
             self.reduction = self._chosen_reduction()
-        if self.precision.scaler is not None and not self._session.running:
+        if self.precision.scaler is not None and not self._parts.session.running:
             self.window.check_open()
         self.reduction.apply()
 
@@ -830,7 +825,7 @@ class TorchRunner(BaseRunner):
         Returns:
             Metrics by split, the same on all ranks.
         """
-        names = self._data.choose(splits, self.evaluate_splits, "evaluate")
+        names = self._parts.data.choose(splits, self.evaluate_splits, "evaluate")
         return {split: self.evaluate_epoch(split) for split in names}
 
     def evaluate_epoch(self, split: str) -> dict[str, float]:
@@ -899,7 +894,7 @@ class TorchRunner(BaseRunner):
             (several outputs of a model) into a tuple per sample; a mapping into a mapping per sample, with those entries that have as
             many items as the batch has samples, which a `loss` has not. Anything else is one item for the whole batch.
         """
-        chosen = self._data.choose(split, self._data.to_infer(self.evaluate_splits), "infer")[0]
+        chosen = self._parts.data.choose(split, self._parts.data.to_infer(self.evaluate_splits), "infer")[0]
         evaluator = self._parts.evaluator
         if not stream:
             return evaluator.infer(chosen)
@@ -977,7 +972,7 @@ class TorchRunner(BaseRunner):
                 options,
                 lambda name: allows(f"optim.{name}") or allows("optim.param_groups"),
             )
-            if self.is_main_process and not self._session.updated_once:
+            if self.is_main_process and not self._parts.session.updated_once:
                 warn_if_replaced(options, options_of(self.optimizer), scheduled=self.scheduler is not None)
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
@@ -1037,97 +1032,3 @@ class TorchRunner(BaseRunner):
         if self.ema is not None:
             self.ema.reset()
         logger.info("Loaded the weights of %s.", "a mapping" if isinstance(checkpoint, Mapping) else checkpoint)
-
-
-class TorchParts:
-    """The parts of a torch runner; what the user's `__init__` decides is made when it is first asked for."""
-
-    metrics: MetricSet
-    train_metrics: TrainMetrics | None = None
-    built_optimizer: Any = None
-    """What `build_optimizer` returned."""
-    built_scheduler: Any = None
-    """What `build_scheduler` returned."""
-
-    def __init__(self, runner: TorchRunner) -> None:
-        self.runner = runner
-        self.checks = ComponentChecks(runner)
-        self.frozen = FrozenWeights(runner)
-        self.finite = FiniteWeights(runner)
-        self.loss = BatchLoss(runner)
-        self.recompute = Recompute(runner)
-        self.losses = Meters()
-        """Loss of the open epoch, or since the last evaluation in step mode."""
-        self.loop = TrainingLoop(runner)
-        self.results = RunResults(runner)
-
-    @cached_property
-    def audits(self) -> Audits | None:
-        """What checks updates while they are made; `None` where no setting of `audit` asks for it."""
-        if not is_asked("audit", self.runner.config):
-            return None
-        audits: Audits = load("audit").Audits(self.runner)
-        return audits
-
-    def scheduler_interval(self) -> str:
-        """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`."""
-        config = self.runner.config
-        return scheduler_interval(config.scheduler if "scheduler" in config else {}, self.runner.scheduler)
-
-    @property
-    def score_path(self) -> str:
-        """Dotted path of the score, such as `val.loss`."""
-        return f"{self.runner.score_split}.{metric_of(self.runner.config.score_name, self.runner.score_split)}"
-
-    def mode_of_schedule(self) -> str:
-        """Return which value of the metric that a schedule follows is the better one: that of the score, or by the name of another one."""
-        config = self.runner.config
-        monitor = (config.get("scheduler", None) or {}).get("monitor", None)
-        if monitor and monitor != self.score_path:
-            return infer_mode(str(monitor).partition(".")[2])
-        return config.score_mode.lower() if config.score_mode else infer_mode(self.score_path.partition(".")[2])
-
-    @property
-    def sums_loss(self) -> bool:
-        """Whether the criterion sums instead of averaging, so that its gradient is not divided."""
-        return criterion_setting(self.runner.criterion, "reduction") == "sum"
-
-    @property
-    def may_divide_by_zero(self) -> bool:
-        """Whether the mean over no target at all may have a gradient of NaN: not that of torch's criterions without class weights."""
-        runner = self.runner
-        own = self.loss.own_loss or runner._overrides("train_step")
-        plain = runner.criterion is None or type(runner.criterion) in (nn.CrossEntropyLoss, nn.NLLLoss)
-        return own or not plain or criterion_setting(runner.criterion, "weight") is not None
-
-    @cached_property
-    def agreement(self) -> PassAgreement:
-        """How the ranks end a pass together."""
-        return self.runner.build_agreement()
-
-    @cached_property
-    def evaluator(self) -> Evaluator:
-        """What evaluates and predicts whole splits."""
-        return Evaluator(self.runner)
-
-    @cached_property
-    def canonical(self) -> CanonicalSum | None:
-        """What adds in one order; `None` unless `gradient_sum: canonical`."""
-        return CanonicalSum(self.runner) if self.runner.config.gradient_sum == "canonical" else None
-
-    @cached_property
-    def update(self) -> UpdateStep:
-        """What makes updates."""
-        update = UpdateStep(self.runner)
-        if self.runner.fault_tolerance is not None or self.runner.config.audit.replay_interval is not None:
-            update.recompute = self.recompute
-        if self.audits is not None:
-            self.audits.see_updates(update)
-        return update
-
-    @cached_property
-    def run_window(self) -> RunWindow:
-        """What runs the micro-batches of an update."""
-        fits = not self.runner._data.finds_micro_batch_size
-        run_window = self.update.run_window if fits else self.update.run_window_that_fits
-        return run_window if self.audits is None else self.audits.around(run_window)

@@ -209,7 +209,7 @@ class StreamLoader(WindowLoader):
                     self.channel.published(),
                 )
             if self._runner is not None:
-                self._runner._session.leave_pass()  # at the same update on all ranks
+                self._runner._parts.session.leave_pass()  # at the same update on all ranks
             return
         if self.retain != "all":
             self._check_gap()
@@ -377,7 +377,7 @@ class StreamLoader(WindowLoader):
                 # A producer that is allowed less than an update never comes to the end of one.
                 self._check_credit(self.channel.read(start, start + 1), waits=True)
             if self._runner is not None:
-                self._runner._session.leave_wait(start, self._runner.placement.optimizer)
+                self._runner._parts.session.leave_wait(start, self._runner.placement.optimizer)
             if self.pump is not None and self.pump():
                 grown, pause = time.monotonic(), _POLL_SECONDS[0]
             else:
@@ -386,7 +386,7 @@ class StreamLoader(WindowLoader):
             self._waited += time.monotonic() - now
         self._published = published
         if self._waited > before and self._runner is not None:
-            self._runner._session.end_wait(self._runner.placement.optimizer)
+            self._runner._parts.session.end_wait(self._runner.placement.optimizer)
         return stop
 
     def _check_credit(self, refs: Sequence[SampleRef], *, waits: bool = False) -> None:

@@ -280,7 +280,7 @@ class FeatureProducer(Runner):
     def __post_init__(self) -> None:
         """Finish construction, and say what of the configuration is for the trainer alone. Called on all ranks."""
         # Of the splits that the trainer evaluates, those that this producer has are what it goes over; the others would be refused.
-        self._asked_for = [name for name in self._asked_for if name in self._data.names]
+        self._asked_for = [name for name in self._asked_for if name in self._parts.data.names]
         if self._asked_for:
             self._left_out.remove("evaluate_splits")
         super().__post_init__()
@@ -353,8 +353,8 @@ class FeatureProducer(Runner):
             TimeoutError: If the trainer gave no credit back for `idle_timeout` seconds.
             SystemExit: After a signal; the log stays open, and the producer goes on when it is started again.
         """
-        session, lines = self._session, Paced(self.config.log_seconds)
-        with self._reporter.speaking():
+        session, lines = self._parts.session, Paced(self.config.log_seconds)
+        with self._parts.reporter.speaking():
             self.init_signal_handlers()
             session.begin()
             production, progress = self.production(split), ""
@@ -391,8 +391,8 @@ class FeatureProducer(Runner):
         self.channel.reopen()
         batches: Iterator[list[Captured]] = iter(())
         if self.channel.ended() is None:
-            named = self._data.to_infer(self._asked_for or self.evaluate_splits) or self._data.names[:1]
-            batches = self._captured(self._data.choose(split, named, "produce")[0])
+            named = self._parts.data.to_infer(self._asked_for or self.evaluate_splits) or self._parts.data.names[:1]
+            batches = self._captured(self._parts.data.choose(split, named, "produce")[0])
         self._production = Production(self.store, self.channel, batches, max_in_flight=self.max_in_flight)
         self._write_standing()
         return self._production
@@ -478,8 +478,8 @@ class FeatureProducer(Runner):
     def _hears_of_stop(self) -> bool:
         # A rank that waits for credit does not come to the next collective, where ranks agree to stop: the others tell it by the store.
         if self._goes_together:
-            return self._session.hears_of_stop(0, self.placement.optimizer)
-        return self._session.asked_to_stop()
+            return self._parts.session.hears_of_stop(0, self.placement.optimizer)
+        return self._parts.session.asked_to_stop()
 
     def _captured(self, split: str) -> Iterator[list[Captured]]:
         for rows in self._parts.evaluator.stream_batches(split):

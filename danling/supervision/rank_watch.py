@@ -176,11 +176,11 @@ class RankWatch(Observer):
     def training_started(self) -> None:
         self.hosts = self._domain.gather_objects((socket.gethostname(), os.getpid()))
         if self._share is not None:
-            self._runner._reporter.rank_times = RankTimes(self, self._share)
+            self._runner._parts.reporter.rank_times = RankTimes(self, self._share)
         self._watcher.start()
 
     def training_ended(self) -> None:
-        self._runner._reporter.rank_times = None
+        self._runner._parts.reporter.rank_times = None
         if not self._stopping.is_set():
             self._stopping.set()
             # A store that does not answer must not hold up the end.
@@ -209,7 +209,7 @@ class RankWatch(Observer):
     def _part(self) -> str:
         """Return the part of the training that is under way; before the first update and after the last one that is `checkpointing`."""
         parts = self._parts
-        return parts[-1] if parts else "computing" if self._runner._session.running else "checkpointing"
+        return parts[-1] if parts else "computing" if self._runner._parts.session.running else "checkpointing"
 
     # Looks, of which times are made
 
@@ -345,7 +345,7 @@ class RankWatch(Observer):
             head += f"; now it is {limit:g} s" if limit is not None else ""
         silent = {rank: self._fate(rank, states[rank]) for rank, sign in signs.items() if sign is None}
         there = [sign for sign in signs.values() if sign is not None]
-        calls = self._runner._calls
+        calls = self._runner._parts.calls
         apart = calls.differences(self._opened_store()[0]) if calls is not None else ""
         if apart:
             head += f". The ranks are in different calls: {apart}. Make each of them on all ranks"
@@ -400,7 +400,7 @@ class RankWatch(Observer):
             store: Any = default_store()
             self._store = store.clone()
             self._store.set_timeout(timedelta(seconds=_GRACE_SECONDS))
-        return self._store, f"danling/watch/{self._runner._session.training}/"
+        return self._store, f"danling/watch/{self._runner._parts.session.training}/"
 
     def _tell(self, key: str, text: str) -> None:
         store, prefix = self._opened_store()

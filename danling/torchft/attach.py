@@ -44,7 +44,7 @@ def keep_own_positions(runner: BaseRunner) -> None:
     """Save the loader states of a replica group with every checkpoint, and resume from them. Called on all ranks of the group."""
     if position_owner(runner.config) is not None:
         positions = OwnPositions(runner)
-        runner._closers.callback(positions.manager.close)
+        runner._parts.closers.callback(positions.manager.close)
         runner.saver.before.append(positions.save)
         runner.saver.loaded.append(positions.load)
 
@@ -70,7 +70,7 @@ class OwnPositions:
     def save(self) -> None:
         """Save the loader states that belong to the state that is saved next."""
         runner, train = self._runner, self._runner.state.train
-        sources = runner._data.trained_sources()
+        sources = runner._parts.data.trained_sources()
         payload = {
             "format_version": FORMAT_VERSION,
             "dataloaders": loader_states(runner, sources, read_only=False),

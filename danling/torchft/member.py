@@ -161,7 +161,7 @@ class ReplicaMember:
 
     def keeps_waiting(self, waits: bool) -> bool:
         """Return whether a rank of this group still waits for the quorum. Call on all ranks of the group."""
-        stops = waits and self._runner._session.asked_to_stop()
+        stops = waits and self._runner._parts.session.asked_to_stop()
         votes = torch.tensor([float(waits), float(stops)], dtype=torch.float64)
         waiting, stopping = self._runner.world.all_reduce(votes).tolist()
         if stopping:
@@ -422,10 +422,12 @@ class ReplicaMember:
         runner = self._runner
         progress = {**runner.state.state_dict(), **runner.run_state.progress()}
         payload: dict[str, Any] = {
-            **runner._attributes.of_rank(),
+            **runner._parts.attributes.of_rank(),
             **runner.run_state.components(),
             "state": {name: part for name, part in progress.items() if name != "rng"},
-            "dataloaders": {split: source.state_dict() for split, source in runner._data.trained_sources().items()},
+            "dataloaders": {
+                split: source.state_dict() for split, source in runner._parts.data.trained_sources().items()
+            },
         }
         changing = {buffer.data_ptr() for buffer in runner.unwrapped_model.buffers()}
 
@@ -442,14 +444,14 @@ class ReplicaMember:
         runner = self._runner
         elastic, reference = copy(runner.state.elastic), runner.window.agreed_reference
         # In the order of a resume.
-        runner._attributes.take_over("requires_grad", state)
+        runner._parts.attributes.take_over("requires_grad", state)
         runner.run_state.load_components(self._laid_out(state), frozenset())
-        runner._attributes.take_over("buffers", state)
-        sources = runner._data.trained_sources()
+        runner._parts.attributes.take_over("buffers", state)
+        sources = runner._parts.data.trained_sources()
         for split, position in state["dataloaders"].items():
             if not (sources[split].is_rank_local and position_owner(runner.config) is not None):
                 sources[split].load_state_dict(position)
-        runner._attributes.take_over("attributes", state)
+        runner._parts.attributes.take_over("attributes", state)
         runner.state.load_state_dict(state["state"])
         runner.run_state.load_progress(state["state"])
         # What the other group has counted is added by the other group.

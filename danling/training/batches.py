@@ -600,7 +600,7 @@ class BatchLoss:
         split = next((name for name in runner.train_splits if name in runner.datasets and name in runner.sources), None)
         if split is None or not self._learns:
             return
-        options = runner._data.settings(split)
+        options = runner._parts.data.settings(split)
         # Files that workers are to open stay closed here, and a dataset may have other keys than positions.
         if runner.sources[split].kind != "position" or options.get("num_workers") or options.get("collate_fn"):
             return

@@ -299,7 +299,7 @@ class ComponentChecks(Observer):
         is_asked = "interval" in (runner.config.get("scheduler", None) or {})
         advances = not (runner.is_step_mode or is_asked or is_of_run) and runner._parts.scheduler_interval() == "step"
         if advances and runner.is_main_process:
-            updates = runner._data.updates_of_epoch
+            updates = runner._parts.data.updates_of_epoch
             logger.info(
                 "%s advances after every update%s. Where it counts epochs, set scheduler.interval=epoch; scheduler.interval=step keeps it, "
                 "and leaves this line out.",
@@ -314,7 +314,7 @@ class ComponentChecks(Observer):
     def results_needed(self) -> None:
         """Look at modes, parameters, the schedule's optimizer and the learning rate, within a training."""
         runner, scheduler = self._runner, self._runner.scheduler
-        if not runner._session.running:
+        if not runner._parts.session.running:
             return
         self._look_at_rate()
         added = len(runner.optimizer.param_groups) - self._groups
@@ -399,7 +399,7 @@ class FirstGradients(Observer):
         runner.observers.remove(self)
         optimized = runner.preparation.optimized_parameters(runner.optimizer)
         self._name_unknown(optimized)
-        if runner._phases is not None:
+        if runner._parts.phases is not None:
             return
         mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
         missing = dict.fromkeys(name for names in runner.world.gather_objects(mine) for name in names)

@@ -98,7 +98,7 @@ class Evaluator:
     def evaluate(self, split: str, limit: int | None) -> dict[str, float]:
         """Return the metrics of a split, or of its first `limit` batches."""
         runner = self.runner
-        runner._data.check(split)
+        runner._parts.data.check(split)
         quick = runner.config.audit.quick
         if quick is not None:
             limit = quick if limit is None else min(limit, quick)
@@ -128,7 +128,7 @@ class Evaluator:
             return
         samples = loader.order.length
         first = samples if limit is None else min(samples, limit * loader.order.division.samples)
-        settings = runner._data.settings_of_training(split)
+        settings = runner._parts.data.settings_of_training(split)
         if first == samples and not settings:
             return
         self._logged_orders.add(split)
@@ -153,10 +153,10 @@ class Evaluator:
         """Return the batches of a split. For a split to train on it is a separate pass, which does not move its position."""
         runner = self.runner
         if split not in runner.train_splits:
-            return runner._data.begin(split)
+            return runner._parts.data.begin(split)
         if split in runner.datasets:
-            with runner._data.reading_once():
-                source = runner._data.open(split, runner.build_dataloader(split, runner.datasets[split]))
+            with runner._parts.data.reading_once():
+                source = runner._parts.data.open(split, runner.build_dataloader(split, runner.datasets[split]))
             source.tell_epoch()
             return source
         if runner.source(split).consumed:
@@ -165,7 +165,7 @@ class Evaluator:
                 f"its position. Received: {type(runner.dataloaders[split]).__name__} in `self.dataloaders`. Put a dataset into "
                 "`self.datasets` instead, or a second loader under another split name."
             )
-        return runner._data.open(split, runner.dataloaders[split])
+        return runner._parts.data.open(split, runner.dataloaders[split])
 
     def _sums(self, split: str, limit: int | None, source: BatchSource) -> tuple[Meters, bool, float]:
         """Evaluate a pass, or its first batches: return sums by metric, whether there was a loss, and the samples that have any result.
@@ -177,8 +177,8 @@ class Evaluator:
         metrics.reset()
         with runner.meters.aside(exact=self.exact):
             with self._entered(split, "evaluate"), torch.no_grad():
-                for batch in runner._session.between_batches(runner, split, self._pass_over(source, limit)):
-                    runner._keys.begin_batch("evaluate", split, batch.place)
+                for batch in runner._parts.session.between_batches(runner, split, self._pass_over(source, limit)):
+                    runner._parts.keys.begin_batch("evaluate", split, batch.place)
                     data = runner.to_device(batch.data)
                     weight, samples = runner._parts.loss.weigh(batch, data)
                     self.batch_weight = weight
@@ -219,19 +219,19 @@ class Evaluator:
         try:
             yield from batches
         finally:
-            self.runner._data.end_evaluation(source)
+            self.runner._parts.data.end_evaluation(source)
         source.rewind()
 
     @contextmanager
     def _entered(self, split: str, mode: EvaluationMode) -> Iterator[None]:
         """Evaluation mode on the bare model, with averaged weights if there are any; on exit all is as it was."""
-        runner, preparation, session = self.runner, self.runner.preparation, self.runner._session
+        runner, preparation, session = self.runner, self.runner.preparation, self.runner._parts.session
         wrapped, bare = runner.model, runner.unwrap(runner.model)
         before = wrapped, runner.mode, runner.carry
         with ExitStack() as stack:
             if mode == "evaluate" and split:
                 stack.enter_context(session.evaluating(split))
-            stack.enter_context(runner._keys.evaluating())
+            stack.enter_context(runner._parts.keys.evaluating())
             stack.enter_context(preparation.evaluating(wrapped))
             stack.enter_context(evaluation_weights(runner.optimizer))
             was_training, modes = wrapped.training, [(module, module.training) for module in wrapped.modules()]
@@ -283,7 +283,7 @@ class Evaluator:
             return
         with source.peek(), self._preserved():
             # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
-            opened = source if source.kind == "position" else runner._data.open(split, source.loader)
+            opened = source if source.kind == "position" else runner._parts.data.open(split, source.loader)
             totals, scored, _ = self._sums(split, 1, opened)
             try:
                 metrics = checked_figures("summarize", split, runner.summarize(split, totals))
@@ -315,7 +315,7 @@ class Evaluator:
         buffers, put_figures_back = BufferCopies(runner), remember_figures(runner)
         buffers.take()
         try:
-            with runner._attributes.preserved():
+            with runner._parts.attributes.preserved():
                 yield
         finally:
             buffers.put_back()
@@ -329,7 +329,7 @@ class Evaluator:
         """Run a step that a user calls directly, as in an evaluation: in evaluation mode, without gradients, on the device."""
         runner = self.runner
         with self._entered("", mode), torch.no_grad():
-            runner._keys.begin_batch(mode, "", (runner.placement.data.rank,))
+            runner._parts.keys.begin_batch(mode, "", (runner.placement.data.rank,))
             moved = runner.to_device(data)
             return runner._run_evaluate_step(step, moved) if mode == "evaluate" else step(moved)
 
@@ -349,7 +349,7 @@ class Evaluator:
         self._log_order(split, None, source)
         batches = self._pass_over(source)
         while True:
-            with self.runner._keys.evaluating():
+            with self.runner._parts.keys.evaluating():
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -359,7 +359,7 @@ class Evaluator:
 
     def _predict(self, split: str, batch: Batch) -> list[object]:
         runner = self.runner
-        runner._keys.begin_batch("infer", split, batch.place)
+        runner._parts.keys.begin_batch("infer", split, batch.place)
         data = runner.to_device(batch.data)
         try:
             with torch.no_grad():
@@ -509,15 +509,15 @@ class RunResults:
                 )
         self.advance_schedule(boundary, result)
         if board is not None and self.patience_exhausted():
-            runner._session.stop_reason, waited = "patience", standing.evaluations_since_best
+            runner._parts.session.stop_reason, waited = "patience", standing.evaluations_since_best
             best = "NaN" if runner.best_score is None else f"{runner.best_score:.4g}"
             logger.info(
                 "Stopping early: no better score than %s in %d evaluation%s.", best, waited, "s" * (waited != 1)
             )
         self.write()
-        ended = runner.progress >= 1 or runner._parts.loop.data_ended or runner._session.stop_reason is not None
-        runner._reporter.log_result(runner, result, last=ended)
-        runner._reporter.trackers.release_mark()
+        ended = runner.progress >= 1 or runner._parts.loop.data_ended or runner._parts.session.stop_reason is not None
+        runner._parts.reporter.log_result(runner, result, last=ended)
+        runner._parts.reporter.trackers.release_mark()
 
     def patience_exhausted(self) -> bool:
         """Whether the run is to stop, since its score has not become better for too long."""

@@ -78,7 +78,7 @@ class RandomKeys:
         self._ordinal, self._phase = ordinal, 0
         if self._generators is None or self._generators:
             self._seed_generators()
-        seed = seed_torch if self._only_torch and runner._session.running else seed_streams
+        seed = seed_torch if self._only_torch and runner._parts.session.running else seed_streams
         seed(self.key, runner.device)
 
     def begin_update(self) -> None:
@@ -99,7 +99,7 @@ class RandomKeys:
 
         Refuses a step there of the runner's own optimizer, but for that of a phase: the runner has not weighed its gradient yet.
         """
-        session = self._runner._session
+        session = self._runner._parts.session
         refused = {id(own), *(id(member) for member in getattr(own, "optimizers", ()))}
 
         def before(optimizer: Optimizer, *_: Any) -> None:

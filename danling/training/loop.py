@@ -98,7 +98,7 @@ class TrainingLoop:
         self.has_jumped = False
         self.data_ended = False
         self._runner = runner
-        self._session = runner._session
+        self._session = runner._parts.session
         self._last_split: str | None = None
         self._evaluate_every = self._checkpoint_every = 1
         self._quick = runner.config.audit.quick
@@ -114,9 +114,9 @@ class TrainingLoop:
             raise ValueError(
                 "Expected a budget: `steps` (optimizer updates) or `epochs`. Received: steps=None, epochs=None. Set one of them."
             )
-        splits, evaluated = runner._data.choose(train_splits, runner.train_splits, "train on"), list[str]()
+        splits, evaluated = runner._parts.data.choose(train_splits, runner.train_splits, "train on"), list[str]()
         if runner.evaluate_splits if evaluate_splits is None else evaluate_splits:
-            evaluated = runner._data.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
+            evaluated = runner._parts.data.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
         else:
             runner._parts.checks.check_schedule(evaluates=False)
         if unit != set_unit:
@@ -145,7 +145,7 @@ class TrainingLoop:
     def check_trainable(self) -> None:
         """Refuse a closed runner, and an optimizer that does not take the gradient as it is. Called on all ranks."""
         runner = self._runner
-        if runner._closers.closed:
+        if runner._parts.closers.closed:
             raise ValueError(
                 "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it anew; "
                 "auto_resume goes on from its last checkpoint."
@@ -170,7 +170,7 @@ class TrainingLoop:
         session.running = True
         with ExitStack() as stack:
             stack.callback(session.leave)
-            stack.enter_context(runner._reporter.speaking())
+            stack.enter_context(runner._parts.reporter.speaking())
             attached = [each for each in (runner.build_profiler(), RankWatch.of(runner)) if each is not None]
             runner.observers.extend(attached)
             stack.callback(self._detach, attached)
@@ -179,8 +179,8 @@ class TrainingLoop:
             runner.model.train()
             runner.open_trackers()
             runner.init_signal_handlers()
-            runner._reporter.begin(runner)
-            stack.enter_context(runner._reporter.trackers.telling_status(whole=whole))
+            runner._parts.reporter.begin(runner)
+            stack.enter_context(runner._parts.reporter.trackers.telling_status(whole=whole))
             try:
                 try:
                     yield
@@ -203,8 +203,8 @@ class TrainingLoop:
             finally:
                 session.leave()
                 session.uninstall_signals(keep=runner.placement.optimizer.size > 1)
-                runner._reporter.end()
-                for loader in runner._data.windows().values():
+                runner._parts.reporter.end()
+                for loader in runner._parts.data.windows().values():
                     loader.free()
                 if runner.fault_tolerance is not None:
                     # A group that stays and does not train would hold the others up.
@@ -232,7 +232,7 @@ class TrainingLoop:
         update.tells_place = is_told_its_place(runner.scheduler)
         self._begun_at = runner.state.train.global_step
         enter_training(runner.optimizer)
-        runner._attributes.before_training()
+        runner._parts.attributes.before_training()
 
     def read_intervals(self) -> None:
         """Read the intervals, which may follow from the budget."""
@@ -250,7 +250,7 @@ class TrainingLoop:
         # On all ranks, so that an error of the background writer is raised on all of them.
         manager.wait()
         manager.wait_for_mirror()
-        runner._reporter.say_ending(session.hear_late_signals(runner.placement.optimizer))
+        runner._parts.reporter.say_ending(session.hear_late_signals(runner.placement.optimizer))
         session.exit_if_signalled(runner.state.train.global_step, saved=saved)
         if self._quick is not None:
             # What the program does behind its training, such as an export, is not meant for such weights.
@@ -271,7 +271,7 @@ class TrainingLoop:
         if is_out_of_memory(error):
             directory = runner.workspace.dir / runner.config.profiling.trace_dir
             write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
-        runner._reporter.say_ending(f"Failed with {type(error).__name__}")
+        runner._parts.reporter.say_ending(f"Failed with {type(error).__name__}")
 
     # By epochs
 
@@ -283,7 +283,7 @@ class TrainingLoop:
                 self.has_jumped = False
                 for split in splits:
                     if not self._is_trained(split):
-                        runner._keys.begin_pass(split)
+                        runner._parts.keys.begin_pass(split)
                         self._keep(split, runner.train_epoch(split))
                     if self._is_interrupted():
                         break
@@ -316,7 +316,7 @@ class TrainingLoop:
     def train_epoch_directly(self, split: str, train_epoch: Callable[[], object], splits: Sequence[str]) -> object:
         """Train a pass that no loop has asked for; the epoch is counted where every split to train on has had its pass."""
         runner, results, self.has_jumped = self._runner, self._runner._parts.results, False
-        runner._keys.begin_pass(split)
+        runner._parts.keys.begin_pass(split)
         metrics = train_epoch()
         self._keep(split, metrics)
         if not self._is_interrupted():
@@ -371,7 +371,7 @@ class TrainingLoop:
         for split in splits:
             if self._is_trained(split):
                 continue
-            runner._keys.begin_pass(split)
+            runner._parts.keys.begin_pass(split)
             for outcome in self._updates(split):
                 self._last_split = split
                 self._after_update(outcome)
@@ -432,7 +432,7 @@ class TrainingLoop:
         """
         runner, session, agreement = self._runner, self._session, self._runner._parts.agreement
         run_window, update, member = runner._parts.run_window, runner._parts.update, runner.fault_tolerance
-        source = runner._data.begin(split)
+        source = runner._parts.data.begin(split)
         source.note_dataset()
         runner._bind_reduction()
         update.split = split
@@ -453,7 +453,7 @@ class TrainingLoop:
 
         def move() -> None:
             if source.reads:
-                runner._data.check_unchanged(split)
+                runner._parts.data.check_unchanged(split)
             source.commit(consumed)
 
         compared, begins = False, source.consumed == 0
@@ -461,8 +461,8 @@ class TrainingLoop:
         if begins and source.kind != "window":
             runner.on_pass_start(split)
             begins = False
-            source = runner._data.begin(split)  # it may have replaced or extended the dataset
-        runner._data.agree_lengths()
+            source = runner._parts.data.begin(split)  # it may have replaced or extended the dataset
+        runner._parts.data.agree_lengths()
         batches, ends_alike, found = read(), agreement.ends_alike(source), source.consumed > 0
         while True:
             batch = next(batches, None)
@@ -476,7 +476,7 @@ class TrainingLoop:
             if member is not None and member.open_update():
                 # The state is that of another replica group now, and other parameters may be frozen.
                 runner._bind_reduction()
-                runner._reporter.forget_samples(runner.state.train.samples)
+                runner._parts.reporter.forget_samples(runner.state.train.samples)
                 self.has_jumped = self._is_trained(split)
                 if self.has_jumped:
                     return
@@ -532,8 +532,8 @@ class TrainingLoop:
         """Evaluate what was trained up to here; if the evaluation fails, it is saved, and a resumed run begins with this evaluation."""
         if not splits:
             return
-        results, keys = self._runner._parts.results, self._runner._keys
-        self._runner._reporter.trackers.hold_mark()
+        results, keys = self._runner._parts.results, self._runner._parts.keys
+        self._runner._parts.reporter.trackers.hold_mark()
         # As in a run that is resumed here.
         keys.between_updates()
         with self._runner.saver.keeping_trained(passing=(EvaluationStopped, TrainingAbandoned)):

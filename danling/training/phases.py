@@ -126,7 +126,7 @@ class Phases:
             raise ValueError(
                 f"Expected every to be at least 1, an integer. Received: optimizing({name!r}, every={every!r})."
             )
-        if self.current is not None or not self._runner._session.in_step:
+        if self.current is not None or not self._runner._parts.session.in_step:
             where = f"inside of optimizing({self.current.name!r})" if self.current else "outside of train_step"
             raise ValueError(
                 f"optimizing({name!r}) was called {where}. Call it in train_step, one block after another."
@@ -245,7 +245,7 @@ def phases_of(runner: TorchRunner) -> Phases | None:
         f"stack={runner.stack!r}": runner.stack not in ("ddp", "parallel"),
         "parallel.axes.pipeline": config.parallel.axes.pipeline > 1,
         "ft.enabled=true": config.ft.enabled,
-        "dataloader.micro_batch_size='auto'": runner._data.finds_micro_batch_size,
+        "dataloader.micro_batch_size='auto'": runner._parts.data.finds_micro_batch_size,
         "gradient_sum='canonical'": config.gradient_sum == "canonical",
         "audit.replay_interval": config.audit.replay_interval is not None,
     }

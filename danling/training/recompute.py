@@ -38,7 +38,7 @@ class Recompute:
         self._versions = {}
         buffers = BufferCopies(runner)
         buffers.take()
-        put_figures_back, put_attributes_back = remember_figures(runner), runner._attributes.remember()
+        put_figures_back, put_attributes_back = remember_figures(runner), runner._parts.attributes.remember()
         micro_step = runner.state.train.micro_step
 
         def take_back() -> None:
@@ -97,15 +97,18 @@ class SkippedUpdates:
             return
         is_watched = self._watched < _WATCHED
         if is_watched:
-            self.before = runner._attributes.digests()
+            self.before = runner._parts.attributes.digests()
         self._buffers.take()
-        self._put_back = remember_figures(runner), runner._attributes.remember(None if is_watched else self._found)
+        self._put_back = (
+            remember_figures(runner),
+            runner._parts.attributes.remember(None if is_watched else self._found),
+        )
 
     def look(self) -> None:
         """Find the attributes that a micro-batch has changed, in the first updates. Called after each micro-batch."""
         if self.before is None:
             return
-        now = self._runner._attributes.digests()
+        now = self._runner._parts.attributes.digests()
         self._found |= {name for name, digest in now.items() if self.before.get(name, digest) != digest}
 
     def end(self, *, put_back: bool) -> None:
@@ -122,7 +125,7 @@ class SkippedUpdates:
             self.before = None
             self._watched += 1
             if self._watched == _WATCHED and self._found:
-                self._runner._attributes.note_put_back(self._found)
+                self._runner._parts.attributes.note_put_back(self._found)
 
     def put_buffers_back(self) -> None:
         """Put the buffers back where one of several optimizers skips its update."""

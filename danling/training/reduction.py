@@ -204,9 +204,9 @@ class DDPReduction(GradientReduction):
         A gradient that some ranks lack is zero there; one that all lack stays away.
         """
         runner = self.runner
-        if runner._phases is not None:
+        if runner._parts.phases is not None:
             left = self.parameters
-        elif runner._data.finds_micro_batch_size:
+        elif runner._parts.data.finds_micro_batch_size:
             left = [parameter for _, parameter in runner.named_parameters()]
         else:
             left = list(runner.criterion.parameters()) if isinstance(runner.criterion, nn.Module) else []
@@ -546,7 +546,7 @@ class CanonicalSum:
     def _values_of_program(self) -> dict[str, object]:
         """Return what tells whether attributes of the runner, and plain ones of the model's modules, change."""
         runner = self._runner
-        found: dict[str, object] = {f"self.{name}": value for name, value in runner._attributes.digests().items()}
+        found: dict[str, object] = {f"self.{name}": value for name, value in runner._parts.attributes.digests().items()}
         for path, module in runner.unwrapped_model.named_modules():
             for name, value in vars(module).items():
                 if not name.startswith("_") and isinstance(value, (bool, int, float, str)):

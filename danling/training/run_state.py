@@ -241,7 +241,7 @@ def progress_parts(runner: TorchRunner) -> list[StatePart]:
         stateful("losses", parts.losses, resets=True),
         stateful("scores", runner.standing.board),
         stateful("scaler", runner.precision.scaler),
-        stateful("phases", runner._phases),
+        stateful("phases", runner._parts.phases),
     ]
     return [*found, *([] if runner.fault_tolerance is None else [runner.fault_tolerance.progress_part()])]
 
@@ -285,8 +285,8 @@ def loader_states(
     changes = [sentence for source in sources.values() if source.reads for sentence in source.unsaved_changes()]
     gathered = runner.world.gather_objects((runner.data_domain.rank, own, changes))[::-1]
     for sentence in dict.fromkeys(sentence for *_, found in gathered for sentence in found):
-        if runner.is_main_process and sentence not in runner._data.named_changes:
-            runner._data.named_changes.add(sentence)
+        if runner.is_main_process and sentence not in runner._parts.data.named_changes:
+            runner._parts.data.named_changes.add(sentence)
             logger.warning("%s", sentence)
     # The first rank of several that read the same data counts.
     ranks = [(replica, states) for replica, states, _ in gathered]
@@ -309,7 +309,7 @@ def restore_positions(runner: BaseRunner, states: Mapping[str, Mapping[str, obje
         stored = states[split]
         own = share_of_rank(runner, split, stored) if stored is not None else None
         if own is not None:
-            runner._data.restore(split, own)
+            runner._parts.data.restore(split, own)
 
 
 def share_of_rank(runner: BaseRunner, split: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -465,7 +465,7 @@ class RunSaver:
     def save(self, *, history: bool = False, best: bool = False) -> None:
         """Save the full state. Called on all ranks."""
         runner = self._runner
-        with runner._session.saving():
+        with runner._parts.session.saving():
             self._check_weights()
             for check in self.before:
                 check()
@@ -500,7 +500,7 @@ class RunSaver:
     def _check_weights(self) -> None:
         """Refuse to save weights that are not finite. Called on all ranks."""
         parts = self._runner._parts
-        if parts is not None:
+        if hasattr(parts, "finite"):  # else a runner with its own loop
             # The check of the last update may be pending.
             parts.update.raise_pending_error()
             parts.finite.check()
@@ -580,7 +580,7 @@ class RunSaver:
             alone = hasattr(manager, "save_alone")
             if alone or (settings.before_evaluation and hasattr(manager, "save_ahead")):
                 # Gathered now, since a rank that fails finds no other rank to gather it from.
-                with runner._session.saving():
+                with runner._parts.session.saving():
                     self._check_weights()
                     payload = runner.checkpoint_state()
                     if not alone:
@@ -645,7 +645,7 @@ def warn_if_best_is_elsewhere(runner: BaseRunner, source: object) -> int | None:
     """
     index = runner.best_index
     here = any((runner.workspace.checkpoints / name).exists() for name in ("best", "best.pth"))
-    if index is None or here or (runner._has_remote() and runner._remote.has("best")):
+    if index is None or here or (runner._parts.is_copied and runner._parts.remote.has("best")):
         return None
     if runner.is_main_process:
         logger.info(

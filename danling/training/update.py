@@ -294,8 +294,8 @@ class UpdateStep:
     def __init__(self, runner: TorchRunner) -> None:
         placement, spread = runner.placement, runner.config.audit.gradient_spread
         self._runner = runner
-        self._session = runner._session
-        self._keys = runner._keys
+        self._session = runner._parts.session
+        self._keys = runner._parts.keys
         self.sync = StepSync(
             placement.optimizer, runner.device, reports=(placement.counts_loss, placement.counts_samples)
         )
@@ -315,7 +315,7 @@ class UpdateStep:
         """What records the first updates; see `danling.audit.layout_record`."""
         self.metrics: TrainMetrics | None = runner._parts.train_metrics
         self.losses = runner._parts.losses
-        self.split, self.reduces_later = "", runner._data.finds_micro_batch_size
+        self.split, self.reduces_later = "", runner._parts.data.finds_micro_batch_size
         self.log_every = 1024
         self.steps_scheduler = self.tells_place = False
         self.rates: list[float | None] = []
@@ -341,7 +341,7 @@ class UpdateStep:
     def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
         """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run."""
         runner, window = self._runner, self._runner.window
-        size, agreement = runner._data.undivided(), runner._parts.agreement
+        size, agreement = runner._parts.data.undivided(), runner._parts.agreement
         run = self.run if self.canonical is None else self.canonical.run
         batch = next(batches, None)
         while batch is not None:
@@ -388,7 +388,7 @@ class UpdateStep:
         gc.collect()
         free_unused_memory(runner.device)
         runner.state.elastic.micro_batch_size = held // 2
-        runner._data.hold_at_most(held // 2)
+        runner._parts.data.hold_at_most(held // 2)
         if runner.is_main_process:
             logger.warning(
                 "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "
@@ -407,7 +407,7 @@ class UpdateStep:
             runner.reduction.begin()
             self._gradients = self.move_source = None
             self._given = []
-            self._schedule_at = getattr(runner.scheduler, "last_epoch", None) if runner._phases is None else None
+            self._schedule_at = getattr(runner.scheduler, "last_epoch", None) if runner._parts.phases is None else None
             if self._schedule_left is not None and self._schedule_at is not None:
                 self._check_schedule_left(*self._schedule_left)
             session.observers.notify("update_started")
@@ -466,7 +466,7 @@ class UpdateStep:
             nonlocal depth
             depth -= 1
             # In a phase the weight is its own.
-            if depth == 0 and (runner._phases is None or runner._phases.current is not None):
+            if depth == 0 and (runner._parts.phases is None or runner._parts.phases.current is not None):
                 runner.window.cut(output)
 
         handles: list[Any] = []
@@ -477,7 +477,7 @@ class UpdateStep:
             handles += [
                 parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
                 for parameter in runner._criterion_tensors("parameters")
-                if parameter.requires_grad and runner._phases is None
+                if parameter.requires_grad and runner._parts.phases is None
             ]
         try:
             yield
@@ -499,7 +499,7 @@ class UpdateStep:
         if self._gradients is not None:
             self._gradients.check(runner.named_parameters(), window.count)
         runner._back_propagate(scaled)
-        is_last = window.reduces or runner._phases is not None
+        is_last = window.reduces or runner._parts.phases is not None
         if is_last or not self._session.in_step or not runner.reduction.keeps_gradients:
             return
         # A pipeline goes on adding to them. Those of a window without weight so far are zero anyway.
@@ -511,7 +511,7 @@ class UpdateStep:
     def note_schedule(self) -> None:
         """Remember where the library leaves the schedule: no one else advances it before the next update."""
         scheduler = self._runner.scheduler
-        at = getattr(scheduler, "last_epoch", None) if self._runner._phases is None else None
+        at = getattr(scheduler, "last_epoch", None) if self._runner._parts.phases is None else None
         self._schedule_left = None if at is None else (scheduler, self._runner.state.train.global_step, at)
 
     def _check_schedule_left(self, scheduler: object, step: int, at: int) -> None:
@@ -546,7 +546,7 @@ class UpdateStep:
         if schedule_at is not None and getattr(runner.scheduler, "last_epoch", schedule_at) != schedule_at:
             raise self._advanced_schedule("`train_step`", schedule_at)
         self._gradients = None
-        of_phases = runner._phases.close() if runner._phases is not None else None
+        of_phases = runner._parts.phases.close() if runner._parts.phases is not None else None
         outcome, requests = of_phases or self.decide()
         if schedule_at is not None and getattr(runner.scheduler, "last_epoch", schedule_at) != schedule_at:
             raise self._advanced_schedule("`optimizer_step`", schedule_at)

@@ -32,7 +32,7 @@ def runs_user_code(runner: TorchRunner) -> bool:
     the run; and the run is one of the stack `ddp` on one process, without extensions that an update calls.
     """
     parts = runner._parts
-    extensions = (runner._phases, parts.audits, parts.train_metrics, runner.compilation, runner.fault_tolerance)
+    extensions = (runner._parts.phases, parts.audits, parts.train_metrics, runner.compilation, runner.fault_tolerance)
     if runner.stack != "ddp" or runner.distributed or any(each is not None for each in extensions):
         return True
     modules = list(runner.model.modules())
@@ -40,7 +40,7 @@ def runs_user_code(runner: TorchRunner) -> bool:
         modules += runner.criterion.modules()
     elif runner.criterion not in _FUNCTIONS:
         return True
-    called = (runner.ema, *runner.observers, *runner._reporter.trackers.opened)
+    called = (runner.ema, *runner.observers, *runner._parts.reporter.trackers.opened)
     is_known = (
         all(_is_of(type(module), "torch.nn.modules.") for module in modules)
         and type(runner.optimizer) in _OPTIMIZERS

@@ -327,7 +327,7 @@ class RunPlace:
 
     def _numbers_in_store(self) -> list[int]:
         runner = self._runner
-        names = runner._remote.runs(self.family, self.id) if runner._has_remote() else ()
+        names = runner._parts.remote.runs(self.family, self.id) if runner._parts.is_copied else ()
         return sorted(number for name in names if (number := number_of(name, self.id)) is not None)
 
     def _part(self) -> str | None:

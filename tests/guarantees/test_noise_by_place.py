@@ -306,7 +306,7 @@ class Searching(Drawing):
         self.batches: list[Any] = []
 
     def train_step(self, data: Any) -> Any:
-        if not self._keys.in_update:
+        if not self._parts.keys.in_update:
             self.batches.append(data)
         self.noises.append(torch.rand(3).tolist())
         return dl.TorchRunner.train_step(self, (data["input"], data["target"]))
@@ -384,7 +384,7 @@ def test_masks_of_many_keys_are_as_independent_as_those_of_one_stream(tmp_path: 
     keyed, plain = torch.empty(number, width), torch.empty(number, width)
     with Drawing(settings(tmp_path, dataloader={"batch_size": 6})) as runner:
         for place in range(number):
-            runner._keys.begin_micro_batch(None, (place,), 0)
+            runner._parts.keys.begin_micro_batch(None, (place,), 0)
             keyed[place] = F.dropout(torch.ones(width), 0.5) / 2
     torch.manual_seed(1)
     for place in range(number):

@@ -100,14 +100,14 @@ def test_epoch_on_the_bar_is_that_which_is_evaluated_and_saved(tmp_path: Path) -
 
     class Watched(Small):
         def on_pass_start(self, split: str) -> None:
-            seen.append(("pass", self._reporter.bar.epoch))
+            seen.append(("pass", self._parts.reporter.bar.epoch))
 
         def evaluate_epoch(self, split: str) -> dict[str, float]:
-            seen.append(("evaluation", self._reporter.bar.epoch))
+            seen.append(("evaluation", self._parts.reporter.bar.epoch))
             return super().evaluate_epoch(split)
 
         def save_checkpoint(self, **more: Any) -> None:
-            seen.append(("save", self._reporter.bar.epoch))
+            seen.append(("save", self._parts.reporter.bar.epoch))
             super().save_checkpoint(**more)
 
     with Watched(settings(tmp_path, epochs=2)) as runner:
@@ -130,7 +130,7 @@ def test_results_are_printed_at_their_pace_and_the_last_one_always(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Small(settings(tmp_path, steps=150, log_seconds=3600.0)) as runner:
-        reporter = runner._reporter
+        reporter = runner._parts.reporter
         reporter.begin(runner)
         caplog.clear()
         with caplog.at_level(logging.INFO, "danling"):
@@ -168,13 +168,13 @@ def test_files_that_cannot_be_looked_up_do_not_hide_how_a_training_ended(
 ) -> None:
     with Small(settings(tmp_path / "run", steps=1)) as runner:
         runner.train()
-        runner._reporter.begin(runner)
+        runner._parts.reporter.begin(runner)
         (gone := tmp_path / "gone").mkdir()
         monkeypatch.chdir(gone)
         gone.rmdir()
         with caplog.at_level(logging.INFO, "danling"):
-            runner._reporter.say_ending("Finished")
-        runner._reporter.end()
+            runner._parts.reporter.say_ending("Finished")
+        runner._parts.reporter.end()
         monkeypatch.chdir(tmp_path)
     assert "Finished: " in caplog.text and "cannot be looked up: [Errno 2]" in caplog.text
 

@@ -51,7 +51,7 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
         paths = SimpleNamespace(dir=run, checkpoints=run / "checkpoints")
         session = SimpleNamespace(stop_reason=more.pop("stop_reason", None))
         best = {"best_score": 0.98333, "best_index": 7}
-        made = {"workspace": paths, "standing": standing, "config": config, "_session": session}
+        made = {"workspace": paths, "standing": standing, "config": config, "_parts": SimpleNamespace(session=session)}
         runner: Any = Mine(**{**given, **best, **more}, **made)
         return describe_end(runner)
 

@@ -228,7 +228,7 @@ PARTS: list[tuple[dict[str, Any], str]] = [
 METHODS: list[tuple[dict[str, Any], str]] = [
     ({"__init__": lambda self, config: None}, "to call super().__init__(config) first."),
     ({"__init__": lambda self, config: dl.Runner.__init__(self)}, "and called super().__init__() without it."),
-    ({"_closers": lambda self: None}, "where '_closers' is a name of the library's"),
+    ({"_parts": lambda self: None}, "where '_parts' is a name of the library's"),
     (
         {"train_step": lambda self, data: self.criterion(self.model(data[0]), data[1])},
         "Call self.backward(loss) before",

@@ -26,7 +26,7 @@ def settings(root: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["window", "_session", "index", "step", "batch_weight", "device", "mode", "_bind_reduction", "scores"]
+    "name", ["window", "_parts", "index", "step", "batch_weight", "device", "mode", "_bind_reduction", "scores"]
 )
 def test_a_name_of_the_librarys_is_refused_where_it_is_set(name: str, tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match=rf"self.{name} = .*library's \((\w+)\).*my_{name.strip('_')}") as caught:

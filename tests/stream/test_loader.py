@@ -34,7 +34,9 @@ def stream(samples: int, *, end: bool = True, **meta: Any) -> tuple[MemoryStore,
 def runner(unsaved: int | None = None, waiting: Any = lambda place, ranks: None) -> Any:
     session = SimpleNamespace(leave_wait=waiting, end_wait=lambda ranks: None, leave_pass=lambda: None)
     placement = SimpleNamespace(optimizer=None)
-    return SimpleNamespace(id="a run", _session=session, _unsaved_updates=lambda: unsaved, placement=placement)
+    return SimpleNamespace(
+        id="a run", _parts=SimpleNamespace(session=session), _unsaved_updates=lambda: unsaved, placement=placement
+    )
 
 
 def read(

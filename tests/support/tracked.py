@@ -22,6 +22,8 @@ def tracked(directory: Path = Path(), step: int = 0, *, run: str = "abc-00ff", m
         workspace=workspace,
         state=SimpleNamespace(train=SimpleNamespace(global_step=step)),
         is_main_process=main,
-        _run_place=SimpleNamespace(instance=run),
-        _reporter=SimpleNamespace(trackers=SimpleNamespace(mark=None)),
+        _parts=SimpleNamespace(
+            run_place=SimpleNamespace(instance=run),
+            reporter=SimpleNamespace(trackers=SimpleNamespace(mark=None)),
+        ),
     )

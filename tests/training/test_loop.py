@@ -159,7 +159,7 @@ class Ending:
     def __iter__(self) -> Iterator[Any]:
         self.passes += 1
         if self.passes > 1:
-            self.run._session.leave_pass()
+            self.run._parts.session.leave_pass()
         return iter([(torch.ones(1, 1), torch.ones(1, 1))] * 3)
 
 
@@ -216,7 +216,7 @@ def test_an_evaluation_that_was_left_and_a_wait_that_was_given_up_are_ends_like_
 
     with Told(tmp_path, at={"evaluate val": leave}, epochs=2) as run:
         run.train()
-        assert run._session.stop_reason == reason and run.events[-2:] == ["evaluate val", "save"]
+        assert run._parts.session.stop_reason == reason and run.events[-2:] == ["evaluate val", "save"]
         # It is made anew: the pass is not trained again.
         run.at.clear()
         run.train()
@@ -228,13 +228,13 @@ def test_a_signal_that_came_too_late_reaches_the_program(tmp_path: Path) -> None
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
         with Told(tmp_path, epochs=1) as run:
-            end = run._reporter.end
+            end = run._parts.reporter.end
 
             def late() -> None:
                 signal.raise_signal(signal.SIGUSR1)
                 end()
 
-            run._reporter.end = late  # type: ignore[method-assign]
+            run._parts.reporter.end = late  # type: ignore[method-assign]
             run.train()
         assert heard == [signal.SIGUSR1]
     finally:

@@ -190,7 +190,7 @@ def test_a_phase_that_is_not_finite_is_skipped_alone_and_has_a_scale_of_its_own(
         bad = range(0)
 
         def backward(self, loss: Tensor) -> None:
-            spoilt = self._phases.current.name == "generator" and self.train_state.attempted in self.bad
+            spoilt = self._parts.phases.current.name == "generator" and self.train_state.attempted in self.bad
             super().backward(loss * float("nan") if spoilt else loss)
 
     with Spoilt(tmp_path / "skipped", skip_nonfinite_grad=True, max_skipped_updates=2) as runner:
@@ -209,13 +209,13 @@ def test_a_phase_that_is_not_finite_is_skipped_alone_and_has_a_scale_of_its_own(
     with Spoilt(tmp_path / "scaled", precision="fp16") as runner:
         runner.bad = range(1, 2)
         runner.train()
-        scalers = {name: phase["scaler"] for name, phase in runner._phases.state_dict().items()}
+        scalers = {name: phase["scaler"] for name, phase in runner._parts.phases.state_dict().items()}
         assert scalers["generator"]["scale"] == scalers["discriminator"]["scale"] / 2
         saved = runner.state_dict()["state"]["phases"]
     with Spoilt(
         tmp_path / "again", precision="fp16", resume=str(tmp_path / "scaled" / "checkpoints/latest.pth")
     ) as runner:
-        assert runner._phases.state_dict() == saved
+        assert runner._parts.phases.state_dict() == saved
 
 
 def step_of(*calls: str) -> Any:
@@ -260,7 +260,7 @@ def test_slips_are_named(tmp_path: Path, calls: list[str], message: str) -> None
     with kind(tmp_path) as runner:
         with pytest.raises(ValueError, match=message):
             runner.train()
-        assert runner.window is not None and runner._phases.current is None
+        assert runner.window is not None and runner._parts.phases.current is None
 
 
 class Single(Run):

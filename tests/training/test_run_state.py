@@ -44,7 +44,8 @@ class Run:
         self.component_parts = lambda: [self.part(name) for name in components if name in self.values]
         self.progress_parts = lambda: [self.part(name) for name in progress]
         self.run_state = RunState(self)  # type: ignore[arg-type]
-        self._data = SimpleNamespace(restore=lambda split, state: self.source(split).load_state_dict(state))
+        data = SimpleNamespace(restore=lambda split, state: self.source(split).load_state_dict(state))
+        self._parts = SimpleNamespace(data=data)
 
     def part(self, name: str) -> StatePart:
         def restore(value: Any, excluded: Collection[str]) -> None:

@@ -35,8 +35,8 @@ class Kept:
             _parts=SimpleNamespace(
                 update=SimpleNamespace(raise_pending_error=lambda: self.calls.append("settle")),
                 finite=SimpleNamespace(check=lambda: None),
+                session=SimpleNamespace(saving=nullcontext),
             ),
-            _session=SimpleNamespace(saving=nullcontext),
         )
         self.saver = runner.saver = RunSaver(runner)
 

@@ -94,7 +94,7 @@ def set_scheduler(runner: Any) -> None:
 
 
 def set_global_hook(runner: Any) -> None:
-    runner._closers.callback(torch.nn.modules.module.register_module_forward_hook(draw).remove)
+    runner._parts.closers.callback(torch.nn.modules.module.register_module_forward_hook(draw).remove)
 
 
 def set_method(runner: Any) -> None:
@@ -155,7 +155,7 @@ def draws(
         with kind(settings(directory, step), change) as runner:
             begun = len(DRAWN)
             runner.train()
-            assert not runner._keys._only_torch
+            assert not runner._parts.keys._only_torch
             assert len(DRAWN) > begun
     return list(DRAWN)
 
@@ -183,7 +183,7 @@ def test_only_the_stream_of_torch_is_seeded_where_nothing_else_can_draw(
     def weights(directory: Path) -> tuple[list[Tensor], Any]:
         with Plain(settings(directory, 9), lambda runner: setattr(runner, "criterion", criterion)) as runner:
             runner.train()
-            return [p.detach().clone() for p in runner.model.parameters()], runner._keys._only_torch
+            return [p.detach().clone() for p in runner.model.parameters()], runner._parts.keys._only_torch
 
     found, only_torch = weights(tmp_path / "one")
     assert only_torch
@@ -196,7 +196,7 @@ def test_only_the_stream_of_torch_is_seeded_where_nothing_else_can_draw(
 def test_a_loop_by_hand_seeds_every_stream(tmp_path: Path) -> None:
     with Plain(settings(tmp_path, 6)) as runner:
         runner.train()
-        assert runner._keys._only_torch
+        assert runner._parts.keys._only_torch
         for _ in range(2):
             random.seed(0), numpy.random.seed(0)
             runner.train_step((torch.ones(4, 4), torch.ones(4, dtype=torch.int64)))
