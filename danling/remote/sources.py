@@ -36,8 +36,12 @@ from .stored_run import CHECKPOINTS, FILES, RUN_FILES, Described, StoredRun, pla
 
 
 def bring_files(store: RemoteStore, prefix: str, directory: Path) -> int:
-    """Bring the files below a prefix that a directory lacks, or has shorter than the store; return how many."""
-    return sum(bring_object(store, found, found.key[len(prefix) + 1 :], directory) for found in store.list(prefix))
+    """Bring the files below a prefix that a directory lacks, or has shorter than the store; return how many.
+
+    `progress.json` is left out: it belongs to the process that has written it.
+    """
+    named = [(found, found.key[len(prefix) + 1 :]) for found in store.list(prefix)]
+    return sum(bring_object(store, found, name, directory) for found, name in named if name != "progress.json")
 
 
 def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: Path) -> bool:

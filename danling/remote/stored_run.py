@@ -38,7 +38,15 @@ CHECKPOINTS = "checkpoints"
 FILES = "files"
 LOCK = "lock"
 OBJECTS = "objects"
-RUN_FILES = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.json", "digests.jsonl")
+RUN_FILES = (
+    "metrics.jsonl",
+    "results.json",
+    "latest.json",
+    "best.json",
+    "progress.json",
+    "streams.json",
+    "digests.jsonl",
+)
 """The files of a run that are neither checkpoints nor in one of its directories."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -27,7 +27,7 @@ from danling.data import LoaderSettings, move_to_device
 from danling.distributed import StepTotals
 from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim import JointOptimizer, JointScheduler
-from danling.optim.registry import OPTIMIZERS, build_optimizer, build_scheduler, load_schedule
+from danling.optim.registry import build_optimizer, build_scheduler, load_schedule, without_fused
 from danling.optim.state import (
     adopt_options,
     enter_training,
@@ -61,6 +61,7 @@ from danling.training.evaluation import EvaluationForward
 from danling.training.model_states import ModelStates
 from danling.training.phases import PhasedModel, phases_of
 from danling.training.preparation import ModelPreparation
+from danling.training.progress_file import ProgressFile
 from danling.training.reduction import CanonicalReduction, no_autocast
 from danling.training.run_state import StatePart, carry_of_all, component_parts, progress_parts
 from danling.utils.tensors import canonical_name
@@ -200,6 +201,14 @@ class TorchRunner(BaseRunner):
         if self.is_main_process:
             for message in self.idle_settings():
                 logger.warning("%s", message)
+
+    def open_workspace(self) -> None:
+        """Create the run directory, open its log, and begin `progress.json`, on the main process."""
+        super().open_workspace()
+        if self.is_main_process and not self.config.checkpoint.load_only:
+            progress = ProgressFile(self)
+            self._parts.session.observers.append(progress)
+            self._parts.closers.callback(progress.close)
 
     def build_preparation(self) -> ModelPreparation:
         """Return the component that wraps and unwraps the model and gathers its weights for this stack."""
@@ -355,11 +364,12 @@ class TorchRunner(BaseRunner):
     def build_optimizer(self) -> Optimizer:
         """Return the optimizer of `config.optim` over the parameters that require a gradient."""
         settings = dict(self.config.optim.items())
-        if self._parts.canonical is not None and OPTIMIZERS.accepts(settings.get("type"), "fused"):
-            settings["fused"] = False
+        if self._parts.canonical is not None:
+            settings = without_fused(settings)
         return build_optimizer(
             settings,
             self.named_parameters,
+            model=self.unwrapped_model,
             device=self.device,
             whole=self.preparation.whole_parameters(self.named_parameters()),
         )

@@ -26,19 +26,25 @@ TEXT_LIMIT = 64 << 20
 """Bytes of the largest text that is read. A sparse file of some gigabytes takes no room on a disk."""
 
 
-def write_atomically(path: Path, data: bytes | str) -> None:
-    """Replace a small file atomically: a reader sees the old contents or the new ones. The directory entry is not synced to disk."""
+def write_atomically(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+    """Replace a small file atomically: a reader sees the old contents or the new ones. The directory entry is not synced to disk.
+
+    Args:
+        path: The file.
+        data: Its new contents.
+        durable: Whether the contents are on disk when this returns. Without it, a machine that fails may leave an empty file.
+    """
     raw = data.encode() if isinstance(data, str) else data
     try:
-        with replacing(path) as file:
+        with replacing(path, durable=durable) as file:
             file.write(raw)
     except OSError as error:
         raise write_error(f"{len(raw):,} bytes", path, error) from error
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces the one at `path` when the context ends without an error; it is then on disk.
+def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Yield a new file that replaces the one at `path` when the context ends without an error; it is then on disk, if it is `durable`.
 
     The staged file has a random name and is made here: what a stranger has put in the directory, a link or a pipe, is never opened.
     """
@@ -49,7 +55,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(staged, path)
     except BaseException:
         staged.unlink(missing_ok=True)

@@ -152,7 +152,7 @@ class Workspace:
 
         workspace_root/lineage[-code_id]/id/
           checkpoints/  logs/{timestamp}.log  tensorboard/{timestamp}/  wandb/
-          metrics.jsonl  results.json  latest.json  best.json  [streams.json]
+          metrics.jsonl  results.json  latest.json  best.json  progress.json  [streams.json]
           metadata/ config.full.yaml config.canonical.yaml config.diff.yaml git.yaml git.diff run.json
 
     Constructing touches no file. Paths are absolute, so that a later change of the working directory moves nothing.
@@ -184,6 +184,7 @@ class Workspace:
         self.best_file = self.dir / "best.json"
         self.digests_file = self.dir / "digests.jsonl"
         self.streams_file = self.dir / "streams.json"
+        self.progress_file = self.dir / "progress.json"
 
     def latest_tensorboard_dir(self) -> Path | None:
         """Return the directory of the events of the last attempt that wrote some, `None` without one."""
@@ -211,6 +212,7 @@ class Workspace:
             self.latest_file,
             self.best_file,
             self.streams_file,
+            self.progress_file,
             self.digests_file,
         )
         clear_places(files=[*written, *(self.metadata_dir / name for name in _DESCRIPTION)])

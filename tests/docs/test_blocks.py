@@ -25,7 +25,7 @@ PAGES = [page for page in pages() if blocks_of(page)]
 SLOW = {ROOT / "docs/guides/plots.md", ROOT / "docs/guides/quickstart.md"}
 """Run long, and show what README and the tests of plots show too."""
 RUN = {"python", "bash", "diff"}
-READ = {"console", "text", ""}
+READ = {"console", "json", "text", "yaml", ""}
 TITLES = {"output", "error"}
 
 

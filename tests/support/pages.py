@@ -9,7 +9,8 @@ Conventions of a page, which `tests/docs/test_blocks.py` holds it to:
 - ``text title="error"`` is what the block before it raises; `...` matches anything;
 - ``diff`` shows a program before and after, whole: both run, and their last lines must be the same;
   the first is left out where it imports what is not installed;
-- ``console`` and any other ``text`` is for reading, and the sentence before it says why it is not run.
+- ``console`` and any other ``text`` is for reading, and the sentence before it says why it is not run;
+- ``yaml`` and ``json`` are files that other programs read: a test of their own parses them.
 """
 
 from __future__ import annotations

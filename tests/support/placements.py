@@ -64,7 +64,7 @@ NEW_NAMES = {
         "tensorboard", "wandb", "results.json", "latest.json", "best.json", "metadata/run.json", "metadata/.git.yaml.abcdefgh.tmp",
         "metadata/git.diff", "checkpoints/.staged-0123", "checkpoints/.deleting-ckpt-s000000000004", "checkpoints/.writing-host-1",
         "checkpoints/.uploading-0", "checkpoints/ckpt-s000000000004.pth.sha256.next", "checkpoints/latest", "checkpoints/targets",
-        "checkpoints/model.pth", "checkpoints/latest.pth",
+        "checkpoints/model.pth", "checkpoints/latest.pth", "progress.json",
     ),
     "stream": ("store/usage.json", "store/lock", "store/writing", "store/writing/0.lock", "store/objects/b.safetensors", "log/lock",
                "log/committed.json", "log/owner.json", "log/trainer.lock", "log/committed.lock", "log/log.jsonl", "log.sqlite-journal",
