@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.reading import ExcludedFromLoading
+from danling.optim import JointOptimizer
 from danling.optim.state import own_dtypes
 from danling.training.checks import listed
 from danling.training.ema import EMA
@@ -145,8 +146,10 @@ def check_trainable(model: nn.Module, criterion: object, optimizer: object, stag
             f"{listed(wide)}. Call self.model.float() in __init__ where that is precise enough, or set stack='ddp', "
             "which trains in float64."
         )
-    kind = type(optimizer).__name__
-    if stage and kind in ("Adafactor", "Muon"):
+    members = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
+    kinds = [type(each).__name__ for each in members]
+    kind = next((name for name in kinds if name in ("Adafactor", "Muon", "ShardedMuon")), None)
+    if stage and kind is not None:
         raise ValueError(
             f"Expected an optimizer that treats every element of a parameter alike, since ZeRO divides flat parameters. Received: "
             f"{kind} with deepspeed.zero_optimization.stage={stage}. Set the stage to 0, or choose another optimizer."

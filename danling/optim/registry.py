@@ -18,6 +18,7 @@ from torch.optim.swa_utils import SWALR
 
 from danling.utils.messages import did_you_mean
 
+from .muon import ShardedMuon
 from .warmup import ConstantSchedule, CosineSchedule, LinearSchedule, WSDSchedule, rewrite_rates
 
 logger = logging.getLogger("danling")
@@ -197,7 +198,8 @@ OPTIMIZERS = OptimizerRegistry(
         name.lower(): kind
         for name, kind in inspect.getmembers(torch.optim, inspect.isclass)
         if issubclass(kind, Optimizer) and kind is not Optimizer
-    },
+    }
+    | {"muon": ShardedMuon},
 )
 """Optimizers by name: `OPTIMIZERS.build(params=model.parameters(), type="adamw", lr=1e-3)`."""
 
@@ -287,17 +289,50 @@ def build_optimizer(
     settings: Mapping[str, Any],
     named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
     *,
+    model: nn.Module,
     device: torch.device,
     whole: Mapping[str, bool] | None = None,
 ) -> Optimizer:
     """Return the optimizer of the section `optim` over the parameters that require a gradient."""
+    of_type = settings.get("type")
+    if not isinstance(of_type, str) or of_type not in OPTIMIZERS or OPTIMIZERS.lookup(of_type) is not ShardedMuon:
+        return _build(settings, list(named_parameters()), device=device, whole=whole)
+    from .matrices import build_muon
+
+    if whole is not None:
+        raise ValueError(
+            "Expected a model that every rank has all layers of with optim.type='muon'. Received: parallel.axes.pipeline above 1. Train on "
+            "the other axes, or set optim.type='adamw'."
+        )
+    return build_muon(settings, named_parameters, model, lambda part, named: _build(part, named, device=device))
+
+
+def without_fused(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section `optim` that builds no fused optimizer, whose bits depend on where tensors are cut."""
+    options = dict(settings)
+    of_type = options.get("type")
+    if OPTIMIZERS.accepts(of_type, "fused"):
+        options["fused"] = False
+    if OPTIMIZERS.lookup(of_type) is ShardedMuon:
+        options["adamw"] = {**(options.get("adamw") or {}), "fused": False}
+    return options
+
+
+def _build(
+    settings: Mapping[str, Any],
+    named: Sequence[tuple[str, nn.Parameter]],
+    *,
+    device: torch.device,
+    whole: Mapping[str, bool] | None = None,
+) -> Optimizer:
+    """Return one optimizer over the parameters that require a gradient."""
     options = dict(settings)
     groups = options.pop("param_groups", None)
     if groups:
         bases = {name: options.get(name) for name in ("lr", "weight_decay", "betas")}
-        params: list[Any] = build_param_groups(named_parameters(), groups=groups, whole=whole, **bases)
+        params: list[Any] = build_param_groups(named, groups=groups, whole=whole, **bases)
     else:
-        params = [parameter for _, parameter in named_parameters() if parameter.requires_grad]
+        params = [parameter for _, parameter in named if parameter.requires_grad]
     trains_here = any(not isinstance(entry, dict) or entry["params"] for entry in params)
     if whole is None or trains_here or not any(whole.values()):
         return OPTIMIZERS.build(params=params, **options)

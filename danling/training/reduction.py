@@ -465,14 +465,19 @@ class CanonicalSum:
 
     def _check_optimizer(self) -> None:
         optimizer = self._runner.optimizer
-        name = type(optimizer).__name__
+        joint = isinstance(optimizer, JointOptimizer)
+        names = [type(each).__name__ for each in (optimizer.optimizers if joint else (optimizer,))]
+        mixing = [name for name in names if name in _MIXES_ELEMENTS]
         received = None
-        if isinstance(optimizer, JointOptimizer):
-            received = "several optimizers. Take one"
+        if joint and optimizer.named:
+            received = "several optimizers that are stepped one after another. Take one"
         elif any(group.get("fused") for group in getattr(optimizer, "param_groups", ())):
-            received = f"{name}(fused=True), whose bits depend on where tensors are cut. Set fused=False"
-        elif name in _MIXES_ELEMENTS and any(is_sharded(p) for _, p in self._runner.named_parameters()):
-            received = f"{name} on shards, whose step of an element depends on others. Train on ddp, or take AdamW"
+            received = f"{names[-1]}(fused=True), whose bits depend on where tensors are cut. Set fused=False"
+        elif mixing and any(is_sharded(p) for _, p in self._runner.named_parameters()):
+            received = (
+                f"{mixing[0]} on shards, whose step of an element depends on others. Train on ddp, take AdamW, or let "
+                "optim.type='muon' build a Muon that gathers matrices"
+            )
         if received:
             raise ValueError(
                 f"Expected one optimizer that treats each element by itself with gradient_sum='canonical'. Received: {received}, or set "

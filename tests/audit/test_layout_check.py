@@ -161,6 +161,22 @@ def test_axes_of_a_model_that_knows_them_are_found_right(layout: str, tmp_path: 
     assert named == set(Record.read(directory_of(place, alone=True), 0, 1).gradients)
 
 
+def _muon(case: str) -> LayoutRunner:
+    optim = {"type": "muon", "lr": 0.02, "adamw": {"lr": 1e-3}}
+    return LayoutRunner({**SETTINGS, "optim": optim}, model={"tied": False})
+
+
+def test_muon_on_shards_is_found_right(tmp_path: Path) -> None:
+    for alone in (True, False):
+        world = 1 if alone else 2
+        failed = run_processes(
+            record, _muon, ["muon"], "shard=2", str(tmp_path), alone=alone, world_size=world, timeout=200
+        )
+        assert failed == [{}] * world
+    report = compare_records(tmp_path / "muon", Layout.parse("shard=2"))
+    assert report.is_same and report.updates == 2, str(report)
+
+
 ONE = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 OTHER = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 EXACT = Rounding(1e-8, 1e-12)

@@ -119,6 +119,7 @@ def outcome_of(ranks: list[dict[str, Any]]) -> tuple[str, dict[int, Any]]:
 
 
 FSDP = {"stack": "parallel", "parallel": {"axes": {"shard": -1}}}
+MUON = {"optim": {"type": "muon", "lr": 1e-2, "adamw": {"lr": 1e-2}}}
 REPLICATE = {"stack": "parallel", "parallel": {"axes": {"replicate": -1}}}
 slow = pytest.mark.slow
 
@@ -151,6 +152,21 @@ def test_one_hash(model: str, precision: str | None, sizes: list[tuple[int, dict
     assert len({expected[0], *hashes}) == 3
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(2, {}), (3, FSDP)],
+        pytest.param([(3, {}), (5, {}), (2, REPLICATE), (1, FSDP), (2, FSDP), (4, FSDP)], marks=slow),
+    ],
+)
+def test_one_hash_of_muon(sizes: list[tuple[int, dict[str, Any]]], tmp_path: Path) -> None:
+    """The sides of its matrices (24, 72, 96) are divided by three ranks, and not all by five."""
+    expected = outcome_of(run_processes(train, settings(tmp_path / "1", "gpt", **MUON), world_size=1))
+    for number, (world_size, stack) in enumerate(sizes):
+        config = settings(tmp_path / f"{number}", "gpt", **MUON, **stack)
+        assert outcome_of(run_processes(train, config, world_size=world_size)) == expected
+
+
 def steps(root: Path, **more: Any) -> dict[str, Any]:
     """Return settings of a run of nine updates, each of which is saved."""
     schedule = {"type": "cosine", "warmup_steps": 3}
@@ -164,10 +180,14 @@ def audit(config: dict[str, Any]) -> tuple[bool, list[str]]:
     return found.is_same, [each.path for each in found.differences]
 
 
-@pytest.mark.parametrize("stack", [{}, pytest.param(FSDP, marks=slow)])
+WITH_MUON = {**FSDP, **MUON, "model_kind": "gpt"}
+
+
+@pytest.mark.parametrize("stack", [{}, pytest.param(FSDP, marks=slow), pytest.param(WITH_MUON, marks=slow)])
 def test_two_three_and_one_process_with_kills(stack: dict[str, Any], tmp_path: Path) -> None:
     """A run goes on with other numbers of processes after SIGKILLs; one process that audits it finds the same bits."""
-    expected = run_processes(train, steps(tmp_path / "whole"), world_size=1)[0]
+    alone = {key: value for key, value in stack.items() if key not in FSDP}
+    expected = run_processes(train, steps(tmp_path / "whole", **alone), world_size=1)[0]
     config = steps(tmp_path / "parts", **stack)
     for world_size, kill_at in ((2, 2), (3, 5)):
         outcomes = run_outcomes(train, config, kill_at, world_size=world_size, grace=0.5)
