@@ -43,7 +43,7 @@ LOADING = frozenset(
 RESUMABLE = frozenset({"pretrained", "pretrained_averages", "skip_nonfinite_grad"})
 
 
-LATER: dict[str, object] = {"ema.buffers": "copy", "pretrained_averages": True}
+LATER: dict[str, object] = {"dataloader.own_state": False, "ema.buffers": "copy", "pretrained_averages": True}
 """Keys that came after the first format of an id, with their defaults: one that has its default leaves the id as it was."""
 
 

@@ -409,6 +409,8 @@ class DataLoaderConfig(OpenSection, path="dataloader"):
     """The most samples of such an update that a rank holds at once; auto halves it when memory runs out."""
     keyed: Literal["batch", "sample"] | None
     """What reading is seeded by; default: sample with global_batch_size, else batch."""
+    own_state: bool
+    """Read a StatefulDataLoader of yours itself and save its own state, whose format plain scripts exchange."""
     shuffle: bool | None
     """Shuffle in training (default), and with a section of its name a split that is evaluated."""
     drop_last: bool | None

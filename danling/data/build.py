@@ -24,7 +24,7 @@ from .workers import WorkerInit
 AUTO = "auto"
 """The `micro_batch_size` that is found by trying: it is halved when memory runs out."""
 SIZES = frozenset({"global_batch_size", "micro_batch_size"})
-OWN = SIZES | {"keyed"}
+OWN = SIZES | {"keyed", "own_state"}
 """Settings of a split that are not arguments of a loader."""
 SETTINGS = {*inspect.signature(TorchDataLoader).parameters, *OWN, "snapshot_every_n_steps"} - {"dataset"}
 """Valid names under `dataloader`: the arguments of torch's `DataLoader`, and what an update is made of."""
@@ -76,6 +76,12 @@ def build_dataloader(
                 f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {name!r} for split {split!r}."
                 f"{did_you_mean(name, [*SETTINGS, split])}"
             )
+    if settings.get("own_state"):
+        raise ValueError(
+            f"Expected a StatefulDataLoader in self.dataloaders[{split!r}] with dataloader.own_state=true. Received: a "
+            f"{type(dataset).__name__}, for which the library makes the loader. Leave it out, or set dataloader.<split>.own_state for the "
+            "splits that have one."
+        )
     if canonical and isinstance(dataset, TokenBudget):
         raise ValueError(
             f"Expected micro-batches of a number of samples for split {split!r} with gradient_sum='canonical'. Received: a TokenBudget, "

@@ -385,7 +385,8 @@ class RunData:
                 )
             trained = self._is_trained(split)
             loader.take_place(ReaderPlace(share, self.undivided(), run.is_main_process, trained), run)
-        return open_source(loader, **share._asdict(), reads=run.placement.reads_data)
+        own_state = bool(self.settings(split).get("own_state"))
+        return open_source(loader, **share._asdict(), reads=run.placement.reads_data, own_state=own_state)
 
     def open_all(self) -> str | None:
         """Open every loader that is there now, and return the split whose metrics select the best checkpoint, if there is one.
@@ -544,7 +545,7 @@ class RunData:
 
 
 def _without_order(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in _OF_TRAINING}
+    return {name: value for name, value in settings.items() if name not in (*_OF_TRAINING, "own_state")}
 
 
 def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:

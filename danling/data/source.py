@@ -24,6 +24,7 @@ from .dataset_state import (
     set_states,
     stateful_parts,
 )
+from .keyed import draws_nothing
 from .loader import PLACEHOLDER, KeyedLoader, StreamLoader
 from .randomness import Generators, derive_seed, mix_seed
 from .sampled import divides_evenly, keyed_twin, of_torchdata, order_of
@@ -51,6 +52,7 @@ def open_source(
     world_size: int = 1,
     seed: int = 0,
     reads: bool = True,
+    own_state: bool = False,
 ) -> BatchSource:
     """Return the batches of a loader and the position in them. The loader decides how it is positioned (`kind`):
 
@@ -70,9 +72,10 @@ def open_source(
         seed: Base seed of the run, from which the order of a user's loader is seeded at each pass.
         reads: Whether this rank reads batches; else it gets placeholders, and its position follows those that read. The end of a user's
             loader is known only to these, so that it never ends by itself here: the ranks have to agree on the end.
+        own_state: Whether a `StatefulDataLoader` is read itself, and its own state is saved.
 
     Raises:
-        ValueError: If the loader cannot be iterated, or its sampler takes another share.
+        ValueError: If the loader cannot be iterated, its sampler takes another share, or it is none that `own_state` is for.
     """
     if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         raise ValueError(
@@ -95,11 +98,29 @@ def open_source(
                 "order. Leave it out.",
                 split,
             )
-        twin = keyed_twin(loader, share)
+        if own_state:
+            _check_own_state(loader, share)
+        twin = keyed_twin(loader, share) if not own_state else None
         read = loader if twin is None else twin
         if not isinstance(read, KeyedLoader):
             read = LiveLoader(read, share)
     return BatchSource(loader, read, share, reads=reads)
+
+
+def _check_own_state(loader: Any, share: Share) -> None:
+    """Refuse `dataloader.own_state` for what is no `StatefulDataLoader`, and say what its state lacks."""
+    if not isinstance(loader, of_torchdata("StatefulDataLoader")):
+        raise ValueError(
+            f"Expected a StatefulDataLoader of torchdata for split {share.split!r} with dataloader.own_state=true. Received: a "
+            f"{type(loader).__name__}. Leave it out, or set dataloader.<split>.own_state for the splits that have one."
+        )
+    if loader.num_workers and share.rank == 0 and not draws_nothing(loader.dataset):
+        logger.warning(
+            "The loader of split %r is read with its own state, which has no random numbers of its %d workers: what they draw for a sample "
+            "differs after a resume. Leave dataloader.own_state out, set num_workers=0, or set draws_random = False on the dataset.",
+            share.split,
+            loader.num_workers,
+        )
 
 
 def _check_share(loader: object, share: Share) -> None:
