@@ -1,4 +1,5 @@
 # Set-up needs nothing but Python (>= 3.11), its venv module, and a C++ compiler for torch.compile.
+#   make demo    set up .venv, then train a small network, kill it ten times and compare the bits (a minute)
 #   make train   set up .venv (about two minutes) and train a small GPT (about four)
 #   make test    set up .venv and run the tests; make test-all the slow ones too
 #   make test-system   the tests of checkpoints with the system's own Python; make fuzz N=10000 damages so many checkpoints
@@ -17,8 +18,12 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := danling examples benchmarks scripts tests
 
-.PHONY: train test test-all test-system test-torch test-versions release chaos fuzz explore bench lint format docs clean
+.PHONY: demo train test test-all test-system test-torch test-versions release chaos fuzz explore bench lint format docs clean
 .DELETE_ON_ERROR:
+
+# Kills a training ten times, and compares the bits.
+demo: $(VENV)/.core
+	$(BIN)/python -m danling.demo
 
 # One thread: with more, an update of so small a model mostly waits, on a busy machine several times longer.
 train: $(VENV)/.core

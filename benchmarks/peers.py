@@ -12,8 +12,8 @@ that are functions of the user's; no logging, no checkpoint. The data comes in t
 alone; from a user's `Dataset` through the loader that each library builds or takes (torch's `DataLoader` for the loop by hand); and the
 same with two workers. Blocks of updates are interleaved and
 every block is divided by the loop's block of the same round and data; what comes before the first hundred updates of a block is not
-counted. Time of the processor is that of the training process, without its workers. `--readme README.md` puts the figures into its
-table. Import is the time of the statement in a fresh process that has imported torch. Memory is the peak of a fresh process after 300
+counted. Time of the processor is that of the training process, without its workers. `--page docs/benchmarks.md` puts the figures into
+its table. Import is the time of the statement in a fresh process that has imported torch. Memory is the peak of a fresh process after 300
 updates. Medians and quartiles.
 """
 
@@ -383,20 +383,20 @@ def as_table(figures: dict[str, dict[str, dict[str, float]]], shown: str = "data
     return "\n".join(lines)
 
 
-def write_table(readme: Path, table: str) -> None:
+def write_table(page: Path, table: str) -> None:
     """Put the table into the place of the one whose first column is the time of an update.
 
     Raises:
         ValueError: If there is none.
     """
-    lines = readme.read_text().splitlines()
+    lines = page.read_text().splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith("| | time of an update |")), None)
     if first is None:
-        raise ValueError(f"Expected a table that begins with '| | time of an update |' in {readme}. Received: none.")
+        raise ValueError(f"Expected a table that begins with '| | time of an update |' in {page}. Received: none.")
     last = next(
         number for number in range(first, len(lines) + 1) if number == len(lines) or not lines[number].startswith("|")
     )
-    readme.write_text("\n".join([*lines[:first], *table.splitlines(), *lines[last:]]) + "\n")
+    page.write_text("\n".join([*lines[:first], *table.splitlines(), *lines[last:]]) + "\n")
 
 
 def plot(figures: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
@@ -425,7 +425,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=1100, help="updates of a block")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--readme", type=Path, help="put the figures into the table of that file")
+    parser.add_argument("--page", "--readme", type=Path, help="put the figures into the table of that file")
     parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
     parser.add_argument(
         "--peers", nargs="*", help="measure these only, such as Ignite, together with the loop by hand and this library"
@@ -456,8 +456,8 @@ def main() -> None:
         row["peak_mb"] = peak_memory(name)
     table = as_table(figures)
     print(table)
-    if asked.readme:
-        write_table(asked.readme, table)
+    if asked.page:
+        write_table(asked.page, table)
     if asked.json:
         asked.json.write_text(json.dumps(figures, indent=2) + "\n")
     if asked.plot:

@@ -15,6 +15,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import draw_rooms
 import list_libraries
+import write_llms
 
 LIST: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "list_errors.py"))
 
@@ -29,6 +30,28 @@ def test_imports_run_down_and_no_room_imports_a_runner() -> None:
 
 def test_the_picture_is_that_of_the_source() -> None:
     assert draw_rooms.main(["--check"]) == 0
+
+
+def test_the_list_of_pages_is_that_of_the_documentation() -> None:
+    assert write_llms.main(["--check"]) == 0, "run: python scripts/write_llms.py"
+    text = write_llms.FILE.read_text()
+    pages = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
+    assert {name for name in pages if f"]({name})" not in text} == set()
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("# Title\n\nIt trains. It ends.\n", "It trains."),
+        (
+            "# T\n\n```python\nx = 1. Y\n```\n\nSee [the page](a.md) of **torch 2.13**, e.g. here: `x`.\n",
+            "See the page of torch 2.13, e.g. here",
+        ),
+        ("---\nhide: all\n---\n\n# T\n\n| a |\n", ""),
+    ],
+)
+def test_the_first_sentence_of_a_page_is_found(page: str, sentence: str) -> None:
+    assert write_llms.first_sentence(page) == sentence
 
 
 def page_of(source: str) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pages import ROOT, pages
+import yaml
+from support.pages import ROOT, blocks_of, pages
 from support.warm import interpreter
 
 import danling
@@ -121,6 +122,15 @@ def test_files_that_the_readme_links_exist() -> None:
     linked = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
     assert any(name.startswith("tests/guarantees/") for name in linked)
     assert [name for name in linked if not (ROOT / name).exists()] == []
+
+
+def test_files_for_other_programs_parse() -> None:
+    blocks = [(page, block) for page in pages() for block in blocks_of(page) if block.language in ("yaml", "json")]
+    assert len(blocks) >= 3
+    for page, block in blocks:
+        assert yaml.safe_load(block.code), f"{page}:{block.line}"
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["authors"]) == (danling.__version__, [{"name": "The danling developers"}])
 
 
 def test_every_example_is_on_the_front_page() -> None:
