@@ -25,7 +25,7 @@ def test_lines_are_read_back_as_they_were(tmp_path: Path) -> None:
     assert LINES[0].total == 2 and read_digests(tmp_path / "none") == {}
 
 
-def test_what_stood_behind_the_step_of_a_resume_is_cut_off_and_an_unfinished_line_is_left_out(tmp_path: Path) -> None:
+def test_lines_after_the_step_of_a_resume_are_cut_off_and_an_unfinished_line_is_left_out(tmp_path: Path) -> None:
     first = DigestFile(tmp_path / FILE, resume_step=0)
     for line in LINES:
         first.add(line)
@@ -79,7 +79,7 @@ def test_each_part_counts_once_and_copies_agree() -> None:
     assert table.totals(rows)["samples"] == 1109  # modulo 2^64
 
 
-def test_the_rank_that_differs_from_most_is_named_and_of_two_the_second() -> None:
+def test_rank_different_from_most_is_named_and_of_two_the_second() -> None:
     table = DigestTable(COLUMNS, RANKS)
     rows = filled(table)
     rows[2][table.places["shard", "weights.0"]] = 8

@@ -52,14 +52,14 @@ def digest(tensor: Tensor, hasher: Hasher | None = None) -> int:
     return int((hasher or Hasher(CPU)).digest(tensor)) & WORD
 
 
-def test_the_finalizer_is_that_of_splitmix() -> None:
+def test_finalizer_equals_splitmix() -> None:
     values = [0, 1, -1, 12345, -(1 << 63), (1 << 63) - 1]
     found = mixed(torch.tensor(values, dtype=torch.int64))
     assert [int(x) & WORD for x in found] == [splitmix(value & WORD) for value in values]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_digest_is_what_python_computes_with_integers(dtype: torch.dtype) -> None:
+def test_digest_equals_a_computation_with_integers(dtype: torch.dtype) -> None:
     tensor = (torch.randn(5, 7, generator=torch.Generator().manual_seed(3)) * 9).to(dtype)
     assert digest(tensor) == by_hand(tensor)
 
@@ -76,7 +76,7 @@ def test_every_single_bit_counts_and_so_do_signs_of_zero_and_the_place() -> None
     assert digest(torch.tensor([1.0, 2.0])) != digest(torch.tensor([2.0, 1.0]))
 
 
-def test_two_signs_that_change_in_one_tensor_do_not_cancel_out() -> None:
+def test_two_changed_signs_in_one_tensor_do_not_cancel_out() -> None:
     """A sum of keys alone would keep 33 bits of what differs."""
     tensor, hasher = torch.ones(30, 40), Hasher(CPU)
     draw, seen = random.Random(1), set()

@@ -106,7 +106,7 @@ def test_a_planted_mistake_is_located(case: str, checks: Checks) -> None:
 
 
 @pytest.mark.parametrize("case", ["permuted", "permuted alike"])
-def test_weights_that_parallelize_moves_are_named(case: str, checks: Checks) -> None:
+def test_weights_moved_by_parallelize_are_named(case: str, checks: Checks) -> None:
     """Both begin with the weights of one process, so that losses and gradients say nothing of it."""
     report = checks.report(case)
     named = {"blocks.1.up.weight", "blocks.1.up.bias", *(["blocks.1.down.weight"] if case == "permuted alike" else [])}
@@ -115,7 +115,7 @@ def test_weights_that_parallelize_moves_are_named(case: str, checks: Checks) -> 
     assert "the weights are not those of the model" in str(report)
 
 
-def test_weights_that_differ_though_no_gradient_does(checks: Checks) -> None:
+def test_different_weights_with_equal_gradients_are_found(checks: Checks) -> None:
     report = checks.report("clipped alone")
     assert not report.gradients and report.weights and report.step == 1
     assert report.summary is not None and "the step of the optimizer or the clipping is not" in report.summary
@@ -129,7 +129,7 @@ def test_other_samples_are_no_mistake_of_a_layout(checks: Checks) -> None:
 @pytest.mark.parametrize(
     "text", ["tensr=2", "tensor", "tensor=0", "tensor=1", "ddp=2,shard=2", "shard=2,shard=2", "deepspeed=2"]
 )
-def test_layouts_that_cannot_be_are_refused(text: str) -> None:
+def test_impossible_layouts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"each axis once, such as shard=2,tensor=2.*Received: '{text}'") as refused:
         Layout.parse(text)
     assert ("Did you mean 'tensor'" in str(refused.value)) == (text == "tensr=2")
@@ -145,7 +145,7 @@ def _gpt(case: str) -> LayoutRunner:
     "layout",
     ["pipeline=2", "context=2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor=2", "expert=2"))],
 )
-def test_axes_of_a_model_that_knows_them_are_found_right(layout: str, tmp_path: Path) -> None:
+def test_axes_known_to_the_model_are_found_right(layout: str, tmp_path: Path) -> None:
     """No seed is set, which is then 0 in both, and gradients and weights of each stage stand beside those of the whole model."""
     for alone in (True, False):
         world = 1 if alone else 2
@@ -213,7 +213,7 @@ def rows(*tensors: torch.Tensor) -> Held:
         ([({}, Part((0, 0), (3, 4), ONE[:3]))], "shape [3, 4] on the layout, [6, 4]", None, None),
     ],
 )
-def test_what_ranks_have_of_a_gradient_is_described(
+def test_part_of_a_gradient_on_each_rank_is_described(
     held: Held, what: str, ratio: float | None, axis: str | None
 ) -> None:
     found = compare("w", ONE, held, {"tensor": 2, "expert": 3}, EXACT)

@@ -22,13 +22,13 @@ def test_it_is_told_the_settings_and_its_end_is_known(tmp_path: Path, monkeypatc
     assert end.tail.strip() == '{"seed": 3} here'
 
 
-def test_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_program_is_ended_at_its_time_limit(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; print('begins', flush=True); time.sleep(60)"]
     end = run_program(command, {}, log=tmp_path / "log", timeout=0.5)
     assert end.code is None and end.tail in ("", "begins\n")
 
 
-def test_what_a_program_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
+def test_processes_left_by_a_program_are_ended_with_it(tmp_path: Path) -> None:
     leaves = (
         f"import subprocess; print(subprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(60)']).pid)"
     )
@@ -46,6 +46,6 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_what_cannot_be_started_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_program_without_a_start_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="-- python train.py"):
         run_program(["no-such-program-here"], {}, log=tmp_path / "log")

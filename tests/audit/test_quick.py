@@ -111,6 +111,6 @@ def test_quick_run_by_updates(program: str, tmp_path: Path, words: list[str], up
     ],
     ids=["evaluation_fails", "too_short"],
 )
-def test_what_fails_in_a_quick_run_is_named(program: str, tmp_path: Path, words: list[str], received: str) -> None:
+def test_failure_in_a_quick_run_is_named(program: str, tmp_path: Path, words: list[str], received: str) -> None:
     with pytest.raises(QuickRunFailed, match=f"(?s)Expected a program that .*{received}"):
         try_quickly([interpreter(), program, *words], tmp_path / "scratch", updates=3, timeout=150)

@@ -116,7 +116,7 @@ def test_on_every_stack_a_flip_is_found_and_a_run_in_order_raises_no_alarm(stack
         assert "rank 1 on cpu" in error and (stack not in ("ddp", "accelerate") or "rank 0" not in error)
 
 
-def test_a_reduced_gradient_names_the_ranks_that_share_it(tmp_path: Path) -> None:
+def test_reduced_gradient_names_its_ranks(tmp_path: Path) -> None:
     outcomes = run_outcomes(train, settings(tmp_path, **SAVING), ("gradient", 4, 1), world_size=2)
     for outcome in outcomes:
         assert isinstance(outcome.error, ReplayMismatchError), outcome.traceback
@@ -149,7 +149,7 @@ class Writing(Checked):
         (Writing, ValueError, "Change a clone of it"),
     ],
 )
-def test_steps_that_cannot_be_computed_again(
+def test_unrepeatable_steps_are_refused(
     kind: type[Checked], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=words):
@@ -163,7 +163,7 @@ def test_steps_that_cannot_be_computed_again(
         ({"stack": "deepspeed"}, "Received: stack='deepspeed'"),
     ],
 )
-def test_runs_that_cannot_be_checked_are_refused(more: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_uncheckable_runs_are_refused(more: dict[str, Any], words: str, tmp_path: Path) -> None:
     if more.get("stack") == "deepspeed":
         pytest.importorskip("deepspeed")
     with pytest.raises(ValueError, match=words):

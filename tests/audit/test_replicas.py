@@ -91,7 +91,7 @@ def test_between_saves_it_is_found_in_the_collective_of_the_next_update(tmp_path
         assert "in _sum" in outcome.traceback and "in settle" not in outcome.traceback  # not in a collective of its own
 
 
-def test_of_replicas_of_shards_the_rank_is_named_that_differs_from_its_copy(tmp_path: Path) -> None:
+def test_rank_different_from_its_copy_is_named_with_replicas_of_shards(tmp_path: Path) -> None:
     outcomes = run_outcomes(train, str(tmp_path), HSDP, "weight", 4, 3, world_size=4)
     for outcome in outcomes:
         assert isinstance(outcome.error, ReplicaDriftError), outcome.traceback
@@ -122,7 +122,7 @@ def test_digests_are_those_of_the_weights_whatever_the_layout(tmp_path: Path) ->
     assert found["shard"][1][8].digests["weights.0"] == found["ddp"][1][8].digests["weights.0"]
 
 
-def test_a_run_that_resumes_writes_the_digests_that_it_would_have_written(tmp_path: Path) -> None:
+def test_resumed_run_writes_the_digests_of_an_uninterrupted_one(tmp_path: Path) -> None:
     train(str(tmp_path / "whole"), {})
     train(str(tmp_path / "parts"), {"steps": 5})
     train(str(tmp_path / "parts"), {"auto_resume": True})

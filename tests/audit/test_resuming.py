@@ -55,7 +55,7 @@ def command(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.timeout(400)
-def test_a_program_that_comes_back(command: list[str], tmp_path: Path) -> None:
+def test_program_resumes_after_every_signal(command: list[str], tmp_path: Path) -> None:
     done = danling("doctor", "--script", "--timeout", "90", "--updates", "4", "--", *command, timeout=380, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
@@ -83,7 +83,7 @@ def test_two_processes_of_torchrun(command: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_counter_that_no_checkpoint_holds_is_found(command: list[str], tmp_path: Path) -> None:
+def test_unsaved_counter_is_found(command: list[str], tmp_path: Path) -> None:
     (begins, *_), (resumes, state, detail) = _examined([*command, "counter"], tmp_path / "scratch")
     assert (begins, resumes, state) == ("begins alike", "resumes after SIGTERM", "failed")
     assert detail.startswith("loss diverged first, at update ")
@@ -99,12 +99,12 @@ def test_without_a_seed_two_starts_differ(command: list[str], tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("flaw", "received"), [("unsaved", "it saved no checkpoint")])
-def test_programs_that_cannot_be_tried(command: list[str], tmp_path: Path, flaw: str, received: str) -> None:
+def test_untriable_programs_are_refused(command: list[str], tmp_path: Path, flaw: str, received: str) -> None:
     with pytest.raises(ScriptFailed, match=f"(?s)Expected a program that trains.*Received: .*{received}"):
         _examined([*command, flaw], tmp_path / "scratch")
 
 
-def test_program_that_is_too_short_is_named_after_its_first_start(
+def test_too_short_program_is_named_after_its_first_start(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ScriptFailed, match=r"(?s)Received: 5 updates until its end.*Give it more to do"):
@@ -112,14 +112,14 @@ def test_program_that_is_too_short_is_named_after_its_first_start(
     assert [line[:17] for line in capsys.readouterr().err.splitlines()] == ["danling: 1 of 4: "]
 
 
-def test_a_program_that_cannot_be_started_again_is_told_so(tmp_path: Path) -> None:
+def test_program_without_a_second_start_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ScriptFailed, match=r"(?s)exit code 1 after 0 updates.*Mend that first. The program must run again"
     ):
         _examined([sys.executable, "-S", "-c", "open('/no/such/place')"], tmp_path / "scratch")
 
 
-def test_a_program_that_is_none_of_a_runner_is_named(tmp_path: Path) -> None:
+def test_program_without_a_runner_is_named(tmp_path: Path) -> None:
     with pytest.raises(ScriptFailed, match=r"(?s)exit code 0 after 0 updates of a runner.*printed:\nhello"):
         _examined([sys.executable, "-S", "-c", "print('hello')"], tmp_path / "scratch")
     with pytest.raises(ValueError, match="Expected a program behind `--`"):

@@ -29,7 +29,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.suffix != ".log"}
 
 
-def test_a_stretch_that_is_trained_again_is_the_stored_one_and_the_run_goes_on_as_it_was(tmp_path: Path) -> None:
+def test_retrained_stretch_equals_the_stored_one_and_the_run_continues_unchanged(tmp_path: Path) -> None:
     with Checked(settings(tmp_path / "run", **SETTINGS)) as runner:
         runner.train()
         before, stream = files(tmp_path / "run"), torch.default_generator.get_state()
@@ -40,7 +40,7 @@ def test_a_stretch_that_is_trained_again_is_the_stored_one_and_the_run_goes_on_a
         assert torch.equal(torch.default_generator.get_state(), stream)
 
 
-def test_one_that_parts_says_what_differs_and_where(tmp_path: Path) -> None:
+def test_diverging_stretch_names_the_difference_and_its_update(tmp_path: Path) -> None:
     with Disturbed(settings(tmp_path / "run", **SETTINGS, **{"audit.digest_interval": 1})) as runner:
         runner.train()
         Disturbed.disturbs = True

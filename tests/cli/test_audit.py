@@ -73,7 +73,7 @@ def files(run: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("run", "words"), [("run", []), ("run:0..8", []), ("epochs:6..", ["epochs"])])
-def test_a_stretch_that_is_trained_again_is_bitwise_the_stored_one(
+def test_retrained_stretch_equals_the_stored_one_bitwise(
     run: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files(run.split(":")[0])
@@ -84,7 +84,7 @@ def test_a_stretch_that_is_trained_again_is_bitwise_the_stored_one(
     assert files(run.split(":")[0]) == before
 
 
-def test_a_stretch_that_parts_says_at_which_update_and_what_parted_first(
+def test_diverging_stretch_names_its_first_update_and_tensor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DISTURB", "7")
@@ -95,7 +95,7 @@ def test_a_stretch_that_parts_says_at_which_update_and_what_parted_first(
     assert "model/0.weight" in text and "variables.OMP_NUM_THREADS" in text
 
 
-def test_another_program_and_one_that_fails_are_refused_with_what_they_said(
+def test_another_program_and_a_failing_one_are_refused_with_their_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RATE", "0.5")
@@ -110,7 +110,7 @@ def test_another_program_and_one_that_fails_are_refused_with_what_they_said(
     assert "no checkpoint there; the end of what it printed:\nno runner here" in capsys.readouterr().err
 
 
-def test_what_a_program_does_after_the_stretch_is_not_compared(
+def test_updates_after_the_stretch_are_not_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AFTERWARDS", "ckpt-s000000000004")
@@ -123,7 +123,7 @@ def test_what_a_program_does_after_the_stretch_is_not_compared(
     assert "CheckpointNotFound" in json.loads(capsys.readouterr().out)["failed"]
 
 
-def test_the_program_ends_where_it_would_begin_another_run(
+def test_program_ends_before_it_begins_another_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NEXT", "1")
@@ -131,7 +131,7 @@ def test_the_program_ends_where_it_would_begin_another_run(
     assert json.loads(capsys.readouterr().out)["failed"] is None and not Path("next").exists()
 
 
-def test_what_cannot_be_audited_is_refused_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_audit_is_refused_before_any_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert audit("none") == 3 and audit("run:1..3") == 2 and audit("run:8..4") == 2 and audit("run:a..b") == 2
     assert main(["audit", "run"]) == 2
     said = capsys.readouterr().err

@@ -141,7 +141,7 @@ def checked(layout: str, *words: str | Path, timeout: float = 280) -> subprocess
 
 
 @pytest.mark.timeout(300)
-def test_a_program_that_is_right_and_one_that_divides_twice(program: list[str], tmp_path: Path) -> None:
+def test_right_program_passes_and_one_with_two_divisions_fails(program: list[str], tmp_path: Path) -> None:
     done = checked("shard=2", "--json", "--", *program)
     assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads(done.stdout)
@@ -190,7 +190,7 @@ def test_programs_of_all_kinds_are_found_right(case: str, program: list[str]) ->
 
 
 @pytest.mark.timeout(300)
-def test_a_loss_that_is_another_one_on_every_layout_is_no_verdict(program: list[str]) -> None:
+def test_loss_changing_with_every_layout_gives_no_verdict(program: list[str]) -> None:
     done = checked("ddp=2", "--", *program, "noise")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "ddp=2: not checked, since the losses of update 1 cannot be the same" in done.stdout
@@ -198,7 +198,7 @@ def test_a_loss_that_is_another_one_on_every_layout_is_no_verdict(program: list[
 
 
 @pytest.mark.timeout(300)
-def test_a_script_that_asks_by_itself(program: list[str]) -> None:
+def test_script_asks_for_a_check_by_itself(program: list[str]) -> None:
     done = subprocess.run([*program, "method", program[0]], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == ["True", "7"]
@@ -217,7 +217,7 @@ def test_a_script_that_asks_by_itself(program: list[str]) -> None:
         ),
     ],
 )
-def test_a_program_that_cannot_be_checked(word: str, received: str, hint: str, program: list[str]) -> None:
+def test_program_without_a_possible_check_is_named(word: str, received: str, hint: str, program: list[str]) -> None:
     done = checked("ddp=2", "--timeout", "30" if word == "stuck" else "90", "--", *program, word, timeout=120)
     assert done.returncode == 2
     assert f"makes 2 updates of a runner {received}" in done.stderr and hint in done.stderr, done.stderr
@@ -226,7 +226,7 @@ def test_a_program_that_cannot_be_checked(word: str, received: str, hint: str, p
     assert ("in train_step (time.sleep(100))" in done.stderr) == (word == "stuck"), done.stderr
 
 
-def test_sigterm_ends_what_was_started(program: list[str], tmp_path: Path) -> None:
+def test_sigterm_ends_all_started_processes(program: list[str], tmp_path: Path) -> None:
     scratch = ["--scratch", str(tmp_path / "scratch")]
     command = [interpreter(), "-m", "danling", "check-layout", "ddp=2", *scratch, "--", *program, "stuck"]
     with Job(command) as job:
@@ -245,6 +245,8 @@ def test_sigterm_ends_what_was_started(program: list[str], tmp_path: Path) -> No
         (["shard=2", "--", "torchrun", "--nproc-per-node", "2", "train.py"], "as it is started for one process"),
     ],
 )
-def test_command_lines_that_cannot_be(words: list[str], received: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_command_lines_are_refused(
+    words: list[str], received: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check-layout", *words]) == 2
     assert received in capsys.readouterr().err

@@ -149,7 +149,7 @@ def test_an_exported_directory_is_inspected_and_estimated(run: Path, capsys: pyt
     assert main(["inspect", "weights"]) == 0 and main(["estimate", "weights"]) == 0
 
 
-def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_without_a_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 40)
     (tmp_path / "bad.pth").write_bytes(b"nothing")
     assert main(["inspect", "bad.safetensors"]) == 1 and main(["inspect", "bad.pth"]) == 1
@@ -162,7 +162,7 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.Ca
     assert main(["verify", "bad.safetensors"]) == 3 and "DAMAGED" not in capsys.readouterr().out
 
 
-def test_what_torch_cannot_read_is_said_in_one_plain_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_unreadable_for_torch_is_named_in_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("text.pth").write_text("epoch,loss\n1,0.5\n")
     Path("empty.pth").touch()
     Path("bytes.pth").write_bytes(b"\x80\x02nothing")
@@ -178,14 +178,14 @@ def test_what_torch_cannot_read_is_said_in_one_plain_line(run: Path, capsys: pyt
         assert "danling verify" in capsys.readouterr().err
 
 
-def test_export_of_what_another_program_wrote_says_what_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_a_foreign_file_names_its_reader(capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"a.weight": torch.ones(2, 3)}, "foreign.pth")
     assert main(["export", "foreign.pth", "out.pth"]) == 2
     told = capsys.readouterr().err
     assert "`pretrained`" in told and "checkpoint.verify" not in told
 
 
-def test_export_of_averages_that_are_not_there_names_what_is(
+def test_export_of_missing_averages_names_the_available_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = record_run(tmp_path / "bare", ema={"enabled": False})
@@ -232,9 +232,7 @@ def test_weights_of_other_programs_are_no_damage_and_directories_say_how_they_ar
 
 
 @pytest.mark.parametrize("command", ["train", "fit"])
-def test_command_that_would_train_is_answered_with_the_users_program(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_command_is_answered_with_the_users_program(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command])
     assert "run `python train.py`" in capsys.readouterr().err

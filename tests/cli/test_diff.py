@@ -75,14 +75,14 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("usual") / "run")
 
 
-def test_runs_that_are_alike_have_no_divergence(usual: Path, tmp_path: Path) -> None:
+def test_equal_runs_have_no_divergence(usual: Path, tmp_path: Path) -> None:
     done = danling("diff", usual, train(tmp_path / "again"), warm=True)
     assert done.returncode == 0 and "no figure that both runs have differs (8 digests compared)" in done.stdout
     assert "environment" not in done.stdout
 
 
 @pytest.mark.parametrize("what", ["data", "loss", "gradients", "optimizer", "weights"])
-def test_what_parted_first_is_named_with_its_update(what: str, usual: Path, tmp_path: Path) -> None:
+def test_first_divergence_is_named_with_its_update(what: str, usual: Path, tmp_path: Path) -> None:
     found = compare_runs(Run(usual, "usual"), Run(train(tmp_path / what, what), what))
     first = found.divergences[0]
     assert (first.what, first.step, first.last_equal) == (what, 5, 4)
@@ -125,7 +125,7 @@ def test_the_environment_is_noted_and_compared(usual: Path, tmp_path: Path, caps
     assert "environments are not compared" in capsys.readouterr().out
 
 
-def test_a_column_that_one_run_has_no_tensors_in_parts_from_that_of_the_other() -> None:
+def test_column_without_tensors_in_one_run_is_a_divergence() -> None:
     """A constant buffer that changes stands with those that forwards write to from then on; the column that it leaves counts."""
     whole = {step: DigestLine(step, 0.5, None, {"weights.0": 1, "buffers": 2}) for step in (1, 2)}
     changed = {1: whole[1], 2: DigestLine(2, 0.5, None, {"weights.0": 1, "ema.buffers": 3})}

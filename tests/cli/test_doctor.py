@@ -30,7 +30,7 @@ def test_the_doctor_kills_and_resumes_bitwise() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @device.needed
-def test_the_doctor_uses_the_accelerator_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_uses_the_available_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in device.plugged_in(tmp_path / "plugin").items():
         monkeypatch.setenv(name, value)
     done = danling("doctor", "--json", "--skip", "compile", "torch", "dcp", timeout=380)
@@ -41,7 +41,7 @@ def test_the_doctor_uses_the_accelerator_that_is_there(tmp_path: Path, monkeypat
         assert "bitwise the same" in checks[f"{what} (file)"]["detail"]
 
 
-def test_whether_a_compiler_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_broken_and_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "c++"
     script.write_text("#!/bin/sh\necho 'mine 1.2'\n")
     script.chmod(0o755)
@@ -62,7 +62,7 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_that_cannot_start_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_without_a_start_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchcard")
     found = {check.name: check for check in doctor.examine({"dcp", "compile"}, 60)}
     assert found["train (file)"].state == "failed" and "nosuchcard" in found["train (file)"].detail
@@ -77,5 +77,5 @@ def test_training_that_cannot_start_is_a_failure(monkeypatch: pytest.MonkeyPatch
         "RuntimeError: Unable to find address for: lo",
     ],
 )
-def test_the_line_that_names_the_cause_is_shown(line: str) -> None:
+def test_line_with_the_cause_is_shown(line: str) -> None:
     assert doctor.cause(f"[rank1]: {line}\nSet TORCH_LOGS for more.\nMend that first.") == line

@@ -65,7 +65,7 @@ def measure_sharded() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_fullest_rank_of_a_sharded_model_keeps_what_was_estimated(world_size: int) -> None:
+def test_fullest_rank_of_a_sharded_model_keeps_the_estimate(world_size: int) -> None:
     ranks = run_processes(measure_sharded, world_size=world_size, init_process_group=True)
     estimated = bytes_per_rank(Model.from_shapes(shapes_of(build())), {"shard": world_size})
     for part in ("parameters", "gradients", "optimizer"):
@@ -74,7 +74,7 @@ def test_the_fullest_rank_of_a_sharded_model_keeps_what_was_estimated(world_size
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_every_optimizer_keeps_what_was_estimated(name: str) -> None:
+def test_every_optimizer_keeps_its_estimate(name: str) -> None:
     model = build()
     measured = measure(model, OPTIMIZERS[name](model.parameters()))
     estimated = bytes_per_rank(Model.from_shapes(shapes_of(model)), {}, optimizer=name)
@@ -91,7 +91,7 @@ def test_the_figures_of_the_paper() -> None:
     assert totals == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.06)
 
 
-def test_axes_divide_what_they_hold() -> None:
+def test_axes_divide_their_parameters() -> None:
     model = Model(dense=1e6, experts=8e6)
     layout = {"replicate": 2, "context": 2, "pipeline": 2, "tensor": 5, "expert": 4, "expert_tensor": 2, "shard": 10}
     parts = bytes_per_rank(model, layout, optimizer="sgd", ema=True)
@@ -101,7 +101,7 @@ def test_axes_divide_what_they_hold() -> None:
 
 
 @pytest.mark.parametrize("words", ["--params many", "--params 1 --shard 0", "--params 1 --stage 4"])
-def test_what_cannot_be_is_refused(words: str) -> None:
+def test_impossible_estimate_is_refused(words: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", *words.split()])
 

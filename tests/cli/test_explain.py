@@ -77,7 +77,7 @@ def test_two_processes_with_sharded_checkpoints(tmp_path: Path, capsys: pytest.C
     assert f"checkpoints take {used / 1000:.3g} kB" in found["disk"]
 
 
-def test_a_run_without_a_record_says_what_is_unknown(run: Path, tmp_path: Path) -> None:
+def test_run_without_a_record_names_the_unknown_facts(run: Path, tmp_path: Path) -> None:
     names = ("metrics.jsonl", "results.json", "best.json", "metadata/config.full.yaml")
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -51,7 +51,7 @@ def test_without_matplotlib_it_is_named(
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_runs_that_are_not_drawn_are_named_and_not_counted(
+def test_runs_left_out_of_the_picture_are_named_and_not_counted(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drawn = next(root.glob("low*/*"))

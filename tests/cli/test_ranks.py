@@ -37,9 +37,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("by_url", [False, True])
-def test_the_table_is_that_of_the_lines(
-    run: Path, tmp_path: Path, by_url: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_adds_up_the_lines(run: Path, tmp_path: Path, by_url: bool, capsys: pytest.CaptureFixture[str]) -> None:
     place = str(run)
     if by_url:
         place = f"file://{tmp_path}/store"
@@ -58,7 +56,7 @@ def test_times_of_ranks_are_no_metric_of_a_plot(run: Path) -> None:
     assert list(group([Run(run, "run")])) == ["loss"]
 
 
-def test_what_is_missing_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_rank_times_are_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.jsonl").write_text(json.dumps(LINES[0]) + "\n")
     assert main(["ranks", str(run)]) == 3 and "comm.slow_rank_share" in capsys.readouterr().err
     (run / "metrics.jsonl").write_bytes(b"\x00\n")

@@ -48,7 +48,7 @@ def test_defaults_and_a_users_file_are_valid(tmp_path: Path, capsys: pytest.Capt
         ({"parallel": {"axes": {"shards": 2}}}, "shards"),
     ],
 )
-def test_what_a_runner_refuses_is_invalid(wrong: dict[str, Any], key: str) -> None:
+def test_settings_refused_by_a_runner_are_invalid(wrong: dict[str, Any], key: str) -> None:
     errors = list(jsonschema.Draft202012Validator(schema()).iter_errors(wrong))
     assert errors and key in f"{errors[0].json_path} {errors[0].message}"
     with pytest.raises((ValueError, TypeError)):

@@ -20,7 +20,7 @@ HEAVY = ("torch", "chanfig", "numpy", "matplotlib")
 @pytest.mark.parametrize(
     "words", [["--help"], ["env"], ["runs", "."], ["verify", "."], ["plot", "--help"], ["estimate", "--params", "7B"]]
 )
-def test_what_needs_no_torch_does_not_import_it(words: list[str]) -> None:
+def test_commands_without_tensors_do_not_import_torch(words: list[str]) -> None:
     program = (
         "import sys\nfrom danling.cli.main import main\n"
         f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
@@ -76,7 +76,7 @@ def test_every_subcommand_explains_itself() -> None:
         assert end.value.code == 0
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+def test_closed_reader_is_no_error(tmp_path: Path) -> None:
     for index in range(3000):
         (tmp_path / f"run{index}").mkdir()
         (tmp_path / f"run{index}" / "results.json").write_text("{}")

@@ -134,7 +134,7 @@ def test_doctor_tries_a_store_and_leaves_nothing(
         assert server.unfinished_uploads(bucket) == 0
 
 
-def test_doctor_says_what_is_denied(
+def test_doctor_names_the_denied_operation(
     moto: ObjectServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bucket = moto.make_bucket()

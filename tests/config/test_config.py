@@ -160,7 +160,7 @@ gc.intervl.x: interval}
 
 
 @pytest.mark.parametrize(("key", "meant"), [*SLIPS.items(), *UNKNOWN.items()])
-def test_a_slip_and_an_unknown_key_of_a_section_are_errors_that_name_the_nearest(key: str, meant: str) -> None:
+def test_slip_and_unknown_key_of_a_section_are_errors_with_the_nearest_name(key: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
         RunnerConfig({key: 1})
     if "-" not in key:
@@ -181,7 +181,7 @@ def test_a_declared_slip_is_an_error() -> None:
         Slipped()
 
 
-def test_reading_creates_nothing_that_counts() -> None:
+def test_reading_changes_no_value_and_no_id() -> None:
     config = RunnerConfig()
     before = config.plain()
     assert not hasattr(config.checkpoint, "intervall")
@@ -308,7 +308,7 @@ def test_values_out_of_bounds_name_the_key(key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("message", "settings"), COMBINATIONS.items())
-def test_combinations_that_cannot_be(message: str, settings: dict[str, Any]) -> None:
+def test_impossible_combinations_are_refused(message: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         RunnerConfig(settings)
     config = RunnerConfig()
@@ -369,7 +369,7 @@ def test_the_warning_is_seen_in_a_script(tmp_path: Path) -> None:
 # Classes of a program
 
 
-def test_declared_keys_and_what_is_passed_wins() -> None:
+def test_passed_value_wins_over_a_declared_one() -> None:
     config = MyConfig()
     assert (config.width, config.rate, config.epochs, config.arch.width) == (64, 0.1, 7, 8)
     assert (config.checkpoint.interval, config.checkpoint.dir_name) == (2, "checkpoints")
@@ -407,7 +407,7 @@ def test_declared_types() -> None:
         LocalConfig(level=3)
 
 
-def test_a_plain_config_reads_what_a_subclass_stored() -> None:
+def test_plain_config_reads_a_stored_subclass() -> None:
     mine = MyConfig()
     plain = RunnerConfig(Namespace(**mine.plain()))
     assert plain.config_id() == mine.config_id() and mine.differences(plain.plain()) == []
@@ -586,7 +586,7 @@ class UnsetConfig(RunnerConfig):
     net: NetConfig = None  # type: ignore[assignment]
 
 
-def test_a_section_that_is_declared_as_none_has_its_defaults() -> None:
+def test_section_declared_as_none_has_its_defaults() -> None:
     assert (UnsetConfig().net.width, UnsetConfig(net={"width": 5}).net.width) == (4, 5)
 
 
@@ -685,14 +685,14 @@ pretrained: p, accelerate.mixed_precision: fp8}
 
 
 @pytest.mark.parametrize("key", [*NOT_SEMANTIC, *SEMANTIC])
-def test_what_makes_another_run(key: str) -> None:
+def test_only_settings_of_the_result_change_the_id(key: str) -> None:
     usual, config = RunnerConfig(), RunnerConfig({key: {**NOT_SEMANTIC, **SEMANTIC}[key]})
     assert (config.config_id() != usual.config_id()) == (hash(config) != hash(usual)) == (key in SEMANTIC)
     if key in NOT_SEMANTIC:
         assert config.differences(usual.plain()) == []
 
 
-def test_a_copy_of_what_was_set_apart_is_set_apart() -> None:
+def test_copy_of_a_config_set_apart_has_its_id() -> None:
     config = RunnerConfig({"epochs": 1})
     usual = config.config_id()
     config.set_apart("produce")
@@ -722,7 +722,7 @@ def test_the_id_is_the_same_in_every_process(capsys: pytest.CaptureFixture[str])
     assert there.stdout == capsys.readouterr().out
 
 
-def test_a_stored_configuration_that_is_completed_leaves_the_defaults_alone() -> None:
+def test_completed_stored_configuration_leaves_the_defaults_alone() -> None:
     whole = RunnerConfig.completed({"optim": {"lr": 5.0}, "checkpoint": {"interval": 7}, "mine": [1]})
     assert (whole["checkpoint"]["interval"], whole["checkpoint"]["dir_name"], whole["mine"]) == (7, "checkpoints", [1])
     whole["checkpoint"]["keep_latest_k"] = 99
@@ -774,7 +774,7 @@ def test_differences(case: str) -> None:
 
 
 @pytest.mark.parametrize(("key", "other"), [("ema.buffers", "average"), ("pretrained_averages", False)])
-def test_a_key_that_came_later_changes_the_id_only_with_another_value_than_its_default(key: str, other: object) -> None:
+def test_later_key_changes_the_id_only_with_a_value_other_than_its_default(key: str, other: object) -> None:
     section, _, name = key.rpartition(".")
     stored = RunnerConfig().plain()
     del (stored[section] if section else stored)[name]
@@ -795,7 +795,7 @@ def test_the_same_settings_on_other_ranks_are_other_updates() -> None:
     assert own.differences(own.plain(), stored_replicas=2, replicas=1) == []
 
 
-def test_an_update_is_what_it_is_however_it_is_written() -> None:
+def test_update_is_the_same_in_every_notation() -> None:
     whole = {"dataloader.global_batch_size": 24}
     ways: list[tuple[dict[str, Any], int]] = [
         (whole, 1),
@@ -830,7 +830,7 @@ class Own(RunnerConfig):
     width: int = 4
 
 
-def test_what_is_given_goes_over_what_is_stored() -> None:
+def test_given_values_go_over_stored_ones() -> None:
     config = continued(STORED, {"steps": 20}, Own)
     assert isinstance(config, Own)
     assert (config.steps, config.lineage, config.width, config.mine.depth) == (20, "stored", 8, 2)

@@ -66,7 +66,7 @@ def test_a_key_twice_on_the_command_line_and_in_a_stream(tmp_path: Path) -> None
         "model: {lr: 1}\noptim: {lr: 2}\n",
     ],
 )
-def test_a_key_that_overrides_or_is_elsewhere_is_read(text: str, tmp_path: Path) -> None:
+def test_overriding_and_merged_keys_are_read(text: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     assert dl.RunnerConfig(str(path)).optim.lr == 2
@@ -97,7 +97,7 @@ def test_text_comes_back_as_text(suffix: str, tmp_path: Path) -> None:
     check_round_trip(config, tmp_path / f"c.{suffix}")
 
 
-def test_keys_that_are_numbers_and_infinities_come_back(tmp_path: Path) -> None:
+def test_numeric_keys_and_infinities_come_back(tmp_path: Path) -> None:
     config = dl.RunnerConfig(
         {"own": {"classes": {3: "cat", 10: "dog", "4": "text"}, 0.5: 1, True: 2}, "rate": math.inf}
     )
@@ -105,7 +105,7 @@ def test_keys_that_are_numbers_and_infinities_come_back(tmp_path: Path) -> None:
     assert config.own.classes[3] == "cat"
 
 
-def test_the_id_of_a_configuration_with_numbered_keys_is_that_of_text() -> None:
+def test_id_with_numeric_keys_equals_the_id_with_text_keys() -> None:
     numbered, text = dl.RunnerConfig({"own": {3: {"a": 1}}}), dl.RunnerConfig({"own": {"3": {"a": 1}}})
     assert numbered.config_id() == text.config_id() and not numbered.differences(text.plain())
 
@@ -118,7 +118,7 @@ def test_the_id_of_a_configuration_with_numbered_keys_is_that_of_text() -> None:
         ({"deep": [{4: 1}]}, r"key 4 of own\.deep"),
     ],
 )
-def test_what_json_cannot_keep_is_refused_and_leaves_the_file(own: Any, message: str, tmp_path: Path) -> None:
+def test_value_without_a_json_form_is_refused_and_leaves_the_file(own: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_text("before")
     with pytest.raises(ValueError, match=f"{message}.*Save the configuration as YAML"):

@@ -23,7 +23,7 @@ from danling.config.inputs import VARIABLE, end_after, impose
         ('{"checkpoint.intervall": 2}', "Did you mean 'interval'"),
     ],
 )
-def test_what_cannot_be_imposed_is_refused(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_imposed_settings_are_refused(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ValueError, match=message):
         impose(dl.RunnerConfig())
@@ -50,7 +50,7 @@ def test_a_run_takes_them_above_its_own(
     assert "DANLING_SETTINGS sets dir, checkpoint.interval in the place of" in caplog.text
 
 
-def test_behind_the_run_that_is_meant_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_ends_after_the_imposed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "_has_ended", False)
     end_after()
     monkeypatch.setenv(VARIABLE, '{"seed": 1}')

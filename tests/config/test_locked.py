@@ -40,7 +40,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("received", CHANGES)
-def test_a_setting_that_was_read_is_locked_and_the_checkpoint_records_what_trained(
+def test_setting_is_locked_once_read_and_the_checkpoint_records_the_trained_value(
     received: str, tmp_path: Path
 ) -> None:
     with Line(settings(tmp_path, **GIVEN)) as runner:
@@ -82,7 +82,7 @@ def test_live_keys_and_own_sections_may_be_changed(tmp_path: Path) -> None:
     "copied",
     [copy.deepcopy, copy.copy, lambda config: pickle.loads(pickle.dumps(config)), lambda config: config.clone()],
 )
-def test_a_copy_is_a_configuration_that_may_be_changed(copied: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_copy_of_a_locked_configuration_may_be_changed(copied: Callable[[Any], Any], tmp_path: Path) -> None:
     with Line(settings(tmp_path / "first", **GIVEN)) as runner:
         other = copied(runner.config)
         assert type(other) is type(runner.config) and other == runner.config
@@ -107,7 +107,7 @@ def test_a_frozen_configuration_is_copied_and_stays_frozen(tmp_path: Path) -> No
         (lambda runner: setattr(runner, "config", copy.deepcopy(runner.config)), "another one in `runner.config`"),
     ],
 )
-def test_what_a_lock_cannot_see_is_refused_when_training_begins(
+def test_changes_behind_the_lock_are_refused_when_training_begins(
     change: Callable[[Any], Any], message: str, tmp_path: Path
 ) -> None:
     with Line(settings(tmp_path, **GIVEN)) as runner:
@@ -117,7 +117,7 @@ def test_what_a_lock_cannot_see_is_refused_when_training_begins(
 
 
 @pytest.mark.parametrize("key", ["seed", "deterministic", "backend", "ft", "parallel", "parallel.axes.shard"])
-def test_a_key_that_construction_has_read_is_refused_in_init(key: str, tmp_path: Path) -> None:
+def test_change_in_init_of_a_key_read_by_construction_is_refused(key: str, tmp_path: Path) -> None:
     class Late(Line):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -128,7 +128,7 @@ def test_a_key_that_construction_has_read_is_refused_in_init(key: str, tmp_path:
         Late(settings(tmp_path, **GIVEN))
 
 
-def test_a_drawn_seed_follows_the_checkpoint_that_is_loaded(tmp_path: Path) -> None:
+def test_drawn_seed_follows_the_loaded_checkpoint(tmp_path: Path) -> None:
     with Line(settings(tmp_path / "first", **{**GIVEN, "seed": 11})) as runner:
         runner.train()
     with Line(settings(tmp_path / "second", **{**GIVEN, "steps": 4, "seed": None})) as runner:

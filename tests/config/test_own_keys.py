@@ -54,7 +54,7 @@ TRIED = {name: place for place, names in yaml.safe_load(PLACES).items() for name
 
 
 @pytest.mark.parametrize(("name", "place"), TRIED.items())
-def test_a_name_that_nobody_declares_is_refused_with_its_place(name: str, place: str, tmp_path: Path) -> None:
+def test_undeclared_name_is_refused_with_its_place(name: str, place: str, tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(f"{name}: 3\n")
     with pytest.raises(ValueError, match=f"Received: --{name} 3. Its place is {place}"):
@@ -78,7 +78,7 @@ def test_other_names_are_refused_with_the_nearest_and_the_mend() -> None:
         dl.RunnerConfig({"model.width": 4}).parse(["--modle.width", "3"])
 
 
-def test_what_a_program_declares_is_its_own(tmp_path: Path) -> None:
+def test_declared_keys_belong_to_the_program(tmp_path: Path) -> None:
     class Declared(dl.RunnerConfig):
         width: int = 3
 
@@ -128,7 +128,7 @@ def test_a_dotted_option_of_a_parser_reaches_into_its_section() -> None:
     assert config.changed() == {"optim": {"lr": 0.5}, "model": {"width": 3}, "data": {"path": "x"}}
 
 
-def test_a_name_that_a_class_or_a_parser_declares_is_the_programs() -> None:
+def test_names_declared_by_a_class_or_a_parser_belong_to_the_program() -> None:
     assert Rate().parse(["--lr", "0.2"]).lr == 0.2
     parsed = dl.RunnerConfig(Namespace(lr=0.5))
     for config in (parsed, copy.deepcopy(parsed), pickle.loads(pickle.dumps(parsed)), dl.RunnerConfig(parsed)):
@@ -247,7 +247,7 @@ def test_an_absent_key_is_an_error_once_a_runner_has_the_configuration(place: st
     assert message in seen[0] and "reads a key that may be absent" in seen[0]
 
 
-def test_a_key_that_may_be_absent(tmp_path: Path) -> None:
+def test_optional_key_may_be_absent(tmp_path: Path) -> None:
     config = dl.RunnerConfig(settings(tmp_path))
     config.net.encoder.width = 3
     with Line(config) as runner:

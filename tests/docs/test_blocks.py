@@ -206,7 +206,7 @@ def test_a_page_keeps_to_the_conventions(page: Path) -> None:
             assert block.title in TITLES, f"{where}: {block.title!r} is not a title that is checked"
 
 
-def test_the_comparison_of_output_is_strict_where_it_matters() -> None:
+def test_comparison_of_output_is_strict_about_results() -> None:
     assert alike("accuracy 0.95 after epoch 8", "accuracy 0.96 after epoch 8")
     assert not alike("accuracy 0.95 after epoch 8", "accuracy 0.95 after epoch 9")
     assert not alike("at step 270", "at step 267")

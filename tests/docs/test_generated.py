@@ -28,7 +28,7 @@ def test_imports_run_down_and_no_room_imports_a_runner() -> None:
     assert rooms["utils"] == set()
 
 
-def test_the_picture_is_that_of_the_source() -> None:
+def test_picture_matches_its_source() -> None:
     assert draw_rooms.main(["--check"]) == 0
 
 
@@ -61,11 +61,11 @@ def page_of(source: str) -> str:
     return str(LIST["page"](Path("library")))
 
 
-def test_the_page_is_that_of_the_sources() -> None:
+def test_page_matches_its_sources() -> None:
     assert LIST["main"](["--check"]) == 0, "run: python scripts/list_errors.py"
 
 
-def test_the_first_sentence_of_what_is_raised_is_found_with_its_values_and_its_file() -> None:
+def test_first_sentence_of_an_error_is_found_with_its_values_and_its_file() -> None:
     page = page_of(
         "def check(value):\n"
         '    raise ValueError(f"Expected a number in {value!r} of {type(value).__name__}. Received: none. " "Set it to one.")\n'
@@ -73,7 +73,7 @@ def test_the_first_sentence_of_what_is_raised_is_found_with_its_values_and_its_f
     assert "| `config/module.py` | Expected a number in <i>value</i> of <i>...</i>. |" in page
 
 
-def test_warnings_and_texts_that_are_raised_elsewhere_are_found() -> None:
+def test_warnings_and_texts_raised_elsewhere_are_found() -> None:
     page = page_of(
         "def check(logger, name, many):\n"
         '    logger.warning("Update %d of %s was skipped.", name, len(many))\n'
@@ -84,12 +84,12 @@ def test_warnings_and_texts_that_are_raised_elsewhere_are_found() -> None:
     assert "Nothing of this" not in page
 
 
-def test_the_table_is_that_of_the_tests() -> None:
+def test_table_of_libraries_matches_the_tests() -> None:
     assert list_libraries.PAGE.read_text() == list_libraries.page(), "run python scripts/list_libraries.py"
 
 
 @pytest.mark.parametrize("library", sorted({row["Library"] for row in list_libraries.declared().values()}))
-def test_the_version_is_that_of_the_tests(library: str) -> None:
+def test_installed_version_is_the_pinned_one(library: str) -> None:
     try:
         found = metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -98,7 +98,7 @@ def test_the_version_is_that_of_the_tests(library: str) -> None:
     assert found.partition("+")[0] == pinned[list_libraries.normal(library)]
 
 
-def test_every_library_is_shown_by_a_test_that_is_not_slow() -> None:
+def test_every_library_has_a_quick_test() -> None:
     for path in list_libraries.declared():
         parts = (ROOT / path).read_text().split("\ndef test_")
         heads = [before.rsplit("\n\n\n", 1)[-1] for before in parts[:-1]]

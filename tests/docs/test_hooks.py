@@ -50,7 +50,7 @@ def _counts(hooks: list[str]) -> Counter[str]:
     return calls
 
 
-def test_hooks_are_called_as_often_and_by_the_ranks_that_the_guide_says() -> None:
+def test_hooks_are_called_by_the_ranks_and_as_often_as_in_the_guide() -> None:
     rows = ROW.findall(GUIDE.read_text(encoding="utf-8"))
     assert len(rows) >= 20
     first, second = run_processes(_counts, [name for name, _, _ in rows])

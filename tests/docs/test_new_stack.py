@@ -45,7 +45,7 @@ def changed(root: Path) -> tuple[set[str], dict[str, Tensor]]:
         return {name for name in before if not before[name].equal(after[name])}, after
 
 
-def test_what_no_rank_uses_stays_and_what_one_uses_is_trained_on_all(tmp_path: Path) -> None:
+def test_parameter_unused_on_all_ranks_stays_and_one_used_on_a_rank_is_trained_on_all(tmp_path: Path) -> None:
     (names, weights), (_, others) = run_processes(changed, tmp_path, world_size=2, timeout=60)
     assert names == {"first.weight", "first.bias", "extra.weight", "extra.bias"}
     assert all(weights[name].equal(others[name]) for name in weights)

@@ -53,7 +53,7 @@ def prose_of(file: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("files", [pages(), PROGRAMS], ids=["pages", "programs"])
-def test_words_that_read_as_translated_are_avoided(files: list[Path]) -> None:
+def test_awkward_words_are_avoided(files: list[Path]) -> None:
     found = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
         for file in files
@@ -92,7 +92,7 @@ def test_whole_links_pass_and_broken_ones_are_named(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_a_page_names_exist(page: Path) -> None:
+def test_files_named_by_a_page_exist(page: Path) -> None:
     named = re.findall(r"`((?:examples|benchmarks|tests|scripts|danling)/[\w./]+\.(?:py|sh|sbatch))`", page.read_text())
     rooms = {folder.name for folder in (ROOT / "danling").iterdir()}
     named += [
@@ -103,7 +103,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["Makefile", *sorted(f"scripts/{file.name}" for file in ROOT.glob("scripts/*.sh"))])
-def test_files_that_a_recipe_names_exist(recipe: str) -> None:
+def test_files_named_by_a_recipe_exist(recipe: str) -> None:
     """The shell expands the braces."""
     named = re.findall(r"(?<![\w/.])(?:benchmarks|examples|scripts|tests)/\w[\w./{},]*", (ROOT / recipe).read_text())
     assert named
@@ -112,13 +112,13 @@ def test_files_that_a_recipe_names_exist(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guarantees.md"])
-def test_tests_that_a_guarantee_names_exist(page: str) -> None:
+def test_tests_named_by_a_guarantee_exist(page: str) -> None:
     named = set(re.findall(r"`(?:tests/guarantees/)?(test_\w+\.py)`", (ROOT / page).read_text()))
     assert named
     assert [name for name in named if not (ROOT / "tests" / "guarantees" / name).is_file()] == []
 
 
-def test_files_that_the_readme_links_exist() -> None:
+def test_files_linked_by_the_readme_exist() -> None:
     linked = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
     assert any(name.startswith("tests/guarantees/") for name in linked)
     assert [name for name in linked if not (ROOT / name).exists()] == []
@@ -139,7 +139,7 @@ def test_every_example_is_on_the_front_page() -> None:
     assert [program.name for program in programs if program.name not in front] == []
 
 
-def test_nothing_installs_what_another_project_has_published_under_this_name() -> None:
+def test_nothing_installs_another_project_of_this_name() -> None:
     """The public package index knows `danling` as another project's."""
     folders = ("benchmarks", "danling", "docs", "examples", "scripts")
     kinds = (".md", ".py", ".sh", ".sbatch")

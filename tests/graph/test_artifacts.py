@@ -142,7 +142,7 @@ def test_the_ranks_of_a_machine_share_a_folder_and_the_last_one_packs_it(tmp_pat
     assert packed(leader.path) == {"of_leader.so", "of_rank.so"} and not list(places.iterdir())
 
 
-def test_a_directory_that_cannot_be_made_is_logged_and_nothing_fails(
+def test_failed_creation_of_a_directory_is_logged_and_nothing_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "compiled").touch()
@@ -213,7 +213,7 @@ class Other(Small):
         self.__dict__.update(components)
 
 
-def test_the_folder_is_named_after_everything_that_code_depends_on(tmp_path: Path) -> None:
+def test_folder_is_named_after_all_dependencies_of_the_code(tmp_path: Path) -> None:
     class Linear(nn.Linear):
         pass
 

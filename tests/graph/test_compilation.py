@@ -47,7 +47,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("kind", [*MODULES, "encoder"])
-def test_one_graph_that_computes_what_the_module_does(kind: str) -> None:
+def test_one_graph_computes_the_same_as_the_module(kind: str) -> None:
     backend = Backend()
     module = {**MODULES, "encoder": encoder}[kind]()
     eager, inputs = copy.deepcopy(module), torch.randn(2, 3, 4)

@@ -165,7 +165,7 @@ def test_other_policies_are_refused(policy: str) -> None:
         ("recompute", "eager", False),
     ],
 )
-def test_a_backend_that_passes_over_the_policy_is_refused(policy: str, backend: str | None, followed: bool) -> None:
+def test_backend_without_the_policy_is_refused(policy: str, backend: str | None, followed: bool) -> None:
     if followed:
         check_backend(policy, backend)
     else:

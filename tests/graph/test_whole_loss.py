@@ -91,13 +91,13 @@ def fails_on(*, whole: bool | None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("whole", [None, True, False])
-def test_what_cannot_be_one_graph_is_an_error_unless_parts_are_asked_for(whole: bool | None) -> None:
+def test_graph_break_is_an_error_unless_parts_are_requested(whole: bool | None) -> None:
     function = WholeLoss(Asking(), lambda: squares, compilation(fullgraph=whole), window())
     with fails_on(whole=whole):
         assert function(-torch.ones(2), torch.ones(2))[1].item() == 0
 
 
-def test_an_update_that_leaves_the_function_out_is_an_error() -> None:
+def test_update_without_a_call_of_the_function_is_an_error() -> None:
     made = compilation()
     with pytest.raises(ValueError, match=r"super\(\)\.train_step"):
         made.after_first_update(is_main=True)
@@ -105,7 +105,7 @@ def test_an_update_that_leaves_the_function_out_is_an_error() -> None:
     made.after_first_update(is_main=True)
 
 
-def test_a_first_update_that_weighs_nothing_on_this_rank_has_called_the_function() -> None:
+def test_weightless_first_update_on_this_rank_has_called_the_function() -> None:
     made = compilation()
     model = nn.Linear(2, 2)
     function = WholeLoss(model, lambda: lambda pred, target: squares(pred, target) / 0, made, window(0.0))

@@ -77,7 +77,7 @@ def test_names() -> None:
     assert list(_updated({"all": collection})[0].compute()) == ["all.bin_BinaryAUROC"]
 
 
-def test_the_name_of_the_loss_is_refused_also_from_an_object_that_names_its_metrics_itself() -> None:
+def test_name_of_the_loss_is_refused_also_from_an_object_with_its_own_names() -> None:
     with pytest.raises(ValueError, match="a metric called 'loss'"):
         MetricSet.wrap({"loss": _error})
     wrapped, _, _ = _updated(torchmetrics.MetricCollection({"loss": BinaryAUROC()}))
@@ -101,7 +101,7 @@ def test_several_values_of_one_metric_are_numbered() -> None:
     }
 
 
-def test_a_set_that_saw_nothing_computes_nothing() -> None:
+def test_set_without_updates_computes_nothing() -> None:
     empty = MetricSet.wrap(None)
     empty.update(torch.ones(2), torch.ones(2), 2)
     assert not empty and empty.compute() == {}
@@ -129,7 +129,7 @@ def test_computing_leaves_the_states_alone() -> None:
 
 
 @pytest.mark.parametrize("given", [3, BinaryAUROC, [accuracy], "acc"])
-def test_what_is_no_metric_is_an_error(given: Any) -> None:
+def test_object_without_the_interface_of_a_metric_is_refused(given: Any) -> None:
     for metrics in (given, {"m": given}):
         with pytest.raises(
             ValueError, match=r"a callable \(pred, target\) or an object with update, compute and reset"
@@ -138,12 +138,12 @@ def test_what_is_no_metric_is_an_error(given: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.ones(2, 2), torch.ones(3), None, {"a": 1.0}, "x"])
-def test_what_a_callable_must_not_return(value: Any) -> None:
+def test_impossible_results_of_a_callable_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="metric 'm' to return a mean, one value for each of 2 samples, or"):
         MetricSet.wrap({"m": lambda pred, target: value}).update(torch.ones(2), torch.ones(2), 2)
 
 
-def test_what_cannot_be_merged_is_refused_before_any_work() -> None:
+def test_unmergeable_metric_is_refused_before_any_work() -> None:
     with pytest.raises(
         ValueError, match="metric 'max' to hold torchmetrics states or to have merge_state.* over 2 ranks"
     ):
@@ -156,14 +156,14 @@ def test_what_cannot_be_merged_is_refused_before_any_work() -> None:
     [accuracy, lambda pred, target: pred.argmax(-1) == target, lambda pred, target: pred.numpy() == target, Largest()],
     ids=["raises", "compares", "compares arrays", "object"],
 )
-def test_a_metric_without_its_target_says_where_targets_come_from(metric: Any) -> None:
+def test_metric_without_its_target_names_the_source_of_targets(metric: Any) -> None:
     if isinstance(metric, Largest):
         metric.update = lambda pred, target: target.max()  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"Expected a target for metric 'acc'.*\(input, target\), or the key 'target'"):
         MetricSet.wrap({"acc": metric}).update(torch.rand(4, 3), None, 4)
 
 
-def test_a_metric_that_needs_no_target_gets_none() -> None:
+def test_metric_without_a_target_argument_gets_none() -> None:
     metrics = MetricSet.wrap({"positive": lambda pred, _: (pred > 0).double()})
     metrics.update(torch.tensor([1.0, -1.0, 2.0, 3.0]), None, 4)
     assert metrics.compute() == {"positive": 0.75}

@@ -27,7 +27,7 @@ def test_classes_may_come_second_or_last() -> None:
     assert tuple(map(int, accuracy(scores.movedim(-1, 1), target))) == (24, 24)
 
 
-def test_what_fits_in_two_ways_must_be_said() -> None:
+def test_ambiguous_task_must_be_named() -> None:
     target = torch.randint(0, 5, (2, 5))
     scores = torch.nn.functional.one_hot(target, 5).float()
     with pytest.raises(ValueError, match="in two ways; pass dim"):
@@ -36,14 +36,14 @@ def test_what_fits_in_two_ways_must_be_said() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6, 1), (6, 2, 3), (5, 2), (6,)])
-def test_shapes_that_do_not_fit_are_errors(shape: tuple[int, ...]) -> None:
+def test_mismatched_shapes_are_errors(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="Expected .*scores"):
         accuracy(torch.randn(shape), torch.zeros(6, dtype=torch.long))
 
 
 @pytest.mark.parametrize("ignore_index", [-100, -1, 0, 2])
 @pytest.mark.parametrize("classes", [False, True])
-def test_targets_that_are_ignored_are_neither_right_nor_counted(ignore_index: int, classes: bool) -> None:
+def test_ignored_targets_are_neither_right_nor_counted(ignore_index: int, classes: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     pred = torch.randn(50, 4, generator=generator)
     target = torch.randint(4, (50,), generator=generator)

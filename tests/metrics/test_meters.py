@@ -105,7 +105,7 @@ def _averages(values: list[list[tuple[str, float, float]]]) -> tuple[dict[str, f
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_means_over_ranks_that_saw_different_names_or_nothing(world_size: int) -> None:
+def test_means_over_ranks_with_different_names_or_none(world_size: int) -> None:
     values = [[("loss", 2.0, 3.0), ("b", 1.0, 1.0)], [("a", 5.0, 2.0), ("loss", 4.0, 1.0)], []][-world_size:]
     results = run_processes(_averages, values, world_size=world_size, init_process_group=True)
     expected = {1: {}, 2: {"a": 5.0, "loss": 4.0}, 3: {"a": 5.0, "b": 1.0, "loss": 2.5}}[world_size]

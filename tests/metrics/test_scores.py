@@ -21,14 +21,14 @@ def test_losses_errors_and_perplexities_fall_and_others_rise() -> None:
     assert {name for name in f"{FALLING} {RISING}".split() if infer_mode(name) == "min"} == set(FALLING.split())
 
 
-def test_the_best_is_kept_and_what_came_after_it_is_counted() -> None:
+def test_best_is_kept_and_later_scores_are_counted() -> None:
     board = ScoreBoard("loss", split="val")
     assert [_record(board, i, s) for i, s in enumerate([3.0, 2.0, 2.5, 2.0])] == [True, True, False, False]
     assert (board.best_index, board.best_score) == (1, 2.0)
     assert board.scores == {0: 3.0, 1: 2.0, 2: 2.5, 3: 2.0}
 
 
-def test_what_counts_as_better() -> None:
+def test_better_score_follows_mode_and_delta_and_is_never_nan() -> None:
     board = ScoreBoard("acc", split="val", mode="MAX", min_delta=0.125)
     assert [_record(board, i, s) for i, s in enumerate([0.5, 0.6, 0.625, 0.64])] == [True, False, False, True]
     board = ScoreBoard("loss", split="val")

@@ -37,7 +37,7 @@ def values(weight: Tensor) -> list[float]:
     return [float(value) for value in weight.detach()]
 
 
-def test_weights_to_evaluate_stay_where_the_program_or_a_context_around_has_put_them() -> None:
+def test_evaluation_weights_set_by_the_program_or_a_context_stay() -> None:
     optimizer, weight = made()
     with evaluation_weights(optimizer):
         with evaluation_weights(optimizer):
@@ -50,7 +50,7 @@ def test_weights_to_evaluate_stay_where_the_program_or_a_context_around_has_put_
     assert values(weight) == [6.0, 2.0] and not optimizer.trains
 
 
-def test_weights_that_are_not_finite_are_told_from_others() -> None:
+def test_nonfinite_weights_are_distinguished() -> None:
     optimizer, weight = made(float("nan"))
     with evaluation_weights(optimizer):
         assert values(weight)[1] == 2.0

@@ -188,7 +188,7 @@ def test_a_bad_entry_is_an_error(model: nn.Module, entries: list[dict[str, Any]]
         _groups(model, entries, weight_decay=None)
 
 
-def test_groups_of_the_configuration_and_a_rank_that_holds_nothing_trained(model: nn.Module) -> None:
+def test_groups_of_the_configuration_and_a_rank_without_trained_weights(model: nn.Module) -> None:
     settings = {"type": "adamw", "lr": 0.1, "weight_decay": 0.5}
     groups = [{"pattern": r"bias$", "weight_decay_multiplier": 0.0}]
     built = build_optimizer(
@@ -216,9 +216,7 @@ def test_float16_on_the_cpu_is_not_fused_since_its_eps_is_zero_there(name: str) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("joint", [False, True])
-def test_fused_sgd_that_moves_no_half_precision_weight_is_refused(
-    dtype: torch.dtype, joint: bool, tmp_path: Path
-) -> None:
+def test_fused_sgd_without_effect_on_half_precision_is_refused(dtype: torch.dtype, joint: bool, tmp_path: Path) -> None:
     class Half(dl.Runner):
         def __init__(self, fused: bool) -> None:
             super().__init__({"steps": 1, "dir": str(tmp_path / str(fused)), "log": False})

@@ -149,7 +149,7 @@ EVERY = [(stack, name) for stack in STACKS for name in KINDS]
         for stack, name in EVERY
     ],
 )
-def test_state_comes_back_in_its_own_dtype_with_what_the_optimizer_adds(
+def test_state_comes_back_in_its_own_dtype_with_added_entries(
     stack: str, kinds: tuple[torch.dtype, torch.dtype], tmp_path: Path
 ) -> None:
     size = 2 if stack == "parallel" or kinds == (FLOAT, DOUBLE) else 1
@@ -178,7 +178,7 @@ def test_engine_restores_dtypes(stage: int, tmp_path: Path) -> None:
         torch.testing.assert_close(ends[0][name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_moments_follow_weights_whose_dtype_was_changed(tmp_path: Path) -> None:
+def test_moments_follow_weights_with_a_changed_dtype(tmp_path: Path) -> None:
     """As torch does it: Adam takes no moments of another dtype than its gradient."""
 
     class Plain(dl.Runner):
@@ -193,7 +193,7 @@ def test_moments_follow_weights_whose_dtype_was_changed(tmp_path: Path) -> None:
             assert runner.optimizer.state_dict()["state"][0]["exp_avg"].dtype == dtype
 
 
-def test_state_that_no_checkpoint_can_hold_is_refused_at_the_save(tmp_path: Path) -> None:
+def test_unsavable_state_is_refused_at_the_save(tmp_path: Path) -> None:
     class Odd(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "helper": object()}

@@ -181,7 +181,7 @@ def test_a_schedule_by_a_metric_needs_one() -> None:
     check_metric_of_schedule(plateau, interval="epoch", evaluates=False, monitors=True)
 
 
-def test_a_schedule_by_a_metric_that_is_told_its_epoch_alone_is_refused() -> None:
+def test_metric_schedule_with_an_epoch_alone_is_refused() -> None:
     class PlateauLRScheduler:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -244,7 +244,7 @@ def test_shapes() -> None:
     assert _trace(5, type="constant", warmup_steps=2) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_a_decay_that_is_too_long_begins_after_the_warmup() -> None:
+def test_too_long_decay_begins_after_the_warmup() -> None:
     assert _trace(4, type="wsd", total_steps=4, warmup_steps=2, decay_steps=100) == [0.5, 1.0, 1.0, 0.5, 0.0]
     assert _trace(4, type="wsd", total_steps=4, decay_steps=0) == [1.0, 1.0, 1.0, 1.0, 0.0]
 
@@ -265,7 +265,7 @@ def test_a_warmup_longer_than_the_run_is_said(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd", "onecyclelr"])
-def test_a_resumed_run_that_became_longer_follows_the_longer_curve(name: str) -> None:
+def test_lengthened_resumed_run_follows_the_longer_curve(name: str) -> None:
     def build(total: int) -> tuple[Any, Any]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.9)
         more = {"max_lr": 1.0} if name == "onecyclelr" else {"warmup_steps": 3}

@@ -69,14 +69,14 @@ def test_two_runs_share_the_console_and_close_in_any_order(
     assert [line.split()[-1] for line in capfd.readouterr().err.splitlines()] == ["both", "one"]
 
 
-def test_a_file_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
+def test_failed_open_leaves_nothing_open(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         RunLog(tmp_path / "file" / "run.log")
 
 
 @pytest.mark.parametrize("is_main", [True, False])
-def test_a_program_that_logs_to_the_terminal_itself_sees_each_line_once(is_main: bool, tmp_path: Path) -> None:
+def test_program_with_its_own_terminal_log_shows_each_line_once(is_main: bool, tmp_path: Path) -> None:
     script = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, format='mine %(message)s')\n"
         "from danling.reporting import RunLog\n"

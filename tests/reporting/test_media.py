@@ -152,7 +152,7 @@ def test_tracker_without_the_method_is_named_once_and_another_of_the_users_is_se
         (np.array([[[1, 2, 3, 4]]]), [[[1, 2, 3, 4]]]),
     ],
 )
-def test_pixels_of_what_users_have(image: Any, expected: list[Any]) -> None:
+def test_pixels_of_every_kind_of_image(image: Any, expected: list[Any]) -> None:
     assert media.pixels_of(image).tolist() == expected
 
 
@@ -165,7 +165,7 @@ def test_pixels_of_what_users_have(image: Any, expected: list[Any]) -> None:
         (np.full((2, 2, 3), 300), "300 to 300"),
     ],
 )
-def test_what_is_no_image_is_refused(image: Any, received: str) -> None:
+def test_value_without_pixels_is_refused(image: Any, received: str) -> None:
     with pytest.raises(ValueError, match=f"Received: {received}"):
         media.pixels_of(image)
 

@@ -26,7 +26,7 @@ def rows(*times: Sequence[float], looks: float = 200.0) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("cause", ["data", "computing", "checkpointing", "evaluating"])
-def test_who_waits_least_costs_the_difference(cause: str) -> None:
+def test_rank_with_the_least_waiting_costs_the_difference(cause: str) -> None:
     slow = [1.0, 6.0, 0.0, 0.0, 0.0]
     slow[ACTIVITIES.index(cause)] += 3.0
     lost = lost_times([EVEN, EVEN, slow, EVEN])
@@ -35,7 +35,7 @@ def test_who_waits_least_costs_the_difference(cause: str) -> None:
     assert collected().judge(rows(EVEN, EVEN, slow, EVEN)) == f"rank 2 on b costs 30% ({words})"
 
 
-def test_time_in_an_activity_costs_nothing_where_a_rank_is_done_with_it_before_the_others() -> None:
+def test_activity_finished_before_the_others_costs_nothing() -> None:
     # The second rank reads long, and has less to compute: the others never wait for it.
     lost = lost_times([[0.0, 9.0, 1.0, 0.0, 0.0], [6.0, 2.0, 2.0, 0.0, 0.0]])
     assert lost[1][0] == 0 and lost[0][0] == 1.0
@@ -54,7 +54,7 @@ def test_even_ranks_raise_no_alarm_however_few_looks_their_times_come_from(ranks
             assert not times.judge([[0.0, 0.05 * n, 0.05 * (looks - n), 0.0, 0.0, float(looks)] for n in busy])
 
 
-def test_what_is_too_little_to_tell_adds_up_until_it_is_enough() -> None:
+def test_small_differences_add_up_until_they_are_significant() -> None:
     times, few = collected(), rows(*[[0.1, 0.6, 0.3, 0.0, 0.0]] * 3, [0.1, 0.9, 0.0, 0.0, 0.0], looks=10.0)
     named = [times.judge(few) for _ in range(20)]
     assert named[0] == "" and any(found.startswith("rank 3 on b") for found in named)
@@ -62,7 +62,7 @@ def test_what_is_too_little_to_tell_adds_up_until_it_is_enough() -> None:
     assert not any(collected(0.5).judge(rows(EVEN, EVEN, SLOW, looks=1e6)) for _ in range(3))
 
 
-def test_the_times_of_a_rank_add_up_to_the_time_that_went_by() -> None:
+def test_times_of_a_rank_add_up_to_the_elapsed_time() -> None:
     now, seen = [0.0], [([2.0, 3.0, 1.0, 0.0, 0.0], 40), ([0.0] * 5, 0)]
     times = collected(taken=lambda: seen.pop(0), clock=lambda: now[0])
     now[0] = 10.0
@@ -72,7 +72,7 @@ def test_the_times_of_a_rank_add_up_to_the_time_that_went_by() -> None:
     assert times.own(1.0) == [1.0, 3.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_a_table_knows_the_machine_of_each_attempt_and_skips_lines_that_have_no_times() -> None:
+def test_table_has_the_machine_of_each_attempt_and_skips_lines_without_times() -> None:
     times = collected(hosts="ab")
     older: dict[str, object] = {name: [EVEN[index], SLOW[index]] for index, name in enumerate(ACTIVITIES)}
     lines: list[dict[str, object]] = [{"step": 1, "train/loss": 0.5}, {"step": 2, "ranks": older}]
@@ -90,7 +90,7 @@ def test_a_table_knows_the_machine_of_each_attempt_and_skips_lines_that_have_no_
     assert rank_table([*lines[:1], {"ranks": {name: [] for name in ACTIVITIES}}]) == []
 
 
-def test_ranks_that_are_slow_in_turn_are_each_named() -> None:
+def test_ranks_slow_by_turns_are_all_named() -> None:
     halves = [[EVEN, SLOW], [SLOW, EVEN]]
     lines = [
         {"ranks": {n: [row[i] for row in half] for i, n in enumerate(ACTIVITIES)}} for half in halves for _ in "12"

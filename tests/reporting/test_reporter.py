@@ -87,7 +87,7 @@ def test_updates_and_results_are_logged_with_their_metrics_and_speed(
         ({"epochs": 1, "experiment": "mine"}, "mine epoch 1/1 2/4 (50%)"),
     ],
 )
-def test_lines_begin_with_the_experiment_only_where_it_is_named(
+def test_lines_begin_with_the_experiment_only_if_it_has_a_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, more: dict[str, Any], head: str
 ) -> None:
     with caplog.at_level(logging.INFO, "danling"), Small(settings(tmp_path, log_seconds=0, **more)) as runner:
@@ -95,7 +95,7 @@ def test_lines_begin_with_the_experiment_only_where_it_is_named(
     assert any(text.startswith(f"{head}  loss") for text in caplog.messages), caplog.messages
 
 
-def test_epoch_on_the_bar_is_that_which_is_evaluated_and_saved(tmp_path: Path) -> None:
+def test_epoch_on_the_bar_is_the_evaluated_and_saved_one(tmp_path: Path) -> None:
     seen: list[tuple[str, str]] = []
 
     class Watched(Small):
@@ -116,7 +116,7 @@ def test_epoch_on_the_bar_is_that_which_is_evaluated_and_saved(tmp_path: Path) -
     assert [each for each in seen if each in wanted] == list(dict.fromkeys(seen)) == wanted
 
 
-def test_a_loss_that_is_a_sum_is_logged_as_the_sum(tmp_path: Path) -> None:
+def test_summed_loss_is_logged_as_the_sum(tmp_path: Path) -> None:
     with Small(settings(tmp_path, steps=1, log_interval=1, dataloader={"batch_size": 16})) as runner:
         runner.criterion = nn.MSELoss(reduction="sum")
         inputs, targets = runner.datasets["train"].tensors
@@ -156,14 +156,14 @@ class Retried(Small):
         return super().step()
 
 
-def test_micro_batches_that_are_computed_again_count_once(tmp_path: Path) -> None:
+def test_recomputed_micro_batches_count_once(tmp_path: Path) -> None:
     with Retried(settings(tmp_path, steps=2)) as runner:
         runner.train()
     (values,) = [values for _, values in runner.noted.lines if "train/loss" in values]
     assert values["train/tokens_per_second"] * values["train/step_seconds"] * 2 == pytest.approx(24)
 
 
-def test_files_that_cannot_be_looked_up_do_not_hide_how_a_training_ended(
+def test_unreadable_files_do_not_hide_the_end_of_a_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Small(settings(tmp_path / "run", steps=1)) as runner:
@@ -190,7 +190,7 @@ class Broken(Observer):
         raise RuntimeError("out of order")
 
 
-def test_an_observer_that_fails_is_dropped_and_one_that_is_critical_ends_the_training(
+def test_failing_observer_is_dropped_and_a_critical_one_ends_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Small(settings(tmp_path / "run", steps=3)) as runner:

@@ -131,7 +131,7 @@ def test_resume_from_an_older_save_cuts_by_its_own_mark(tmp_path: Path) -> None:
         (None, [1, 2, 2, 2]),
     ],
 )
-def test_file_is_cut_at_the_mark_where_it_has_it(mark: FileMark | None, expected: list[int], tmp_path: Path) -> None:
+def test_file_is_cut_at_its_mark(mark: FileMark | None, expected: list[int], tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     steps = [1, 2, 2, 2, 3]
     file.write_text("".join(json.dumps({"step": step, "loss": 0.0}) + "\n" for step in steps) + '{"step": 3, "lo')

@@ -100,7 +100,7 @@ def test_the_commands_have_the_place_of_the_run(run: Path) -> None:
     ]
 
 
-def test_what_is_not_there_is_not_named(run: Path) -> None:
+def test_missing_facts_are_not_named(run: Path) -> None:
     (run / "checkpoints" / "best.pth").rename(run / "checkpoints" / "latest")  # a pointer
     (run / "checkpoints" / "latest.pth").unlink()
     said = lines(run, stack="deepspeed")
@@ -121,7 +121,7 @@ class Worse(dl.Runner):
 
 
 @pytest.mark.parametrize(("epochs", "more"), [(20, {"patience": 4}), (3, {"epochs": 6, "patience": 4})])
-def test_what_is_offered_after_patience_was_used_up_goes_on(
+def test_offered_settings_continue_a_run_out_of_patience(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, epochs: int, more: dict[str, int]
 ) -> None:
     scored = {"score_name": "rising", "score_mode": "min", "patience": 2, "epochs": epochs, "optim": {"type": "sgd"}}

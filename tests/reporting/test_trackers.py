@@ -59,7 +59,7 @@ def test_jsonl_refuses_its_own_names(name: str, tmp_path: Path) -> None:
         JsonlTracker(tmp_path / "metrics.jsonl").log({name: 1.0}, 1)
 
 
-def test_only_a_class_of_ones_own_that_takes_the_numbers_otherwise_gets_no_ranks(tmp_path: Path) -> None:
+def test_only_a_tracker_with_its_own_log_gets_no_ranks(tmp_path: Path) -> None:
     class Named(JsonlTracker):
         pass
 
@@ -252,7 +252,7 @@ class Told:
             raise OSError("the store does not answer")
 
 
-def test_a_status_goes_to_the_trackers_that_take_one_and_hides_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_status_goes_to_trackers_with_a_status_and_hides_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     trackers, told = TrackerSet(tracked(Path("run"))), Told()
     for tracker in (Told(), told):
         trackers.add(tracker)

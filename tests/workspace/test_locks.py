@@ -33,7 +33,7 @@ def is_refused_to_others(file: Path) -> bool:
     return marker.exists()
 
 
-def test_a_second_process_is_told_who_holds_it_and_a_kill_gives_it_back_at_once(tmp_path: Path) -> None:
+def test_second_process_learns_the_holder_and_a_kill_frees_the_lock_at_once(tmp_path: Path) -> None:
     file, marker = tmp_path / "run" / ".lock", tmp_path / "held"
     mine = FileLock(file)
     with child(lambda: hold(file, marker)) as pid:
@@ -50,7 +50,7 @@ def test_a_second_process_is_told_who_holds_it_and_a_kill_gives_it_back_at_once(
     assert not mine.held
 
 
-def test_what_the_holder_has_forked_does_not_keep_it(tmp_path: Path) -> None:
+def test_fork_of_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
     file, marker = tmp_path / ".lock", tmp_path / "worker"
 
     def with_a_worker() -> None:
@@ -73,7 +73,7 @@ def test_what_the_holder_has_forked_does_not_keep_it(tmp_path: Path) -> None:
     os.kill(worker, signal.SIGKILL)
 
 
-def test_a_child_that_gives_back_what_it_has_inherited_gives_nothing_back(tmp_path: Path) -> None:
+def test_child_releasing_an_inherited_lock_releases_nothing(tmp_path: Path) -> None:
     file = tmp_path / ".lock"
     mine = FileLock(file)
     assert mine.acquire()
@@ -91,9 +91,7 @@ def test_a_second_lock_of_one_process_is_refused_and_does_not_drop_the_first(tmp
     assert is_refused_to_others(file)
 
 
-def test_a_start_waits_for_the_one_that_is_still_dying_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_waits_for_a_dying_one_and_logs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, marker, told, lines = tmp_path / "run" / ".lock", tmp_path / "held", tmp_path / "told", []
 
     def dying() -> None:
@@ -118,7 +116,7 @@ def test_a_start_waits_for_the_one_that_is_still_dying_and_says_so(
     assert not file.exists()
 
 
-def test_a_directory_that_another_start_removes_meanwhile_is_made_again(tmp_path: Path) -> None:
+def test_directory_removed_by_another_start_is_made_again(tmp_path: Path) -> None:
     file = tmp_path / "run" / ".lock"
 
     def given_up() -> None:
@@ -161,7 +159,7 @@ def test_a_file_system_without_locks_is_warned_of_once(
     assert len([line for line in caplog.messages if "has no locks" in line]) == 1
 
 
-def test_a_link_in_the_place_of_a_lock_is_refused_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+def test_link_in_place_of_a_lock_is_refused_and_its_target_stays(tmp_path: Path) -> None:
     victim = tmp_path / "thesis.tex"
     victim.write_text("three years of work")
     (tmp_path / ".lock").symlink_to(victim)

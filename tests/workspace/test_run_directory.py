@@ -59,7 +59,7 @@ def test_without_locks_each_start_makes_a_directory_of_its_own(tmp_path: Path, m
     assert [first.dir.name, second.dir.name] == ["id", "id-2"]
 
 
-def test_a_directory_that_another_has_trained_in_before_it_was_locked_is_left_alone(
+def test_directory_trained_in_by_another_before_the_lock_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the making of a directory and its lock another start may take it over, train, and end."""
@@ -78,7 +78,7 @@ def test_a_directory_that_another_has_trained_in_before_it_was_locked_is_left_al
     assert entered(tmp_path).dir == tmp_path / "lin" / "id-2"
 
 
-def test_a_cell_that_is_run_again_takes_the_next_free_name_after_a_named_directory(tmp_path: Path) -> None:
+def test_repeated_cell_takes_the_next_free_name_after_a_named_directory(tmp_path: Path) -> None:
     named = str(tmp_path / "run")
     first = entered(tmp_path, reruns=True, dir=named)
     assert first.dir == tmp_path / "run" and first.notice is None
@@ -89,7 +89,7 @@ def test_a_cell_that_is_run_again_takes_the_next_free_name_after_a_named_directo
     assert chosen(tmp_path, reruns=True, dir=named).dir == tmp_path / "run-3"
 
 
-def test_a_cell_that_goes_on_takes_over_from_the_runner_of_the_cell_before(tmp_path: Path) -> None:
+def test_resuming_cell_takes_over_from_the_runner_of_the_cell_before(tmp_path: Path) -> None:
     asked = {"dir": str(tmp_path / "run"), "auto_resume": True}
     first, second = (chosen(tmp_path, reruns=True, **asked) for _ in range(2))
     first.enter()
@@ -108,7 +108,7 @@ def test_a_cell_that_goes_on_takes_over_from_the_runner_of_the_cell_before(tmp_p
     second.release()
 
 
-def test_a_run_that_its_init_has_look_only_takes_no_lock(tmp_path: Path) -> None:
+def test_run_set_to_look_only_in_init_takes_no_lock(tmp_path: Path) -> None:
     writer = entered(tmp_path)
     log(writer)
     looks = chosen(tmp_path, auto_resume=True)

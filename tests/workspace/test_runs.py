@@ -24,7 +24,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_curves_are_what_was_logged(root: Path) -> None:
+def test_curves_are_the_logged_values(root: Path) -> None:
     for run in find_runs(root):
         lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
         logged = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
@@ -44,14 +44,14 @@ def test_the_summary_agrees_with_the_results(root: Path) -> None:
         assert row["latest"] == scores[12]
 
 
-def test_differences_are_of_what_changes_the_result(root: Path) -> None:
+def test_differences_are_of_settings_of_the_result(root: Path) -> None:
     runs = find_runs(root)
     differing = config_differences(runs)
     assert list(differing) == ["optim.lr"] and sorted(differing["optim.lr"]) == [0.01, 0.03]
     assert set(config_differences(runs, everything=True)) == {"optim.lr", "log_interval"}
 
 
-def test_a_line_that_a_kill_left_unfinished_is_left_out(tmp_path: Path) -> None:
+def test_unfinished_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0, "a": 2.0}\n{"step": 2, "time": 6.0, "a": nul')
     (run,) = find_runs(tmp_path)
     assert run.curve("a") == ([1.0], [2.0]) and run.step == 1
@@ -117,9 +117,7 @@ def test_lines_of_others_in_the_figures_do_no_harm(tmp_path: Path) -> None:
     assert run.curve("a") == ([1.0, 3.0], [1.0, 2.0]) and run.curve("a", by="time") == ([2.0], [2.0])
 
 
-def test_a_run_whose_best_checkpoint_is_in_another_directory_has_a_score(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_with_its_best_checkpoint_elsewhere_has_a_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = record_run(tmp_path, log=False, dir=str(tmp_path / "first"))
     config = {"steps": 14, "seed": 3, "dir": str(tmp_path / "second"), "evaluate_interval": 40, "score_name": "acc"}
     config |= {"resume": str(first / "checkpoints" / "latest.pth"), "checkpoint": {"interval": 1}, "log": False}

@@ -60,7 +60,7 @@ def patch(name: str, *lines: str) -> bytes:
         ("credentials.json", '  "id": "x"'),
     ],
 )
-def test_lines_that_look_like_a_secret(name: str, line: str) -> None:
+def test_secret_in_a_line_is_hidden(name: str, line: str) -> None:
     text, found = redact_patch(patch(name, line))
     assert (found, text) == (1, patch(name, LEFT_OUT))
 
@@ -78,11 +78,11 @@ def test_lines_that_look_like_a_secret(name: str, line: str) -> None:
         "export TOKEN=$HF_TOKEN",
     ],
 )
-def test_lines_that_do_not(line: str) -> None:
+def test_plain_line_is_unchanged(line: str) -> None:
     assert redact_patch(patch("a.py", line)) == (patch("a.py", line), 0)
 
 
-def test_a_private_key_goes_whole_and_what_follows_stays() -> None:
+def test_private_key_is_removed_whole_and_the_rest_stays() -> None:
     lines = ["-----BEGIN RSA PRIVATE KEY-----", "MIIEvQIB", "-----END RSA PRIVATE KEY-----", "width = 4"]
     text, found = redact_patch(patch("a.txt", *lines))
     assert (found, text) == (3, patch("a.txt", LEFT_OUT, LEFT_OUT, LEFT_OUT, "width = 4"))
@@ -119,7 +119,7 @@ def test_a_message_shows_no_text_of_usual_and_of_listed_keys(text: str, shown: s
     assert hide_secrets(text, ["hub.phrase"]) == shown
 
 
-def test_a_refused_key_that_is_listed_as_a_secret_is_not_shown() -> None:
+def test_value_of_a_refused_secret_key_is_not_shown() -> None:
     with pytest.raises(ValueError, match="Expected keys that are read") as caught:
         dl.RunnerConfig({"secret_keys": ["optimizer"], "optimizer": "open sesame"})
     assert "optimizer='...'" in str(caught.value)
@@ -157,7 +157,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_that_looks_like_a_secret_is_hidden_wherever_it_is(text: str) -> None:
+def test_secret_text_is_hidden_everywhere(text: str) -> None:
     assert hide_in_text(text) == TEXTS[text]
     assert without_secrets({"a": {"place": text}}) == {"a": {"place": TEXTS[text]}}
     assert TEXTS[text] in str(CheckpointError(f"Expected a checkpoint at {text}."))

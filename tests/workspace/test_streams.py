@@ -44,7 +44,7 @@ def test_sides_of_one_log_are_one_stream(tmp_path: Path) -> None:
     ]
 
 
-def test_what_was_written_last_says_how_the_log_has_ended_and_complete_stays_so(tmp_path: Path) -> None:
+def test_last_line_decides_the_end_of_the_log_and_complete_is_final(tmp_path: Path) -> None:
     stopped = side(tmp_path, "p", "producer", 8, 8, end="stopped", at=1.0)
     resumed = side(tmp_path, "t", "trainer", 8, 8, at=2.0)
     complete = side(tmp_path, "q", "producer", 8, 8, end="complete", at=0.0)
@@ -53,14 +53,14 @@ def test_what_was_written_last_says_how_the_log_has_ended_and_complete_stays_so(
 
 
 @pytest.mark.parametrize("record", [{}, {**RECORD, "side": "both"}, {**RECORD, "trained": "many"}, 3, None])
-def test_a_record_that_is_none_is_named_and_hides_no_run(tmp_path: Path, record: object) -> None:
+def test_invalid_record_is_named_and_hides_no_run(tmp_path: Path, record: object) -> None:
     (tmp_path / "streams.json").write_text(json.dumps({"train": record}))
     run = Run(tmp_path, "run")
     assert run.streams == []
     assert len(run.problems) == 1 and str(tmp_path / "streams.json") in run.problems[0]
 
 
-def test_a_file_that_cannot_be_written_is_said_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_file_is_logged_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     workspace = Workspace(tmp_path, timestamp="t")
     workspace.write_streams({"train": RECORD})
     assert Run(tmp_path, "run").streams == [

@@ -111,7 +111,7 @@ def test_results_are_json_for_every_reader(tmp_path: Path) -> None:
     assert not workspace.best_file.exists()
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = make(tmp_path)
     workspace.create()
     workspace.write_results({1: {}}, None, None)
