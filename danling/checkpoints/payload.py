@@ -420,4 +420,5 @@ _SECTIONS: Mapping[str, Check] = {
     "requires_grad": _kept(_flag),
     "buffers": _kept(_buffer),
     "attributes": _kept(_node),
+    "observers": _kept(_node),
 }

@@ -266,8 +266,8 @@ def without_tensors(value: object) -> Any:
 # What is not loaded
 
 _ALIASES = {"data_loader": "dataloaders", "dataloader": "dataloaders", "lr_scheduler": "scheduler"}
-_OPTIONAL = frozenset({"attributes", "buffers", "requires_grad"})
-"""Components that a checkpoint has only where they have changed."""
+_OPTIONAL = frozenset({"attributes", "buffers", "observers", "requires_grad"})
+"""Components that a checkpoint has only where they have changed, or the program has them."""
 _SETTINGS = "runner"
 """Component of the stored configuration, which is never loaded, only compared with that of the run."""
 _MADE_OF: dict[str, frozenset[str]] = {
@@ -342,9 +342,9 @@ class ExcludedFromLoading:
         """Return this without some of its entries."""
         return ExcludedFromLoading([entry for entry in self._all if entry not in entries])
 
-    def and_also(self, entry: str) -> list[str]:
-        """Return the entries as they were written, with one more."""
-        return [*self._all, *([] if entry in self._all else [entry])]
+    def and_also(self, *entries: str) -> list[str]:
+        """Return the entries as they were written, with more of them."""
+        return list(dict.fromkeys([*self._all, *entries]))
 
     def mentions(self, component: str) -> bool:
         """Whether an entry names a component, or anything in it."""

@@ -997,6 +997,7 @@ class BaseRunner(metaclass=MetaRunner):
             "state": {**self.state.state_dict(), **self.run_state.progress()},
             **self.run_state.components(self.component_states()),
             **self._parts.attributes.state(),
+            **self._parts.observer_states.state(),
             "dataloaders": loader_states(self, self._parts.data.trained_sources()),
         }
 
@@ -1093,7 +1094,7 @@ class BaseRunner(metaclass=MetaRunner):
                 self.saver.note_loaded(source)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore a payload: components, loaders, attributes of the user's and counters.
+        """Restore a payload: components, loaders, attributes of the user's, counters and observers.
 
         Args:
             state: What `state_dict` returned, or the payload of a checkpoint.
@@ -1113,6 +1114,7 @@ class BaseRunner(metaclass=MetaRunner):
             if "state" in payload:
                 self.state.load_state_dict(payload["state"])
                 self.run_state.load_progress(payload["state"])
+            self._parts.observer_states.load(payload, excluded=excluded)
             self._parts.keys.between_updates()
 
     def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
@@ -1148,8 +1150,8 @@ class BaseRunner(metaclass=MetaRunner):
             checkpoint: A checkpoint file or directory.
             config: Settings that override the stored ones, such as `{"steps": 2000}`. The runner's configuration is of its class if
                 it is a `RunnerConfig`, else of `config_class`.
-            attributes: Whether the attributes that the program has set on its runner are restored too. Say no for the checkpoint of a
-                stranger, who could choose their values.
+            attributes: Whether the attributes that the program has set on its runner, and the states of its observers, are restored too.
+                Say no for the checkpoint of a stranger, who could choose their values.
 
         Raises:
             CheckpointNotFound: If there is none.
@@ -1159,7 +1161,7 @@ class BaseRunner(metaclass=MetaRunner):
         own.resume = str(checkpoint)
         if not attributes:
             listed = ExcludedFromLoading(own.checkpoint.exclude_from_loading)
-            own.checkpoint.exclude_from_loading = listed.and_also("attributes")
+            own.checkpoint.exclude_from_loading = listed.and_also("attributes", "observers")
         runner: Self = cls(own)
         return runner
 

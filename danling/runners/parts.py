@@ -23,6 +23,7 @@ from danling.training.evaluation import Evaluator, RunResults
 from danling.training.keys import RandomKeys
 from danling.training.loop import TrainingLoop
 from danling.training.model_states import FrozenWeights
+from danling.training.observer_states import ObserverStates
 from danling.training.phases import Phases
 from danling.training.recompute import Recompute
 from danling.training.reduction import CanonicalSum
@@ -74,6 +75,7 @@ class Parts:
         self.data = RunData(owner, own_accum_steps=own_accum_steps, divided=divided)
         self.keys = RandomKeys(owner)
         self.attributes = KeptAttributes(owner)
+        self.observer_states = ObserverStates(owner)
         self.reporter = Reporter(owner)
         self.session.observers.extend([self.reporter.telemetry, self.reporter])
 

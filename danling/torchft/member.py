@@ -423,6 +423,7 @@ class ReplicaMember:
         progress = {**runner.state.state_dict(), **runner.run_state.progress()}
         payload: dict[str, Any] = {
             **runner._parts.attributes.of_rank(),
+            **runner._parts.observer_states.of_rank(),
             **runner.run_state.components(),
             "state": {name: part for name, part in progress.items() if name != "rng"},
             "dataloaders": {
@@ -454,6 +455,7 @@ class ReplicaMember:
         runner._parts.attributes.take_over("attributes", state)
         runner.state.load_state_dict(state["state"])
         runner.run_state.load_progress(state["state"])
+        runner._parts.observer_states.load(state)
         # What the other group has counted is added by the other group.
         runner.meters.reset()
         # Those are of the group: ranks of one group may heal from different ones.

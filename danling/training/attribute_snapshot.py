@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from danling.checkpoints.payload import DICTS, LISTS
 from danling.data.randomness import Generators, generator_state, is_generator
+from danling.utils.observers import Observer, keeps_state
 from danling.utils.secrets import names_secret
 from danling.utils.tensors import canonical_name, is_plain_tensor, is_sharded, local_part
 
@@ -233,6 +234,8 @@ class AttributeSnapshot:
                 continue
             found[f"/{name}"] = vars(runner)[name]
             found.update((f"/{name}/{part}", each) for part, each in _parts_of(vars(runner)[name]))
+        # Saved under their own names, also where the user has made them attributes.
+        found.update((f"/observers/{name}", each) for name, each in runner.observers.with_state.items())
         for at, module in _modules(runner):
             found.update((f"/{at}{name}/module", each) for name, each in module.named_modules())
             tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -293,7 +296,7 @@ class AttributeSnapshot:
             return self._leave(path, None if self._depth else value)
         if isinstance(value, _LOCKS):
             return self._leave(path)
-        is_stateful = callable(getattr(own, "state_dict", None)) and callable(getattr(own, "load_state_dict", None))
+        is_stateful = _has_state(own)
         if not (self._is_declared and is_stateful):
             is_lazy = hasattr(own, "__next__") and not (is_stateful or isinstance(value, io.IOBase))
             if is_lazy or isinstance(value, DataLoader):
@@ -561,6 +564,13 @@ def attributes_of(value: object) -> dict[str, Any]:
     """Return the attributes of an object, also those in slots."""
     slots = {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
     return {**slots, **getattr(value, "__dict__", {})}
+
+
+def _has_state(kind: type[Any]) -> bool:
+    """Whether objects of a class return and take a state."""
+    if issubclass(kind, Observer):
+        return keeps_state(kind)
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
 def _member_node(value: Enum) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ from .attribute_snapshot import (
     parameters_of,
     unsaved_buffers,
 )
+from .rank_values import value_of_rank, values_of_all
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -170,7 +171,7 @@ class KeptAttributes:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the entries of a checkpoint, those alone that are not empty. Called on all ranks."""
-        world, now = self._runner.world, self._entries()
+        now = self._entries()
         mine, unsavable = self._changed(now)
         self._warn_of_unsaved(
             unsavable,
@@ -178,28 +179,7 @@ class KeptAttributes:
             "__init__ and give it `state_dict` and `load_state_dict`, or name the attribute in `not_saved` on the class",
         )
         self._list_without_encoding(now, unsavable)
-        keys = sorted(set().union(*world.gather_objects(mine)))
-        if not keys:
-            return {}
-        ranks = world.gather_objects([now[key].digest if key in now else None for key in keys])
-        digests = dict(zip(keys, map(set, zip(*ranks))))
-        differing = [key for key in keys if len(digests[key]) > 1]
-        nodes = []
-        if differing:
-            mine_of_these = {key: now[key].node for key in differing if key in now}
-            nodes = world.gather_objects(tree_map_only(Tensor, Tensor.cpu, mine_of_these))
-        found: dict[str, dict[str, Any]] = {}
-        for key in keys:
-            values = {str(rank): each[key] for rank, each in enumerate(nodes) if key in each}
-            if key not in differing:
-                entries = {"value": now[key].node}
-            elif key[0] != "attributes" and len(digests[key] - {None}) == 1:
-                # Parts of a pipeline have tensors of other names: what those have that have it is equal.
-                entries = {"value": next(iter(values.values()))}
-            else:
-                entries = {"of": world.size, "ranks": values}
-            found.setdefault(key[0], {})[key[1]] = entries
-        return found
+        return values_of_all(self._runner.world, mine, now)
 
     def _changed(self, now: Mapping[Key, Entry]) -> tuple[set[Key], list[str]]:
         """Return what is saved since it has changed, and the paths of what has changed and cannot be saved."""
@@ -297,10 +277,13 @@ class KeptAttributes:
 
     def load(self, section: str, payload: Mapping[str, Any]) -> None:
         """Restore the section `requires_grad`, `buffers` or `attributes` in place. Called on all ranks."""
-        stored = {name: self._mine(section, name, entry) for name, entry in (payload.get(section) or {}).items()}
+        runner = self._runner
+        stored = {
+            name: value_of_rank(runner.world, section, name, entry)
+            for name, entry in (payload.get(section) or {}).items()
+        }
         stored = {name: node for name, node in stored.items() if node is not MISSING}
         self._kept |= {(section, name) for name in stored}
-        runner = self._runner
         if section == "requires_grad":
             parameters = parameters_of(runner)
             for name in stored.keys() & parameters.keys():
@@ -352,14 +335,3 @@ class KeptAttributes:
                     setattr(runner, name, value)
         now = AttributeSnapshot.at_all(runner)
         self._restored = {name: now.digest(name) for name in stored}
-
-    def _mine(self, section: str, name: str, entry: Mapping[str, Any]) -> Any:
-        if "value" in entry:
-            return entry["value"]
-        world = self._runner.world
-        if entry["of"] != world.size:
-            raise CheckpointMismatch(
-                f"Expected {entry['of']} processes: the checkpoint has a value of self.{name} for each of them. Received: {world.size}. "
-                f"Resume on as many, or add '{section}.{name}' to checkpoint.exclude_from_loading, which keeps the value of the program."
-            )
-        return entry["ranks"].get(str(world.rank), MISSING)

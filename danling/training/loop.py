@@ -233,6 +233,7 @@ class TrainingLoop:
         self._begun_at = runner.state.train.global_step
         enter_training(runner.optimizer)
         runner._parts.attributes.before_training()
+        runner._parts.observer_states.warn_of_others()
 
     def read_intervals(self) -> None:
         """Read the intervals, which may follow from the budget."""

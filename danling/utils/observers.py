@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, MutableSequence
+from collections import Counter
+from collections.abc import Callable, Collection, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from torch import Tensor
@@ -21,9 +22,29 @@ class Observer:
     The loop calls each event on all ranks, in the order of the list. An event that ends something is called after a failure too. An
     observer draws no random numbers, and communicates only in events whose text allows it. If it raises an exception, the exception is
     logged and the observer is removed, unless it is `critical`; then the exception ends the training.
+
+    An observer that overrides `state_dict` and `load_state_dict` is saved with the run, and restored by its name.
     """
 
     critical: ClassVar[bool] = False
+    name: str = ""
+    """The name of its state in a checkpoint. Empty: the name of its class. Set it before the observer is appended."""
+
+    # Its state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: tensors, NumPy arrays, numbers, text, and containers of them. Called on all ranks at each save.
+
+        Does not communicate. Values that differ between ranks are saved for each rank. A skipped update does not take back what an
+        observer has counted: it hears of the update in `update_ended`.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, after all else of a checkpoint. Called on all ranks. Does not communicate.
+
+        An observer that is appended after the checkpoint was loaded gets its state as soon as it is appended.
+        """
 
     # A training
 
@@ -108,7 +129,17 @@ class Observer:
         """The state will be saved or evaluated: what was postponed is due. May communicate."""
 
 
-EVENTS = tuple(name for name, value in vars(Observer).items() if callable(value) and not name.startswith("_"))
+_STATE = ("state_dict", "load_state_dict")
+EVENTS = tuple(
+    name
+    for name, value in vars(Observer).items()
+    if callable(value) and not name.startswith("_") and name not in _STATE
+)
+
+
+def keeps_state(kind: type[Any]) -> bool:
+    """Whether observers of a class have a state that is saved."""
+    return kind.state_dict is not Observer.state_dict
 
 
 class Observers(MutableSequence[Observer]):
@@ -116,31 +147,45 @@ class Observers(MutableSequence[Observer]):
 
     Attributes:
         heard: The methods to call by event: without the events that no observer overrides. Made when observers are added or removed.
+        with_state: Observers with a state that is saved, by name.
+        on_added: Called with the names of the observers with a state that are new in the list.
     """
 
     def __init__(self) -> None:
         self._observers: list[Observer] = []
         self.heard: dict[str, tuple[tuple[Observer, Callable[..., None]], ...]] = {}
+        self.with_state: dict[str, Observer] = {}
+        self.on_added: Callable[[Collection[str]], None] = lambda names: None
 
     def notify(self, event: str, *args: object, **named: object) -> None:
         """Call an event of every observer that overrides it."""
         for observer, call in self.heard.get(event, ()):
             try:
                 call(*args, **named)
-            except Exception:
-                if observer.critical:
-                    raise
-                logger.exception("The observer %s failed and is dropped.", type(observer).__name__)
-                self.remove(observer)
+            except Exception as error:
+                self.drop(observer, error)
 
-    def _bind(self) -> None:
-        """Look which observers override which events."""
+    def drop(self, observer: Observer, error: Exception) -> None:
+        """Remove an observer that has raised an error, and log it; raise the error of a critical one."""
+        if observer.critical:
+            raise error
+        logger.error("The observer %s failed and is dropped.", type(observer).__name__, exc_info=error)
+        self.remove(observer)
+
+    def _bind(self, observers: list[Observer]) -> None:
+        """Take a list of observers, and look which of them override which events."""
+        known = self.with_state
+        self.with_state = _by_name(observers)
+        self._observers = observers
         self.heard = {}
         for event in EVENTS:
             base = getattr(Observer, event)
             listening = [each for each in self._observers if getattr(type(each), event) is not base]
             if listening:
                 self.heard[event] = tuple((each, getattr(each, event)) for each in listening)
+        added = [name for name, each in self.with_state.items() if known.get(name) is not each]
+        if added:
+            self.on_added(added)
 
     # A sequence
 
@@ -154,20 +199,41 @@ class Observers(MutableSequence[Observer]):
         return self._observers[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self._observers[index] = value
-        self._bind()
+        observers = list(self._observers)
+        observers[index] = value
+        self._bind(observers)
 
     def __delitem__(self, index: int | slice) -> None:
-        del self._observers[index]
-        self._bind()
+        observers = list(self._observers)
+        del observers[index]
+        self._bind(observers)
 
     def __len__(self) -> int:
         return len(self._observers)
 
     def insert(self, index: int, value: Observer) -> None:
         """Add an observer before another one."""
-        self._observers.insert(index, value)
-        self._bind()
+        observers = list(self._observers)
+        observers.insert(index, value)
+        self._bind(observers)
 
     def __repr__(self) -> str:
         return repr(self._observers)
+
+
+def _by_name(observers: Sequence[Observer]) -> dict[str, Observer]:
+    """Return the observers with a state by the name of it, and refuse those that could not be told apart or restored."""
+    found = {id(each): each for each in observers if keeps_state(type(each))}
+    named = [(each.name or type(each).__name__, each) for each in found.values()]
+    for name, each in named:
+        if type(each).load_state_dict is Observer.load_state_dict:
+            raise TypeError(
+                f"Expected an observer with `state_dict` to have `load_state_dict` too. Received: {name!r} without it. Override both."
+            )
+    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"Expected observers with a state to have different names. Received: name={twice[0]!r} more than once. Set `name` of each "
+            "before it is appended."
+        )
+    return dict(named)

@@ -19,6 +19,7 @@ from danling.torchft.groups import (
     address_towards,
     check_sizes,
 )
+from danling.utils.observers import Observer
 
 
 def test_the_way_to_the_lighthouse_gives_the_address_of_this_machine() -> None:
@@ -78,6 +79,18 @@ class UsersState(RunnerState):
         self.level = state["level"]
 
 
+class Counting(Observer):
+    """Counts something that is saved."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": torch.tensor(self.count)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = int(state["count"])
+
+
 def runner_of(root: Path, group: int = 0) -> dl.TorchRunner:
     return TracingRunner(
         {
@@ -102,6 +115,8 @@ def test_a_group_that_heals_continues_as_the_other_one(
         for runner, seen in ((ahead, 3.0), (behind, 1.0)):
             runner.model.register_buffer("calls", torch.full((2,), seen), persistent=False)
             runner.counts, runner.note = {"a": [seen]}, "same"  # type: ignore[attr-defined]
+            runner.observers.append(observer := Counting())
+            observer.count = int(seen)
         held = behind.counts  # type: ignore[attr-defined]
         ahead.state, behind.state = UsersState(), UsersState()
         ahead.state.train.global_step, ahead.state.level = 7, 3
@@ -119,6 +134,7 @@ def test_a_group_that_heals_continues_as_the_other_one(
             assert torch.equal(behind.ema.weights[name], ahead.ema.weights[name])
         assert behind.sources["train"].consumed == source.consumed == 12 and behind.state.train.global_step == 7
         assert behind.state.level == 3
+        assert behind.observers.with_state["Counting"].count == 3  # type: ignore[attr-defined]
         assert [p.requires_grad for p in behind.model.parameters()] == [
             p.requires_grad for p in ahead.model.parameters()
         ]
