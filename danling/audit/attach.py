@@ -19,6 +19,7 @@ from .digests import UpdateAudit
 from .hashing import Hasher
 from .layout_check import CheckOptions, LayoutReport, check_this_program
 from .layout_record import LayoutRecorder, divide_for_check
+from .quick import QuickRun
 from .rerun import audit_runner
 
 if TYPE_CHECKING:
@@ -67,6 +68,10 @@ class Audits:
         """Add what observes the run. Called once, before it trains."""
         until = None if self._section.until is None else Until(self.runner, self._section.until)
         self.runner.observers.extend(each for each in (self.recorder, self.digests, until) if each is not None)
+        if self._section.quick is not None:
+            quick = QuickRun(self.runner, self._section.quick)
+            self.runner.observers.append(quick)
+            self.runner._parts.loop.extensions.append(quick)
 
     def see_updates(self, update: UpdateStep) -> None:
         """Let the recorder change batches, and digests travel with the collective of each update."""

@@ -8,11 +8,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from danling.training.extension import Extension
+from danling.utils.observers import Observer
 from danling.workspace.runs import Run
 
 from .program import announce, run_program, scratch_settings
 from .rerun import checkpoints_of
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+    from danling.training import UpdateOutcome
+
+
+class QuickRun(Observer, Extension):
+    """Ends a training of `audit.quick`: a first start after so many updates, a resumed one after as many more and an evaluation."""
+
+    critical = True
+
+    def __init__(self, runner: TorchRunner, updates: int) -> None:
+        self._runner = runner
+        self._updates = updates
+        self._begun_at = 0
+        """Updates of the run when the training began; 0 in a first start."""
+
+    @property
+    def _made(self) -> int:
+        return self._runner.state.train.global_step - self._begun_at
+
+    def training_started(self) -> None:
+        self._begun_at = self._runner.state.train.global_step
+
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        if self._begun_at == 0 and self._made >= self._updates:
+            self._runner._parts.session.stop_reason = "stop"
+
+    def ends_pass(self) -> bool:
+        return self._begun_at > 0 and not self._runner.is_step_mode and self._made >= self._updates
+
+    def evaluation_saved(self) -> None:
+        if self._begun_at > 0 and self._made > 0:
+            self._runner._parts.session.stop_reason = "stop"
+
+    def training_finished(self) -> None:
+        # What the program does behind its training, such as an export, is not meant for such weights.
+        raise SystemExit(0)
 
 
 class QuickRunFailed(ValueError):

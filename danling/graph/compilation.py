@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from danling.config.checks import read_memory_policy
 from danling.training import call_model
 from danling.training.preparation import ModelPreparation
+from danling.utils.observers import Observer
 
 from .artifacts import Artifacts, artifacts_of
 from .compiler import check_compiler
@@ -26,7 +27,7 @@ from .compiler import check_compiler
 if TYPE_CHECKING:
     from danling.runners.graph_runner import GraphRunner
     from danling.runners.torch_runner import TorchRunner
-    from danling.training import Window
+    from danling.training import UpdateOutcome, Window
 
 logger = logging.getLogger("danling")
 
@@ -34,7 +35,7 @@ _numbers = itertools.count()
 _ABSENT = object()
 
 
-class Compilation:
+class Compilation(Observer):
     """Compiles modules in place, counts the graphs that come of it, and undoes it all in `close`.
 
     `nn.Module.compile` compiles the method `_call_impl`, which Dynamo leaves alone together with all of torch's own code: a root that is
@@ -44,10 +45,19 @@ class Compilation:
 
     Nothing is added to the module's state dict, and copies and pickles of it are not compiled. Modules of one class share their graphs;
     two `Compilation`s share none, since their options may differ.
+
+    As an observer of the run, it unpacks compiled code where a training begins, and lists what the first update has compiled.
     """
 
+    critical = True
+
     def __init__(
-        self, settings: Mapping[str, Any], *, distributed: bool = False, artifacts: Artifacts | None = None
+        self,
+        settings: Mapping[str, Any],
+        *,
+        distributed: bool = False,
+        artifacts: Artifacts | None = None,
+        warns: bool = True,
     ) -> None:
         names = ("backend", "fullgraph", "dynamic", "mode", "options")
         self.options = {name: settings[name] for name in names if settings.get(name) is not None}
@@ -57,6 +67,8 @@ class Compilation:
         """Graphs that were compiled so far."""
         self.calls = 0
         """Calls of compiled functions."""
+        self._warns = warns
+        self._is_first = True
         self._optimize_ddp = settings.get("optimize_ddp") if distributed else None
         self._modules: list[nn.Module] = []
         self._codes: dict[object, CodeType] = {}
@@ -72,7 +84,12 @@ class Compilation:
             setting="compile.enable",
             otherwise="compile.enable=false",
         )
-        return cls(runner.config.compile, distributed=runner.distributed, artifacts=artifacts_of(runner))
+        return cls(
+            runner.config.compile,
+            distributed=runner.distributed,
+            artifacts=artifacts_of(runner),
+            warns=runner.is_main_process,
+        )
 
     def compile(self, module: nn.Module) -> None:
         """Compile the forward of a module in place; graphs are made at its first call."""
@@ -129,6 +146,14 @@ class Compilation:
         with self.settings():
             yield
         self.graphs += max(stats["unique_graphs"] - before, 0)
+
+    def training_started(self) -> None:
+        self.open()
+
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        if self._is_first and outcome.committed:
+            self._is_first = False
+            self.after_first_update(is_main=self._warns)
 
     def open(self) -> None:
         """Unpack the compiled code of earlier starts. Called on all ranks."""
@@ -228,8 +253,9 @@ class GraphCompilation(Compilation):
         *,
         distributed: bool = False,
         artifacts: Artifacts | None = None,
+        warns: bool = True,
     ) -> None:
-        super().__init__(settings, distributed=distributed, artifacts=artifacts)
+        super().__init__(settings, distributed=distributed, artifacts=artifacts, warns=warns)
         self.options = {"fullgraph": True, "dynamic": False, **self.options}
         policy = settings.get("memory_policy")
         kind, budget = read_memory_policy(policy)

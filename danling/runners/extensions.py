@@ -14,7 +14,7 @@ EXTENSIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     # Also loaded by `runner.audit()` and `runner.check_layout()`.
     "audit": (
         "danling.audit.attach",
-        ("audit.digest_interval", "audit.replay_interval", "audit.gradients.dir", "audit.until"),
+        ("audit.digest_interval", "audit.replay_interval", "audit.gradients.dir", "audit.until", "audit.quick"),
     ),
     # Also loaded by the URL of a checkpoint.
     "remote": ("danling.remote.attach", ("checkpoint.remote.url",)),

@@ -77,8 +77,13 @@ class GraphRunner(TorchRunner):
         blocks = find_blocks(model).values() or [model]
         artifacts = artifacts_of(self, policy_tag(self.config.compile.memory_policy))
         self.compilation = GraphCompilation(
-            self.config.compile, blocks, distributed=self.distributed, artifacts=artifacts
+            self.config.compile,
+            blocks,
+            distributed=self.distributed,
+            artifacts=artifacts,
+            warns=self.is_main_process,
         )
+        self.observers.append(self.compilation)
         self._parts.closers.callback(self.compilation.close)
 
     def _pred_and_loss(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:

@@ -284,6 +284,7 @@ class TorchRunner(BaseRunner):
             return
         if self.compilation is None:
             self.compilation = load("graph").Compilation.of(self)
+            self.observers.append(self.compilation)
             self._parts.closers.callback(self.compilation.close)
         for module in modules:
             self.compilation.compile(module)
@@ -672,6 +673,7 @@ class TorchRunner(BaseRunner):
             return
         member: ReplicaMember = load("torchft").ReplicaMember(self)
         self.fault_tolerance = member
+        member.join_training()
         self._parts.closers.callback(member.close)
         # Every forward waits for the other groups.
         self.preparation.communication = "ft.enabled=True"

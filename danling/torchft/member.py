@@ -21,9 +21,11 @@ from torch.utils._pytree import tree_map_only
 from danling.checkpoints.manager import convert
 from danling.config import RunnerConfig
 from danling.distributed import StepTotals
+from danling.training.extension import Extension, StateReplaced, Totals
 from danling.training.reduction import GradientReduction
 from danling.training.run_state import StatePart
 from danling.utils.locks import FileLock
+from danling.utils.observers import Observer
 from danling.utils.tensors import bucketed, flattened, local_part, scatter, with_local_part
 
 from .groups import (
@@ -59,12 +61,27 @@ def position_owner(config: RunnerConfig) -> str | None:
     return str(ft.replica_id) if ft.enabled else None
 
 
-class ReplicaMember:
+class GroupAttendance(Observer):
+    """Has a replica group take part from the beginning of a training to its end: one that stays and does not train would hold others up."""
+
+    critical = True
+
+    def __init__(self, member: ReplicaMember) -> None:
+        self._member = member
+
+    def training_started(self) -> None:
+        self._member.begin_training()
+
+    def training_ended(self) -> None:
+        self._member.leave()
+
+
+class ReplicaMember(Extension):
     """The replica group of a runner with `ft.enabled`: what a process says to the processes of its rank in the other groups.
 
-    An update is `open_update`, forward and backward, the sums over the groups, and `commit_update`. Until that returns True nothing may
+    An update is `before_update`, forward and backward, the sums over the groups, and `commit_update`. Until that returns True nothing may
     change. Errors of a collective are kept until then: they make this update fail, on all ranks of the group. Which groups take
-    part is agreed anew, and before the forward begins, in each `open_update`: a healed group takes part at once with the weights of the
+    part is agreed anew, and before the forward begins, in each `before_update`: a healed group takes part at once with the weights of the
     others, and the state that is sent is not being changed.
 
     Construct, and call every method, on all ranks of the group.
@@ -112,8 +129,6 @@ class ReplicaMember:
         self._store: TCPStore | None = None
         self._counts = {"step": 0, "batches_committed": 0}
         self._healed = self._healing = self._is_open = self._has_joined = False
-        self.moved_in_data = False
-        """Whether the open update began with the positions of a checkpoint, also in loaders that each rank has for itself."""
         self._take_back: Callable[[], None] | None = None
         self._writer: FileLock | None = None
 
@@ -168,21 +183,28 @@ class ReplicaMember:
             raise WaitAbandonedError
         return bool(waiting)
 
-    # One update
+    # A training
+
+    def join_training(self) -> None:
+        """Have the loop of the runner ask this group before each update, and leave the other groups where a training ends."""
+        self._runner._parts.loop.extensions.append(self)
+        self._runner.observers.append(GroupAttendance(self))
 
     def begin_training(self) -> None:
         """Forget an update that an earlier training has left open."""
         self._is_open = False
 
-    def open_update(self) -> bool:
+    # One update
+
+    def before_update(self) -> StateReplaced | None:
         """Agree with the other groups on the next update, once, before its forward.
 
         Returns:
-            Whether the state of this run was replaced by that of another group: batches read before do not count.
+            How the state of this run was replaced by that of another group, or of a checkpoint; `None` where it was not.
         """
         if self._is_open:
-            return False
-        self.moved_in_data = False
+            return None
+        moved_in_data = False
         begins = self.state_dict()["step"] == 0
         replaced = self._meet()
         self._is_open = True
@@ -190,10 +212,10 @@ class ReplicaMember:
             replaced = self._begin_alike(replaced)
         if not self._has_joined:
             self._has_joined = True
-            self.moved_in_data = self._catch_up()
-            replaced = self.moved_in_data or replaced
+            moved_in_data = self._catch_up()
+            replaced = moved_in_data or replaced
         self._take_back = self._runner._parts.recompute.remember()
-        return replaced
+        return StateReplaced(moved_in_data) if replaced else None
 
     def _meet(self) -> bool:
         """Agree with the other groups on who takes part in the next update; return whether this rank was given the state of another."""
@@ -303,7 +325,7 @@ class ReplicaMember:
         for bucket in bucketed(tensors):
             scatter(self.all_reduce(flattened(bucket)).div_(self.num_participants), bucket)
 
-    def sum_totals(self, totals: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    def sum_totals(self, totals: Totals) -> Totals:
         """Add sums and weights by name over the groups that took part in the last update. Between two updates.
 
         Returns:

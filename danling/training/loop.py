@@ -17,6 +17,7 @@ from danling.supervision import RankWatch, is_out_of_memory, write_memory_snapsh
 from danling.utils.observers import Observer
 
 from .evaluation import Boundary, checked_figures
+from .extension import Extension, StateReplaced
 from .session import BY_SIGNAL, DataEnded, EvaluationStopped, IntactStateError, PassLeft, TrainingAbandoned, first_stop
 from .update import UNCOMMITTED, UpdateOutcome
 
@@ -90,19 +91,19 @@ class TrainingLoop:
     """Trains epoch by epoch or update by update, from the present state of the run to the end of its budget.
 
     Attributes:
+        extensions: Take part in the training.
         has_jumped: Whether the state was replaced by one of another pass, so that the loops must leave the pass.
         data_ended: Whether the last training ended with its stream of samples.
     """
 
     def __init__(self, runner: TorchRunner) -> None:
+        self.extensions: list[Extension] = []
         self.has_jumped = False
         self.data_ended = False
         self._runner = runner
         self._session = runner._parts.session
         self._last_split: str | None = None
         self._evaluate_every = self._checkpoint_every = 1
-        self._quick = runner.config.audit.quick
-        self._begun_at = 0
 
     # One training
 
@@ -206,9 +207,6 @@ class TrainingLoop:
                 runner._parts.reporter.end()
                 for loader in runner._parts.data.windows().values():
                     loader.free()
-                if runner.fault_tolerance is not None:
-                    # A group that stays and does not train would hold the others up.
-                    runner.fault_tolerance.leave()
             session.redeliver_signal()
 
     def _detach(self, observers: Sequence[Observer]) -> None:
@@ -220,17 +218,12 @@ class TrainingLoop:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
         runner, update = self._runner, self._runner._parts.update
         runner._bind_reduction()
-        if runner.compilation is not None:
-            runner.compilation.open()
-        if runner.fault_tolerance is not None:
-            runner.fault_tolerance.begin_training()
         runner.window.reduces = True
         runner.window.sum_reduced = runner._parts.sums_loss
         runner.window.may_divide_by_zero = runner._parts.may_divide_by_zero
         self.read_intervals()
         update.steps_scheduler = runner.scheduler is not None and runner._parts.scheduler_interval() == "step"
         update.tells_place = is_told_its_place(runner.scheduler)
-        self._begun_at = runner.state.train.global_step
         enter_training(runner.optimizer)
         runner._parts.attributes.before_training()
         runner._parts.observer_states.warn_of_others()
@@ -253,9 +246,8 @@ class TrainingLoop:
         manager.wait_for_mirror()
         runner._parts.reporter.say_ending(session.hear_late_signals(runner.placement.optimizer))
         session.exit_if_signalled(runner.state.train.global_step, saved=saved)
-        if self._quick is not None:
-            # What the program does behind its training, such as an export, is not meant for such weights.
-            raise SystemExit(0)
+        for extension in self.extensions:
+            extension.training_finished()
 
     def _fail(self, error: Exception) -> None:
         """Save a state that is whole, and say what failed and where the memory of a device went that ran out."""
@@ -292,7 +284,7 @@ class TrainingLoop:
                     self._evaluate(evaluated, "evaluate_epoch")
                     self._finish_epoch(splits, "epoch")
                     self._save_if_due(counters.epoch, final=counters.epoch == runner.epochs)
-                    self._end_quick_run()
+                    self._note_evaluation_saved()
         except DataEnded:
             # The run has evaluated each finished epoch at its end.
             self._note_end_of_data(f"epoch {counters.epoch} of {runner.epochs}")
@@ -408,12 +400,11 @@ class TrainingLoop:
         self._evaluate(evaluated, "evaluate_steps")
         self._runner._parts.results.close("validation")
         self._save_if_due(self._runner.state.train.global_step, final=final)
-        self._end_quick_run()
+        self._note_evaluation_saved()
 
-    def _end_quick_run(self) -> None:
-        """End a quick run behind an evaluation, if it was resumed and has made updates since."""
-        if self._quick is not None and 0 < self._begun_at < self._runner.state.train.global_step:
-            self._session.stop_reason = "stop"
+    def _note_evaluation_saved(self) -> None:
+        for extension in self.extensions:
+            extension.evaluation_saved()
 
     # Both
 
@@ -432,7 +423,7 @@ class TrainingLoop:
         The position of the source moves when an update is decided, even if it was skipped.
         """
         runner, session, agreement = self._runner, self._session, self._runner._parts.agreement
-        run_window, update, member = runner._parts.run_window, runner._parts.update, runner.fault_tolerance
+        run_window, update = runner._parts.run_window, runner._parts.update
         source = runner._parts.data.begin(split)
         source.note_dataset()
         runner._bind_reduction()
@@ -474,17 +465,18 @@ class TrainingLoop:
             if not compared:
                 agreement.compare(source, batch)
                 compared = True
-            if member is not None and member.open_update():
-                # The state is that of another replica group now, and other parameters may be frozen.
+            replaced = self._replaced_state() if self.extensions else None
+            if replaced is not None:
+                # Other parameters may be frozen now.
                 runner._bind_reduction()
                 runner._parts.reporter.forget_samples(runner.state.train.samples)
                 self.has_jumped = self._is_trained(split)
                 if self.has_jumped:
                     return
-                # The group whose state it is began the pass: what it set then is in that state.
+                # Whoever made the state began the pass: what was set then is in that state.
                 begins = False
                 # Batches that were read before do not count, unless this rank has its own loader, which has not moved.
-                has_own_position = source.is_rank_local and not member.moved_in_data
+                has_own_position = source.is_rank_local and not replaced.moved_in_data
                 batches = chain([batch], batches) if has_own_position else read()
                 continue
             if begins:
@@ -503,7 +495,7 @@ class TrainingLoop:
             if update.move_source is not None:  # an override of `step` makes updates in its own way
                 update.end_batches()
             yield outcome
-            if self._quick is not None and self._is_quick_pass_over(self._quick):
+            if self.extensions and any(extension.ends_pass() for extension in self.extensions):
                 break
         if not found:
             raise ValueError(
@@ -512,15 +504,20 @@ class TrainingLoop:
             )
         runner.observers.notify("pass_ended", split)
 
+    def _replaced_state(self) -> StateReplaced | None:
+        """Let the extensions begin an update, and return how one of them has replaced the state of the run."""
+        found = [extension.before_update() for extension in self.extensions]
+        return next((replaced for replaced in found if replaced is not None), None)
+
     def _trained_metrics(self) -> dict[str, float]:
-        """Return the metrics of the training batches since the last call, over all ranks, and over the replica groups that take part."""
+        """Return the metrics of the training batches since the last call, over all ranks and all that train together."""
         runner, losses, trained = self._runner, self._runner._parts.losses, self._runner._parts.train_metrics
         runner._parts.update.raise_pending_error()
         metrics = losses.averages()
         # Always, since what this rank has seen says nothing of the others.
         totals = runner.meters.totals(runner.placement.metrics)
-        if runner.fault_tolerance is not None:
-            totals = runner.fault_tolerance.sum_totals(totals)
+        for extension in self.extensions:
+            totals = extension.sum_totals(totals)
         metrics.update({name: total / weight for name, (total, weight) in totals.items() if weight})
         if trained is not None:
             metrics.update(trained.compute_objects(runner.placement.metrics))
@@ -545,21 +542,11 @@ class TrainingLoop:
             results.check()
         keys.between_updates()
 
-    def _is_quick_pass_over(self, updates: int) -> bool:
-        """Whether a quick run that was resumed has made its updates, so that its pass ends here."""
-        made = self._runner.state.train.global_step - self._begun_at
-        is_resumed = self._begun_at > 0
-        return is_resumed and not self._runner.is_step_mode and made >= updates
-
     def _after_update(self, outcome: UpdateOutcome) -> None:
         """Do the work of every update boundary other than evaluation and periodic checkpoints."""
         runner, session, step = self._runner, self._session, self._runner.state.train.global_step
-        if self._quick is not None and self._begun_at == 0 and step >= self._quick:
-            session.stop_reason = "stop"
         if outcome.committed and not session.updated_once:
             session.updated_once = True
-            if runner.compilation is not None:
-                runner.compilation.after_first_update(is_main=runner.is_main_process)
             limit = runner.config.comm.train_timeout_seconds
             if limit is not None and runner.distributed:
                 # Compilation and the first data make the first update slow: the limit that catches a hang begins after it.
