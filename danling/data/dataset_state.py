@@ -12,10 +12,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
+from danling.utils.encoding import (
+    ARRAYS,
+    MISSING,
+    decode_array,
+    decode_set,
+    encode_array,
+    encode_key,
+    encode_set,
+    is_of_numpy,
+)
+
 from .order import OrderedDataset
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
-_ARRAY = "__numpy_array__"
+_DICT = "dict"
+_NAMES_OF_ARRAY = {"kind", "dtype", "shape", "value"}
+_OLDER_ARRAY = "__numpy_array__"
 _WATCHED = (bool, int, float, complex, str, bytes, type(None))
 _MOST_WATCHED = 64
 """Numbers and texts of a dataset that are compared at a save."""
@@ -43,7 +56,7 @@ def is_equal(first: Any, second: Any) -> bool:
 
 
 def to_plain(value: Any, path: str = "state") -> object:
-    """Return a copy as tensors and plain values; NumPy arrays become tensors, which `from_plain` converts back."""
+    """Return a copy as tensors and plain values. NumPy arrays and sets are encoded as those of attributes; `from_plain` converts back."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) in _PLAIN:
@@ -52,15 +65,22 @@ def to_plain(value: Any, path: str = "state") -> object:
         for key in value:
             if not isinstance(key, (str, int, float, bool, tuple)):
                 raise TypeError(f"{path} has the key {key!r} ({type(key).__name__})")
-        return {key: to_plain(item, f"{path}[{key!r}]") for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)) and not hasattr(value, "_fields"):
-        items = [to_plain(item, f"{path}[{number}]") for number, item in enumerate(value)]
-        kind: Any = next(kind for kind in (list, tuple, frozenset, set) if isinstance(value, kind))
-        return items if kind is list else kind(items)
-    if type(value).__module__ == "numpy" and getattr(value, "dtype", None) is not None and value.dtype.kind in "biuf":
-        data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.zeros(0)
-        return {_ARRAY: value.dtype.str, "shape": list(value.shape), "data": data}
-    raise TypeError(f"{path} is {value!r} ({type(value).__name__})")
+        items = {key: to_plain(item, f"{path}[{key!r}]") for key, item in value.items()}
+        # So that no reader takes a mapping of the user's for an encoded value.
+        return {"kind": _DICT, "pairs": list(items.items())} if "kind" in items else items
+    if isinstance(value, (set, frozenset)):
+        node = encode_set(value)
+        if MISSING in node["items"]:
+            odd = next(item for item in value if encode_key(item) is MISSING)
+            raise TypeError(f"{path} has the item {odd!r} ({type(odd).__name__})")
+        return node
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        listed = [to_plain(item, f"{path}[{number}]") for number, item in enumerate(value)]
+        return listed if isinstance(value, list) else tuple(listed)
+    array = encode_array(value) if is_of_numpy(value) else None
+    if array is None:
+        raise TypeError(f"{path} is {value!r} ({type(value).__name__})")
+    return {**array, "value": array["value"].clone()}
 
 
 def from_plain(value: object) -> Any:
@@ -68,16 +88,26 @@ def from_plain(value: object) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
-        if _ARRAY not in value:
-            return {key: from_plain(item) for key, item in value.items()}
-        import numpy
-
-        data = bytearray(value["data"].tolist() if value["data"].dtype is torch.uint8 else b"")
-        array = numpy.frombuffer(data, numpy.dtype(value[_ARRAY])).reshape(value["shape"])
-        return array if value["shape"] else array[()]
+        kind, names = value.get("kind"), value.keys()
+        if kind in ARRAYS and names == _NAMES_OF_ARRAY:
+            return decode_array(value)
+        if kind in ("set", "frozenset") and names == {"kind", "items"}:
+            return decode_set(value)
+        if kind == _DICT and names == {"kind", "pairs"}:
+            return {key: from_plain(item) for key, item in value["pairs"]}
+        return _older_array(value) if _OLDER_ARRAY in value else {key: from_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return type(value)(from_plain(item) for item in value)
     return value
+
+
+def _older_array(value: Mapping[str, Any]) -> Any:
+    """Return an array or a number of NumPy as checkpoints before 0.2.0 have it."""
+    import numpy
+
+    data = bytearray(value["data"].tolist() if value["data"].dtype is torch.uint8 else b"")
+    array = numpy.frombuffer(data, numpy.dtype(value[_OLDER_ARRAY])).reshape(value["shape"])
+    return array if value["shape"] else array[()]
 
 
 def check_savable(dataset: Any, split: str) -> None:

@@ -991,15 +991,19 @@ class BaseRunner(metaclass=MetaRunner):
 
         Loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
         """
+        self.broadcast_buffers()
         return {
             "format_version": FORMAT_VERSION,
             "runner": self.config.public(),
-            "state": {**self.state.state_dict(), **self.run_state.progress()},
+            "state": self.run_state.progress(),
             **self.run_state.components(self.component_states()),
             **self._parts.attributes.state(),
             **self._parts.observer_states.state(),
             "dataloaders": loader_states(self, self._parts.data.trained_sources()),
         }
+
+    def broadcast_buffers(self) -> None:
+        """Make the buffers of ranks that have copies of a model equal, before a save or an evaluation; a stack with copies overrides it."""
 
     def component_states(self) -> dict[str, Any]:
         """Return the states of the components by name, such as `model`; override it in a runner with its own loop."""
@@ -1080,18 +1084,18 @@ class BaseRunner(metaclass=MetaRunner):
         if self._seed_is_drawn and stored.get("seed") is not None:
             self.seed = self.state.rng.seed = int(stored["seed"])
             self._parts.settings_lock.put("seed", self.seed)
-        with self.run_state.loading(payload) as loaded_since:
-            log_exclusions(self.run_state.excluded, loaded_since, was_named=bool(self.config.resume))
-            check_same_run(self, payload)
-            self.load_state_dict(payload)
-            if source is not None:
-                # A payload is not a checkpoint on disk that later saves could continue.
-                self.checkpoint_manager.begin(source)
-            where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
-            logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
-            log_changes_since(payload)
-            if source is not None:
-                self.saver.note_loaded(source)
+        loaded_since = self.run_state.loaded_since(payload)
+        log_exclusions(self.run_state.excluded_from(payload), loaded_since, was_named=bool(self.config.resume))
+        check_same_run(self, payload)
+        self.load_state_dict(payload)
+        if source is not None:
+            # A payload is not a checkpoint on disk that later saves could continue.
+            self.checkpoint_manager.begin(source)
+        where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
+        logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
+        log_changes_since(payload)
+        if source is not None:
+            self.saver.note_loaded(source)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore a payload: components, loaders, attributes of the user's, counters and observers.
@@ -1099,9 +1103,9 @@ class BaseRunner(metaclass=MetaRunner):
         Args:
             state: What `state_dict` returned, or the payload of a checkpoint.
         """
-        with self.run_state.loading(state):
+        with self.run_state.loading(state) as left_out:
             needed = self.run_state.names() or list(self.component_states())
-            payload, excluded = self.run_state.excluded.apply(state, needed=needed)
+            payload, excluded = left_out.apply(state, needed=needed)
             check_complete(payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])])
             self._parts.attributes.load("requires_grad", payload)
             self.load_components(payload, excluded)
@@ -1112,7 +1116,6 @@ class BaseRunner(metaclass=MetaRunner):
                     self.load_dataloaders({**payload["dataloaders"], **fresh})
             self._parts.attributes.load("attributes", payload)
             if "state" in payload:
-                self.state.load_state_dict(payload["state"])
                 self.run_state.load_progress(payload["state"])
             self._parts.observer_states.load(payload, excluded=excluded)
             self._parts.keys.between_updates()

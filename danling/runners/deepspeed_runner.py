@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -121,6 +121,11 @@ class DeepSpeedRunner(TorchRunner):
         states = self.model_states
         assert isinstance(states, EngineModelStates)
         return {**state, "engine": states.outline()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        states = self.model_states
+        assert isinstance(states, EngineModelStates)
+        super().load_state_dict(states.opened(state, self.run_state.excluded_from(state)))
 
     # Update
 

@@ -111,6 +111,11 @@ class RunnerState:
         return {"train": asdict(self.train), "elastic": asdict(self.elastic), "rng": asdict(self.rng)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters; attempts are counted up. The seed is that of the configuration."""
-        self.train.load(state.get("train", {}))
-        self.elastic.load(state.get("elastic", {}))
+        """Restore the counters; attempts are counted up. The seed is that of the configuration. What is not stored stays as it is.
+
+        A checkpoint is restored entry by entry: this method gets the entries that the `state_dict` of a subclass has added.
+        """
+        if "train" in state:
+            self.train.load(state["train"])
+        if "elastic" in state:
+            self.elastic.load(state["elastic"])

@@ -63,7 +63,7 @@ from danling.training.phases import PhasedModel, phases_of
 from danling.training.preparation import ModelPreparation
 from danling.training.progress_file import ProgressFile
 from danling.training.reduction import CanonicalReduction, no_autocast
-from danling.training.run_state import StatePart, carry_of_all, component_parts, progress_parts
+from danling.training.run_state import StatePart, component_parts, progress_parts
 from danling.utils.tensors import canonical_name
 
 from .base_runner import BaseRunner, Results, SplitNames
@@ -935,16 +935,6 @@ class TorchRunner(BaseRunner):
     def progress_parts(self) -> list[StatePart]:
         return [*super().progress_parts(), *progress_parts(self)]
 
-    def state_dict(self) -> dict[str, Any]:
-        self.broadcast_buffers()
-        payload = super().state_dict()
-        totals = self.meters.totals(self.placement.metrics)
-        payload["state"]["carry"] = carry_of_all(self)
-        if self._parts.train_metrics is not None:
-            payload["state"]["train_metrics"] = self._parts.train_metrics.state_dict(self.placement.metrics)
-        payload["state"]["meters"] = {name: list(pair) for name, pair in totals.items()}
-        return payload
-
     def model_state_dict(self) -> dict[str, Any]:
         """Return the parameters and persistent buffers of the unwrapped model, by name without wrapper prefixes."""
         return self.model_states.model_state()
@@ -960,10 +950,6 @@ class TorchRunner(BaseRunner):
         template["model"] = self.model_state_dict()
         payload: dict[str, Any] = self.checkpoint_manager.load_checkpoint(checkpoint, template=template)
         return payload
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        with self.run_state.loading(state):
-            super().load_state_dict(self.model_states.opened(state, self.run_state.excluded))
 
     def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
         """Restore model, criterion, EMA, optimizer and scheduler, in this order.

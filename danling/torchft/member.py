@@ -442,7 +442,7 @@ class ReplicaMember(Extension):
     def sent_state(self) -> dict[str, Any]:
         """Return what another group heals from: the state of this rank, shards as plain tensors, without communication."""
         runner = self._runner
-        progress = {**runner.state.state_dict(), **runner.run_state.progress()}
+        progress = runner.run_state.progress(alone=True)
         payload: dict[str, Any] = {
             **runner._parts.attributes.of_rank(),
             **runner._parts.observer_states.of_rank(),
@@ -475,11 +475,8 @@ class ReplicaMember(Extension):
             if not (sources[split].is_rank_local and position_owner(runner.config) is not None):
                 sources[split].load_state_dict(position)
         runner._parts.attributes.take_over("attributes", state)
-        runner.state.load_state_dict(state["state"])
         runner.run_state.load_progress(state["state"])
         runner._parts.observer_states.load(state)
-        # What the other group has counted is added by the other group.
-        runner.meters.reset()
         # Those are of the group: ranks of one group may heal from different ones.
         runner.state.elastic, runner.window.agreed_reference = elastic, reference
         if runner.is_main_process:

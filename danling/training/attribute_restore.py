@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from danling.checkpoints.payload import DICTS, LISTS
 from danling.data.randomness import set_generator_state
+from danling.utils.encoding import ARRAYS, MISSING, decode_array, decode_key
 from danling.utils.secrets import names_secret
 from danling.utils.tensors import is_sharded, local_part
 
 from .attribute_snapshot import (
     FACTORIES,
-    MISSING,
     AttributeSnapshot,
     attributes_of,
     enumeration,
@@ -98,7 +98,7 @@ class Decoder:
             return complex(*node["value"])
         if kind in ("bytes", "bytearray"):
             return (bytes if kind == "bytes" else bytearray)(node["value"].tolist())
-        if kind in ("array", "scalar"):
+        if kind in ARRAYS:
             return _array_of(node, current)
         if kind == "enum":
             return member_of(node)
@@ -137,20 +137,11 @@ class Decoder:
         return current
 
     def _key(self, node: Any) -> Any:
-        """Return the key of a dictionary, or the item of a set, that `AttributeSnapshot` encoded."""
-        if not isinstance(node, dict):
-            return node
-        kind = node["kind"]
-        if kind in ("tuple", "frozenset"):
-            return LISTS[kind](self._key(part) for part in node["items"])
-        if kind == "bytes":
-            return bytes(node["items"])
-        if kind == "enum":
-            return member_of(node)
-        if kind == "scalar":
-            import numpy
+        return decode_key(node, self._other_key)
 
-            return numpy.dtype(node["dtype"]).type(node["item"])
+    def _other_key(self, node: Mapping[str, Any]) -> Any:
+        if node["kind"] == "enum":
+            return member_of(node)
         found = self._live.get(node["path"])
         if not isinstance(found, (Tensor, nn.Module)):
             raise CannotRestore(f"a dictionary by parameters or modules, among them {node['path']}")
@@ -277,12 +268,9 @@ def decode_tensor(node: Any, current: object) -> Tensor:
 def _array_of(node: Mapping[str, Any], current: object) -> Any:
     import numpy
 
-    bits = node["value"].contiguous().numpy().tobytes()
-    array = numpy.frombuffer(bits, dtype=numpy.dtype(node["dtype"])).reshape(node["shape"])
-    if node["kind"] == "scalar":
-        return array[()]
+    array = decode_array(node)
     fits = isinstance(current, numpy.ndarray) and (current.shape, current.dtype) == (array.shape, array.dtype)
     if isinstance(current, numpy.ndarray) and fits and current.flags.writeable:
         current[...] = array
         return current
-    return array.copy()
+    return array

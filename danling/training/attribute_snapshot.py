@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from danling.checkpoints.payload import DICTS, LISTS
 from danling.data.randomness import Generators, generator_state, is_generator
+from danling.utils.encoding import MISSING, SCALARS, encode_array, encode_key, encode_set, is_of_numpy
 from danling.utils.observers import Observer, keeps_state
 from danling.utils.secrets import names_secret
 from danling.utils.tensors import canonical_name, is_plain_tensor, is_sharded, local_part
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
 
 COMPARED_BYTES = 2**30
 """Most bytes of attributes to compare, in sum; a message names the others, unless the class lists them in `saved` or `not_saved`."""
-MISSING = object()
 _NUMBERS = (type(None), bool, int, float)
-_SCALARS = (*_NUMBERS, str)
 _CONSTANTS = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, Enum, PurePath),
     *(torch.dtype, torch.device, logging.Logger, re.Pattern, range, slice, property, functools.partial),
@@ -277,7 +276,7 @@ class AttributeSnapshot:
             return {"kind": kind, "value": data}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        if own.__module__ == "numpy" and hasattr(value, "tobytes"):
+        if is_of_numpy(value):
             return self._array(value, path)
         if own in LISTS.values() or (isinstance(value, tuple) and hasattr(own, "_fields")):
             return self._list(value, path)
@@ -355,26 +354,20 @@ class AttributeSnapshot:
         return local if local.device.type == "cpu" else {"kind": "tensor", "device": local.device.type, "value": local}
 
     def _array(self, value: Any, path: str) -> object:
-        import numpy
-
-        if value.dtype.kind not in "biufcmMSU":
+        node = encode_array(value)
+        if node is None:
             return self._leave(path, (id(value), value.shape), f"an array of {value.dtype}")
-        # torch warns of arrays that cannot be written, so these are copied.
-        flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
-        data = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
-        self._entry.size += data.numel()
-        kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
-        return {"kind": kind, "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
+        self._entry.size += node["value"].numel()
+        return node
 
     def _list(self, value: Any, path: str) -> object:
         node: dict[str, Any] = {"kind": type(value).__name__}
         if isinstance(value, (set, frozenset)):
-            members = [self._key(item) for item in value]
-            if MISSING in members:
-                odd = next(item for item, member in zip(value, members) if member is MISSING)
+            encoded = encode_set(value, self._other_key)
+            if MISSING in encoded["items"]:
+                odd = next(item for item in value if self._key(item) is MISSING)
                 return self._leave(path, (id(value), len(value)), f"a {type(value).__name__} of {type(odd).__name__}")
-            # None of them has a tensor, and the digest needs an order.
-            return {**node, "items": sorted(members, key=lambda item: (type(item).__name__, str(item)))}
+            return encoded
         if isinstance(value, deque):
             node["maxlen"] = value.maxlen
         if hasattr(value, "_fields"):
@@ -395,21 +388,11 @@ class AttributeSnapshot:
         return {**node, "items": self._items(value, path)}
 
     def _key(self, key: Any) -> Any:
-        """Return a key of a dictionary, or an item of a set, as plain values; `MISSING` where it has no encoding."""
-        own = type(key)
-        if own in _SCALARS:
-            return key
-        if own in (tuple, frozenset):
-            parts = [self._key(part) for part in key]
-            if own is frozenset:
-                parts.sort(key=lambda part: (type(part).__name__, str(part)))
-            return MISSING if MISSING in parts else {"kind": own.__name__, "items": parts}
-        if own is bytes:
-            return {"kind": "bytes", "items": list(key)}
+        return encode_key(key, self._other_key)
+
+    def _other_key(self, key: Any) -> Any:
         if isinstance(key, Enum):
             return MISSING if (node := _member_node(key)) is None else node
-        if own.__module__ == "numpy" and getattr(getattr(key, "dtype", None), "kind", "") in ("b", "i", "u", "f"):
-            return {"kind": "scalar", "dtype": key.dtype.str, "item": key.item()}
         # Parameters and modules are named: the program has them already.
         path = self.paths.get(key_of(key), "") if isinstance(key, (Tensor, nn.Module)) else ""
         return {"kind": "same", "path": path} if path.startswith("/") else MISSING
@@ -526,7 +509,7 @@ def is_code(kind: type[Any], name: str) -> bool:
 
 def path_of_item(path: str, key: object, number: int) -> str:
     """Return the path of an item of a container: by its key where that is plain, else by its place."""
-    is_plain = all(type(part) in _SCALARS for part in (key if type(key) is tuple else (key,)))
+    is_plain = all(type(part) in SCALARS for part in (key if type(key) is tuple else (key,)))
     return f"{path}[{key!r}]" if is_plain else f"{path}[#{number}]"
 
 
@@ -593,7 +576,7 @@ def enumeration(name: str) -> Any:
 
 def key_of(value: object) -> object:
     """Return what two names of one value have in common; `None` for values that cannot be changed in place."""
-    if value is MISSING or isinstance(value, (*_SCALARS, tuple, frozenset, bytes, complex, *_CONSTANTS)):
+    if value is MISSING or isinstance(value, (*SCALARS, tuple, frozenset, bytes, complex, *_CONSTANTS)):
         return None
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and not value.is_quantized:
         local = local_part(value)

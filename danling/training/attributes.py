@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from danling.checkpoints.errors import CheckpointMismatch, restoring
+from danling.utils.encoding import MISSING
 from danling.utils.secrets import names_secret
 
 from .attribute_restore import DELETED, CannotRestore, Decoder, decode_tensor, is_deleted
 from .attribute_snapshot import (
     COMPARED_BYTES,
-    MISSING,
     AttributeSnapshot,
     Entry,
     Key,

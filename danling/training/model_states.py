@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.checkpoints.reading import ExcludedFromLoading
 from danling.optim.state import (
     evaluation_weights,
     load_named_state_dict,
@@ -135,10 +134,6 @@ class ModelStates:
         )
 
     # What a checkpoint is read into
-
-    def opened(self, payload: Mapping[str, object], excluded: ExcludedFromLoading) -> Mapping[str, object]:
-        """Return a payload whose components can be taken apart where parts of them are left out of the load."""
-        return payload
 
     def template(self) -> dict[str, Any] | None:
         """Return a state that says how tensors are laid out on this rank; `None` where they are read whole."""

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from danling.checkpoints.errors import restoring
+from danling.utils.encoding import MISSING
 
 from .attribute_restore import Decoder
-from .attribute_snapshot import MISSING, AttributeSnapshot, Entry, Key
+from .attribute_snapshot import AttributeSnapshot, Entry, Key
 from .rank_values import value_of_rank, values_of_all
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_map_only
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.distributed import Domain
+from danling.utils.encoding import MISSING
 
-from .attribute_snapshot import MISSING, Entry, Key
+from .attribute_snapshot import Entry, Key
 
 
 def values_of_all(world: Domain, mine: Collection[Key], now: Mapping[Key, Entry]) -> dict[str, dict[str, Any]]:

@@ -47,16 +47,18 @@ class StatePart:
 
     Attributes:
         name: Its key.
-        get: Returns the saved value, tensors and plain values; a component that returns `None` is not saved.
-        set: Takes what was saved, and the dotted paths that were left out of the load.
+        get: Returns the saved value, tensors and plain values; a component that returns `None` is not saved. Called on all ranks.
+        set: Takes what was saved, and the dotted paths that were left out of the load. Called on all ranks.
         default: Returns the value to restore if a checkpoint lacks the entry. Without one, `set` is not called then, and a checkpoint that
             lacks a component is refused.
+        alone: Returns the value for a replica group that heals, without communication; `None` where `get` does not communicate.
     """
 
     name: str
     get: Callable[[], Any]
     set: Callable[[Any, Collection[str]], None]
     default: Callable[[], Any] | None = None
+    alone: Callable[[], Any] | None = None
 
     def restore(self, states: Mapping[str, object], excluded: Collection[str]) -> None:
         """Restore the part, if the states have it or there is a default."""
@@ -90,28 +92,41 @@ class RunState:
 
     @property
     def excluded(self) -> ExcludedFromLoading:
-        """Parts of a checkpoint that are not loaded."""
+        """Parts of a checkpoint that are not loaded: of the one that is being loaded within `loading`."""
         return ExcludedFromLoading(self._runner.config.checkpoint.exclude_from_loading).without(self._loaded_since)
 
-    @contextmanager
-    def loading(self, payload: Mapping[str, Any]) -> Iterator[Collection[str]]:
-        """Within the context, also load the excluded parts that the run of the checkpoint left out when it began, and trained since."""
+    def loaded_since(self, payload: Mapping[str, Any]) -> Collection[str]:
+        """Return the excluded parts that are loaded all the same: the run of a checkpoint left them out when it began, and trained since.
+
+        No communication: may be called on one rank.
+        """
         runner, stored = self._runner, payload.get("runner") or {}
         before = ExcludedFromLoading((stored.get("checkpoint") or {}).get("exclude_from_loading"))
-        outer = self._loaded_since
-        if before.entries and self.excluded.entries:
-            now, usual = runner.config.plain(), runner.config.completed({}).keys()
-            # The sections in which the configuration differs from that of the checkpoint; a changed budget counts too.
-            changed = {line.partition(":")[0].partition(".")[0] for line in runner.config_differences(payload)}
-            changed |= {key for key in ("steps", "epochs") if stored.get(key) != now.get(key)}
-            if any(name in {*stored, *now} and name not in usual for name in changed):
-                changed.add(USERS_OWN)
-            entries = ExcludedFromLoading(runner.config.checkpoint.exclude_from_loading)
-            self._loaded_since = entries.loaded_since(before, changed)
+        entries = ExcludedFromLoading(runner.config.checkpoint.exclude_from_loading)
+        if not (before.entries and entries.entries):
+            return ()
+        now = runner.config.plain()
+        usual = runner.config.completed({}).keys()
+        # The sections in which the configuration differs from that of the checkpoint; a changed budget counts too.
+        changed = {line.partition(":")[0].partition(".")[0] for line in runner.config_differences(payload)}
+        changed |= {key for key in ("steps", "epochs") if stored.get(key) != now.get(key)}
+        if any(name in {*stored, *now} and name not in usual for name in changed):
+            changed.add(USERS_OWN)
+        return entries.loaded_since(before, changed)
+
+    def excluded_from(self, payload: Mapping[str, Any]) -> ExcludedFromLoading:
+        """Return the parts of a checkpoint that are not loaded. No communication: may be called on one rank."""
+        entries = ExcludedFromLoading(self._runner.config.checkpoint.exclude_from_loading)
+        return entries.without(self.loaded_since(payload))
+
+    @contextmanager
+    def loading(self, payload: Mapping[str, Any]) -> Iterator[ExcludedFromLoading]:
+        """Within the context, `excluded` are the parts of this checkpoint that are not loaded."""
+        self._loaded_since = self.loaded_since(payload)
         try:
-            yield self._loaded_since
+            yield self.excluded
         finally:
-            self._loaded_since = outer
+            self._loaded_since = ()
 
     @contextmanager
     def saved_elsewhere(self, *names: str) -> Iterator[None]:
@@ -129,33 +144,43 @@ class RunState:
             others: States of components that a stack of the user's has collected; those that it has left out are added.
         """
         states = dict(others or {})
-        for part in _by_name(self._runner.component_parts()):
+        for part in _by_name(self._runner.component_parts()).values():
             if part.name not in {*states, *self._saved_elsewhere} and (state := part.get()) is not None:
                 states[part.name] = state
         return states
 
     def load_components(self, payload: Mapping[str, object], excluded: Collection[str]) -> None:
         """Restore the components that a payload has, in order. Called on all ranks."""
-        for part in _by_name(self._runner.component_parts()):
+        for part in _by_name(self._runner.component_parts()).values():
             part.restore(payload, excluded)
 
     def names(self) -> list[str]:
         """Return the names of the components that a full checkpoint of this run cannot lack."""
-        return [part.name for part in _by_name(self._runner.component_parts()) if part.default is None]
+        return [part.name for part in _by_name(self._runner.component_parts()).values() if part.default is None]
 
-    def progress(self) -> dict[str, Any]:
-        """Return the entry `state`. No communication: may be called on one rank."""
-        return {part.name: part.get() for part in _by_name(self._runner.progress_parts())}
+    def progress(self, *, alone: bool = False) -> dict[str, Any]:
+        """Return the entry `state`. Called on all ranks.
+
+        Args:
+            alone: For a replica group that heals: without communication, so that it may be called on one rank.
+        """
+        parts = _by_name(self._runner.progress_parts())
+        found = {name: part.alone() if alone and part.alone is not None else part.get() for name, part in parts.items()}
+        # A class of the user's may have added entries.
+        added = {name: value for name, value in self._runner.state.state_dict().items() if name not in parts}
+        return {**found, **added}
 
     def load_progress(self, state: Mapping[str, object]) -> None:
         """Restore what `progress` returned. Called on all ranks."""
-        for part in _by_name(self._runner.progress_parts()):
+        parts = _by_name(self._runner.progress_parts())
+        for part in parts.values():
             part.restore(state, frozenset())
+        self._runner.state.load_state_dict({name: value for name, value in state.items() if name not in parts})
 
 
-def _by_name(parts: Iterable[StatePart]) -> Collection[StatePart]:
+def _by_name(parts: Iterable[StatePart]) -> dict[str, StatePart]:
     """Return one part of each name: a later one takes the place of an earlier one, as an override does."""
-    return {part.name: part for part in parts}.values()
+    return {part.name: part for part in parts}
 
 
 # The parts of a training
@@ -206,11 +231,9 @@ def component_parts(runner: TorchRunner) -> list[StatePart]:
 
 
 def progress_parts(runner: TorchRunner) -> list[StatePart]:
-    """Return what a training adds to the entry `state` of a checkpoint.
-
-    `state_dict` of the runner fills in what all ranks have: the sums of meters and of metrics, and the carry of each.
-    """
+    """Return what a training adds to the entry `state` of a checkpoint."""
     parts = runner._parts
+    trained = parts.train_metrics
 
     def load_counters(stored: Mapping[str, object], _: Collection[str]) -> None:
         runner.state.train.load(stored)
@@ -226,18 +249,32 @@ def progress_parts(runner: TorchRunner) -> list[StatePart]:
         # Sums over all ranks were saved, so only one of the ranks whose sums are added may restore them.
         return lambda sums, _: meters.load_state_dict(sums if runner.placement.metrics.rank == 0 else {})
 
-    counters = {**asdict(runner.state.train), "weight_reference": runner.window.agreed_reference}
+    def counters() -> dict[str, Any]:
+        return {**asdict(runner.state.train), "weight_reference": runner.window.agreed_reference}
+
+    def meters() -> dict[str, list[float]]:
+        return {name: list(pair) for name, pair in runner.meters.totals(runner.placement.metrics).items()}
+
+    # What a replica group has summed up or carries is its own: a group that heals begins with none.
     found = [
         # Takes the place of the part `train` of `BaseRunner`, which knows no window and so no reference weight.
-        StatePart("train", lambda: counters, load_counters),
+        StatePart("train", counters, load_counters),
         StatePart("open_result", lambda: dict(parts.results.open), load_open, default=dict),
         StatePart("bare", lambda: parts.loss.targetless, load_targetless, default=lambda: None),
-        StatePart("meters", lambda: runner.meters.state_dict(), load_sums(runner.meters), default=dict),
+        StatePart("meters", meters, load_sums(runner.meters), default=dict, alone=dict),
     ]
-    if parts.train_metrics is not None:
-        found.append(StatePart("train_metrics", dict, load_sums(parts.train_metrics), default=dict))
+    if trained is not None:
+
+        def metrics() -> Any:
+            return trained.state_dict(runner.placement.metrics)
+
+        found.append(StatePart("train_metrics", metrics, load_sums(trained), default=dict, alone=dict))
+
+    def load_carry(stored: Mapping[str, Any] | None, _: Collection[str]) -> None:
+        _load_carry(runner, stored)
+
     found += [
-        StatePart("carry", lambda: None, lambda stored, _: _load_carry(runner, stored), default=lambda: None),
+        StatePart("carry", lambda: carry_of_all(runner), load_carry, default=lambda: None, alone=lambda: None),
         stateful("losses", parts.losses, resets=True),
         stateful("scores", runner.standing.board),
         stateful("scaler", runner.precision.scaler),

@@ -10,12 +10,14 @@ import numpy
 import pytest
 import torch
 from support.datasets import check_resume, read, source_over
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
+import danling as dl
 from danling.data import BatchSource, build_dataloader, open_source
 from danling.data.dataset_state import DatasetCopies, from_plain, to_plain
+from danling.training.attribute_snapshot import AttributeSnapshot
 
 
 class Counting(Dataset[Tensor]):
@@ -112,6 +114,58 @@ def test_plain_states_are_read_without_pickle(tmp_path: Any) -> None:
     for one, other in zip([*arrays, state["big"]], back["a"] + [back["big"]], strict=True):
         assert one.dtype == other.dtype and (one == other).all()  # type: ignore[union-attr,attr-defined]
     assert back["b"] == state["b"] and back["n"] == 0.1 and type(back["n"]) is numpy.float64
+
+
+STATES: dict[str, Any] = {
+    "set of tuples": {(1, "a"), (2, "b")},
+    "frozen set": frozenset({b"x", numpy.int64(3)}),
+    "texts": numpy.array(["ab", "c"]),
+    "empty array": numpy.zeros((0, 3)),
+    "mapping with a kind": {"kind": "array", "dtype": "<f4", "shape": [1], "value": torch.zeros(4, dtype=torch.uint8)},
+    "kind of a set": {"kind": "set", "items": [1]},
+    "nested": [{"kind": 1}, (frozenset({1}), numpy.bool_(True))],
+}
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, (list, tuple)):
+        return type(first) is type(second) and all(map(same, first, second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (numpy.ndarray, Tensor)):
+        return type(first) is type(second) and first.dtype == second.dtype and first.tolist() == second.tolist()
+    return type(first) is type(second) and bool(first == second)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_comes_back_as_it_was(name: str, tmp_path: Any) -> None:
+    torch.save(to_plain(STATES[name]), tmp_path / "state.pt")
+    assert same(from_plain(torch.load(tmp_path / "state.pt", weights_only=True)), STATES[name])
+
+
+class Bare(dl.TorchRunner):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(1, 1)
+
+
+def test_arrays_and_sets_are_encoded_as_those_of_attributes(tmp_path: Any) -> None:
+    values = {
+        "array": numpy.arange(3.0),
+        "scalar": numpy.float32(2.5),
+        "set": {3, 1, "a"},
+        "frozen": frozenset({(1, 2)}),
+    }
+    with Bare({"dir": str(tmp_path), "log": False}) as runner:
+        snapshot = AttributeSnapshot(runner)
+        for name, value in values.items():
+            assert same(to_plain(value), snapshot.attribute(name, value).node)
+
+
+def test_state_of_an_older_checkpoint_is_read() -> None:
+    bits = torch.frombuffer(bytearray(numpy.arange(3, dtype="<i4").tobytes()), dtype=torch.uint8)
+    older = {"a": {"__numpy_array__": "<i4", "shape": [3], "data": bits}, "s": {1, 2}, "d": {"kind": "odd", "n": 1}}
+    assert same(from_plain(older), {"a": numpy.arange(3, dtype="<i4"), "s": {1, 2}, "d": {"kind": "odd", "n": 1}})
 
 
 def changes() -> int:

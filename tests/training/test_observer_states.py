@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -299,7 +300,8 @@ class OfRank(Observer):
 
 
 def train_ranks(directory: Path, steps: int, backend: str) -> tuple[list[int], dict[str, Any]]:
-    more = {"dataloader": {"batch_size": 4}, "checkpoint": {"backend": backend}}
+    batch_size = SAMPLES // int(os.environ["WORLD_SIZE"])
+    more = {"dataloader": {"batch_size": batch_size}, "checkpoint": {"backend": backend}}
     with Program(settings(directory, steps, **more)) as runner:
         observers = [OfRank("own", runner.rank), OfRank("alike", 0)]
         runner.observers.extend(observers)

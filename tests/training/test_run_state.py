@@ -41,8 +41,10 @@ class Run:
         self.dataloaders: dict[str, Any] = {}
         self.train_splits = ["train"]
         self.differences: list[str] = []
+        self.added: dict[str, Any] = {}
         self.component_parts = lambda: [self.part(name) for name in components if name in self.values]
         self.progress_parts = lambda: [self.part(name) for name in progress]
+        self.state = SimpleNamespace(state_dict=lambda: dict(self.added), load_state_dict=self.added.update)
         self.run_state = RunState(self)  # type: ignore[arg-type]
         data = SimpleNamespace(restore=lambda split, state: self.source(split).load_state_dict(state))
         self._parts = SimpleNamespace(data=data)
@@ -88,6 +90,27 @@ def test_a_later_part_takes_the_place_of_an_earlier_one_and_what_is_lacking_has_
     assert (state.components(), state.names()) == ({"model": 8, "optimizer": 2}, ["optimizer"])
     state.load_components({"model": 9}, set())
     assert run.restored == []
+
+
+def test_entries_of_a_state_of_the_users_are_saved_once_and_restored_together() -> None:
+    run = Run(progress=["model"])
+    run.added = {"model": 5, "level": 3, "note": "a"}
+    saved = run.run_state.progress()
+    assert saved == {"model": 1, "level": 3, "note": "a"}
+    loaded: list[Any] = []
+    run.state.load_state_dict = loaded.append
+    run.run_state.load_progress(saved)
+    assert loaded == [{"level": 3, "note": "a"}] and run.restored == [("model", 1, set())]
+
+
+def test_group_that_heals_gets_values_without_communication() -> None:
+    run = Run()
+    run.progress_parts = lambda: [
+        StatePart("together", lambda: "all ranks", lambda *_: None, alone=lambda: "this rank"),
+        StatePart("local", lambda: 1, lambda *_: None),
+    ]
+    assert run.run_state.progress() == {"together": "all ranks", "local": 1}
+    assert run.run_state.progress(alone=True) == {"together": "this rank", "local": 1}
 
 
 def test_what_is_refused() -> None:
