@@ -20,6 +20,7 @@ from danling.utils.devices import sent
 from danling.utils.files import open_file
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name
+from danling.utils.trees import dotted, tensors
 
 from .hashing import Hasher, key_of
 
@@ -198,8 +199,8 @@ def entries(runner: TorchRunner) -> Iterator[Entry]:
             yield Entry(f"weights.{index}", name, parameter, shared)
             found = next((m.state[parameter] for m in members if parameter in m.state), None)
             for key, value in sorted((found or state.get(parameter, {})).items(), key=lambda item: str(item[0])):
-                for part, tensor in _tensors(value, f"{name}/{key}"):
-                    yield Entry(f"optimizer.{index}", part, tensor, shared)
+                for path, tensor in tensors(value, opened=to_parts):
+                    yield Entry(f"optimizer.{index}", dotted((f"{name}/{key}", *path)), tensor, shared)
     for name, parameter in named:
         if id(parameter) not in grouped:
             grouped.add(id(parameter))
@@ -211,16 +212,6 @@ def entries(runner: TorchRunner) -> Iterator[Entry]:
         yield Entry("buffers", name, tensor)
     for name, tensor in runner.ema.weights.items() if runner.ema is not None else ():
         yield Entry("ema.buffers" if name in buffers else "ema", name, tensor)
-
-
-def _tensors(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that an entry of an optimizer's state is or is made of, under names that begin with `name`."""
-    value = to_parts(value)
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors(part, f"{name}.{key}")
 
 
 @dataclass

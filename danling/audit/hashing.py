@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from danling.utils.tensors import is_sharded, local_part
+from danling.utils.trees import leaves
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LONGEST_ROW = 1 << 16
@@ -174,7 +175,10 @@ class Hasher:
         """
         by_length: dict[int, Tensor] = {}
         total = torch.zeros((), dtype=torch.int64, device=self.device)
-        for name, leaf in _leaves(data):
+        for path, leaf in leaves(data, opened=_opened):
+            if not isinstance(leaf, (Tensor, bool, int, float, str, bytes)):
+                continue
+            name = "".join(f".{key}" for key in path)
             if not isinstance(leaf, Tensor):
                 total = total + key_of(name, repr(leaf))
             elif is_sharded(leaf) or _parts(leaf) or leaf.dim() == 0:
@@ -229,14 +233,8 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _leaves(data: object, name: str = "") -> list[tuple[str, object]]:
-    if isinstance(data, (Tensor, bool, int, float, str, bytes)):
-        return [(name, data)]
-    items: list[tuple[object, object]] = []
-    if isinstance(data, Mapping):
-        items = list(data.items())
-    elif isinstance(data, (list, tuple)):
-        items = list(enumerate(data))
-    elif is_dataclass(data) and not isinstance(data, type):
-        items = [(field.name, getattr(data, field.name)) for field in fields(data)]
-    return [leaf for key, value in items for leaf in _leaves(value, f"{name}.{key}")]
+def _opened(value: object) -> object:
+    """Return the fields of a dataclass in its place."""
+    if is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return value

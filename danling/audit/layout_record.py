@@ -6,7 +6,7 @@ is recorded, not in how it is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name, default_dtype, dtype_of, local_part
+from danling.utils.trees import tensors
 
 from .hashing import Hasher
 
@@ -224,7 +225,7 @@ class LayoutRecorder(Observer):
             # Checkpointing calls modules again within a backward.
             if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
                 return
-            for tensor in _tensors(output):
+            for _, tensor in tensors(output):
                 if tensor.is_floating_point():
                     self._eps = max(self._eps, torch.finfo(tensor.dtype).eps)
                     # A scalar, such as an auxiliary loss, is no sum over samples.
@@ -309,15 +310,6 @@ def _reversed(tensor: Tensor) -> Tensor:
 
 def _host(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True)
-
-
-def _tensors(output: object) -> Iterable[Tensor]:
-    """Yield the tensors that a module returned: itself, or those in a tuple, a list or a mapping."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (list, tuple, Mapping)):
-        for item in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(item)
 
 
 def _streams() -> list[Tensor]:

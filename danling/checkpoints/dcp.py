@@ -56,6 +56,7 @@ from danling.distributed import Domain
 from danling.utils.files import plain_name
 from danling.utils.plain import parse_json
 from danling.utils.tensors import dtype_of, is_sharded, local_part
+from danling.utils.trees import tensors
 
 from . import storage
 from .directory import SUMS
@@ -545,7 +546,7 @@ def flatten(state: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Plac
 
 
 def _leaves(value: Any, path: Place) -> list[tuple[Place, Any]]:
-    if (path and not _holds_tensor(value)) or isinstance(value, Tensor):
+    if (path and not any(tensors(value))) or isinstance(value, Tensor):
         return [(path, value)]
     if isinstance(value, Mapping):
         strange = next((key for key in value if not isinstance(key, str)), None)
@@ -555,12 +556,6 @@ def _leaves(value: Any, path: Place) -> list[tuple[Place, Any]]:
             )
         return [leaf for key, item in value.items() for leaf in _leaves(item, (*path, key))]
     return [leaf for index, item in enumerate(value) for leaf in _leaves(item, (*path, index))]
-
-
-def _holds_tensor(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_tensor(item) for item in value.values())
-    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensor, value)))
 
 
 def nest(flat: Mapping[str, object], paths: Mapping[str, Place]) -> Any:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from danling.distributed import Domain
 from danling.utils.devices import pin_shared, pinned_block, pins_memory
 from danling.utils.tensors import is_plain_tensor, local_part, with_local_part
+from danling.utils.trees import tensors
 
 from . import storage
 from .directory import CheckpointDirectory, CheckpointStore, FileStore, TargetStore, new_target
@@ -276,13 +277,7 @@ def to_host(value: object) -> Any:
 
 def count_bytes(value: object) -> int:
     """Return the bytes that the tensors of a state take, those of sharded ones on all ranks together."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Mapping):
-        return sum(count_bytes(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(count_bytes(item) for item in value)
-    return 0
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(value))
 
 
 # In the background

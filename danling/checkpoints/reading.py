@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from danling.config.identity import is_update_key
+from danling.utils.trees import dotted, tensors
 
 from .directory import SUFFIX, CheckpointStore, advice_about, is_engine_target, stores_in
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
@@ -237,19 +238,11 @@ class Outline:
         return table
 
 
-def tensors_in(value: object, name: str = "") -> Iterator[Entry]:
+def tensors_in(value: object) -> Iterator[Entry]:
     """Yield the tensors of a nested state by dotted name."""
-    from torch import Tensor  # what is read from headers alone needs no torch
-
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        yield Entry(name, dtype, tuple(value.shape), value.numel() * value.element_size())
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, f"{name}.{index}")
+    for path, tensor in tensors(value):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        yield Entry(dotted(path), dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size())
 
 
 def without_tensors(value: object) -> Any:

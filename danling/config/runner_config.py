@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from danling.utils.messages import did_you_mean, warn_user
-from danling.utils.plain import PlainDumper, to_plain
+from danling.utils.plain import PlainDumper, finite, to_plain
 from danling.utils.plain import flatten as flattened
 from danling.utils.process import in_notebook
 from danling.utils.secrets import hide_secrets, without_secrets
@@ -334,7 +334,7 @@ class RunnerConfig(TopLevelConfig):
         for name, value in settings.items():
             if name not in fields_of(RunnerConfig):
                 _check_json(value, str(name))
-        return json.dumps(_finite(settings), *args, allow_nan=False, **kwargs)
+        return json.dumps(finite(settings, str), *args, allow_nan=False, **kwargs)
 
     def json(self, file: Any, *args: Any, **kwargs: Any) -> None:
         """Write the configuration as JSON."""
@@ -446,15 +446,6 @@ def _check_json(value: object, key: str) -> None:
                     f"Expected keys that are strings in JSON. Received: the key {name!r} of {key}. Save the configuration as YAML."
                 )
             _check_json(item, f"{key}.{name}")
-
-
-def _finite(value: object) -> object:
-    """Return plain values with infinities and NaN as strings, which JSON lacks."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
 
 
 def continued(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from danling.data import PLACEHOLDER, Batch, BatchSource
+from danling.utils.trees import dotted, tensors
 
 from .batches import count_samples, is_pair
 
@@ -76,18 +77,12 @@ class GivenBatches(NamedTuple):
         return index
 
 
-def _tensors(data: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def _tensors(data: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that may have NaN, with what they are called in the batch."""
-    if isinstance(data, Tensor):
-        if data.is_floating_point() or data.is_complex():
-            yield name or "input", data
-    elif isinstance(data, Mapping):
-        for key, value in data.items():
-            yield from _tensors(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(data, (list, tuple)):
-        called: Sequence[object] = ("input", "target") if not name and is_pair(data) else range(len(data))
-        for key, value in zip(called, data):
-            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+    called = {"input": data[0], "target": data[1]} if is_pair(data) else data
+    for path, tensor in tensors(called):
+        if tensor.is_floating_point() or tensor.is_complex():
+            yield dotted(path) or "input", tensor
 
 
 def _file(data: Any, row: int | None, samples: int, source: BatchSource | None, index: int | None) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from danling.utils.tensors import local_part
+from danling.utils.trees import tensors
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -55,7 +56,7 @@ class Recompute:
     def check(self, data: object) -> None:
         """Note the version of the tensors of a batch before it is run, and refuse one that was changed since it was run before."""
         known = self._versions.setdefault(
-            id(data), [(tensor, tensor._version) for tensor in _tensors(data) if not tensor.is_inference()]
+            id(data), [(tensor, tensor._version) for _, tensor in tensors(data) if not tensor.is_inference()]
         )
         for tensor, version in known:
             if tensor._version != version:
@@ -205,14 +206,3 @@ def map_carry(carry: Any, change: Callable[[Tensor], Tensor], path: str = "self.
         f"Expected self.carry to be of tensors, numbers and None, and of lists, tuples and mappings of them. Received: {path} of type "
         f"{type(carry).__name__}. Put its tensors into a tuple."
     )
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

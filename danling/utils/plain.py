@@ -150,16 +150,17 @@ def _real(text: str) -> float:
 
 def json_text(value: object) -> str:
     """Return valid JSON; NaN and infinities, which JSON lacks, become null."""
-    return json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str) + "\n"
+    return json.dumps(finite(value, lambda number: None), indent=2, ensure_ascii=False, default=str) + "\n"
 
 
-def _finite(value: object) -> object:
+def finite(value: object, instead: Callable[[float], object]) -> Any:
+    """Return plain values that JSON has: keys as text, and something else for NaN and infinities."""
     if isinstance(value, float) and not math.isfinite(value):
-        return None
+        return instead(value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item, instead) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item, instead) for item in value]
     return value
 
 
