@@ -188,3 +188,89 @@ def test_whatever_the_order_all_come_to_one_end(seed: int) -> None:
     for thread in threads:
         thread.join(30)
     assert set(ends) in ({"left"}, {"went on"})
+
+
+# An action of one rank, or of all
+
+
+class Curious(Exception):
+    """Cannot be made again from its text alone."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def _local_error() -> Exception:
+    class Local(Exception):
+        """A class that no other process finds."""
+
+    return Local("only here")
+
+
+def _fail_in(kind: str) -> None:
+    if kind == "plain":
+        raise LookupError("no such key")
+    if kind == "of several arguments":
+        raise Curious("this", "that")
+    if kind == "of a local class":
+        raise _local_error()
+    raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+
+KINDS = {
+    "plain": "LookupError: no such key",
+    "of several arguments": "Curious: this and that",
+    "of a local class": "Local: only here",
+    "of the library of Python": "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff",
+}
+
+
+def _errors_of(action: Any) -> list[str]:
+    """Return what a domain raises for each kind of error, and that its ranks are together afterwards."""
+    found = []
+    for kind in KINDS:
+        try:
+            action(kind)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def _run_actions() -> dict[str, Any]:
+    ranks = domain.Domain()
+    last = ranks.size - 1
+
+    def fail_on_last(kind: str) -> None:
+        if ranks.rank == last:
+            _fail_in(kind)
+
+    try:
+        ranks.on_first(lambda: lambda: None)
+        unsendable = "nothing"
+    except Exception as error:
+        unsendable = type(error).__name__
+    found = {
+        "value": ranks.on_first(lambda: ["of", ranks.rank]),
+        "own": ranks.on_all(lambda: ranks.rank),
+        "first": _errors_of(lambda kind: ranks.on_first(lambda: _fail_in(kind))),
+        "all": _errors_of(lambda kind: ranks.on_all(lambda: fail_on_last(kind))),
+        "raised as": _errors_of(
+            lambda kind: ranks.on_first(lambda: _fail_in(kind), raised_as=lambda e: OSError(str(e)))
+        ),
+        "unsendable": unsendable,
+    }
+    ranks.barrier()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_error_of_one_rank_reaches_all_with_its_text(world_size: int) -> None:
+    found = run_processes(_run_actions, world_size=world_size, init_process_group=True)
+    for rank, each in enumerate(found):
+        assert each["value"] == ["of", 0] and each["own"] == rank
+        for way in ("first", "all"):
+            for told, text in zip(each[way], KINDS.values(), strict=True):
+                assert text in told
+        assert [told.partition(":")[0] for told in each["raised as"]] == ["OSError"] * len(KINDS)
+    if world_size > 1:
+        assert {each["unsendable"] for each in found} <= {"PicklingError", "AttributeError"}

@@ -34,9 +34,6 @@ logger = logging.getLogger("danling")
 
 T = TypeVar("T")
 
-Told = tuple[type[Exception], str]
-"""The class and the text of an error: it need not be possible to pickle the error itself."""
-
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 _KEPT = (type(None), torch.dtype, torch.device, torch.Size, *_PLAIN)
 
@@ -604,7 +601,8 @@ class CheckpointManager(ABC):
         try:
             self._end(timeout)
             error = self._executor.take_error()
-            self._raise(error, self._told(error))
+            if error is not None:
+                raise self._as_raised(error)
         finally:
             if self.mirror is not None:
                 self.mirror.close(timeout)
@@ -623,56 +621,34 @@ class CheckpointManager(ABC):
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0; return its value, or raise its error, on all ranks. Call on all ranks."""
-        value: Any = None
-        error: Exception | None = None
-        if self.domain.rank == 0:
-            try:
-                value = action()
-            except Exception as raised:
-                error = raised
-        value, told = self.domain.broadcast_object((value, self._told(error)))
-        self._raise(error, told)
-        result: T = value
-        return result
+        return self.domain.on_first(action, raised_as=self._as_raised)
 
     def on_all(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank; return its value here, or raise the error of any rank on all of them. Call on all ranks."""
-        value: Any = None
-        error: Exception | None = None
-        try:
-            value = action()
-        except Exception as raised:
-            error = raised
-        self._agree(error)
-        result: T = value
-        return result
+        return self.domain.on_all(action, raised_as=self._as_raised)
 
     def _surface(self) -> None:
         """Raise an error of the background of any rank on all of them."""
         self._agree(self._executor.take_error() or (self.mirror.take_error() if self.mirror is not None else None))
 
     def _agree(self, error: BaseException | None) -> None:
-        told = self.domain.gather_objects(self._told(error))
-        self._raise(error, next((entry for entry in told if entry is not None), None))
+        """Raise the error of any rank on all of them."""
+        self.domain.raise_any(None if error is None else self._as_raised(error))
 
-    def _told(self, error: BaseException | None) -> Told | None:
-        if error is None:
-            return None
+    def _as_raised(self, error: BaseException) -> Exception:
+        """Return the error of a checkpoint that is raised in the place of another one."""
+        found: BaseException = error
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             path = Path(error.filename or self.directory)
-            error = disk_error("write or read", path, error, free=storage.free_bytes(path))
-        if isinstance(error, CheckpointDiskError):
-            return CheckpointDiskError, f"{error} {self.checkpoints.still_good()}"
-        if isinstance(error, (CheckpointError, ValueError)):
-            return type(error), str(error)
-        received = f"{type(error).__name__}: {error}. {self.checkpoints.still_good()}"
-        return CheckpointError, f"Expected a checkpoint to be written or read. Received: {received}"
-
-    def _raise(self, error: BaseException | None, told: Told | None) -> None:
-        if isinstance(error, (CheckpointError, ValueError)) and not isinstance(error, CheckpointDiskError):
-            raise error
-        if told is not None:
-            raise told[0](told[1]) from error
+            found = disk_error("write or read", path, error, free=storage.free_bytes(path))
+        if isinstance(found, CheckpointDiskError):
+            found = CheckpointDiskError(f"{found} {self.checkpoints.still_good()}")
+        elif not isinstance(found, (CheckpointError, ValueError)):
+            received = f"{type(error).__name__}: {error}. {self.checkpoints.still_good()}"
+            found = CheckpointError(f"Expected a checkpoint to be written or read. Received: {received}")
+        if found is not error:
+            found.__cause__ = error
+        return found
 
 
 class FileCheckpointManager(CheckpointManager):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,15 @@ _OPERATIONS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _PAUSE_SECONDS = 0.02
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """Return an error that another process can read: itself, or, where it cannot be pickled, a `RuntimeError` with its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 class Domain:
@@ -89,20 +99,58 @@ class Domain:
         dist.broadcast_object_list(box, group_src=source, group=self.group)
         return box[0]
 
-    def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on the first member; return its value, or raise its error, on all of them. Call on all members."""
+    def on_first(self, action: Callable[[], T], *, raised_as: Callable[[Exception], Exception] | None = None) -> T:
+        """Run `action` on the first member; return its value, or raise its error, on all of them. Call on all members.
+
+        Args:
+            action: What to run. Its value must be one that can be pickled.
+            raised_as: Returns the error to raise in the place of one of `action`.
+        """
         value: Any = None
         error: Exception | None = None
         if self.rank == 0:
             try:
-                value = action()
+                found = action()
+                value = pickle.dumps(found) if self.size > 1 else found
             except Exception as raised:
-                error = raised
-        value, told = self.broadcast_object((value, error))
-        if told is not None:
-            raise error or told
+                error = raised if raised_as is None else raised_as(raised)
+        if self.size > 1:
+            value, sent = self.broadcast_object((value, _sendable(error)))
+            # The first member raises the error itself, which has its traceback.
+            error = error or sent
+        if error is not None:
+            raise error
+        result: T = pickle.loads(value) if self.size > 1 else value
+        return result
+
+    def on_all(self, action: Callable[[], T], *, raised_as: Callable[[Exception], Exception] | None = None) -> T:
+        """Run `action` on every member; return its value here, or raise the error of any member on all of them. Call on all members.
+
+        Args:
+            action: What to run.
+            raised_as: Returns the error to raise in the place of one of `action`.
+        """
+        value: Any = None
+        error: Exception | None = None
+        try:
+            value = action()
+        except Exception as raised:
+            error = raised if raised_as is None else raised_as(raised)
+        self.raise_any(error)
         result: T = value
         return result
+
+    def raise_any(self, error: Exception | None) -> None:
+        """Raise the error of the first member that has one, on all of them. Call on all members."""
+        told = self.gather_objects(_sendable(error)) if self.size > 1 else [error]
+        found = next((rank for rank, each in enumerate(told) if each is not None), None)
+        if found is None:
+            return
+        first = told[found]
+        if error is not None and found == self.rank:
+            raise error  # it has its traceback
+        assert first is not None
+        raise first from error
 
     def barrier(self) -> None:
         """Wait until all members have come here. Call on all members."""
