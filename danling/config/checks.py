@@ -116,7 +116,7 @@ _SWITCHES = {
 }
 
 
-def settings_without_effect(config: RunnerConfig, stack: str) -> list[str]:
+def idle_keys_of_stack(config: RunnerConfig, stack: str) -> list[str]:
     """Return the keys that were changed from their defaults and that a stack does not read."""
     if stack not in STACKS:
         return []

@@ -20,7 +20,7 @@ from danling.utils.process import in_notebook
 from danling.utils.secrets import hide_secrets, without_secrets
 
 from . import identity
-from .checks import check_sections, settings_without_effect
+from .checks import check_sections, idle_keys_of_stack
 from .inputs import SettingsLoader, as_mapping, help_text, read_settings, set_option, split_options, usage_errors
 from .names import ALIASES, FILE_SECTIONS, OLDER_KEYS, place_of, refusal, slip_of, warn_elsewhere, warn_older
 from .schema import TopLevelConfig
@@ -216,9 +216,9 @@ class RunnerConfig(TopLevelConfig):
             raise ValueError(f"Expected max_time to be seconds or 'HH:MM:SS'. Received: max_time={limit!r}.")
         return seconds
 
-    def warn_without_effect(self, stack: str) -> list[str]:
+    def warn_of_idle_settings(self, stack: str) -> list[str]:
         """Warn about settings that were changed but do nothing on a stack, given without aliases; return their keys."""
-        keys = settings_without_effect(self, stack)
+        keys = idle_keys_of_stack(self, stack)
         if keys:
             warn_user(
                 f"These settings have no effect on the stack {stack!r}: {', '.join(keys)}. Remove them, or choose the stack they are for.",

@@ -116,7 +116,7 @@ class EnginePreparation(ModelPreparation):
         with self.whole_weights(model, modify=False):
             ema.update()
 
-    def unused_settings(self) -> list[str]:
+    def idle_settings(self) -> list[str]:
         """Return a sentence for every setting of the stack that has no effect in this run. May be called on one rank."""
         mode = self.runner.config.checkpoint.async_mode
         if mode not in ("async", "async_with_pinned_mem"):

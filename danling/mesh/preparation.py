@@ -113,7 +113,7 @@ class MeshPreparation(ModelPreparation):
         finally:
             reshard(model)
 
-    def unused_settings(self) -> list[str]:
+    def idle_settings(self) -> list[str]:
         """Return a sentence for every setting of the mesh that has no effect in this run. May be called on one rank."""
         changed = list(flatten(self.config.changed()))
         if self.config.parallel.activation_checkpointing or self.config.compile.enable:

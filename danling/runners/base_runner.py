@@ -246,7 +246,7 @@ class BaseRunner(metaclass=MetaRunner):
                 f"Expected a configuration for the stack {self.stack!r}. Received: stack={own.stack!r}. "
                 "Subclass `danling.Runner`, which picks the stack from the configuration, or change `stack`."
             )
-        own.warn_without_effect(self.stack)
+        own.warn_of_idle_settings(self.stack)
         if own.ft.enabled:
             load("torchft").check_config(own, self.stack)
         return own

@@ -231,7 +231,7 @@ class TorchRunner(BaseRunner):
                 ),
             ),
             *splits.idle_settings(),
-            *self.preparation.unused_settings(),
+            *self.preparation.idle_settings(),
             *([] if self.is_step_mode else endless_streams(trained, splits.lengths or {})),
             *misnamed(self),
         ]

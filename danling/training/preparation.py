@@ -166,7 +166,7 @@ class ModelPreparation:
         """Update the EMA of the weights after an update."""
         ema.update()
 
-    def unused_settings(self) -> list[str]:
+    def idle_settings(self) -> list[str]:
         """Return a sentence for every setting of the stack that has no effect in this run. May be called on one rank."""
         return []
 

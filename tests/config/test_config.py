@@ -872,7 +872,7 @@ def test_settings_without_effect_on_a_stack_are_named(settings: dict[str, Any], 
     key = next(iter(settings))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert RunnerConfig(settings).warn_without_effect(stack) == ([key] if idle else [])
+        assert RunnerConfig(settings).warn_of_idle_settings(stack) == ([key] if idle else [])
     assert [f"no effect on the stack '{stack}': {key}" in str(one.message) for one in said] == [True] * idle
 
 

@@ -18,7 +18,7 @@ def test_an_asynchronous_save_has_no_effect(mode: str | None, number: int) -> No
     config = SimpleNamespace(checkpoint=SimpleNamespace(async_mode=mode))
     runner: Any = SimpleNamespace(world=LocalDomain(), stack="deepspeed", config=config)
     prepared = EnginePreparation(runner)
-    assert [mode in line for line in prepared.unused_settings() if mode] == [True] * number
+    assert [mode in line for line in prepared.idle_settings() if mode] == [True] * number
     assert prepared.forward_communicates(nn.Identity()) == "stack='deepspeed'"
 
 

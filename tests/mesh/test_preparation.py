@@ -150,7 +150,7 @@ def test_what_communicates_and_what_has_no_effect() -> None:
     finally:
         dist.destroy_process_group()
     alone = MeshPreparation(runner_on(Topology({})))
-    assert [line.partition(" ")[0] for line in alone.unused_settings()] == ["fsdp.reshard_after_forward"]
+    assert [line.partition(" ")[0] for line in alone.idle_settings()] == ["fsdp.reshard_after_forward"]
     model = nn.Linear(2, 2)
     assert alone.whole_parameters(model.named_parameters()) is None
     with alone.whole_weights(model, modify=True):
