@@ -86,7 +86,7 @@ def test_bad_datasets_and_settings_are_refused(dataset: Any, settings: dict[str,
         {"batch_sampler": [[0, 1]], "batch_size": 4},
     ],
 )
-def test_settings_that_do_not_go_together_name_the_split(settings: dict[str, Any]) -> None:
+def test_contradictory_settings_name_the_split(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"Expected dataloader settings of split 'train' that go together\. Received"):
         build(range(4), settings)
 
@@ -127,7 +127,7 @@ def test_a_batch_sampler_is_told_from_a_sampler(sampler: Any, settings: dict[str
     assert list(order_setting(sampler, settings)) == [expected]
 
 
-def test_a_sampler_that_was_asked_what_it_yields_keeps_its_attributes() -> None:
+def test_sampler_keeps_its_attributes_after_a_look_at_its_order() -> None:
     asked = Lists()
     order_setting(asked, {})
     assert asked.passes == 0

@@ -32,7 +32,7 @@ Pair = namedtuple("Pair", ["x", "y"])
         [()] * 2,
     ],
 )
-def test_batch_is_that_of_torch(samples: list[Any]) -> None:
+def test_batch_equals_the_one_of_torch(samples: list[Any]) -> None:
     (found, of_found), (expected, of_expected) = tree_flatten(collate(samples)), tree_flatten(default_collate(samples))
     assert of_found == of_expected
     for one, other in zip(found, expected, strict=True):
@@ -43,7 +43,7 @@ def test_batch_is_that_of_torch(samples: list[Any]) -> None:
     "samples",
     [[(1, 2), (1, 2, 3)], [(1, 2), 3], [(torch.rand(2),), (torch.rand(3),)], [(object(),), (object(),)], []],
 )
-def test_samples_that_do_not_fit_raise_the_error_of_torch(samples: list[Any]) -> None:
+def test_mismatched_samples_raise_the_error_of_torch(samples: list[Any]) -> None:
     with pytest.raises(Exception) as expected:
         default_collate(samples)
     with pytest.raises(type(expected.value)) as found:
@@ -52,6 +52,6 @@ def test_samples_that_do_not_fit_raise_the_error_of_torch(samples: list[Any]) ->
 
 
 @pytest.mark.parametrize("kind", [tuple, object])
-def test_collate_function_that_a_program_adds_for_tuples_is_called(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collate_function_added_for_tuples_is_called(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(default_collate_fn_map, kind, lambda samples, **_: len(samples))
     assert collate([(1, 2)] * 3) == 3

@@ -103,7 +103,7 @@ def warnings_of(directory: str, kind: str, split: str) -> list[str]:
         ("array", "dataset.rows['row']"),
     ],
 )
-def test_dataset_that_differs_between_ranks_is_named_once(kind: str, where: str, split: str, tmp_path: Path) -> None:
+def test_dataset_different_between_ranks_is_named_once(kind: str, where: str, split: str, tmp_path: Path) -> None:
     main, other = run_processes(warnings_of, str(tmp_path), kind, split, world_size=2)
     assert other == []
     assert (

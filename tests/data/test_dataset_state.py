@@ -59,7 +59,7 @@ class Seldom(Counting):
 
 
 @pytest.mark.parametrize(("kind", "batches"), [("subset", 0), ("of a loader", 0), ("seldom", 4)])
-def test_a_dataset_that_reading_changes_is_refused_in_workers(kind: str, batches: int) -> None:
+def test_dataset_changed_by_reading_is_refused_in_workers(kind: str, batches: int) -> None:
     source = source_of(kind, num_workers=1, **({"shuffle": False} if kind == "seldom" else {}))
     assert len(read(source, batches)) == batches
     with pytest.raises(RuntimeError, match=r"Expected dataloader.num_workers=0 for split 'train': reading changes"):
@@ -67,7 +67,7 @@ def test_a_dataset_that_reading_changes_is_refused_in_workers(kind: str, batches
     source.close()
 
 
-def test_a_state_that_changes_between_two_passes_comes_back_with_workers() -> None:
+def test_state_changed_between_two_passes_comes_back_with_workers() -> None:
     class Harder(Counting):
         def __getitem__(self, index: int) -> Tensor:
             return torch.tensor([index, int(self.reads[0])])
@@ -95,7 +95,7 @@ def test_each_rank_has_its_own() -> None:
     assert not source_over([1]).is_rank_local
 
 
-def test_a_state_that_cannot_be_saved_is_refused() -> None:
+def test_unsavable_state_is_refused() -> None:
     class Unsavable(Counting):
         def state_dict(self) -> dict[str, Any]:
             return {"counts": [1, {"of": self}]}
@@ -189,7 +189,7 @@ class Referring(Dataset[Tensor]):
         return self.inputs[index].clone()
 
 
-def test_objects_of_the_program_are_no_part_of_a_dataset_that_workers_have_copies_of(
+def test_objects_of_the_program_are_no_part_of_a_dataset_copied_to_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dataset = Referring()

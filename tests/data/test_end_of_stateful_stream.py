@@ -89,7 +89,7 @@ def test_saving_after_every_batch_changes_nothing(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["loader", "own"])
-def test_a_batch_that_cannot_be_read_fails_where_it_is_asked_for(way: str) -> None:
+def test_unreadable_batch_fails_at_its_request(way: str) -> None:
     failing = source(way, fails_at=2)
     first = read(failing, LENGTH - 2)
     state = failing.state_dict()

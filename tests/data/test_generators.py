@@ -187,7 +187,7 @@ def test_a_collate_function_with_a_generator_is_keyed_by_batch() -> None:
 
 
 @pytest.mark.parametrize("of_torch", [False, True])
-def test_what_seeds_itself_is_keyed_by_batch_in_a_loader_of_the_users(of_torch: bool) -> None:
+def test_self_seeding_generator_is_keyed_by_batch_in_a_loader_of_the_users(of_torch: bool) -> None:
     class Loader:
         def __init__(self) -> None:
             self.data = Drawing(SeedsItself())
@@ -216,7 +216,7 @@ class TakesGenerators(SeedsItself):
         raise AssertionError("there are none to give")
 
 
-def test_what_has_no_generators_is_left_alone() -> None:
+def test_object_without_generators_is_left_alone() -> None:
     streams = [torch.default_generator, random.random, random.uniform, numpy.random.rand, numpy.random.normal]
     large: dict[str, Any] = {"samples": [object() for _ in range(100_000)], "names": ["a"] * 1_000_000}
     large["again"] = large

@@ -50,7 +50,7 @@ def test_by_sample_each_has_its_own_position_whatever_the_batch() -> None:
     assert torch.equal(by_batch[0], whole[0]) and not torch.equal(by_batch[1], whole[1])
 
 
-def test_a_dataset_that_reads_batches_does_so_unless_samples_are_seeded() -> None:
+def test_dataset_reads_whole_batches_unless_samples_are_seeded() -> None:
     class Whole(BatchAugmented):
         def __getitems__(self, indices: list[int]) -> list[Tensor]:
             self.reads.append(-len(indices))
@@ -63,7 +63,7 @@ def test_a_dataset_that_reads_batches_does_so_unless_samples_are_seeded() -> Non
     assert [int(row[0]) for row in read(Subset(BatchAugmented(10), [4, 5, 6]), (0, 0, [2, 0]))] == [6, 4]
 
 
-def test_only_datasets_that_are_known_to_draw_nothing_leave_the_streams_alone() -> None:
+def test_only_datasets_known_to_draw_nothing_leave_the_streams_alone() -> None:
     class Quiet(Augmented):
         draws_random = False
 

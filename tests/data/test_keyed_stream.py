@@ -170,7 +170,7 @@ def test_workers_see_the_users_dataset() -> None:
     source.close()
 
 
-def test_what_is_read_again_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_reading_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     first, second = source_of("Permutes", "built"), source_of("Permutes", "built")
     drain(first, 2)
     with caplog.at_level("WARNING", logger="danling"):
@@ -181,7 +181,7 @@ def test_what_is_read_again_is_said_once(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_iterable_that_nobody_divides_draws_other_noise_on_each_rank_and_worker(workers: int) -> None:
+def test_undivided_iterable_draws_other_noise_on_each_rank_and_worker(workers: int) -> None:
     class Undivided(IterableDataset[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
             for index in range(8):
@@ -201,7 +201,7 @@ def test_an_iterable_that_nobody_divides_draws_other_noise_on_each_rank_and_work
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_ends_before_the_position_is_refused(workers: int) -> None:
+def test_stream_shorter_than_the_position_is_refused(workers: int) -> None:
     class Short(Share):
         def order(self) -> list[int]:
             return list(range(4))

@@ -81,7 +81,7 @@ def test_resumes_at_every_position_of_three_passes(workers: int, straight: list[
         {"workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True},
     ],
 )
-def test_workers_read_what_this_process_reads(settings: dict[str, Any], straight: list[Tensor]) -> None:
+def test_workers_read_the_batches_of_this_process(settings: dict[str, Any], straight: list[Tensor]) -> None:
     loader = make(**settings)
     assert same(passes(source_of(loader), 3), straight)
     loader.close()
@@ -121,7 +121,7 @@ def test_prefetched_batches_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(LENGTH)), BatchAugmented(LENGTH)])
-def test_collate_function_that_draws_is_the_same_with_workers(dataset: Any) -> None:
+def test_drawing_collate_function_is_the_same_with_workers(dataset: Any) -> None:
     def mixed(samples: list[Any]) -> Tensor:
         rows = [sample[0] if isinstance(sample, tuple) else sample for sample in samples]
         return torch.stack(rows) + torch.rand(())
@@ -168,7 +168,7 @@ def test_dataset_hears_of_the_epoch_also_in_persistent_workers() -> None:
     source.close()
 
 
-def test_states_that_do_not_fit_are_refused() -> None:
+def test_mismatched_states_are_refused() -> None:
     state = {**make().state_dict(), "consumed": 8}
     for settings, wrong, message in (
         ({"dataset": Augmented(24), "split": "val"}, state, r"split 'val' to have 23 samples.*Received: 24 samples"),
@@ -195,9 +195,7 @@ class Exhausted(Augmented):
 
 
 @pytest.mark.parametrize(("draws", "workers"), [(True, 0), (False, 0), (None, 0), (None, 2)])
-def test_an_item_that_ends_an_iterator_of_its_own_does_not_end_the_pass_in_silence(
-    draws: bool | None, workers: int
-) -> None:
+def test_stop_iteration_of_an_item_does_not_end_the_pass_silently(draws: bool | None, workers: int) -> None:
     dataset = Exhausted(8)
     if draws is not None:
         dataset.draws_random = draws

@@ -88,7 +88,7 @@ def test_every_prefix_has_the_proportions_to_less_than_one_sample(weights: dict[
             assert turns.counts(length)[party] == number == turns.counts(length - 1)[party] + 1
 
 
-def test_shares_that_are_too_fine_are_rounded_to_one_in_a_million() -> None:
+def test_too_fine_shares_are_rounded_to_one_in_a_million() -> None:
     shares = proportions_of({"a": 0.123456789, "b": 0.5, "c": 1e-12, "d": 0})
     assert sum(shares.values()) == 1
     assert all((share * LARGEST_PERIOD).denominator == 1 for share in shares.values())
@@ -133,7 +133,7 @@ def by_epoch(epoch: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     "weights", [by_epoch, {0: by_epoch(0), 1: by_epoch(1), 2: by_epoch(2)}], ids=["function", "mapping"]
 )
-def test_weights_change_by_epoch_and_sources_go_on_where_they_were(weights: Any) -> None:
+def test_weights_change_by_epoch_and_sources_keep_their_position(weights: Any) -> None:
     mixture = make_mixture(weights, length=12)
     taken = epochs(source_of(mixture), 3)[:, 0].long()
     numbers = [(taken[12 * epoch : 12 * epoch + 12] // 1000).tolist() for epoch in range(3)]
@@ -191,7 +191,7 @@ def test_labels_of_each_form_of_sample() -> None:
         Mixture({"only": [7]}, weights, labelled=True)[0]
 
 
-def test_what_is_measured_is_summed_by_source() -> None:
+def test_measured_values_are_summed_by_source() -> None:
     mixture = Mixture({"web": range(2), "code": range(2), "rest": range(2)}, {"web": 1, "code": 1, "rest": 1})
     found = mixture.by_source(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 0, 1]))
     assert found == {"web": (2.0, 1.0), "code": (5.0, 2.0), "rest": (0.0, 0.0)}
@@ -222,7 +222,7 @@ def test_mistakes_are_named(arguments: tuple[Any, Any], message: str) -> None:
         Mixture(*arguments)
 
 
-def test_an_impossible_length_and_a_loader_that_shuffles_are_named() -> None:
+def test_impossible_length_and_shuffling_loader_are_named() -> None:
     for length in (0, "all", True, 1.5):
         with pytest.raises(ValueError, match="'longest', 'shortest' or a positive number"):
             make_mixture(length=length)

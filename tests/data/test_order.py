@@ -36,7 +36,7 @@ def test_every_index_comes_once(length: int) -> None:
     assert sorted(found) == list(range(length))
 
 
-def test_one_rule_says_which_order_it_is() -> None:
+def test_order_is_listed_up_to_a_length_and_keyed_above() -> None:
     for length in (1, 7, LISTED_UP_TO):
         drawn = torch.randperm(length, generator=torch.Generator().manual_seed(11)).tolist()
         assert epoch_order(length, 11).indices(0, length) == drawn
@@ -45,7 +45,7 @@ def test_one_rule_says_which_order_it_is() -> None:
 
 
 @pytest.mark.parametrize("length", [60, 70_001, 10**12])
-def test_any_part_is_that_of_the_whole(length: int) -> None:
+def test_any_part_equals_the_part_of_the_whole(length: int) -> None:
     permutation = KeyedPermutation(length, 3)
     whole = permutation.indices(length - 50, 60)
     assert len(whole) == 50

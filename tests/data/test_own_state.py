@@ -109,7 +109,7 @@ def stored(root: Path) -> Any:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("accum_steps", [1, 2])
-def test_a_plain_script_continues_where_the_run_has_stopped(workers: int, accum_steps: int, tmp_path: Path) -> None:
+def test_plain_script_continues_at_the_stop_of_the_run(workers: int, accum_steps: int, tmp_path: Path) -> None:
     more = {"accum_steps": accum_steps}
     whole = read(tmp_path / "whole", 14 // accum_steps, workers=workers, **more)
     updates = 4 // accum_steps
@@ -123,7 +123,7 @@ def test_a_plain_script_continues_where_the_run_has_stopped(workers: int, accum_
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_begins_where_a_plain_script_has_stopped(workers: int, tmp_path: Path) -> None:
+def test_run_begins_at_the_stop_of_a_plain_script(workers: int, tmp_path: Path) -> None:
     script = loader_of(Numbers(), workers)
     batches = iter(script)
     begun = [next(batches).flatten().tolist() for _ in range(4)]
@@ -157,7 +157,7 @@ def test_each_rank_keeps_its_own_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["DataLoader", "Numbers"])
-def test_what_is_no_stateful_loader_is_refused(given: str, tmp_path: Path) -> None:
+def test_loader_without_a_state_is_refused(given: str, tmp_path: Path) -> None:
     class Wrong(Reading):
         def __init__(self, config: Any) -> None:
             super().__init__(config, Numbers(), 0)

@@ -62,7 +62,7 @@ def test_each_document_comes_once_an_epoch_in_an_order_of_its_own(make: Any) -> 
     assert {index // 64 for index in documents_of(in_turn)[:40]} == {0}
 
 
-def test_what_a_block_holds() -> None:
+def test_block_equals_its_pieces() -> None:
     data = packed(keys=("input_ids", "kind"), fields=("position_ids", "labels", "document_ids"), pad=-7)
     for position in range(len(data)):
         block, at = data[position], 0

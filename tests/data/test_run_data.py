@@ -102,13 +102,13 @@ def test_splits_follow_from_settings_else_from_names(
     assert run.score_split == scored
 
 
-def test_the_split_that_is_predicted() -> None:
+def test_infer_takes_given_splits_or_the_ones_for_prediction() -> None:
     assert Run("train", "inference", "predict_all").data.to_infer(["test"]) == ["inference"]
     assert Run("train", "test").data.to_infer(["test"]) == ["test"]
     assert Run("train").data.to_infer([]) == []
 
 
-def test_what_is_added_later_is_seen_at_once() -> None:
+def test_later_dataset_is_seen_at_once() -> None:
     run = Run("train")
     run.datasets["train_more"] = points(4)
     run.dataloaders["val"] = [1, 2]
@@ -135,7 +135,7 @@ def test_a_wrong_choice_is_named(asked: Any, message: str) -> None:
         Run("train", "val").data.choose(asked, [], "evaluate")
 
 
-def test_a_split_whose_figures_select_must_be_evaluated() -> None:
+def test_split_of_the_score_must_be_evaluated() -> None:
     for settings, message in (
         ({"score_split": "train"}, "score_split='train', which is trained on"),
         ({"score_split": "gone"}, "'gone'"),
@@ -158,7 +158,7 @@ def test_a_split_has_the_common_settings_and_its_own() -> None:
     assert Run("train").data.settings("train") == {}
 
 
-def test_an_update_that_is_not_divided_is_as_configured_at_this_moment() -> None:
+def test_undivided_update_follows_the_current_configuration() -> None:
     run = Run("train", dataloader={"batch_size": 5}, accum_steps=3)
     assert (run.data.division(), run.data.batch_size, run.data.undivided()) == (None, 5, 3)
     run.config["accum_steps"] = 2
@@ -175,7 +175,7 @@ def test_an_update_of_a_given_size_is_divided_over_ranks_and_micro_batches() -> 
     assert (division.samples, division.world_size, division.micro_batches, division.micro_batch_size) == (12, 3, 2, 2)
 
 
-def test_less_is_held_at_once_only_where_the_size_is_to_be_found() -> None:
+def test_micro_batch_is_reduced_only_if_its_size_is_automatic() -> None:
     for micro, held in (("auto", 3), (6, 6)):
         settings = {"global_batch_size": 12, "micro_batch_size": micro}
         run = Run("train", dataloader=settings)
@@ -234,7 +234,7 @@ def test_a_sampler_of_the_users_gives_the_order() -> None:
     assert source.kind == "sampled"
 
 
-def test_data_that_is_added_or_replaced_is_taken_in_and_an_unknown_split_is_refused() -> None:
+def test_added_or_replaced_data_is_used_and_an_unknown_split_is_refused() -> None:
     run = Run("train", dataloader={"batch_size": 2})
     data = run.opened()
     first = data.of("train")
@@ -248,7 +248,7 @@ def test_data_that_is_added_or_replaced_is_taken_in_and_an_unknown_split_is_refu
     data.close()
 
 
-def test_a_sampler_that_takes_another_share_is_refused() -> None:
+def test_sampler_with_another_share_is_refused() -> None:
     dataset = points(8)
     loader = TorchDataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, num_replicas=4, rank=1))
     with pytest.raises(ValueError, match="Expected the sampler of split 'train' to take share 0 of 2"):
@@ -259,7 +259,7 @@ def test_a_sampler_that_takes_another_share_is_refused() -> None:
     assert not proxy.reads and next(iter(proxy.batches())).data is PLACEHOLDER
 
 
-def test_a_loader_of_windows_hears_where_it_is_read() -> None:
+def test_loader_of_windows_gets_its_place() -> None:
     run = Run(accum_steps=3, train_splits=["train"])
     run.id, run.is_main_process = "a-run", True  # type: ignore[attr-defined]
     third = LocalDomain()
@@ -271,7 +271,7 @@ def test_a_loader_of_windows_hears_where_it_is_read() -> None:
     assert place == (("train", 1, 2, 4), 3, True, True) and loader._runner is run  # type: ignore[comparison-overlap]
 
 
-def test_replica_groups_that_come_and_go_cannot_divide_a_stream() -> None:
+def test_changing_replica_groups_cannot_divide_a_stream() -> None:
     run = Run("train")
     run.placement = replace(run.placement, replica_group=(0, 2))
     loader = StreamLoader(MemoryStore(), MemoryChannel("a stream"), 2)
@@ -282,7 +282,7 @@ def test_replica_groups_that_come_and_go_cannot_divide_a_stream() -> None:
     assert run.data.open("train", TorchDataLoader(points(8), batch_size=4)).remaining_batches() == 2
 
 
-def test_data_that_is_replaced_within_a_pass_is_refused_on_ranks_that_read_nothing_too() -> None:
+def test_data_replaced_within_a_pass_is_refused_on_ranks_without_reads_too() -> None:
     for reads in (True, False):
         run = Run("train", dataloader={"batch_size": 2})
         run.placement = replace(run.placement, reads_data=reads)

@@ -144,7 +144,7 @@ def test_a_sampler_without_an_end() -> None:
     assert source.remaining_batches() is None and source.remaining_batches() is None
 
 
-def test_names_that_are_no_integers() -> None:
+def test_samples_with_other_names_than_integers() -> None:
     class ByName(dict[str, Tensor]):
         def __getitem__(self, name: str) -> Tensor:
             return torch.rand(1) + super().__getitem__(name)
@@ -164,7 +164,7 @@ def test_a_sampler_of_another_length_is_refused() -> None:
         open_source(loader, split="train", seed=3).load_state_dict(first.state_dict())
 
 
-def test_a_sampler_that_does_not_give_its_order_again_is_refused() -> None:
+def test_sampler_without_a_repeatable_order_is_refused() -> None:
     order = [1, 2, 3, 4, 5, 6, 7, 8]
 
     def make() -> BatchSource:
@@ -190,7 +190,7 @@ class CountsInSilence(CountsPasses):
         return super().__iter__()
 
 
-def test_a_sampler_that_changes_itself_in_silence_is_refused_within_a_later_epoch() -> None:
+def test_silently_changing_sampler_is_refused_within_a_later_epoch() -> None:
     def make() -> BatchSource:
         return open_source(TorchDataLoader(Augmented(LENGTH), 4, sampler=CountsInSilence()), split="train", seed=3)  # type: ignore[arg-type]
 

@@ -65,7 +65,7 @@ SHARES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", SHARES)
-def test_a_sampler_that_divides_one_permutation_sees_one_permutation(kind: str) -> None:
+def test_dividing_sampler_sees_one_permutation(kind: str) -> None:
     orders, first, data = [], [], torch.arange(LENGTH)[:, None]
     for rank in range(2):
         seed_streams(rank)
@@ -130,7 +130,7 @@ def test_going_on_in_the_same_process_reads_nothing_twice() -> None:
         assert loader.dataset.reads == list(range(LENGTH))
 
 
-def test_batches_that_were_fetched_but_not_used_are_read_again_where_that_can_be(
+def test_unused_prefetched_batches_are_read_again_if_possible(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for loader, rest in (([0, 1, 2, 3], [1, 2, 3]), (stateful_loader(Stream(4), batch_size=None), [2, 3])):
@@ -169,7 +169,7 @@ def test_set_epoch_reaches_every_holder() -> None:
     assert [holder.epochs for holder in (loader, loader.sampler, loader.batch_sampler, loader.dataset)] == [[0, 1]] * 4
 
 
-def test_iterator_that_ends_for_good() -> None:
+def test_exhausted_iterator_is_refused() -> None:
     source = source_of(iter([1, 2, 3]))
     assert source.remaining_batches() is None and source.remaining_batches() is None
     assert drain(source, 2) + drain(source) == [1, 2, 3]
@@ -179,7 +179,7 @@ def test_iterator_that_ends_for_good() -> None:
         drain(source)
 
 
-def test_a_loader_that_raised_is_not_taken_for_finished() -> None:
+def test_failed_loader_is_not_taken_for_finished() -> None:
     class Flaky:
         broken = True
 
@@ -212,7 +212,7 @@ class Bucketed(BatchSampler):
 
 
 @pytest.mark.parametrize("kind", ["built", TorchDataLoader, Loader])
-def test_ranks_are_known_to_end_together_only_where_nothing_of_the_users_divides(kind: Any) -> None:
+def test_ranks_are_known_to_end_together_only_without_own_division(kind: Any) -> None:
     data = Augmented(LENGTH)
     divided = DistributedSampler(data, num_replicas=2, rank=1)
     for batches, even in ((BatchSampler(divided, 4, False), True), (Bucketed(divided, 4, False), False)):
@@ -325,12 +325,12 @@ def _train_with(kind: str, directory: str, rank_of_sampler: int | None = None) -
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_sampler_that_leads_to_itself_is_read(tmp_path: Path, kind: str) -> None:
+def test_sampler_with_a_cycle_is_read(tmp_path: Path, kind: str) -> None:
     found = run_processes(_train_with, kind, str(tmp_path), world_size=2, timeout=30)
     assert found == [LENGTH // 2 if kind == "in a sampler" else LENGTH] * 2
 
 
-def test_share_of_a_sampler_that_leads_to_itself_is_checked(tmp_path: Path) -> None:
+def test_share_of_a_sampler_with_a_cycle_is_checked(tmp_path: Path) -> None:
     found = run_outcomes(_train_with, "in a sampler", str(tmp_path), 0, world_size=2, timeout=30)
     errors = {one.rank: one.error for one in found}
     assert isinstance(errors[1], ValueError) and "to take share 1 of 2" in str(errors[1])

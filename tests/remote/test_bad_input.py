@@ -67,7 +67,7 @@ def test_a_directory_without_its_root(
         (403, "RequestTimeTooSkewed", "", ("The clock of this machine is off: set it",)),
     ],
 )
-def test_a_store_that_refuses(
+def test_refusing_store_is_named(
     status: int, code: str, operation: str, words: tuple[str, ...], bucket: str, proxy: FaultProxy, tmp_path: Path
 ) -> None:
     is_refused = {"list": lambda request: request.is_listing, "put": lambda request: request.is_upload}
@@ -79,7 +79,7 @@ def test_a_store_that_refuses(
     assert "NoSuchBucket" in said and "Make the bucket" in said
 
 
-def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, moto: ObjectServer, tmp_path: Path) -> None:
+def test_unreachable_store_is_named(monkeypatch: pytest.MonkeyPatch, moto: ObjectServer, tmp_path: Path) -> None:
     monkeypatch.setattr("danling.remote.store.STARTING_SECONDS", 1.0)
     for name, value in moto.environment("http://127.0.0.1:9").items():
         monkeypatch.setenv(name, value)
@@ -99,9 +99,7 @@ def test_a_prefix_of_another_run(bucket: str, tmp_path: Path) -> None:
     assert f"s3://{bucket}/{own.parent.name}" in said
 
 
-def test_a_start_from_scratch_leaves_the_run_that_is_there_alone(
-    bucket: str, moto: ObjectServer, tmp_path: Path
-) -> None:
+def test_start_from_scratch_leaves_the_existing_run_alone(bucket: str, moto: ObjectServer, tmp_path: Path) -> None:
     with TracingRunner(settings(tmp_path / "first", f"s3://{bucket}")) as runner:
         runner.train()
         name = runner.workspace.dir.name
@@ -113,7 +111,7 @@ def test_a_start_from_scratch_leaves_the_run_that_is_there_alone(
     assert before.items() <= after.items() and any(f"/{name}-2/" in key for key in after)
 
 
-def test_a_url_to_resume_from_that_is_none(bucket: str, tmp_path: Path) -> None:
+def test_invalid_url_to_resume_from_is_refused(bucket: str, tmp_path: Path) -> None:
     config = settings(tmp_path, "") | {"checkpoint": {}, "auto_resume": False}
     assert "Expected the URL of a run" in refusal(config | {"resume": f"s3://{bucket}"}, CheckpointError)
     assert "Received: none" in refusal(config | {"resume": f"s3://{bucket}/family/run"}, CheckpointError)

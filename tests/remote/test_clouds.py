@@ -52,7 +52,7 @@ def test_a_run_goes_on_from_an_empty_disk(
 
 
 @pytest.mark.parametrize("backend", ["file", "dcp"])
-def test_a_run_goes_on_on_a_server_that_ignores_if_match(
+def test_run_resumes_on_a_server_without_if_match(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with local_bucket(tmp_path / "server") as server, caplog.at_level(logging.WARNING, "danling"):

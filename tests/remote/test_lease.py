@@ -72,7 +72,7 @@ def lock(**changes: object) -> bytes:
     ],
     ids=range(12),
 )
-def test_a_lock_that_no_writer_has_written_is_taken_over_at_once(store: RemoteStore, content: bytes) -> None:
+def test_lock_of_no_writer_is_taken_over_at_once(store: RemoteStore, content: bytes) -> None:
     store.put(KEY, content)
     lease = Lease(store, KEY)
     lease.acquire()
@@ -90,7 +90,7 @@ def test_a_notebook_makes_the_same_run_again(store: RemoteStore) -> None:
     second.release()
 
 
-def test_one_that_was_killed_on_this_machine_is_followed_at_once(store: RemoteStore) -> None:
+def test_writer_killed_on_this_machine_is_followed_at_once(store: RemoteStore) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     writer = Writer.me(3600.0)
     stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
@@ -104,7 +104,7 @@ def test_one_that_was_killed_on_this_machine_is_followed_at_once(store: RemoteSt
     lease.release()
 
 
-def test_one_that_is_silent_elsewhere_is_followed_when_its_lease_has_ended(
+def test_silent_writer_elsewhere_is_followed_after_its_lease(
     store: RemoteStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.put(KEY, replace(Writer.me(2.0), machine="another", host="far-away").text())
@@ -115,7 +115,7 @@ def test_one_that_is_silent_elsewhere_is_followed_when_its_lease_has_ended(
     lease.release()
 
 
-def test_a_writer_that_was_taken_over_learns_of_it(store: RemoteStore) -> None:
+def test_replaced_writer_learns_of_it(store: RemoteStore) -> None:
     # Long enough that a busy machine is not taken for a store that is silent.
     lease = Lease(store, KEY, seconds=4.0)
     lease.acquire()
@@ -129,7 +129,7 @@ def test_a_writer_that_was_taken_over_learns_of_it(store: RemoteStore) -> None:
 
 
 @pytest.mark.parametrize("header", ["if-match", "if-none-match"])
-def test_a_store_that_ignores_a_condition_is_found_out(
+def test_store_without_conditional_writes_is_detected(
     store: RemoteStore, proxy: FaultProxy, header: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert unkept(store, f"{KEY}-probe") is None
@@ -151,7 +151,7 @@ def compare_tags_bare(headers: dict[str, str]) -> None:
         headers["if-match"] = '"with quotes"' if tag.startswith('"') else f'"{tag}"'
 
 
-def test_a_store_that_compares_tags_without_their_quotes_keeps_writers_apart(
+def test_store_comparing_tags_without_quotes_keeps_writers_apart(
     store: RemoteStore, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy.change_headers(compare_tags_bare)
@@ -168,7 +168,7 @@ def test_a_store_that_compares_tags_without_their_quotes_keeps_writers_apart(
     lease.release()
 
 
-def test_who_cannot_renew_the_lease_writes_nothing_until_it_is_renewed(store: RemoteStore, proxy: FaultProxy) -> None:
+def test_writer_with_a_failed_renewal_writes_nothing_until_it_succeeds(store: RemoteStore, proxy: FaultProxy) -> None:
     lease = Lease(store, KEY, seconds=0.4)
     lease.acquire()
     proxy.answer(503, "SlowDown")
@@ -179,9 +179,7 @@ def test_who_cannot_renew_the_lease_writes_nothing_until_it_is_renewed(store: Re
     lease.release()
 
 
-def test_a_renewal_that_was_made_before_the_store_fell_silent_is_no_other_writer(
-    store: RemoteStore, proxy: FaultProxy
-) -> None:
+def test_renewal_before_the_store_fell_silent_is_no_other_writer(store: RemoteStore, proxy: FaultProxy) -> None:
     lease = Lease(store, KEY, seconds=2.0)
     lease.acquire()
     proxy.answer(503, "SlowDown", when=lambda request: request.method == "GET")
@@ -198,7 +196,7 @@ def test_a_renewal_that_was_made_before_the_store_fell_silent_is_no_other_writer
     assert keys(store) == []
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for_at_the_end(store: RemoteStore, proxy: FaultProxy) -> None:
+def test_silent_store_is_not_waited_for_at_the_end(store: RemoteStore, proxy: FaultProxy) -> None:
     lease = Lease(store, KEY, seconds=0.4)
     lease.acquire()
     proxy.hold()

@@ -105,7 +105,7 @@ def train(place: str, disks: list[str] | None, url: str | None, stack: dict[str,
         pytest.param("deepspeed", marks=[pytest.mark.slow, needs_deepspeed]),
     ],
 )
-def test_a_run_goes_on_where_one_machine_or_all_were_replaced(
+def test_run_resumes_after_one_machine_or_all_were_replaced(
     stack: str, moto: ObjectServer, url: str, tmp_path: Path
 ) -> None:
     places = {name: tmp_path / name for name in ("alone", "machine", "a", "b", "c", "d", "e")}

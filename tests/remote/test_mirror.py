@@ -128,7 +128,7 @@ def test_until_the_manifest_is_put_the_save_before_counts(place: Place) -> None:
     assert place.step("latest") == 2 and len(place.objects()) == 1, "what no name leads to any more is removed"
 
 
-def test_one_goes_up_and_of_those_that_may_give_way_one_waits(place: Place) -> None:
+def test_one_save_is_uploaded_and_one_replaceable_save_waits(place: Place) -> None:
     manager = place.manager()
     fault = place.proxy.hold(when=is_object)
     save(manager, 1)
@@ -174,7 +174,7 @@ def test_the_store_keeps_its_own_number(place: Place) -> None:
     assert len(place.objects()) == 5
 
 
-def test_what_is_not_copied_yet_stays_on_the_disk(place: Place) -> None:
+def test_uncopied_save_stays_on_the_disk(place: Place) -> None:
     manager = place.manager(keep=1)
     fault = place.proxy.hold(when=is_object)
     for step in (1, 2, 3):
@@ -192,7 +192,7 @@ def test_what_is_not_copied_yet_stays_on_the_disk(place: Place) -> None:
     assert not list(checkpoints.glob(f"{storage.UPLOADING}*"))
 
 
-def test_saves_that_waited_for_their_upload_are_removed_at_the_end(place: Place) -> None:
+def test_saves_kept_for_their_upload_are_removed_at_the_end(place: Place) -> None:
     manager = place.manager(keep=1)
     fault = place.proxy.hold(when=is_object)
     for step in (1, 2, 3):
@@ -203,7 +203,7 @@ def test_saves_that_waited_for_their_upload_are_removed_at_the_end(place: Place)
     assert [place.step(f"ckpt-s00000000000{step}") for step in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_a_full_disk_gives_up_what_waits_and_says_so(
+def test_full_disk_drops_waiting_saves_and_logs_it(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = place.manager(keep=1)
@@ -231,7 +231,7 @@ def test_a_full_disk_gives_up_what_waits_and_says_so(
 # Errors
 
 
-def test_a_store_that_fails_lets_training_go_on_and_close_says_what_is_missing(
+def test_failing_store_does_not_stop_training_and_close_names_missing_saves(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = place.manager()
@@ -250,7 +250,7 @@ def test_a_store_that_fails_lets_training_go_on_and_close_says_what_is_missing(
     assert place.step("latest") == 1
 
 
-def test_what_the_end_of_a_training_has_waited_for_in_vain_close_does_not_wait_for_again(place: Place) -> None:
+def test_close_does_not_repeat_a_failed_wait_of_the_end_of_training(place: Place) -> None:
     manager = place.manager(requests=RemoteSettings(retries=0, timeout_seconds=1.0))
     fault = place.proxy.hold(when=is_object)
     save(manager, 1)
@@ -262,7 +262,7 @@ def test_what_the_end_of_a_training_has_waited_for_in_vain_close_does_not_wait_f
     assert fault.hit == tried == 2, "the one under way, and another one"
 
 
-def test_a_store_that_comes_back_gets_the_newest(place: Place) -> None:
+def test_recovered_store_gets_the_newest_save(place: Place) -> None:
     manager = place.manager()
     for code, status in (("SlowDown", 503), ("AccessDenied", 403), ("InsufficientStorage", 507)):
         place.proxy.answer(status, code)
@@ -288,7 +288,7 @@ def test_a_lost_answer_leaves_nothing_behind(place: Place) -> None:
     assert place.step("latest") == 3 and len(place.objects()) == 1
 
 
-def test_a_file_that_changed_on_the_disk_does_not_go_up(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_file_on_the_disk_is_not_uploaded(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     manager = place.manager()
     place.proxy.answer(503, "SlowDown", times=1)
     save(manager, 1)
@@ -305,7 +305,7 @@ def test_a_file_that_changed_on_the_disk_does_not_go_up(place: Place, caplog: py
         manager.close()
 
 
-def test_who_was_taken_over_writes_nothing_any_more(place: Place) -> None:
+def test_replaced_run_writes_nothing_more(place: Place) -> None:
     manager = place.manager()
     save(manager, 1)
     manager.wait_for_mirror()
@@ -320,7 +320,7 @@ def test_who_was_taken_over_writes_nothing_any_more(place: Place) -> None:
 # The begin
 
 
-def test_a_run_from_scratch_does_not_write_over_one_that_is_there(place: Place, tmp_path: Path) -> None:
+def test_run_from_scratch_does_not_overwrite_an_existing_one(place: Place, tmp_path: Path) -> None:
     manager = place.manager()
     save(manager, 7)
     manager.close()
@@ -332,7 +332,7 @@ def test_a_run_from_scratch_does_not_write_over_one_that_is_there(place: Place, 
     assert place.step("latest") == 7
 
 
-def test_what_is_on_the_disk_is_copied_before_the_first_save(place: Place) -> None:
+def test_files_on_the_disk_are_copied_before_the_first_save(place: Place) -> None:
     alone = FileCheckpointManager(
         place.directory / "checkpoints",
         domain=LocalDomain(),
@@ -352,7 +352,7 @@ def test_what_is_on_the_disk_is_copied_before_the_first_save(place: Place) -> No
     assert not [r for r in place.proxy.requests if is_object(r) or is_manifest(r)], "nothing is missing"
 
 
-def test_what_a_killed_upload_left_is_removed(place: Place) -> None:
+def test_remains_of_a_killed_upload_are_removed(place: Place) -> None:
     manager = place.manager()
     save(manager, 1)
     manager.close()
@@ -394,7 +394,7 @@ def test_files_of_the_run_go_before_the_save_becomes_visible(place: Place) -> No
     assert place.server.read(place.bucket, f"pre/{LAYOUT.file('metrics.jsonl')}").count(b"\n") == 2
 
 
-def test_what_links_lead_to_is_not_copied(place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_targets_of_links_are_not_copied(place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     outside = tmp_path / "outside"
     (outside / "below").mkdir(parents=True)
     (outside / "secret.txt").write_text("of another program")
@@ -419,7 +419,7 @@ def test_what_links_lead_to_is_not_copied(place: Place, tmp_path: Path, caplog: 
     assert len(told) == len(names) and all(any(name in line for line in told) for name in names)
 
 
-def test_object_that_is_too_large_is_not_read(place: Place) -> None:
+def test_too_large_object_is_not_read(place: Place) -> None:
     store = open_store(f"s3://{place.bucket}/pre", settings=QUICK)
     store.put("a", b"12345")
     assert store.get("a", limit=5) == b"12345"

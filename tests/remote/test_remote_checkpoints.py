@@ -119,7 +119,7 @@ def test_a_flipped_byte_in_the_store_is_passed_over_for_the_older_save(
     assert "another SHA-256" in caplog.text and f"{remote.url}/family/run/checkpoints/" in caplog.text
 
 
-def test_the_older_save_counts_also_where_a_damaged_one_of_another_kind_has_its_name(tmp_path: Path) -> None:
+def test_older_save_counts_despite_a_damaged_one_of_another_kind_with_its_name(tmp_path: Path) -> None:
     remote = Remote(tmp_path, "file")
     for kind, step in (("file", 1), ("dcp", 2)):
         manager = make_manager(kind, remote.first / "checkpoints", keep=0)
@@ -147,7 +147,7 @@ def test_nothing_counts_without_its_manifest(remote: Remote) -> None:
     assert manager.find_latest() is None
 
 
-def test_where_nothing_verifies_the_run_does_not_begin_anew(remote: Remote) -> None:
+def test_run_without_a_verified_save_does_not_start_from_scratch(remote: Remote) -> None:
     remote.train(1)
     flip(remote.object_of(1))
     manager = remote.manager()

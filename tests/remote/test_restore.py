@@ -49,7 +49,7 @@ def lose_machine(root: Path, url: str | None, stop_at: int = 4, **changes: Any) 
 
 
 @pytest.mark.parametrize("backend", ["file", "dcp"])
-def test_it_ends_bitwise_as_the_run_that_was_left_alone(tmp_path: Path, url: str, backend: str) -> None:
+def test_restored_run_equals_the_uninterrupted_one_bitwise(tmp_path: Path, url: str, backend: str) -> None:
     alone, first, ids = train(settings(tmp_path / "alone", backend=backend, seed=3))
     lose_machine(tmp_path / "lost", url, backend=backend, seed=3)
     resumed, directory, later = train(settings(tmp_path / "empty", url, backend=backend, seed=3))
@@ -63,7 +63,7 @@ def test_it_ends_bitwise_as_the_run_that_was_left_alone(tmp_path: Path, url: str
 
 
 @pytest.mark.parametrize("backend", ["file", "dcp"])
-def test_the_best_of_the_lost_machine_is_that_of_the_run(
+def test_best_of_the_lost_machine_is_kept(
     tmp_path: Path, url: str, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     lose_machine(tmp_path / "lost", url, backend=backend, seed=3)
@@ -77,7 +77,7 @@ def test_the_best_of_the_lost_machine_is_that_of_the_run(
     assert "here a best is kept from the next better one on" not in caplog.text
 
 
-def test_a_seed_that_was_drawn_is_that_of_the_lost_machine(tmp_path: Path, url: str) -> None:
+def test_drawn_seed_of_the_lost_machine_is_kept(tmp_path: Path, url: str) -> None:
     lose_machine(tmp_path / "lost", url)
     with TracingRunner(settings(tmp_path / "empty", url)) as runner:
         assert runner.state.train.global_step == 4
@@ -106,7 +106,7 @@ def test_urls_are_taken_wherever_a_path_is(tmp_path: Path, url: str, backend: st
     assert not list(tmp_path.rglob(".staged-*"))
 
 
-def test_a_file_that_is_here_is_not_brought_again(tmp_path: Path) -> None:
+def test_present_file_is_not_downloaded_again(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
     for name, content in (("empty.log", b""), ("full.log", b"a line")):
         store.put(f"files/logs/{name}", content)

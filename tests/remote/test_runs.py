@@ -39,7 +39,7 @@ def config(url: str | None, root: Path, **changes: Any) -> dl.RunnerConfig:
     return made
 
 
-def test_the_copy_has_what_the_run_directory_has(
+def test_copy_equals_the_run_directory(
     moto: ObjectServer, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"checkpoint.keep_latest_k": 1, "log_interval": 1}
@@ -89,7 +89,7 @@ def test_credentials_of_the_hook_are_used(url: str, tmp_path: Path) -> None:
     assert asked
 
 
-def test_a_store_that_is_busy_at_the_start_is_asked_again_with_one_line(
+def test_busy_store_at_the_start_is_retried_with_one_line(
     proxy: FaultProxy, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Toy(config(url, tmp_path / "one")) as runner:
@@ -123,7 +123,7 @@ def test_workers_are_forked_while_an_upload_runs(proxy: FaultProxy, url: str, tm
     assert fault.hit
 
 
-def test_who_has_no_store_loads_no_client_and_starts_no_thread(tmp_path: Path) -> None:
+def test_run_without_a_store_loads_no_client_and_starts_no_thread(tmp_path: Path) -> None:
     script = f"""
 import sys, threading
 from pathlib import Path
@@ -138,7 +138,7 @@ with Toy(config(None, Path({str(tmp_path)!r}))) as runner:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_required_ends_the_training(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+def test_failure_of_a_required_store_ends_the_training(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     runner = Toy(config(url, tmp_path, **{"checkpoint.remote.required": True, "epochs": 200}))
     proxy.answer(403, "ExpiredToken", when=lambda request: request.is_upload)
     with pytest.raises(RemoteError):
@@ -185,7 +185,7 @@ with Toy(config({url!r}, Path({root!r}), **{{"epochs": {epochs}, "checkpoint.rem
 
 # Where a training ends by itself, the interpreter's own end has the last word; a signal is no failure.
 @pytest.mark.parametrize(("epochs", "code"), [(40, 1), (4000, 143)])
-def test_the_exit_code_says_that_the_last_save_is_not_there(
+def test_exit_code_reports_a_missing_last_save(
     epochs: int, code: int, proxy: FaultProxy, url: str, tmp_path: Path
 ) -> None:
     script = SCRIPT.format(tests=str(Path(__file__).parents[1]), url=url, root=str(tmp_path), epochs=epochs)

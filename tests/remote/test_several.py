@@ -78,7 +78,7 @@ def test_a_target_counts_when_the_files_of_all_ranks_are_there(
     assert puts[-3:] == ["manifest.sha256", "ckpt-s000000000001", "latest"] and len(puts) == 3 + 4
 
 
-def test_files_of_a_rank_that_is_ahead_are_not_removed(moto: ObjectServer, url: str, tmp_path: Path) -> None:
+def test_files_of_a_rank_ahead_are_not_removed(moto: ObjectServer, url: str, tmp_path: Path) -> None:
     first, second = two_mirrors(url, tmp_path)
     bucket, prefix = url.split("/")[2], f"runs/{LAYOUT.checkpoints}/targets/"
     for sequence in (1, 2):
@@ -160,9 +160,7 @@ def train_in_haste(root: str, url: str) -> int:
 
 
 @pytest.mark.slow
-def test_ranks_that_have_nothing_to_upload_wait_for_the_one_that_has(
-    proxy: FaultProxy, url: str, tmp_path: Path
-) -> None:
+def test_ranks_without_an_upload_wait_for_the_uploading_one(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     fault = proxy.hold(when=lambda request: request.is_upload and request.path.endswith("latest.pth.sha256"))
     healer = threading.Thread(target=lambda: (fault.came.wait(60), time.sleep(8), fault.release()))
     healer.start()
@@ -188,6 +186,6 @@ def resume_where_the_store_fails(root: str) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def test_a_store_that_fails_the_main_process_at_a_resume_fails_all_ranks_alike(tmp_path: Path) -> None:
+def test_store_failing_on_the_main_process_at_a_resume_fails_all_ranks_alike(tmp_path: Path) -> None:
     told = run_processes(resume_where_the_store_fails, str(tmp_path), world_size=2, timeout=50)
     assert told == ["RemoteError: Expected to list best. Received: no answer."] * 2

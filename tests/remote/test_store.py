@@ -94,7 +94,7 @@ def test_an_object_is_replaced_when_it_is_still_the_same(store: RemoteStore) -> 
         store.put_if_match("nothing", b"three", first)
 
 
-def test_a_directory_says_that_it_cannot_replace_on_condition(tmp_path: Path) -> None:
+def test_directory_refuses_conditional_replacement(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}")
     tag = store.put_if_absent("lock", b"one")
     with pytest.raises(RemoteError, match="cannot do that"):
@@ -164,7 +164,7 @@ def test_key_with_dots_is_named_once_and_the_other_objects_are_listed(
     assert [entry.key for entry in store.list("lin", after="lin/one/files/metrics.jsonl")] == [keys[2]]
 
 
-def test_credentials_that_were_revoked_before_their_end_are_asked_for_again(
+def test_revoked_credentials_are_renewed_before_they_expire(
     moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = use(moto, monkeypatch, proxy.endpoint)

@@ -113,7 +113,7 @@ def test_plot_of_too_many_metrics_asks_for_names(tmp_path: Path) -> None:
     assert len(str(refused.value)) < 1000
 
 
-def test_line_of_a_stream_that_is_too_long_is_refused(tmp_path: Path) -> None:
+def test_too_long_line_of_a_stream_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Put what is large into the features"):
         SampleRef("a", "object", {}, {"text": "x" * LONGEST_LINE}).to_json(0)
     channel = FileChannel(tmp_path / "log")
@@ -125,7 +125,7 @@ def test_line_of_a_stream_that_is_too_long_is_refused(tmp_path: Path) -> None:
         FileChannel(tmp_path / "log").published()
 
 
-def test_value_of_a_database_that_is_too_long_is_refused(tmp_path: Path) -> None:
+def test_too_long_value_of_a_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     SQLiteChannel(path).close()
     with sqlite3.connect(path) as database:

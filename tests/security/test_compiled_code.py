@@ -127,7 +127,7 @@ def test_planted_code_is_not_found_and_nothing_hangs(root: Path, canary: Path, p
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_a_lock_that_another_process_keeps_does_not_hang_the_start(root: Path, user: int | None) -> None:
+def test_lock_of_another_process_does_not_hang_the_start(root: Path, user: int | None) -> None:
     code = root / "run" / "compiled" / code_name(root)
     act(user, 'mkdir -p "$code" && touch "$code.lock"', code=code)
     as_user = [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
@@ -178,7 +178,7 @@ def test_the_code_of_a_run_of_another_user_is_compiled_again(
 
 @needs_root
 @pytest.mark.parametrize("rights", ["of another user", "writable by others"])
-def test_shared_code_that_another_user_can_write_is_not_used(
+def test_shared_code_writable_for_another_user_is_not_used(
     root: Path, rights: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = root / "shared"
@@ -197,7 +197,7 @@ def test_shared_code_that_another_user_can_write_is_not_used(
 
 @needs_root
 @pytest.mark.parametrize("wrong", ["short", "of another user", "readable", "link", "pipe"])
-def test_a_key_that_others_may_know_signs_nothing(
+def test_key_readable_for_others_signs_nothing(
     root: Path, canary: Path, wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = root / "me" / "danling" / "key"

@@ -40,7 +40,7 @@ PLACEMENTS: dict[str, Placement] = {
 @pytest.mark.parametrize("kind", PLACEMENTS)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "digests.jsonl"])
 @pytest.mark.timeout(60)
-def test_resume_opens_no_staged_file_that_it_has_not_made(tmp_path: Path, canary: Path, kind: str, name: str) -> None:
+def test_resume_opens_no_foreign_staged_file(tmp_path: Path, canary: Path, kind: str, name: str) -> None:
     file = tmp_path / name
     file.write_text('{"step": 1}\n{"step": 2}\n')
     PLACEMENTS[kind](tmp_path / f".{name}.tmp", canary / "file.txt")
@@ -62,7 +62,7 @@ def test_a_resumed_run_leaves_the_goals_of_links_alone(tmp_path: Path, canary: P
     assert steps == sorted(steps) and steps[-1] == 4
 
 
-def test_a_metrics_file_that_became_a_link_is_not_written_through(tmp_path: Path, canary: Path) -> None:
+def test_metrics_file_replaced_by_a_link_is_not_written(tmp_path: Path, canary: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.symlink_to(canary / "new.txt")
     with pytest.raises(OSError, match="Expected to write a line"):
@@ -70,7 +70,7 @@ def test_a_metrics_file_that_became_a_link_is_not_written_through(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", PLACEMENTS)
-def test_a_small_file_replaces_what_is_in_its_place(tmp_path: Path, canary: Path, kind: str) -> None:
+def test_small_file_replaces_anything_in_its_place(tmp_path: Path, canary: Path, kind: str) -> None:
     path = tmp_path / "results.json"
     PLACEMENTS[kind](path, canary / "file.txt")
     before = look_at(canary)
@@ -119,7 +119,7 @@ def _ends(function: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "another writes", "another has written"])
-def test_a_run_whose_lock_was_removed_writes_beside_no_other_run(tmp_path: Path, meanwhile: str) -> None:
+def test_run_without_its_lock_does_not_write_into_another_run(tmp_path: Path, meanwhile: str) -> None:
     config = toy_settings(
         tmp_path / "run", auto_resume=True, steps=4, checkpoint={"interval": 1, "async_enabled": False}
     )
@@ -170,7 +170,7 @@ class Exchanges(Small):
 @pytest.mark.parametrize(
     ("backend", "place"), [("file", "checkpoints"), ("dcp", "checkpoints"), ("dcp", "checkpoints/targets")]
 )
-def test_retention_removes_nothing_in_a_directory_that_took_the_place(tmp_path: Path, backend: str, place: str) -> None:
+def test_retention_removes_nothing_in_a_replaced_directory(tmp_path: Path, backend: str, place: str) -> None:
     def config(name: str, steps: int, keep: int) -> dict[str, Any]:
         policy = {"backend": backend, "interval": 1, "keep_latest_k": keep, "async_enabled": False}
         return toy_settings(tmp_path / name, steps=steps, auto_resume=True, checkpoint=policy)
@@ -214,7 +214,7 @@ def test_the_directories_of_saves_stay_open_until_the_store_is_gone(
 
 
 @pytest.mark.parametrize("name", ["writing", "objects"])
-def test_a_store_refuses_links_where_it_writes_and_removes(tmp_path: Path, canary: Path, name: str) -> None:
+def test_store_refuses_links_at_writes_and_removals(tmp_path: Path, canary: Path, name: str) -> None:
     store = DirectoryStore(tmp_path / "store")
     store.put("a", {"x": torch.ones(2)})
     shutil.rmtree(store.path / name)
@@ -224,7 +224,7 @@ def test_a_store_refuses_links_where_it_writes_and_removes(tmp_path: Path, canar
             use()
 
 
-def test_a_store_whose_folder_becomes_a_link_removes_nothing_there(tmp_path: Path, canary: Path) -> None:
+def test_store_with_a_folder_replaced_by_a_link_removes_nothing_there(tmp_path: Path, canary: Path) -> None:
     store = DirectoryStore(tmp_path)
     (tmp_path / "writing").rmdir()
     (tmp_path / "writing").symlink_to(canary)
@@ -234,7 +234,7 @@ def test_a_store_whose_folder_becomes_a_link_removes_nothing_there(tmp_path: Pat
 
 @pytest.mark.parametrize("kind", [*PLACEMENTS, "device", "huge", "directory"])
 @pytest.mark.timeout(60)
-def test_what_takes_the_place_of_the_count_of_a_store_is_not_opened(tmp_path: Path, canary: Path, kind: str) -> None:
+def test_foreign_file_in_place_of_the_count_of_a_store_is_not_opened(tmp_path: Path, canary: Path, kind: str) -> None:
     store = DirectoryStore(tmp_path)
     store.put("a", {"x": torch.ones(2)})
     (tmp_path / "usage.json").unlink()
@@ -263,9 +263,7 @@ def test_a_stream_writes_through_no_link(tmp_path: Path, canary: Path, kind: str
 @pytest.mark.parametrize("suffix", ["", "-journal", "-wal", "-shm"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.timeout(60)
-def test_a_database_opens_no_pipe_and_no_link_that_it_has_not_made(
-    tmp_path: Path, canary: Path, kind: str, suffix: str
-) -> None:
+def test_database_opens_no_foreign_pipe_or_link(tmp_path: Path, canary: Path, kind: str, suffix: str) -> None:
     SQLiteChannel(tmp_path / "log.sqlite").close()
     (tmp_path / f"log.sqlite{suffix}").unlink(missing_ok=True)
     PLACEMENTS[kind](tmp_path / f"log.sqlite{suffix}", canary / "file.txt")
@@ -274,7 +272,7 @@ def test_a_database_opens_no_pipe_and_no_link_that_it_has_not_made(
 
 
 @pytest.mark.parametrize("cut", [b"", b'{"value": '])
-def test_a_producer_changes_no_log_that_has_another_name(tmp_path: Path, cut: bytes) -> None:
+def test_producer_changes_no_log_with_another_name(tmp_path: Path, cut: bytes) -> None:
     FileChannel(tmp_path / "stream")
     log, outside = tmp_path / "stream" / "log.jsonl", tmp_path / "outside.jsonl"
     log.write_bytes(cut)
@@ -284,7 +282,7 @@ def test_a_producer_changes_no_log_that_has_another_name(tmp_path: Path, cut: by
     assert outside.read_bytes() == cut
 
 
-def test_sqlite_opens_no_database_that_has_another_name(tmp_path: Path) -> None:
+def test_sqlite_opens_no_database_with_another_name(tmp_path: Path) -> None:
     SQLiteChannel(tmp_path / "log.sqlite").close()
     os.link(tmp_path / "log.sqlite", tmp_path / "outside")
     before = (tmp_path / "outside").read_bytes()
@@ -294,7 +292,7 @@ def test_sqlite_opens_no_database_that_has_another_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metadata", "logs", "tensorboard", "profiles", "heartbeats", "hangs"])
-def test_a_resumed_run_writes_into_no_directory_that_is_a_link(tmp_path: Path, canary: Path, name: str) -> None:
+def test_resumed_run_writes_into_no_linked_directory(tmp_path: Path, canary: Path, name: str) -> None:
     settings = toy_settings(tmp_path / "run", auto_resume=True)
     with Small({**settings, "steps": 2}) as runner:
         runner.train()

@@ -300,9 +300,7 @@ def test_secret_bytes_are_not_saved(tmp_path: Path) -> None:
         assert "api_token" not in saved and "raw" in saved
 
 
-def test_value_that_the_program_cannot_take_is_one_error(
-    trained: tuple[str, Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_value_refused_by_the_program_is_one_error(trained: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> None:
     backend, _, payload = trained
     wrong = {"kind": "generator", "class": "Generator", "state": torch.zeros(3, dtype=torch.uint8)}
     payload = {**payload, "attributes": {**payload["attributes"], "generator": {"value": wrong}}}

@@ -76,7 +76,7 @@ export_weights(sys.argv[1], {"a": torch.ones(3)})
 
 
 @pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
-def test_next_export_removes_what_a_killed_one_left(name: str, tmp_path: Path) -> None:
+def test_next_export_removes_the_remains_of_a_killed_one(name: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     path = tmp_path / name
     with Job([sys.executable, "-c", _EXPORTS, str(path)]) as job:
@@ -94,7 +94,7 @@ def test_next_export_removes_what_a_killed_one_left(name: str, tmp_path: Path) -
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems take paths in UTF-8 only")
-def test_path_that_is_no_text_is_read_and_printed(tmp_path: Path) -> None:
+def test_path_with_undecodable_bytes_is_read_and_printed(tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/bad\xff.pth"
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pth")
     os.rename(tmp_path / "a.pth", path)

@@ -135,7 +135,7 @@ def _stored(path: Path, content: bytes) -> Path:
     return stored
 
 
-def test_a_file_that_inflates_is_refused_before_it_does(run: Path, tmp_path: Path) -> None:
+def test_compression_bomb_is_refused_before_it_inflates(run: Path, tmp_path: Path) -> None:
     path = resealed(run, tmp_path / "copy", inflated)
     assert path.stat().st_size < 16 << 20
     done = bounded("export", path, tmp_path / "out.pth")
@@ -143,7 +143,7 @@ def test_a_file_that_inflates_is_refused_before_it_does(run: Path, tmp_path: Pat
     assert done.stderr.count("\n") == 1 and not (tmp_path / "out.pth").exists()
 
 
-def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
+def test_overlapping_records_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"a": torch.ones(2000)}, path)
     with zipfile.ZipFile(path) as archive:
@@ -158,7 +158,7 @@ def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
         read_file(path)
 
 
-def test_what_is_within_the_bounds_is_read(tmp_path: Path) -> None:
+def test_values_within_the_bounds_are_read(tmp_path: Path) -> None:
     shared = torch.ones(3)
     payload = {**nested(150), "tied": [shared, shared], "view": shared.expand(4, 3), "numbers": list(range(10_000))}
     torch.save(payload, tmp_path / "a.pt")

@@ -150,7 +150,7 @@ def _in_a_child(program: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("kind", ["metrics", "digests"])
-def test_a_disk_that_takes_half_a_line_loses_no_row(tmp_path: Path, kind: str) -> None:
+def test_partial_write_of_a_line_loses_no_row(tmp_path: Path, kind: str) -> None:
     """The system takes a part of a line, then fails, then has room again, as a disk that others fill and clear."""
     program = """
 import errno, resource, sys
@@ -227,7 +227,7 @@ def sample(place: int) -> SampleRef:
 
 
 @pytest.mark.parametrize("committed", ["1e999", "1" + "0" * 30, "-5", '"a"', "null", "true", DIGITS, "NaN", "[" * 9999])
-def test_a_watermark_that_cannot_be_is_one_error(tmp_path: Path, committed: str) -> None:
+def test_impossible_watermark_is_one_error(tmp_path: Path, committed: str) -> None:
     channel = FileChannel(tmp_path / "files")
     channel.append([sample(0), sample(1)])
     (tmp_path / "files" / "committed.json").write_text(f'{{"committed": {committed}}}')
@@ -246,7 +246,7 @@ def test_a_watermark_that_cannot_be_is_one_error(tmp_path: Path, committed: str)
 @pytest.mark.parametrize(
     "end", ['{"end":"complete"}', '{"end":[],"published":1e999,"reason":""}', '{"end":"stopped","published":"x","reason":1}', DEEP_END]
 )  # fmt: skip
-def test_an_end_that_cannot_be_is_one_error(tmp_path: Path, end: str) -> None:
+def test_impossible_end_is_one_error(tmp_path: Path, end: str) -> None:
     FileChannel(tmp_path / "files").append([sample(0)])
     with (tmp_path / "files" / "log.jsonl").open("a") as file:
         file.write(end + "\n")
@@ -332,7 +332,7 @@ def test_hostile_objects_of_a_directory_store_are_refused_and_nothing_outside_is
      '{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}', '{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 9e9]}}',
      '{"a": {"dtype": "F32", "shape": [1.5, null], "data_offsets": [1.5, null]}}', '{"__metadata__": 5}', "[" * 99_999],
 )  # fmt: skip
-def test_a_header_of_safetensors_that_is_none_is_one_line(
+def test_invalid_header_of_safetensors_is_one_line(
     tmp_path: Path, header: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = header.encode()

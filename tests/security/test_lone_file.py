@@ -121,7 +121,7 @@ def test_lost_sums_are_damage_in_the_directory_of_a_run(run: Path, tmp_path: Pat
         {**ROADS, **SETTINGS}[road](path, tmp_path)
 
 
-def test_weights_of_another_program_are_compared_with_the_sums_inside_where_there_are_some(tmp_path: Path) -> None:
+def test_weights_of_another_program_are_compared_with_sums_inside_if_present(tmp_path: Path) -> None:
     weights = {"a": torch.arange(100.0)}
     torch.save(weights, tmp_path / "weights.pt")
     assert torch.equal(import_weights(tmp_path / "weights.pt")["a"], weights["a"])

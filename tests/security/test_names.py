@@ -204,7 +204,7 @@ def test_names_from_files_come_through_the_parser(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_the_parser_takes_no_name_that_leads_elsewhere(name: object) -> None:
+def test_parser_refuses_names_outside_the_directory(name: object) -> None:
     for parse in (plain_path, plain_name):
         with pytest.raises(ValueError, match="no plain relative name"):
             parse(name)
@@ -287,7 +287,7 @@ def kind_of_write(call: ast.Call) -> str:
     return name if name in ("write_text", "write_bytes", "touch", "FileHandler") and "storage." not in called else ""
 
 
-def test_every_file_that_is_written_is_made_or_no_link() -> None:
+def test_every_written_file_is_new_or_no_link() -> None:
     found: dict[str, list[str]] = {}
     unsafe = []
     for path in sorted(ROOT.rglob("*.py")):

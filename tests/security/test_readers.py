@@ -93,7 +93,7 @@ def test_nothing_runs(tmp_path: Path, reader: str) -> None:
             assert not (tmp_path / "mark").exists(), kind
 
 
-def test_trust_is_what_runs_an_engines_pickle(tmp_path: Path) -> None:
+def test_pickle_of_an_engine_runs_only_with_trust(tmp_path: Path) -> None:
     place = _in_archive(tmp_path / "states.pt", hostile.harm("io.FileIO", tmp_path / "mark", protocol=2))
     with pytest.raises(CheckpointError, match=r"checkpoint\.trust=true .*danling export --trust"):
         read_engine_file(place)
@@ -118,7 +118,7 @@ def test_an_engines_enumeration_is_read_in_both_spellings_and_nothing_else_by_ge
 DEEP = "[" * 100_000
 
 
-def test_text_that_is_nested_without_end_is_an_error_that_is_caught(tmp_path: Path) -> None:
+def test_endlessly_nested_text_is_a_caught_error(tmp_path: Path) -> None:
     for parse in (parse_yaml, parse_json, parse_index):
         with pytest.raises(ValueError, match="nested"):
             parse(DEEP)
@@ -134,7 +134,7 @@ def test_text_that_is_nested_without_end_is_an_error_that_is_caught(tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", [DEEP, "[]", '{"weight_map": 5}', '{"weight_map": {"a": 5}}'])
-def test_an_index_of_safetensors_that_is_none_is_damage(tmp_path: Path, text: str) -> None:
+def test_invalid_index_of_safetensors_is_damage(tmp_path: Path, text: str) -> None:
     place = tmp_path / "model.safetensors.index.json"
     place.write_text(text)
     with pytest.raises(CheckpointDamaged, match="Expected an index of safetensors"):
@@ -142,13 +142,13 @@ def test_an_index_of_safetensors_that_is_none_is_damage(tmp_path: Path, text: st
 
 
 @pytest.mark.parametrize("tied", [DEEP, "5", '{"b": "c"}'])
-def test_tied_names_of_safetensors_that_lead_nowhere_are_damage(tmp_path: Path, tied: str) -> None:
+def test_dangling_tied_names_of_safetensors_are_damage(tmp_path: Path, tied: str) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"tied": tied})
     with pytest.raises(CheckpointDamaged, match=r"model\.safetensors"):
         import_weights(tmp_path / "model.safetensors")
 
 
-def test_an_engines_file_that_is_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_named_pipe_in_place_of_an_engines_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "states.pt")
     with pytest.raises(CheckpointDamaged, match="is a named pipe"):
         read_engine_file(tmp_path / "states.pt")

@@ -119,7 +119,7 @@ def _plant(recorded: dict[str, Path], where: str, tmp_path: Path, content: bytes
 
 
 @pytest.mark.parametrize("where", [".metadata", "plain values", "file", "engine"])
-def test_no_road_runs_what_is_in_a_checkpoint(
+def test_no_road_runs_code_of_a_checkpoint(
     recorded: dict[str, Path], tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
@@ -139,7 +139,7 @@ def test_no_road_runs_what_is_in_a_checkpoint(
             assert not mark.exists(), (exploit, road)
 
 
-def test_a_checkpoint_cannot_say_that_it_is_trusted(recorded: dict[str, Path], tmp_path: Path) -> None:
+def test_checkpoint_cannot_declare_itself_trusted(recorded: dict[str, Path], tmp_path: Path) -> None:
     latest, _ = _place(recorded, "file", tmp_path)
     payload = torch.load(latest, weights_only=True)
     payload["runner"]["checkpoint"]["trust"] = True

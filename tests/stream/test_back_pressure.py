@@ -92,7 +92,7 @@ def alone(root: Path) -> Any:
         return runner.end()
 
 
-def test_a_trainer_that_is_a_hundred_times_slower_bounds_the_store_and_ends_bitwise(tmp_path: Path) -> None:
+def test_hundred_times_slower_trainer_bounds_the_store_and_ends_bitwise(tmp_path: Path) -> None:
     arguments = (tmp_path, tmp_path / "store")
     run_processes(free_port, world_size=1)
     with ThreadPoolExecutor(2) as pool:

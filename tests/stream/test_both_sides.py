@@ -100,7 +100,7 @@ def test_one_file_serves_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFix
         {"epochs": 3, "steps": None, "evaluate_interval": None},
     ],
 )
-def test_what_a_producer_has_not_is_no_error(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_parts_missing_from_a_producer_are_no_error(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = configuration(tmp_path, **changes)
     with Frozen(config, indices=range(5), store=MemoryStore(), channel=MemoryChannel()) as target:
         assert target.produce() == 5
@@ -115,7 +115,7 @@ def test_what_a_producer_has_not_is_no_error(tmp_path: Path, changes: dict[str, 
         (["val"], range(3), True),
     ],
 )
-def test_a_producer_goes_over_the_split_of_evaluate_splits_that_it_has(
+def test_producer_goes_over_its_own_one_of_evaluate_splits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: list[str] | None, made: range, is_said: bool
 ) -> None:
     class Several(Target):

@@ -78,7 +78,7 @@ def _append_for_ever(open_channel: Open, round_: int, said: Path) -> None:
             file.write(f"{index}\n".encode())
 
 
-def test_a_producer_that_is_killed_loses_nothing_that_it_has_appended(open_channel: Open, tmp_path: Path) -> None:
+def test_killed_producer_loses_no_appended_sample(open_channel: Open, tmp_path: Path) -> None:
     generator = random.Random(3)
     trainer = open_channel()
     seen: list[str] = []
@@ -102,7 +102,7 @@ def test_a_producer_that_is_killed_loses_nothing_that_it_has_appended(open_chann
 
 
 @pytest.mark.parametrize("cut", [1, 7, 60, -1])
-def test_what_a_killed_producer_left_of_a_line_is_no_sample_and_spoils_none(tmp_path: Path, cut: int) -> None:
+def test_partial_line_of_a_killed_producer_is_no_sample_and_spoils_none(tmp_path: Path, cut: int) -> None:
     channel, reader = FileChannel(tmp_path), FileChannel(tmp_path)
     channel.append([ref("a"), ref("b")])
     line = ref("c").to_json().encode()
@@ -115,7 +115,7 @@ def test_what_a_killed_producer_left_of_a_line_is_no_sample_and_spoils_none(tmp_
     assert [json.loads(text)["id"] for text in (tmp_path / "log.jsonl").read_text().splitlines()] == ["a", "b", "d"]
 
 
-def test_what_a_reader_sees_of_an_append_is_never_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_append_is_never_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, reader = FileChannel(tmp_path), FileChannel(tmp_path)
     producer.append([ref("a")])
     monkeypatch.setattr("danling.stream.file_channel._FIRST_LOOK_SECONDS", 0.02)
@@ -169,7 +169,7 @@ def test_a_reader_and_its_watermark_go_on_while_a_producer_hangs_in_an_append(
     assert ids(reader) == ["a", "b", "c", "d"]
 
 
-def test_a_log_is_read_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_is_read_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FileChannel(tmp_path).append([ref("a")])
 
     def refuse(handle: int, how: int) -> None:
@@ -182,7 +182,7 @@ def test_a_log_is_read_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "line", ["{}", "", '{"object":1}', '{"end":"part"}', '{"end":"part","parts":Infinity}', '{"end":', "\0\0"]
 )
-def test_a_line_that_is_none_is_named_with_its_place(tmp_path: Path, line: str) -> None:
+def test_invalid_line_is_named_with_its_place(tmp_path: Path, line: str) -> None:
     FileChannel(tmp_path).append([ref("a")])
     log = tmp_path / "log.jsonl"
     size = log.stat().st_size
@@ -201,7 +201,7 @@ def test_a_damaged_sample_is_named_with_its_place(tmp_path: Path) -> None:
         channel.read(0, 3)
 
 
-def test_a_log_that_became_shorter_is_refused(tmp_path: Path) -> None:
+def test_shortened_log_is_refused(tmp_path: Path) -> None:
     channel = FileChannel(tmp_path)
     channel.append([ref("a"), ref("b")])
     os.truncate(tmp_path / "log.jsonl", 10)
@@ -341,7 +341,7 @@ def test_a_full_disk_leaves_the_log_as_it_was(small_disk: Path, kind: str) -> No
     channel.close()
 
 
-def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+def test_file_without_a_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"garbage" * 1000)
     with pytest.raises(
         ValueError, match=f"Expected the log of a stream in {tmp_path / 'log'}. Received: file is not a database"
@@ -349,7 +349,7 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
         SQLiteChannel(tmp_path / "log")
 
 
-def test_a_database_that_somebody_keeps_locked_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_database_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("danling.stream.sqlite_channel._PATIENCE_SECONDS", 0.05)
     channel = SQLiteChannel(tmp_path / "log")
     other = sqlite3.connect(tmp_path / "log")
@@ -362,7 +362,7 @@ def test_a_database_that_somebody_keeps_locked_is_named(tmp_path: Path, monkeypa
     channel.close()
 
 
-def test_a_complete_log_is_read_where_nothing_can_be_written(small_disk: Path) -> None:
+def test_complete_log_is_read_on_a_read_only_disk(small_disk: Path) -> None:
     tensors = {"hidden": torch.arange(4.0)}
     DirectoryStore(small_disk / "store").put("object-a", tensors)
     channel = FileChannel(small_disk / "log")

@@ -50,7 +50,7 @@ def refs(*places: int) -> list[SampleRef]:
     return [ref(index) for index in places]
 
 
-def test_samples_are_read_in_the_order_in_which_they_were_appended(open_channel: Open) -> None:
+def test_samples_are_read_in_the_order_of_their_appends(open_channel: Open) -> None:
     channel = open_channel()
     assert channel.published() == 0 and channel.read(0, 10) == [] and channel.ended() is None
     assert channel.append(refs(0, 1, 2)) == 3
@@ -63,7 +63,7 @@ def test_samples_are_read_in_the_order_in_which_they_were_appended(open_channel:
         assert reader.read(3, 100) == refs(3) and reader.read(4, 9) == [] and reader.read(9, 9) == []
 
 
-def test_a_reader_sees_what_is_appended_after_it_has_opened_the_log(open_channel: Open) -> None:
+def test_open_reader_sees_later_appends(open_channel: Open) -> None:
     producer, reader = open_channel(), open_channel()
     for index in range(5):
         assert reader.published() == index
@@ -72,7 +72,7 @@ def test_a_reader_sees_what_is_appended_after_it_has_opened_the_log(open_channel
     assert not reader.holds("prompt")
 
 
-def test_a_sample_that_is_in_the_log_is_left_out(open_channel: Open) -> None:
+def test_sample_already_in_the_log_is_left_out(open_channel: Open) -> None:
     one, other = open_channel(), open_channel()
     assert one.append(refs(0, 1, 0)) == 2
     assert other.append([ref(1, object_id="elsewhere"), ref(2), ref(2)]) == 1

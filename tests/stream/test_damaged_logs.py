@@ -166,7 +166,7 @@ def train(root: Path, kind: str, stop_at: int | None = None) -> list[tuple[int, 
 @pytest.mark.parametrize("trained", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("kind", "older", "place"), [("file", False, 20), ("file", True, 20), ("sqlite", True, 39)])
-def test_complete_log_that_lacks_a_sample_is_refused_before_an_update(
+def test_complete_log_with_a_missing_sample_is_refused_before_an_update(
     tmp_path: Path, kind: str, older: bool, place: int, ranks: int, trained: int
 ) -> None:
     channel = open_log(kind, tmp_path / "log")

@@ -83,7 +83,7 @@ def test_further_dtypes_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
     assert found.dtype is dtype and torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_what_the_format_cannot_hold_is_refused_by_name_before_anything_is_written(tmp_path: Path) -> None:
+def test_value_outside_the_format_is_refused_by_name_before_any_write(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     with pytest.raises(TypeError, match=r"in object 'a'. Received: .*'phase' of torch.complex128 \(KeyError"):
         store.put("a", {"x": torch.ones(1), "phase": torch.ones(2, dtype=torch.complex128)})
@@ -127,7 +127,7 @@ def test_a_file_in_the_place_of_another_is_no_stale_object(tmp_path: Path) -> No
         store.get(reference("b", {"x": torch.ones(1)}))
 
 
-def test_a_store_that_is_read_only_changes_nothing(tmp_path: Path) -> None:
+def test_read_only_store_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="that a DirectoryStore has written. Received: .*none"):
         DirectoryStore(tmp_path / "none", read_only=True)
     tensors = {"x": torch.ones(3)}
@@ -142,7 +142,7 @@ def test_a_store_that_is_read_only_changes_nothing(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == before
 
 
-def test_a_store_goes_to_processes_that_are_spawned(tmp_path: Path) -> None:
+def test_store_is_passed_to_spawned_processes(tmp_path: Path) -> None:
     tensors = {"x": torch.ones(3)}
     store = DirectoryStore(tmp_path, max_bytes=1_000)
     store.put("a", tensors)
@@ -165,7 +165,7 @@ def test_processes_share_one_budget(tmp_path: Path) -> None:
     assert trainer.usage() == producer.usage() == bytes_of(trainer) <= 2_000
 
 
-def test_a_count_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
+def test_unreadable_count_is_made_again(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     store.put("a", {"x": torch.zeros(10)})
     for text in ("", "{", "[]", '{"bytes": 5', '{"bytes": null, "pending": {}}'):
@@ -185,7 +185,7 @@ def _write_for_ever(store: DirectoryStore, round_: int, said: Path) -> None:
             file.write(f"{index}\n".encode())
 
 
-def test_a_writer_that_is_killed_leaves_whole_objects_and_a_right_count(tmp_path: Path) -> None:
+def test_killed_writer_leaves_whole_objects_and_a_right_count(tmp_path: Path) -> None:
     generator = random.Random(5)
     survivor = DirectoryStore(tmp_path / "store")
     survivor.usage()
@@ -212,7 +212,7 @@ def test_a_writer_that_is_killed_leaves_whole_objects_and_a_right_count(tmp_path
         assert list((tmp_path / "store" / "writing").iterdir()) == []
 
 
-def test_only_files_of_writers_that_have_died_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_of_dead_writers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, tensors = DirectoryStore(tmp_path), {"x": torch.ones(3)}
     (tmp_path / "writing" / "of-a-dead-writer").write_bytes(b"half")
     (tmp_path / "writing" / "dead.lock").touch()

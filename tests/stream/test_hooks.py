@@ -45,7 +45,7 @@ def test_hooks_are_removed_after_an_error_and_modules_may_be_named() -> None:
     assert states["1"] is output
 
 
-def test_a_layer_that_is_not_there_is_named() -> None:
+def test_missing_layer_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 3))
     with pytest.raises(ValueError, match="module of Sequential. Received: 'layers.0'"):
         capture_hidden_states(model, ["0", "layers.0"]).__enter__()

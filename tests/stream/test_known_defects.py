@@ -33,9 +33,7 @@ def run(directory: Path, store: Any, channel: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("saves", [{"async_enabled": False}, {"async_enabled": True}])
-def test_what_is_freed_is_behind_the_checkpoint_that_is_on_the_disk_at_that_moment(
-    tmp_path: Path, saves: dict[str, Any]
-) -> None:
+def test_freed_samples_are_behind_the_checkpoint_on_the_disk(tmp_path: Path, saves: dict[str, Any]) -> None:
     _, channel = stream(tmp_path)
     seen: list[tuple[int, int]] = []
 

@@ -102,7 +102,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
-def test_a_stream_on_a_mesh_is_that_of_one_process(tmp_path: Path, alone: dict[str, Any], name: str) -> None:
+def test_stream_on_a_mesh_equals_the_stream_of_one_process(tmp_path: Path, alone: dict[str, Any], name: str) -> None:
     world, axes = LAYOUTS[name]
     shares = axes.get("shard", 1)
     ranks = run_processes(train, complete_stream(tmp_path), axes, 4 // shares, world_size=world, timeout=120)

@@ -74,7 +74,7 @@ def test_ranks_read_each_sample_once_and_make_equally_many_micro_batches(samples
     assert sum(bool(batch.closes) for batch in ranks[0]) == windows
 
 
-def test_a_rank_that_reads_nothing_counts_the_same_batches() -> None:
+def test_rank_without_reads_counts_the_same_batches() -> None:
     store, channel = stream(13)
     loader = StreamLoader(store, channel, 2)
     loader.take_place(ReaderPlace(Share(rank=1, world_size=2), 2))
@@ -126,9 +126,7 @@ def test_a_stream_without_a_sample_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("retain", ["checkpoint", "step"])
-def test_a_store_that_cannot_be_written_is_refused_before_training_where_features_would_be_freed(
-    tmp_path: Path, retain: Any
-) -> None:
+def test_unwritable_store_is_refused_before_training_if_features_are_freed(tmp_path: Path, retain: Any) -> None:
     channel = MemoryChannel()
     publish(DirectoryStore(tmp_path / "store"), channel, range(8))
     store = DirectoryStore(tmp_path / "store", read_only=True)
@@ -151,7 +149,7 @@ def test_an_idle_log_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
-def test_a_producer_that_fails_is_not_the_end_of_data(kind: str) -> None:
+def test_failed_producer_is_not_the_end_of_data(kind: str) -> None:
     store, channel = stream(5, end=False)
     channel.end(kind, "ValueError: no more disk")
     loader = StreamLoader(store, channel, 2)
@@ -228,7 +226,9 @@ def test_a_kill_between_freeing_and_the_watermark_is_a_gap_too(on_gap: Any) -> N
         ("checkpoint", 2, None),
     ],
 )
-def test_credit_that_ends_before_a_save_is_refused(retain: Any, unsaved: int | None, expected: str | None) -> None:
+def test_credit_smaller_than_the_interval_of_saves_is_refused(
+    retain: Any, unsaved: int | None, expected: str | None
+) -> None:
     store, channel = stream(8, end=False, max_in_flight=8)
     loader = StreamLoader(store, channel, 4, retain=retain)
     loader.take_place(ReaderPlace(), runner(unsaved))
@@ -241,7 +241,7 @@ def test_credit_that_ends_before_a_save_is_refused(retain: Any, unsaved: int | N
 
 
 @pytest.mark.parametrize("retain", ["checkpoint", "step"])
-def test_a_producer_that_may_not_fill_an_update_is_refused_while_it_is_waited_for(retain: Any) -> None:
+def test_producer_without_credit_for_an_update_is_refused_during_the_wait(retain: Any) -> None:
     store, channel = stream(3, end=False, max_in_flight=3)
     loader = StreamLoader(store, channel, 4, retain=retain, idle_timeout=1)
     loader.take_place(ReaderPlace(), runner(1))
@@ -269,7 +269,7 @@ def test_arguments_are_checked(options: dict[str, Any]) -> None:
 # Freeing
 
 
-def test_what_a_thread_commits_is_freed_by_the_reader() -> None:
+def test_commit_of_a_thread_is_freed_by_the_reader() -> None:
     store, channel = stream(8)
     loader = StreamLoader(store, channel, 2)
     loader.take_place(ReaderPlace())
@@ -313,7 +313,7 @@ def whole(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("saves", "stop_at"), [({"async_enabled": False}, 3), ({"backend": "dcp"}, 1)])
-def test_a_run_that_is_resumed_ends_as_the_whole_one(
+def test_resumed_run_ends_as_the_uninterrupted_one(
     tmp_path: Path, whole: Any, saves: dict[str, Any], stop_at: int
 ) -> None:
     found = stream(19)
@@ -338,7 +338,7 @@ class Validated(Draft):
 
 
 @pytest.mark.parametrize("interval", [5, 50])
-def test_a_stream_that_is_over_ends_the_run_as_its_budget_does(
+def test_finished_stream_ends_the_run_as_its_budget_does(
     tmp_path: Path, interval: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "danling")
@@ -363,7 +363,7 @@ def test_a_stream_that_is_over_ends_the_run_as_its_budget_does(
 
 
 @pytest.mark.parametrize("steps", [3, 100])
-def test_a_run_that_is_given_another_log_leaves_it_as_it_is(tmp_path: Path, steps: int) -> None:
+def test_run_with_another_log_leaves_it_unchanged(tmp_path: Path, steps: int) -> None:
     with Draft(settings(tmp_path, steps=steps), *stream(19)) as runner:
         runner.train()
     store, channel = MemoryStore(), MemoryChannel("another stream")
@@ -376,7 +376,7 @@ def test_a_run_that_is_given_another_log_leaves_it_as_it_is(tmp_path: Path, step
     assert channel.claim("a run that has not begun")
 
 
-def test_a_runner_that_does_not_train_leaves_the_stream_to_its_trainer(tmp_path: Path) -> None:
+def test_runner_without_training_leaves_the_stream_to_its_trainer(tmp_path: Path) -> None:
     with Draft(settings(tmp_path / "run", steps=3), *stream(19)) as runner:
         runner.train()
     store, trainer = MemoryStore(), FileChannel(tmp_path / "log")
@@ -388,7 +388,7 @@ def test_a_runner_that_does_not_train_leaves_the_stream_to_its_trainer(tmp_path:
     assert (store.usage(), trainer.committed()) == (before, 0)
 
 
-def test_a_run_that_had_ended_frees_what_a_kill_has_left(tmp_path: Path) -> None:
+def test_finished_run_frees_the_remains_of_a_kill(tmp_path: Path) -> None:
     for _ in range(2):  # the second time, as if it had been killed between its last checkpoint and the freeing
         store, channel = stream(19)
         with Draft(settings(tmp_path, steps=3), store, channel) as runner:
@@ -398,7 +398,7 @@ def test_a_run_that_had_ended_frees_what_a_kill_has_left(tmp_path: Path) -> None
             store.get(channel.read(11, 12)[0])
 
 
-def test_several_passes_over_what_is_kept(tmp_path: Path) -> None:
+def test_several_passes_over_kept_features(tmp_path: Path) -> None:
     found = stream(19)
     with Draft(settings(tmp_path, steps=None, epochs=2), *found, retain="all") as runner:
         runner.train()
@@ -406,7 +406,7 @@ def test_several_passes_over_what_is_kept(tmp_path: Path) -> None:
     assert found[0].usage() > 0
 
 
-def test_a_pass_that_was_left_early_is_followed_by_a_whole_one_where_features_are_kept() -> None:
+def test_pass_left_early_is_followed_by_a_whole_one_if_features_are_kept() -> None:
     loader = StreamLoader(*stream(8), 2, retain="all", collate_fn=as_they_are)
     assert len([batch for batch, _ in zip(loader, range(2))]) == 2
     loader.set_epoch(1)
@@ -414,7 +414,7 @@ def test_a_pass_that_was_left_early_is_followed_by_a_whole_one_where_features_ar
     loader.close()
 
 
-def test_without_prefetch_features_are_read_in_the_thread_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_prefetch_features_are_read_in_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store may belong to one thread."""
     store, channel = stream(4)
     get, threads = store.get, set()
@@ -423,7 +423,7 @@ def test_without_prefetch_features_are_read_in_the_thread_that_trains(monkeypatc
     assert threads == {threading.get_ident()}
 
 
-def test_features_that_are_freed_at_each_step(tmp_path: Path, whole: Any) -> None:
+def test_features_are_freed_at_each_step(tmp_path: Path, whole: Any) -> None:
     found = stream(19)
     assert_same(run(tmp_path / "run", found, retain="step"), whole)
     assert found[0].usage() == 0
@@ -450,7 +450,7 @@ def test_a_gap_after_a_crash(tmp_path: Path, on_gap: Any, caplog: pytest.LogCapt
     assert "4 samples behind the checkpoint were freed at their updates; they are skipped (4 in this run" in caplog.text
 
 
-def test_evaluation_reads_a_list_that_does_not_grow(tmp_path: Path) -> None:
+def test_evaluation_reads_a_fixed_list(tmp_path: Path) -> None:
     found, held_out = stream(19), stream(5)
 
     with Validated(settings(tmp_path / "a"), *found) as runner:

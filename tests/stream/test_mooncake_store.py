@@ -40,7 +40,7 @@ def store(opened: MooncakeStore) -> Iterator[MooncakeStore]:
 
 
 @needs_mooncake
-def test_objects_outlive_the_process_that_put_them_and_another_reads_and_frees_them(
+def test_objects_outlive_their_writer_and_another_process_reads_and_frees_them(
     store: MooncakeStore, tmp_path: Path, master: tuple[str, str]
 ) -> None:
     (tmp_path / "put.py").write_text(
@@ -61,7 +61,7 @@ def test_objects_outlive_the_process_that_put_them_and_another_reads_and_frees_t
 
 
 @needs_mooncake
-def test_what_was_read_or_asked_for_a_moment_ago_is_freed_all_the_same(store: MooncakeStore) -> None:
+def test_recently_read_object_is_freed_all_the_same(store: MooncakeStore) -> None:
     tensors = {"x": torch.ones(100)}
     store.put("a", tensors)
     store.get(reference("a", tensors))
@@ -104,7 +104,7 @@ def test_two_writers_of_one_name_are_told_apart_although_mooncake_says_nothing(
 
 
 @needs_mooncake
-def test_what_a_killed_writer_has_begun_is_no_object_and_is_put_again() -> None:
+def test_partial_object_of_a_killed_writer_is_no_object_and_is_put_again() -> None:
     tensors = {"x": torch.arange(100)}
     with mooncake_master() as (address, metrics):
         store = MooncakeStore(address, metrics=metrics, lend_bytes=16 << 20)
@@ -126,7 +126,7 @@ def test_what_a_killed_writer_has_begun_is_no_object_and_is_put_again() -> None:
 
 
 @needs_mooncake
-def test_what_is_read_is_not_overwritten_by_what_is_read_next(store: MooncakeStore) -> None:
+def test_read_object_is_not_overwritten_by_the_next_read(store: MooncakeStore) -> None:
     kept = []
     for index in range(20):
         store.put(str(index), {"x": torch.full((1000,), float(index)), "y": torch.tensor(index)})
@@ -146,7 +146,7 @@ def test_streams_with_names_of_their_own_share_a_server(master: tuple[str, str],
 
 
 @needs_mooncake
-def test_metrics_that_are_not_there_are_named(master: tuple[str, str]) -> None:
+def test_missing_metrics_are_named(master: tuple[str, str]) -> None:
     (port,) = free_ports(1)
     for address in (f"127.0.0.1:{port}", master[0], "nowhere:x"):
         with pytest.raises(
@@ -157,7 +157,7 @@ def test_metrics_that_are_not_there_are_named(master: tuple[str, str]) -> None:
 
 
 @needs_mooncake
-def test_a_server_that_is_not_there_is_named_at_once() -> None:
+def test_missing_server_is_named_at_once() -> None:
     (port,) = free_ports(1)
     start = time.monotonic()
     for address in (f"127.0.0.1:{port}", "nowhere", "127.0.0.1:"):
@@ -167,14 +167,14 @@ def test_a_server_that_is_not_there_is_named_at_once() -> None:
 
 
 @needs_mooncake
-def test_memory_that_is_too_little_to_be_lent_is_refused() -> None:
+def test_too_little_lent_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="no memory or at least 16777216 bytes of it. Received: lend_bytes=1000"):
         MooncakeStore("127.0.0.1:1", lend_bytes=1000)
 
 
 @needs_mooncake
 @pytest.mark.slow  # Mooncake waits some times for an answer
-def test_a_server_that_dies_is_an_error_that_names_it() -> None:
+def test_dead_server_is_named_by_an_error() -> None:
     with mooncake_master() as (address, metrics):
         store = MooncakeStore(address, metrics=metrics, lend_bytes=16 << 20)
         store.put("a", {"x": torch.ones(3)})
@@ -230,7 +230,7 @@ def test_a_pool_uses_memory_again_and_keeps_no_more_than_it_was_told() -> None:
     assert store.memory == {}
 
 
-def test_any_bit_that_is_flipped_is_damage_or_padding() -> None:
+def test_any_flipped_bit_is_damage_or_padding() -> None:
     tensors = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.tensor(1)}
     whole = torch.zeros(packed_size("a", specs_of(tensors)), dtype=torch.uint8)
     pack(whole, "a", tensors)

@@ -100,7 +100,7 @@ def test_any_id_of_unicode_names_a_sample(tmp_path: Path, name: str) -> None:
         channel.close()
 
 
-def test_an_id_that_no_log_can_hold_is_refused_before_it_is_made(tmp_path: Path) -> None:
+def test_id_outside_the_format_is_refused_before_the_sample_is_made(tmp_path: Path) -> None:
     class Strange(Target):
         def sample_ids(self, batch: Any) -> list[str]:
             return ["caf\udce9"] * len(batch["id"])
@@ -121,14 +121,12 @@ def test_an_id_that_no_log_can_hold_is_refused_before_it_is_made(tmp_path: Path)
         (Captured("s", {"x": torch.ones(1)}, {"max_in_flight": 3}), "metadata with 'max_in_flight'"),
     ],
 )
-def test_a_sample_without_features_or_with_what_the_log_keeps_itself_is_refused(
-    sample: Captured, received: str
-) -> None:
+def test_sample_without_features_or_with_reserved_keys_is_refused(sample: Captured, received: str) -> None:
     with pytest.raises(ValueError, match=f"Expected features of sample 's', and metadata.*Received: {received}"):
         publish(MemoryStore(), MemoryChannel(), sample)
 
 
-def test_a_dtype_that_a_store_cannot_hold_is_named_with_its_sample(tmp_path: Path) -> None:
+def test_unsupported_dtype_is_named_with_its_sample(tmp_path: Path) -> None:
     sample = Captured("s", {"x": torch.zeros(2, dtype=torch.complex128)}, {})
     with pytest.raises(TypeError, match="'x' of torch.complex128.*view_as_real. It holds sample 's'"):
         publish(DirectoryStore(tmp_path), MemoryChannel(), sample)
@@ -186,7 +184,7 @@ def test_two_logs_over_one_store_leave_each_other_their_features() -> None:
 
 
 @pytest.mark.parametrize("bits", [1.0, 1.5])
-def test_two_producers_of_one_sample_leave_what_the_log_leads_to(bits: float) -> None:
+def test_two_producers_of_one_sample_leave_the_object_of_the_log(bits: float) -> None:
     store, channel = MemoryStore(), MemoryChannel()
 
     def meanwhile() -> Iterator[list[Captured]]:
@@ -245,14 +243,14 @@ class Answering(MemoryChannel):
         self._move_watermark(published)
 
 
-def test_credit_that_comes_back_while_it_is_asked_for_is_seen() -> None:
+def test_credit_returned_during_the_question_is_seen() -> None:
     store = MemoryStore()
     channel = Answering(store)
     assert run(production(store, channel, *map(captured, range(5)), max_in_flight=1))
     assert MemoryChannel.published(channel) == 5
 
 
-def test_a_store_that_is_emptied_while_it_is_found_full_is_seen() -> None:
+def test_store_emptied_during_the_question_is_seen() -> None:
     channel = MemoryChannel()
 
     class Emptied(MemoryStore):
@@ -268,7 +266,7 @@ def test_a_store_that_is_emptied_while_it_is_found_full_is_seen() -> None:
     assert channel.published() == 4
 
 
-def test_a_producer_that_gets_no_credit_names_the_stream() -> None:
+def test_producer_without_credit_names_the_stream() -> None:
     way = production(MemoryStore(), MemoryChannel("a stream"), captured(0), captured(1), max_in_flight=1)
     with pytest.raises(TimeoutError, match="trainer of stream a stream.*1 samples in flight.*max_in_flight"):
         run(way, 0.01)
@@ -292,7 +290,7 @@ def producer(tmp_path: Path, kind: type[Target] = Target, **options: Any) -> Tar
     return kind({**config, "dataloader": {"batch_size": 4}}, **options)
 
 
-def test_a_restarted_producer_captures_only_what_is_missing(tmp_path: Path) -> None:
+def test_restarted_producer_captures_only_missing_samples(tmp_path: Path) -> None:
     store, channel = MemoryStore(), MemoryChannel()
 
     class Failing(Target):
@@ -315,9 +313,7 @@ def test_a_restarted_producer_captures_only_what_is_missing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("before", [0, 2])
-def test_ids_that_come_again_are_named_at_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int
-) -> None:
+def test_repeated_ids_are_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int) -> None:
     class Numbered(Target):
         def sample_ids(self, batch: Any) -> list[int]:
             return list(range(len(batch["id"])))
@@ -335,7 +331,7 @@ def test_ids_that_come_again_are_named_at_the_end(
     assert caplog.text.count("more than once") == 1 and "The last one was '1'" in caplog.text
 
 
-def test_what_is_not_overridden_is_named(tmp_path: Path) -> None:
+def test_missing_override_is_named(tmp_path: Path) -> None:
     class Bare(FeatureProducer):
         def __init__(self, **options: Any) -> None:
             super().__init__({"dir": str(tmp_path)}, **options)
@@ -368,7 +364,7 @@ def together(tmp_path: Path, *, max_in_flight: int | None, kind: type[Target] = 
         return draft.end(), store, channel
 
 
-def test_a_trainer_that_ends_first_stops_the_producer_for_now(tmp_path: Path) -> None:
+def test_trainer_ending_first_stops_the_producer_for_now(tmp_path: Path) -> None:
     _, store, channel = together(tmp_path, max_in_flight=8, steps=3)
     assert channel.ended().kind == "stopped"
     assert channel.committed() == 12
@@ -382,7 +378,7 @@ def test_a_trainer_that_ends_first_stops_the_producer_for_now(tmp_path: Path) ->
     assert channel.ended().kind == "complete"
 
 
-def test_a_producer_that_raises_is_the_cause(tmp_path: Path) -> None:
+def test_error_of_a_producer_is_the_cause(tmp_path: Path) -> None:
     class Failing(Target):
         def capture(self, batch: Any) -> Any:
             if 8 in batch["id"]:
@@ -393,7 +389,7 @@ def test_a_producer_that_raises_is_the_cause(tmp_path: Path) -> None:
         together(tmp_path, max_in_flight=8, kind=Failing)
 
 
-def test_a_trainer_that_raises_is_told_in_the_log(tmp_path: Path) -> None:
+def test_error_of_a_trainer_is_in_the_log(tmp_path: Path) -> None:
     store, channel = MemoryStore(), MemoryChannel()
     with (
         producer(tmp_path, store=store, channel=channel, max_in_flight=8, indices=range(19)) as target,
@@ -413,7 +409,7 @@ def test_the_trainer_reads_the_channel_of_the_producer(tmp_path: Path) -> None:
         run_together(target, draft)
 
 
-def test_a_producer_logs_what_it_made_and_how_long_it_waited(tmp_path: Path) -> None:
+def test_producer_logs_its_samples_and_its_waits(tmp_path: Path) -> None:
     store = MemoryStore()
     with producer(tmp_path, store=store, channel=MemoryChannel()) as target:
         target.produce()
@@ -499,7 +495,7 @@ def produce_until_killed(root: str) -> str:
     return str(caught.value)
 
 
-def test_what_two_ranks_have_left_in_the_store_is_found_by_one(tmp_path: Path) -> None:
+def test_remains_of_two_ranks_in_the_store_are_found_by_one(tmp_path: Path) -> None:
     assert run_processes(produce_until_killed, str(tmp_path), world_size=2, timeout=100) == ["killed"] * 2
     store, channel = DirectoryStore(tmp_path / "store"), SQLiteChannel(tmp_path / "log.sqlite")
     assert len(list((tmp_path / "store").rglob("*.safetensors"))) == 4

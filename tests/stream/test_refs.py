@@ -19,12 +19,12 @@ def test_a_reference_comes_back_from_its_line(dtype: torch.dtype, shape: tuple[i
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), float("nan"), {1, 2}, object()])
-def test_metadata_that_is_no_json_is_refused_with_the_sample(value: object) -> None:
+def test_metadata_without_a_json_form_is_refused_with_the_sample(value: object) -> None:
     with pytest.raises(TypeError, match="Expected plain JSON in the metadata of sample 'seven'"):
         SampleRef("seven", "a1", {}, {"value": value})
 
 
-def test_metadata_is_at_once_what_a_log_gives_back() -> None:
+def test_metadata_equals_the_metadata_read_from_the_log() -> None:
     meta = {"of": (1, 2), 3: [None]}
     ref = SampleRef("a", "b", {}, meta)
     meta[3].append(1)  # type: ignore[union-attr]
@@ -39,7 +39,7 @@ def test_an_unknown_dtype_is_refused() -> None:
 @pytest.mark.parametrize(
     "line", ["", "{}", '{"id":"a","object":"b","tensors":{"x":[[1],"float32"]}', '{"id":1}', "[]", "null"]
 )
-def test_a_line_that_is_no_reference_is_refused(line: str) -> None:
+def test_line_without_a_reference_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match="Expected the reference of a sample as one line of JSON"):
         SampleRef.from_json(line)
 

@@ -110,7 +110,7 @@ def test_views_and_tensors_with_a_gradient_are_stored_by_value(make: Make) -> No
     assert found["t"].is_contiguous() and not found["leaf"].requires_grad
 
 
-def test_an_object_that_was_discarded_or_never_put_is_a_key_error(make: Make) -> None:
+def test_discarded_or_missing_object_is_a_key_error(make: Make) -> None:
     store, tensors = make(), features()
     store.put("a", tensors)
     store.put("b", tensors)
@@ -121,7 +121,7 @@ def test_an_object_that_was_discarded_or_never_put_is_a_key_error(make: Make) ->
     assert same(store.get(reference("b", tensors)), tensors)
 
 
-def test_usage_counts_the_bytes_of_what_is_kept(make: Make) -> None:
+def test_usage_counts_the_bytes_of_kept_objects(make: Make) -> None:
     store = make()
     assert store.usage() == 0
     sizes = []
@@ -171,7 +171,7 @@ def test_a_budget_is_enforced_and_freed_bytes_can_be_used_again(make: Make) -> N
         ({"more": TensorSpec((1,), "int32")}, r"Expected int32\[1\] as feature 'more'.*Received: nothing"),
     ],
 )
-def test_an_object_that_is_not_what_the_log_says_is_refused(
+def test_object_different_from_its_reference_is_refused(
     make: Make, change: dict[str, TensorSpec], message: str
 ) -> None:
     store, tensors = make(), features()
@@ -184,7 +184,7 @@ def test_an_object_that_is_not_what_the_log_says_is_refused(
 
 
 @pytest.mark.parametrize("value", [1.0, [torch.ones(1)], None, torch.eye(2).to_sparse()])
-def test_what_is_no_dense_tensor_is_refused_with_object_and_name(make: Make, value: object) -> None:
+def test_value_other_than_a_dense_tensor_is_refused_with_object_and_name(make: Make, value: object) -> None:
     store = make()
     with pytest.raises(TypeError, match="Expected dense, whole tensors by name in object 'a'. Received: 'x': "):
         store.put("a", {"x": value})  # type: ignore[dict-item]
