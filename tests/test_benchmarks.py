@@ -48,7 +48,7 @@ def test_an_update_agrees_on_as_much_for_any_number_of_ranks() -> None:
     assert few["an update agrees on bytes"] == many["an update agrees on bytes"] > 0
 
 
-def test_plans_that_are_derived_are_those_of_the_ranks() -> None:
+def test_derived_plans_equal_the_plans_of_the_ranks() -> None:
     with scale.place(0, 8):
         plan = scale.local_plan(0, 8)[0]
     for rank in (3, 7):

@@ -75,7 +75,7 @@ def _starts_if_not(absent: int, tcp: bool) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-def test_rank_that_never_starts_is_named_within_the_time_limit(tcp: bool) -> None:
+def test_missing_rank_is_named_within_the_time_limit(tcp: bool) -> None:
     first, absent, third = run_processes(_starts_if_not, 1, tcp, world_size=3, timeout=40)
     assert absent == ("absent", [])
     assert third[0] == first[0] or third[0].startswith("The process that joins the ranks, which is rank 0")
@@ -85,7 +85,7 @@ def test_rank_that_never_starts_is_named_within_the_time_limit(tcp: bool) -> Non
     assert [*first[1], *third[1]] == ["2 of 3 processes have started. Missing: rank 1."]
 
 
-def test_rank_zero_that_never_starts_is_named_within_the_time_limit() -> None:
+def test_missing_rank_zero_is_named_within_the_time_limit() -> None:
     _, second = run_processes(_starts_if_not, 0, False, world_size=2, timeout=40)
     assert second[0].startswith("Expected rank 0 to answer at 127.0.0.1:")
     assert len(second[1]) == 1 and second[1][0].startswith("Rank 0, the first of 2 processes, does not answer")
@@ -118,7 +118,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     return own
 
 
-def test_one_that_comes_at_the_instant_at_which_it_is_given_up_is_told_the_same(stores: threading.local) -> None:
+def test_rank_arriving_as_it_is_given_up_gets_the_same_verdict(stores: threading.local) -> None:
     shared, told = HashStore(), []
 
     def last() -> None:
@@ -135,7 +135,7 @@ def test_one_that_comes_at_the_instant_at_which_it_is_given_up_is_told_the_same(
     assert all_arrive("here", seconds=-1) == told[0]
 
 
-def test_one_that_comes_later_is_told_that_it_was_given_up(stores: threading.local) -> None:
+def test_late_rank_learns_of_being_given_up(stores: threading.local) -> None:
     stores.store = HashStore()
     assert [all_arrive("here", seconds=-1), all_arrive("here", seconds=60)] == [False, False]
     assert [all_arrive("there", seconds=-1) for _ in range(2)] == [False, False]
@@ -157,7 +157,7 @@ def test_all_leave_when_the_last_one_has_joined() -> None:
     assert not any(rank.go_on() for rank in ranks)
 
 
-def test_none_leaves_where_one_went_on_before() -> None:
+def test_no_rank_leaves_if_one_continued_before() -> None:
     ranks = rounds(2)
     ranks[0].join()
     assert ranks[0].go_on()

@@ -36,7 +36,7 @@ def test_unknown_check_is_refused() -> None:
     assert code == 2 and "Received: resumes." in output and not records
 
 
-def test_check_that_takes_too_long_is_killed_and_one_without_time_is_left_out() -> None:
+def test_too_long_check_is_killed_and_one_without_time_is_left_out() -> None:
     code, output, records = run("--only", "environment", "--patience", "0.001")
     assert code == 1 and records[0]["error"] == "killed at its time limit" and "1 of 1 failed" in output
     code, output, records = run("--only", "environment", "--budget", "0.5")

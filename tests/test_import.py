@@ -60,7 +60,7 @@ def test_no_module_of_the_core_imports_an_extension():
     assert {"danling.torchft.member", "danling.mesh.axes"} <= imported(ROOT / "torchft" / "attach.py")
 
 
-def test_the_table_names_what_is_there():
+def test_table_names_existing_rooms_only():
     assert EXTENSIONS.keys() | STACKS.keys() | {"mesh", "stream", "cli", "prove"} == EXTENSIONS_OF_THE_LIBRARY | {
         "ddp",
         "parallel",
@@ -97,7 +97,7 @@ print(json.dumps([imported, sorted(loaded)]))
 """
 
 
-def test_a_runner_imports_nothing_of_torch_that_torch_does_not_and_a_run_loads_no_extension(tmp_path):
+def test_runner_imports_no_more_of_torch_than_torch_and_a_run_loads_no_extension(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -108,7 +108,7 @@ def test_a_runner_imports_nothing_of_torch_that_torch_does_not_and_a_run_loads_n
     assert {"runners", "training", "checkpoints"} <= set(loaded) and not EXTENSIONS_OF_THE_LIBRARY & set(loaded)
 
 
-def test_the_managers_have_the_place_that_the_contract_gives_them() -> None:
+def test_managers_are_importable_from_their_place_in_the_contract() -> None:
     from danling.runners import checkpoints
 
     names = ("FileCheckpointManager", "TorchDistributedCheckpointManager", "DeepSpeedCheckpointManager")

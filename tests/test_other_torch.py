@@ -114,12 +114,12 @@ def test_registry_without_the_release_is_named_and_leaves_nothing(
     assert [path.suffix for path in (tmp_path / "danling" / "venvs").iterdir()] == [".lock", ".lock"]
 
 
-def test_interpreter_that_does_not_run_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_broken_interpreter_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--python", "python9.9", "2.15.0"]) == 69
     assert "Received: --python=python9.9, which does not run here." in capfd.readouterr().out
 
 
-def test_cache_that_cannot_be_written_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_cache_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "danling").touch()
     assert main(["2.15.0"]) == 69
     said = capfd.readouterr().out

@@ -59,7 +59,7 @@ def test_a_hang_ends_at_the_timeout_with_all_descendants() -> None:
     assert not [command for command in descendants(os.getpid()).values() if "time.sleep(60.0)" in command]
 
 
-def test_a_test_that_leaves_a_process_fails(pytester_run: str) -> None:
+def test_leftover_process_fails_its_test(pytester_run: str) -> None:
     assert "Expected no process to outlive the test" in pytester_run
     assert "1 passed, 1 error" in pytester_run
 

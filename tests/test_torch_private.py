@@ -113,11 +113,11 @@ TREES = {path: ast.parse(path.read_text()) for path in sorted(Path(ROOT, "danlin
 DEFINED = {name for tree in TREES.values() for name in defined_in(tree)}
 
 
-def test_torch_that_runs_has_every_listed_name() -> None:
+def test_installed_torch_has_every_listed_name() -> None:
     assert missing_names(torch.__version__) == []
 
 
-def test_library_uses_no_private_name_that_is_not_listed() -> None:
+def test_library_uses_only_listed_private_names() -> None:
     found = [f"{path}: {name}" for path, tree in TREES.items() for name in unlisted(tree, DEFINED)]
     assert found == []
 

@@ -43,7 +43,7 @@ def test_opened_values_are_walked_in_place_of_objects() -> None:
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_numbers_that_json_lacks_are_replaced_at_any_depth(number: float) -> None:
+def test_numbers_without_a_json_form_are_replaced_at_any_depth(number: float) -> None:
     value = {1: [number, (2.0, {"x": number})]}
     assert finite(value, str) == {"1": [str(number), [2.0, {"x": str(number)}]]}
     assert json.loads(json_text(value)) == {"1": [None, [2.0, {"x": None}]]}

@@ -80,7 +80,7 @@ def standing(**changes: Any) -> Any:
     return kind(**{**facts, "device": torch.device("cuda"), **changes})
 
 
-def test_what_it_may_be() -> None:
+def test_accelerator_with_another_strategy_or_precision_is_refused() -> None:
     check_place(standing(), NOTHING, ALONE)
     check_place(standing(mixed_precision="fp8"), AccelerateSettings(fp8=True), ALONE)
     with pytest.raises(ValueError, match="distributed_type=FSDP"):
@@ -134,7 +134,7 @@ def test_the_optimizer_stays_the_users(accelerator: Any) -> None:
     assert preparation.stepped(another).optimizer is another
 
 
-def test_a_step_is_made_also_where_accelerate_counts_otherwise(accelerator: Any) -> None:
+def test_step_is_made_even_if_accelerate_counts_otherwise(accelerator: Any) -> None:
     model = nn.Linear(1, 1, bias=False)
     weight = model.weight.detach().clone()
     through = reduction(accelerator, model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -147,7 +147,7 @@ def test_a_step_is_made_also_where_accelerate_counts_otherwise(accelerator: Any)
     assert model.weight.grad is None
 
 
-def test_a_step_that_accelerate_leaves_out_is_an_error(accelerator: Any) -> None:
+def test_step_left_out_by_accelerate_is_an_error(accelerator: Any) -> None:
     model = nn.Linear(1, 1)
     through = reduction(accelerator, model, torch.optim.SGD(model.parameters(), lr=1.0))
     through.stepped._is_overflow = True
@@ -239,7 +239,7 @@ def test_fp8_is_left_to_accelerate() -> None:
         ({"mixed_precision": "int4"}, {}, ["accelerate.mixed_precision", "'int4'"]),
     ],
 )
-def test_what_the_library_decides_is_refused_with_both_names(
+def test_setting_decided_by_the_library_is_refused_with_both_names(
     section: dict[str, Any], environment: dict[str, str], both: list[str]
 ) -> None:
     with pytest.raises(ValueError, match="Received: ") as error:
@@ -248,7 +248,7 @@ def test_what_the_library_decides_is_refused_with_both_names(
 
 
 @pytest.mark.parametrize("said", ["fp16", "fp8"])
-def test_precisions_that_contradict_each_other(said: str) -> None:
+def test_contradictory_precisions_are_refused(said: str) -> None:
     with pytest.raises(ValueError, match=f"precision='bf16' and ACCELERATE_MIXED_PRECISION='{said}'"):
         read({}, {"ACCELERATE_MIXED_PRECISION": said}, precision="bf16")
     with pytest.raises(ValueError, match=f"accelerate.mixed_precision='bf16' and ACCELERATE_MIXED_PRECISION='{said}'"):
@@ -266,7 +266,7 @@ def test_precisions_that_contradict_each_other(said: str) -> None:
         ({"kwargs_handlers": [accelerate.utils.InitProcessGroupKwargs()]}, "Set backend"),
     ],
 )
-def test_arguments_that_are_not_accelerates_to_take(arguments: dict[str, Any], mend: str) -> None:
+def test_arguments_of_the_library_are_refused(arguments: dict[str, Any], mend: str) -> None:
     handlers = arguments.get("kwargs_handlers", [])
     with pytest.raises(ValueError, match=mend):
         open_accelerator(
@@ -292,7 +292,7 @@ MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", **MEETING}
 
 
-def test_a_launcher_that_starts_one_of_several_processes() -> None:
+def test_launcher_of_one_of_several_processes_is_refused() -> None:
     for environment in (LAUNCHED, {"OMPI_COMM_WORLD_SIZE": "2"}):
         with pytest.raises(ValueError, match="torchrun --nproc-per-node N"):
             check_launch(AccelerateSettings(), environment, world_size=1)
@@ -308,5 +308,5 @@ def test_a_launcher_that_starts_one_of_several_processes() -> None:
         ({**LAUNCHED, "RANK": "0", "WORLD_SIZE": "2"}, 2),
     ],
 )
-def test_starts_that_are_right(environment: dict[str, str], world_size: int) -> None:
+def test_right_starts_are_accepted(environment: dict[str, str], world_size: int) -> None:
     check_launch(NOTHING, environment, world_size=world_size)

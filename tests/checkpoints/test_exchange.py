@@ -80,7 +80,7 @@ def test_weights_under_a_key_are_found(key: str, tmp_path: Path) -> None:
         import_weights(tmp_path / "others.pt")
 
 
-def test_others_read_what_is_written(tmp_path: Path) -> None:
+def test_exported_file_is_read_by_other_programs(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     export_weights(tmp_path / "plain.pth", _weights(model))
     assert _same(torch.load(tmp_path / "plain.pth", weights_only=True), model.state_dict())
@@ -123,7 +123,7 @@ def test_equal_weights_give_equal_files(tmp_path: Path) -> None:
     assert loaded.keys() == set("abc") and all(torch.equal(loaded[name], weights[name]) for name in loaded)
 
 
-def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+def test_wrong_source_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="without model.safetensors.index.json, model.safetensors, model.pth"):
         import_weights(tmp_path)
     torch.save([1], tmp_path / "list.pth")

@@ -135,7 +135,7 @@ def test_a_call_fails(
     )
 
 
-def test_an_error_names_what_was_tried_the_space_and_what_is_good(
+def test_error_names_the_call_the_free_space_and_the_good_checkpoint(
     earlier: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, recorded = earlier

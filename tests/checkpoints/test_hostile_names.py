@@ -68,7 +68,7 @@ def test_figures_in_a_sealed_manifest_are_bounded(saved: Path, old: str, new: st
         Manifest.parse(sealed)
 
 
-def test_an_export_of_a_url_touches_no_file_that_the_store_names(
+def test_export_of_a_url_touches_no_file_named_by_the_store(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     victim = tmp_path / "thesis.tex"
@@ -98,7 +98,7 @@ def _cut_in_two(saved: Path, place: Path, second: int) -> Path:
     return place
 
 
-def test_chunks_that_overlap_leave_no_memory_unread(saved: Path, tmp_path: Path) -> None:
+def test_overlapping_chunks_leave_no_memory_unread(saved: Path, tmp_path: Path) -> None:
     manager = make_manager("dcp", _cut_in_two(saved, tmp_path / "checkpoints", 149))
     with pytest.raises(CheckpointDamaged, match="do not make up its shape"):
         manager.load_checkpoint("latest")
@@ -158,7 +158,7 @@ def _snapshot(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
 
 
-def test_a_checkpoint_that_its_owner_has_moved_to_another_disk_stays(saved: Path, tmp_path: Path) -> None:
+def test_checkpoint_moved_to_another_disk_by_its_owner_stays(saved: Path, tmp_path: Path) -> None:
     place, disk = Path(shutil.copytree(saved, tmp_path / "checkpoints")), tmp_path / "disk"
     disk.mkdir()
     for target in sorted((place / "targets").iterdir()):
@@ -171,7 +171,7 @@ def test_a_checkpoint_that_its_owner_has_moved_to_another_disk_stays(saved: Path
     assert make_manager("dcp", place).load_checkpoint("best")["state"]["step"] == 7
 
 
-def test_a_directory_of_targets_that_is_a_link_is_refused_and_left_alone(saved: Path, tmp_path: Path) -> None:
+def test_linked_directory_of_targets_is_refused_and_left_alone(saved: Path, tmp_path: Path) -> None:
     place, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     shutil.copytree(saved, place)
     (elsewhere / "00000009-0123abcd").mkdir(parents=True)
@@ -196,7 +196,7 @@ def test_a_directory_of_checkpoints_may_be_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "dcp"])
-def test_auto_resume_falls_back_where_the_newest_verifies_and_cannot_be_read(kind: str, tmp_path: Path) -> None:
+def test_auto_resume_falls_back_if_the_newest_verifies_and_is_unreadable(kind: str, tmp_path: Path) -> None:
     from support.hostile import harm, plant_in_file, plant_in_value
 
     place = record_saves(kind, tmp_path / "checkpoints")

@@ -164,7 +164,7 @@ def test_a_named_pipe_hangs_no_reader(kind: str, place: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("strange", ["a directory", "a named pipe"])
-def test_a_strange_thing_that_was_renamed_is_no_longer_mentioned(
+def test_renamed_strange_file_is_no_longer_mentioned(
     tmp_path: Path, strange: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = record_saves("file", tmp_path / "checkpoints")
@@ -216,14 +216,16 @@ def test_an_unreadable_old_checkpoint_blocks_no_restart(
     assert sorted(bool(verdict["problems"]) for verdict in verify(place, "full"))[-1] is True
 
 
-def test_a_target_that_cannot_be_listed_blocks_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlistable_target_blocks_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = record_saves("dcp", tmp_path / "checkpoints")
     newest = TargetStore(place).target(place / "latest")
     monkeypatch.setattr(storage, "os", BrokenPaths(errno.EIO, newest))
     assert go_on("dcp", place, 4)[0] == 2
 
 
-def test_what_another_kind_of_manager_left_blocks_none(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_kind_of_manager_block_no_restart(
+    kind: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kind == "dcp":
         (place / "old.pth").mkdir()
         (place / "latest.pth.sha256").symlink_to("latest.pth.sha256")
@@ -244,7 +246,7 @@ def test_a_file_in_place_of_the_targets_is_moved_aside(tmp_path: Path, caplog: p
     assert "targets.aside-" in caplog.text
 
 
-def test_targets_that_lead_nowhere_are_an_error_that_says_so(place: Path, kind: str) -> None:
+def test_dangling_targets_are_named_by_an_error(place: Path, kind: str) -> None:
     if kind == "file":
         pytest.skip("files have no targets")
     shutil.move(place / "targets", place.parent / "unmounted")
@@ -259,7 +261,7 @@ def test_targets_that_lead_nowhere_are_an_error_that_says_so(place: Path, kind: 
         go_on(kind, place, 4)
 
 
-def test_a_run_does_not_begin_anew_over_checkpoints_that_it_cannot_read(place: Path, kind: str) -> None:
+def test_run_does_not_start_from_scratch_over_unreadable_checkpoints(place: Path, kind: str) -> None:
     fresh = make_manager(kind, place.parent / "other")
     fresh.checkpoints.refuse_lost()
     for path in [*place.glob("*.sha256"), *place.glob("targets/*/manifest.sha256")]:

@@ -70,7 +70,7 @@ def test_one_write_gives_all_names_and_a_model_is_exported_beside_them(kind: str
 
 
 @of_both_kinds
-def test_a_checkpoint_is_found_by_name_path_and_directory_and_what_is_there_is_named(kind: str, tmp_path: Path) -> None:
+def test_checkpoint_is_found_by_name_path_and_directory_and_existing_ones_are_named(kind: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     manager = make_manager(kind, run / "checkpoints")
     manager.save_checkpoint({**payload(5), "runner": {"seed": 7}}, epoch=0, global_step=5, history=True)
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_found_by_name_path_and_directory_and_what_is_there_is_n
 
 
 @of_both_kinds
-def test_another_run_is_refused_with_what_differs_unless_one_only_looks(kind: str, tmp_path: Path) -> None:
+def test_another_run_is_refused_with_the_differences_unless_it_only_looks(kind: str, tmp_path: Path) -> None:
     place = record_saves(kind, tmp_path / "checkpoints")
     other, seen = make_manager(kind, place, run="other"), []
 
@@ -205,7 +205,7 @@ def test_whole_runs_of_old_load(tmp_path: Path, kind: str) -> None:
 
 
 @of_both_kinds
-def test_retention_spares_best_and_what_the_run_goes_on_from(kind: str, tmp_path: Path) -> None:
+def test_retention_spares_best_and_the_checkpoint_resumed_from(kind: str, tmp_path: Path) -> None:
     for step in range(1, 7):
         manager = make_manager(kind, tmp_path)
         if step > 1:

@@ -110,7 +110,7 @@ def test_tensor_of_a_class_comes_back_as_one(where: str, more: dict[str, Any], t
 
 
 @pytest.mark.parametrize("backend", ["file", "dcp"])
-def test_tensor_that_is_more_than_its_values_is_refused_at_the_first_save(backend: str, tmp_path: Path) -> None:
+def test_tensor_with_more_than_values_is_refused_at_the_first_save(backend: str, tmp_path: Path) -> None:
     class Wraps(Classes):
         def __init__(self, config: Any) -> None:
             super().__init__(config, "none")

@@ -89,7 +89,7 @@ def _ahead(manager: Any, step: int) -> tuple[dict[str, Any], Path]:
     return payload, _targets(manager.directory)[-1]
 
 
-def test_what_was_lost_is_of_another_step_or_shape_is_written_again(tmp_path: Path) -> None:
+def test_lost_stale_or_reshaped_data_is_written_again(tmp_path: Path) -> None:
     manager = _manager(tmp_path)
     payload, before = _ahead(manager, 3)
     (before / "__0_0.distcp").unlink()
@@ -116,7 +116,7 @@ def test_retention_counts_no_save_ahead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_save_after_one_ahead_writes_again_what_has_changed_and_links_the_rest(tmp_path: Path, mode: str) -> None:
+def test_save_after_one_ahead_rewrites_changed_data_and_links_the_rest(tmp_path: Path, mode: str) -> None:
     manager = _manager(tmp_path, async_mode=mode)
     payload, before = _ahead(manager, 3)
     assert differences(_manager(tmp_path).load_checkpoint("latest"), payload) == []
@@ -164,7 +164,7 @@ def test_pointers_lead_to_targets_only(tmp_path: Path, content: str) -> None:
         manager.load_checkpoint("ckpt-s000000000001")
 
 
-def test_pointers_that_were_exchanged_are_found_by_their_names(tmp_path: Path) -> None:
+def test_exchanged_pointers_are_found_by_their_names(tmp_path: Path) -> None:
     manager = _manager(tmp_path)
     for step in (1, 2):
         _save(manager, step, history=True)
@@ -174,7 +174,7 @@ def test_pointers_that_were_exchanged_are_found_by_their_names(tmp_path: Path) -
     assert manager.find_latest() == "latest"
 
 
-def test_what_another_program_wrote_takes_trust_and_runs_nothing_without(tmp_path: Path) -> None:
+def test_foreign_checkpoint_needs_trust_and_runs_nothing_without(tmp_path: Path) -> None:
     _save(_manager(tmp_path), 1)
     (target,) = _targets(tmp_path)
     # With an index `.metadata` is not opened at all.
@@ -205,7 +205,7 @@ def test_a_complete_target_without_a_name_counts_and_an_unfinished_one_goes(tmp_
     assert not unfinished.exists() and _step(again, "latest") == 3
 
 
-def test_names_that_cannot_be_kept_apart_are_refused(tmp_path: Path) -> None:
+def test_ambiguous_names_are_refused(tmp_path: Path) -> None:
     manager = _manager(tmp_path)
     with pytest.raises(CheckpointError, match="two parts of the state named 'a.b'"):
         manager.save_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, epoch=0, global_step=1)
@@ -353,7 +353,7 @@ def _fail_on_one_rank(directory: Path, mode: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path, mode: str) -> None:
+def test_failed_write_of_a_rank_fails_the_save_on_all(tmp_path: Path, mode: str) -> None:
     seen = run_processes(_fail_on_one_rank, tmp_path, mode, world_size=2, init_process_group=True)
     assert seen == [[True, 1, 3]] * 2
 
@@ -382,7 +382,7 @@ def _lose_a_starting_process(directory: Path, victim: int) -> list[str]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_dies_as_it_starts_is_told_on_all_ranks(tmp_path: Path, victim: int) -> None:
+def test_process_dying_at_its_start_is_reported_on_all_ranks(tmp_path: Path, victim: int) -> None:
     seen = run_processes(_lose_a_starting_process, tmp_path, victim, world_size=2, init_process_group=True)
     for first, second in seen:
         assert "ended by SIGKILL" in first
@@ -404,7 +404,7 @@ def _lose_a_joining_process(directory: Path) -> list[str]:
     return _two_saves(manager)
 
 
-def test_processes_wait_for_one_that_dies_as_they_join_for_a_limited_time(tmp_path: Path) -> None:
+def test_processes_wait_for_one_dying_while_they_join_for_a_limited_time(tmp_path: Path) -> None:
     seen = run_processes(_lose_a_joining_process, tmp_path, world_size=2, init_process_group=True, timeout=90)
     for first, second in seen:
         assert "within 3 s" in first or "ended by SIGKILL" in first
@@ -427,7 +427,7 @@ def test_saves_in_the_background_never_overlap_and_the_newest_wins(tmp_path: Pat
     assert len(_targets(tmp_path)) == 3
 
 
-def test_a_writer_of_torch_that_fills_a_copy_of_the_metadata_loses_no_save(
+def test_torch_writer_filling_a_copy_of_the_metadata_loses_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch 2.11 does, with which the real writer is run elsewhere; torch 2.13 fills the one that it is given."""

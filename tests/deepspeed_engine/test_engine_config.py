@@ -38,7 +38,7 @@ def test_sizes_are_derived_and_clipping_stays_with_the_runner() -> None:
     assert zero_stage(found) == 0
 
 
-def test_what_is_given_passes_through() -> None:
+def test_given_settings_pass_through() -> None:
     given = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "comms_logger": {"enabled": True}}
     found = config_of(given)
     assert found["zero_optimization"] == given["zero_optimization"]

@@ -22,7 +22,7 @@ def test_an_asynchronous_save_has_no_effect(mode: str | None, number: int) -> No
     assert prepared.forward_communicates(nn.Identity()) == "stack='deepspeed'"
 
 
-def test_what_an_engine_refuses() -> None:
+def test_settings_impossible_for_an_engine_are_refused() -> None:
     model = nn.Linear(2, 2)
     for criterion in (None, nn.CrossEntropyLoss(), nn.PReLU().requires_grad_(False), nn.functional.mse_loss):
         check_trainable(model, criterion, None, 1)

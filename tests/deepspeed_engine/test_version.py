@@ -26,7 +26,7 @@ def test_version_below_the_tested_one_is_refused(version: str, tmp_path: Path, m
     assert f"Received: deepspeed {version}. Run `pip install 'deepspeed>={LOWEST_VERSION}'`." in str(refused.value)
 
 
-def test_lowest_version_is_the_one_that_the_tests_use() -> None:
+def test_lowest_version_is_the_tested_one() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     assert extras["deepspeed"][0].partition(";")[0] == f"deepspeed>={LOWEST_VERSION}"

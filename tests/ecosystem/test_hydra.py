@@ -16,7 +16,7 @@ from support.programs import run_program
 SWEEPS = Path(__file__).parents[2] / "examples" / "sweeps"
 
 
-def test_settings_that_hydra_composes_are_those_of_the_run() -> None:
+def test_run_has_the_settings_composed_by_hydra() -> None:
     pytest.importorskip("hydra")
     code, output = run_program(SWEEPS / "composed.py", "--multirun", "optim=adamw,sgd", "epochs=1", "model.width=16")
     assert code == 0, output

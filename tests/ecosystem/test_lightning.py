@@ -143,7 +143,7 @@ def test_settings_of_a_split_come_before_those_of_the_data_module(tmp_path: Path
         assert runner.dataloaders["test"].batch_size == 3
 
 
-def test_hooks_that_a_trainer_would_call_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hooks_of_a_trainer_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Moving(Numbers):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return batch
@@ -182,7 +182,7 @@ def test_two_processes_share_the_samples(per_node: bool, tmp_path: Path) -> None
     assert ranks[0]["loss"] == ranks[1]["loss"]
 
 
-def test_data_that_cannot_be_prepared_ends_all_processes(tmp_path: Path) -> None:
+def test_failed_preparation_of_data_ends_all_processes(tmp_path: Path) -> None:
     first, second = run_processes(failing_on_one, str(tmp_path), world_size=2, timeout=120)
     assert first == "OSError: no data"
     assert second.startswith(

@@ -45,7 +45,7 @@ def points(client: Any, run: str, key: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in client.get_metric_history(run, key)]
 
 
-def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
+def test_store_has_every_step_once_and_refused_values_are_logged(
     tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     uri = f"sqlite:///{shutil.copy(store.removeprefix('sqlite:///'), tmp_path)}"
@@ -84,7 +84,7 @@ def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
     assert "MLflow has not taken the metrics of step 1" in caplog.text
 
 
-def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path) -> None:
+def test_resumed_runner_continues_its_own_run(tmp_path: Path) -> None:
     more = {"auto_resume": True, "lineage": "toy", "log_interval": 1, "model": {"api_key": "hidden"}}
     config = settings(tmp_path / "run?", **more, mlflow={"enabled": True})
     for steps in (4, 6):
@@ -135,7 +135,7 @@ def _interrupts(runner: Any) -> None:
     ],
     ids=["fails", "interrupts", "terminates", "stops"],
 )
-def test_a_run_says_how_it_ended_also_where_nobody_closes_it(
+def test_status_of_a_run_is_set_even_without_a_close(
     tmp_path: Path, store: str, happens: Any, raised: type[BaseException] | None, status: str
 ) -> None:
     lineage = f"{raised} ends it"

@@ -18,7 +18,7 @@ from support.warm import interpreter
 SEARCH = Path(__file__).parents[2] / "examples/sweeps/search.py"
 
 
-def test_a_search_that_is_killed_goes_on_with_the_trial_that_was_under_way() -> None:
+def test_killed_search_continues_its_running_trial() -> None:
     optuna = pytest.importorskip("optuna")
     budget = ("--trials", "5", "--epochs", "4")
     with Job([interpreter(), str(SEARCH), *budget]) as job:

@@ -56,7 +56,7 @@ def weights_of(runner: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["causal", pytest.param("classes", marks=pytest.mark.slow)])
-def test_what_is_trained_is_saved_alone_and_resumed_bitwise(kind: str, tmp_path: Path) -> None:
+def test_only_trained_weights_are_saved_and_resume_bitwise(kind: str, tmp_path: Path) -> None:
     averaging = {"ema": {"enabled": True, "decay": 0.5}}
     with Adapting(settings(tmp_path / "whole", 6, **averaging), kind) as whole:
         whole.train()
@@ -75,7 +75,7 @@ def test_what_is_trained_is_saved_alone_and_resumed_bitwise(kind: str, tmp_path:
         assert all(torch.equal(second.ema.weights[name], value) for name, value in whole.ema.weights.items())
 
 
-def test_a_base_that_was_loaded_is_loaded_again_when_the_run_is_resumed(tmp_path: Path) -> None:
+def test_base_model_is_loaded_again_at_a_resume(tmp_path: Path) -> None:
     torch.save(adapted("causal", base=0.5).state_dict(), tmp_path / "base.pt")
     pretrained = {"pretrained": str(tmp_path / "base.pt")}
     with Adapting(settings(tmp_path / "whole", 4, **pretrained)) as whole:

@@ -37,7 +37,7 @@ def environment() -> Iterator[dict[str, str]]:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def test_a_worker_that_dies_is_started_again_and_the_run_ends_bitwise(environment: dict[str, str]) -> None:
+def test_dead_worker_is_started_again_and_the_run_ends_bitwise(environment: dict[str, str]) -> None:
     saved = Path("run/checkpoints/latest.pth")
     command = [sys.executable, str(SWEEPS / "workers.py"), "--workers", "2", "--epochs", "40"]
     with Job(command, environment=environment) as job:
@@ -64,7 +64,7 @@ def test_a_worker_that_dies_is_started_again_and_the_run_ends_bitwise(environmen
     assert ends[0]["state"]["train"] == ends[1]["state"]["train"]
 
 
-def test_a_search_that_is_killed_goes_on(environment: dict[str, str]) -> None:
+def test_killed_search_continues(environment: dict[str, str]) -> None:
     command = [sys.executable, str(SWEEPS / "tune.py"), "--trials", "3", "--epochs", "30"]
     trials = Path("search/runs/trials")
     with Job(command, environment=environment) as job:

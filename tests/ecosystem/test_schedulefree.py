@@ -64,7 +64,7 @@ def by_hand(kind: str, steps: int) -> tuple[list[Tensor], list[Tensor], float]:
 
 @pytest.mark.parametrize("stack", ["ddp", "accelerate"])
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
-def test_training_evaluation_and_files_have_the_weights_that_they_should(kind: str, stack: str, tmp_path: Path) -> None:
+def test_training_evaluation_and_files_have_the_right_weights(kind: str, stack: str, tmp_path: Path) -> None:
     trained, averaged, loss = by_hand(kind, 8)
     assert not torch.equal(trained[0], averaged[0])
     with Free(settings(tmp_path, **FREE, steps=8, stack=stack), kind) as runner:

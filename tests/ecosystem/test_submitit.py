@@ -30,7 +30,7 @@ def weights(root: Path) -> dict[str, torch.Tensor]:
     return dict(payload["model"])
 
 
-def test_a_job_that_is_preempted_is_requeued_and_ends_as_one_that_was_left_alone(
+def test_preempted_job_is_requeued_and_ends_as_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("submitit")

@@ -94,7 +94,7 @@ def settings(root: Path, micro_batch: int, accum_steps: int, **more: Any) -> dic
 
 @pytest.mark.parametrize("model", [Graphs, Layers])
 @pytest.mark.parametrize("level", ["graph", "node"])
-def test_an_update_of_micro_batches_is_that_of_one_large_batch(level: str, model: type[Graphs], tmp_path: Path) -> None:
+def test_update_of_micro_batches_equals_one_of_a_large_batch(level: str, model: type[Graphs], tmp_path: Path) -> None:
     torch.manual_seed(0)
     alone, whole = Graphs(level), Batch.from_data_list(graphs(level))
     logits = alone(whole)
@@ -156,7 +156,7 @@ def test_samples_may_hold_several_graphs(tmp_path: Path) -> None:
         assert runner.train_state.samples == NUMBER - 1
 
 
-def test_a_batch_of_neighbours_counts_the_nodes_that_it_was_drawn_for() -> None:
+def test_batch_of_neighbours_counts_its_seed_nodes() -> None:
     drawn = Data(x=torch.ones(9, 3), edge_index=torch.zeros(2, 4, dtype=torch.int64), y=torch.zeros(9), batch_size=4)
     assert dl.training.count_samples(drawn) == 4
     assert dl.training.peek_target(drawn) is None  # the targets of all 9 nodes are not those of the loss

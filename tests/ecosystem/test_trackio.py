@@ -74,7 +74,7 @@ def test_a_run_of_trackio_of_the_program_is_used_and_left_open(store: Any) -> No
     assert [(record["step"], record["loss"]) for record in records] == [(1, 1.0), (2, 0.5)]
 
 
-def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path, store: Any) -> None:
+def test_resumed_runner_continues_its_own_run(tmp_path: Path, store: Any) -> None:
     tracked = {"enabled": True, "project": "toy"}
     more = {"auto_resume": True, "log_interval": 1, "model": {"api_key": "hidden"}, "trackio": tracked}
     config = settings(tmp_path / "run", **more)

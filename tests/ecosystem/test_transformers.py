@@ -78,7 +78,7 @@ def assert_same_update(made: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_update_of_micro_batches_is_that_of_one_large_batch(kind: str, tmp_path: Path) -> None:
+def test_update_of_micro_batches_equals_one_of_a_large_batch(kind: str, tmp_path: Path) -> None:
     expected = by_hand(kind)
     for micro_batch, accum_steps in ((20, 1), (3, 7)):
         assert_same_update(updated(str(tmp_path), kind, micro_batch, accum_steps), expected)
@@ -109,7 +109,7 @@ def test_metrics_a_criterion_and_predictions_are_handed_logits(tmp_path: Path) -
         assert figures["acc"] == pytest.approx(right / 7)
 
 
-def test_labels_that_are_shifted_already_weigh_as_they_are(tmp_path: Path) -> None:
+def test_already_shifted_labels_weigh_as_given(tmp_path: Path) -> None:
     """As sequence parallelism and packing hand them over: transformers takes `shift_labels` in the place of `labels`."""
 
     def collate(rows: list[dict[str, Any]]) -> Any:
@@ -175,7 +175,7 @@ SAVED = [("causal", AutoModelForCausalLM), pytest.param("seq2seq", AutoModelForS
 
 @pytest.mark.parametrize("road", ["save_pretrained", "export"])
 @pytest.mark.parametrize(("kind", "auto"), SAVED)
-def test_from_pretrained_loads_what_was_trained(kind: str, auto: Any, road: str, tmp_path: Path) -> None:
+def test_from_pretrained_loads_the_trained_weights(kind: str, auto: Any, road: str, tmp_path: Path) -> None:
     """Tied weights, resized embeddings and the precision come back."""
     model = model_of(kind).to(torch.bfloat16)
     model.resize_token_embeddings(SIZE + 3)
@@ -193,7 +193,7 @@ def test_from_pretrained_loads_what_was_trained(kind: str, auto: Any, road: str,
 
 
 @pytest.mark.parametrize("kind", ["causal", "masked", pytest.param("seq2seq", marks=pytest.mark.slow)])
-def test_tied_weights_that_transformers_has_saved_under_one_name_are_loaded(kind: str, tmp_path: Path) -> None:
+def test_tied_weights_saved_under_one_name_are_loaded(kind: str, tmp_path: Path) -> None:
     published = model_of(kind)
     with torch.no_grad():
         for parameter in published.parameters():
@@ -274,7 +274,7 @@ def groups_of_the_page() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_groups_of_the_page_decay_what_the_trainer_decays(kind: str) -> None:
+def test_groups_of_the_page_decay_the_same_weights_as_the_trainer(kind: str) -> None:
     name, options = ARCHITECTURES[kind]
     model = getattr(transformers, name)(transformers.AutoConfig.for_model(kind, **options))
     names = {id(parameter): each for each, parameter in model.named_parameters()}

@@ -41,7 +41,7 @@ QUICK = frozenset({"gan"})
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS])  # fmt: skip
-def test_an_example_is_bitwise_what_its_files_say(
+def test_example_equals_its_digests_bitwise(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -67,7 +67,7 @@ def test_a_difference_is_found(
 
 
 @pytest.mark.parametrize(("words", "received"), [(["--kills", "0"], "--kills 0"), (["--dir", "there"], "--dir there")])
-def test_what_cannot_be_done_is_refused(words: list[str], received: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_options_are_refused(words: list[str], received: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("there").mkdir()
     with pytest.raises(SystemExit):
         demo.main(words)

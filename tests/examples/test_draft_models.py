@@ -58,7 +58,7 @@ def test_draft_vocabulary_maps_both_ways() -> None:
         DraftVocabulary(torch.tensor([1, 1]), 6)
 
 
-def test_eagle3_trains_what_it_drafts_from_every_prefix() -> None:
+def test_eagle3_trains_its_drafts_from_every_prefix() -> None:
     draft = random_draft("eagle3")
     assert isinstance(draft, Eagle3)
     tokens, features, embed = embedded()
@@ -77,7 +77,7 @@ def test_eagle3_trains_what_it_drafts_from_every_prefix() -> None:
     assert compared == 5 * 7 + sum(range(1, 7))
 
 
-def test_eagle3_loss_is_that_of_a_loop_over_positions() -> None:
+def test_eagle3_loss_equals_a_loop_over_positions() -> None:
     draft: Any = random_draft("eagle3")
     tokens, features, embed = embedded()
     supervised, target = torch.rand(BATCH, LENGTH) < 0.7, torch.randn(BATCH, LENGTH, TOKENS)

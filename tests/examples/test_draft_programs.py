@@ -73,7 +73,7 @@ def test_offline_and_together_are_the_same_run(
     assert len(re.findall(r"^acceptance_length \S+ -> \S+ of at most 4$", printed, re.MULTILINE)) == 2, printed
 
 
-def test_what_is_captured_makes_the_targets_scores(target: nn.Module) -> None:
+def test_captured_states_give_the_scores_of_the_target(target: nn.Module) -> None:
     tokens = torch.randint(TOKENS, (2, 9))
     whole = target(tokens, output_hidden_states=True)
     found = capture(target, tokens, [0, 2, 1])
@@ -85,7 +85,7 @@ def test_what_is_captured_makes_the_targets_scores(target: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "domino"])
-def test_text_that_is_written_with_a_draft_is_the_targets_own(kind: str, target: nn.Module) -> None:
+def test_text_written_with_a_draft_equals_the_targets_own(kind: str, target: nn.Module) -> None:
     drafts = {
         "eagle3": lambda: Eagle3(WIDTH, DraftVocabulary(torch.arange(0, TOKENS, 2), TOKENS)),
         "dflash": lambda: DFlash(WIDTH),

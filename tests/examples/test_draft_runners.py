@@ -53,7 +53,7 @@ def captured(count: int, seed: int, *, prompt: int = 4) -> list[dict[str, Tensor
 
 
 @pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "domino", "eagle3"])
-def test_acceptance_rises_on_a_target_that_can_be_learned(kind: str) -> None:
+def test_acceptance_rises_on_a_learnable_target(kind: str) -> None:
     write_target("target")
     config = DraftConfig(steps=60, log=False)
     config.target.path = "target"

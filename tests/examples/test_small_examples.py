@@ -45,7 +45,7 @@ def test_early_stop_ends_before_its_budget_and_keeps_the_average(run_example: Ca
     assert set(saved_in("experiments/early_stop/*")["ema"]["weights"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def test_stream_goes_on_bitwise_where_it_was(run_example: Callable[..., str]) -> None:
+def test_stream_continues_bitwise_at_its_position(run_example: Callable[..., str]) -> None:
     steps = ("--scheduler.total_steps", "60", "--evaluate_interval", "20")
     run_example("streaming", "--steps", "60", *steps, "--dir", "whole")
     run_example("streaming", "--steps", "35", *steps, "--dir", "parts")
@@ -113,7 +113,7 @@ def test_intervals_hold_about_as_many_targets_as_they_say(run_example: Callable[
     assert nats < without - 0.15 and 75 < share < 98
 
 
-def test_a_mixture_goes_on_where_each_source_was(run_example: Callable[..., str]) -> None:
+def test_mixture_continues_at_the_position_of_each_source(run_example: Callable[..., str]) -> None:
     small = ("--model.width", "16", "--model.depth", "1", "--model.context", "16", "--evaluate_interval", "10")
     small += ("--scheduler.total_steps", "20", "--dataloader.batch_size", "4")
     output = run_example("mixture", "--steps", "20", *small, "--dir", "whole")

@@ -42,7 +42,7 @@ def test_the_way_to_the_lighthouse_gives_the_address_of_this_machine() -> None:
         ([2, 2, 1], 2, True, 1, ReplicaSizeError),
     ],
 )
-def test_which_group_leaves_where_sizes_differ(
+def test_group_of_another_size_than_the_majority_leaves(
     sizes: list[int], own: int, behind: bool, ahead: int, ending: type[Exception] | None
 ) -> None:
     names = [f"replica-{index:06d}-ranks-{size}" for index, size in enumerate(sizes)]
@@ -104,7 +104,7 @@ def runner_of(root: Path, group: int = 0) -> dl.TorchRunner:
     )
 
 
-def test_a_group_that_heals_continues_as_the_other_one(
+def test_healing_group_continues_as_the_other_one(
     lighthouse: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with runner_of(tmp_path / "a") as ahead, runner_of(tmp_path / "b", 1) as behind:

@@ -53,7 +53,7 @@ def test_minus_one_is_filled(axis: str) -> None:
         ({"shard": -2}, ">= 1"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_all_axes(degrees: dict[str, int], match: str) -> None:
+def test_mismatched_size_is_refused_with_all_axes(degrees: dict[str, int], match: str) -> None:
     with pytest.raises(ValueError, match=match) as error:
         Axes.resolve(degrees, world_size=4)
     for name in AXES:

@@ -166,7 +166,7 @@ def refused(settings: Mapping[str, Any], model: type[nn.Module], data: Any, crit
     ],
     ids=["a model that takes no shifted labels", "a model that does not say", "a criterion", "labels of Packed"],
 )
-def test_a_loss_that_would_shift_slices_is_refused(
+def test_loss_with_a_shift_of_slices_is_refused(
     model: Any, criterion: Any, shifts: Any, data: Any, said: str, tmp_path: Path
 ) -> None:
     arguments = config(tmp_path, CONTEXT), model, data(), criterion, shifts

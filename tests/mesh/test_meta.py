@@ -101,9 +101,7 @@ def made(settings: Mapping[str, Any], model: Callable[[], nn.Module]) -> dict[st
 
 
 @pytest.mark.parametrize("axes", [None, {"replicate": 2}, {"shard": 2}], ids=["one process", "replicate", "shard"])
-def test_what_initialisation_leaves_unwritten_is_refused_by_name(
-    axes: Mapping[str, int] | None, tmp_path: Path
-) -> None:
+def test_weight_left_uninitialised_is_refused_by_name(axes: Mapping[str, int] | None, tmp_path: Path) -> None:
     for model, name in (
         (LeavesBuffer, "table"),
         (LeavesElement, "order"),
@@ -114,20 +112,20 @@ def test_what_initialisation_leaves_unwritten_is_refused_by_name(
             assert isinstance(message, str) and f"Received: {name} with" in message
 
 
-def test_what_equals_the_filling_by_chance_is_accepted(tmp_path: Path) -> None:
+def test_value_equal_to_the_filling_by_chance_is_accepted(tmp_path: Path) -> None:
     found = made(config(tmp_path), Model)
     assert isinstance(found, dict) and found["order"].tolist() == [90, 91, 92, 93, 94] and found["mask"].all()
     assert found["layer.weight"].isfinite().all()
 
 
-def test_copies_have_to_be_written_on_the_rank_that_they_are_copied_from(tmp_path: Path) -> None:
+def test_copies_must_be_initialised_on_their_source_rank(tmp_path: Path) -> None:
     first, second = run_processes(made, config(tmp_path, {"replicate": 2}), OnFirstRank)
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     for message in run_processes(made, config(tmp_path, {"replicate": 2}), OnSecondRank):
         assert isinstance(message, str) and "(6 in all) with unwritten" in message
 
 
-def test_weights_that_are_loaded_need_not_be_written(tmp_path: Path) -> None:
+def test_loaded_weights_need_no_initialisation(tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     torch.save({name: torch.full_like(value, 2.0) for name, value in Model().state_dict().items()}, weights)
 

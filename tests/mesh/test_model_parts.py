@@ -37,7 +37,7 @@ class Chain(nn.Module):
     ],
     ids=str,
 )
-def test_stages_that_hold_nothing_of_a_container(parts: list[list[str]]) -> None:
+def test_stages_without_a_part_of_a_container(parts: list[list[str]]) -> None:
     model = Chain()
     assert choose_parts(model, len(parts), parts) == parts
     x = torch.randn(2, 3)

@@ -65,7 +65,7 @@ def test_copies_begin_alike_and_parts_apart() -> None:
     assert not torch.equal(weights_on(0, {"pipeline": 2}), weights_on(0, {"pipeline": 2}, number=1))
 
 
-def test_a_module_that_cannot_be_initialised_is_named() -> None:
+def test_module_without_initialisation_is_named() -> None:
     class Silent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -91,7 +91,7 @@ def test_a_recomputed_block_gives_the_same_gradient_and_counts_a_batch_once() ->
         assert torch.equal(buffer, other_buffer)
 
 
-def test_which_modules_are_a_stage() -> None:
+def test_modules_of_a_stage() -> None:
     class Named(nn.Sequential):
         def pipeline_modules(self, number: int) -> list[list[str]]:
             return [["0"], ["1", "2"], ["3"]][:number]
@@ -127,7 +127,7 @@ def test_an_optimizer_follows_the_names_of_its_parameters() -> None:
         rebind_optimizer(stepped, names, now, list(now.parameters()), pipeline=LocalDomain())
 
 
-def test_what_communicates_and_what_has_no_effect() -> None:
+def test_communicating_axes_and_axes_without_effect() -> None:
     fsdp = {"reshard_after_forward": True, "blocks": ["Layer"]}
     config = RunnerConfig({"stack": "parallel", "fsdp": fsdp, "fsdp_notes": {"by": "me"}, "compile": {"enable": True}})
 

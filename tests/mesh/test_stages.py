@@ -33,7 +33,7 @@ def test_stages_by_rank(schedule: str, listed: int, stages: list[tuple[int, ...]
         assert plan.has_first == (0 in plan.indices) and plan.has_last == (plan.number - 1 in plan.indices)
 
 
-def test_what_fits_no_pipeline_is_refused() -> None:
+def test_model_unfit_for_a_pipeline_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parallel.axes.pipeline > 1"):
         StagePlan.of(axes(shard=2), rank=0, schedule="1F1B", listed=2)
     with pytest.raises(ValueError, match="2 stages on each rank"):

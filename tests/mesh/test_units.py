@@ -180,7 +180,7 @@ RIGHT: dict[str, tuple[Mapping[str, int], Plan, bool, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_units_that_only_some_ranks_or_micro_batches_use_equal_a_loop_by_hand(name: str, tmp_path: Path) -> None:
+def test_units_used_by_some_ranks_or_micro_batches_equal_a_loop_by_hand(name: str, tmp_path: Path) -> None:
     axes, plan, together, changes = RIGHT[name]
     results = run_processes(train, settings(tmp_path, axes, plan, **changes), plan, together, world_size=ranks_of(axes))
     expected = by_hand(plan, [seen for _, seen in results], together=together)
@@ -188,7 +188,7 @@ def test_units_that_only_some_ranks_or_micro_batches_use_equal_a_loop_by_hand(na
         assert gap(weights, expected) < 1e-12
 
 
-def test_a_killed_run_of_hsdp_whose_last_micro_batch_leaves_a_block_out_equals_a_loop_by_hand(tmp_path: Path) -> None:
+def test_killed_run_of_hsdp_with_a_block_unused_in_the_last_micro_batch_equals_a_loop(tmp_path: Path) -> None:
     axes, plan, together, _ = RIGHT["HSDP, blocks that the last micro-batch does not use"]
     whole_run = settings(tmp_path / "whole", axes, plan)
     seen = [each for _, each in run_processes(train, whole_run, plan, together, world_size=4)]
@@ -213,7 +213,7 @@ def refused(config: Mapping[str, Any], plan: Plan) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("axes", "odd"), [(FSDP, [(0,), (1,)]), (HSDP, [(0,), (0,), (1,), (1,)])], ids=["by shard", "by replica"]
 )
-def test_ranks_that_run_different_blocks_end_before_the_update(axes: Any, odd: list[Used], tmp_path: Path) -> None:
+def test_ranks_with_different_blocks_end_before_the_update(axes: Any, odd: list[Used], tmp_path: Path) -> None:
     number = ranks_of(axes)
     plan: Plan = [[[(0, 1)] * number] * 2, [[(2,)] * number, odd]]
     for message, step in run_processes(refused, settings(tmp_path, axes, plan), plan, world_size=number):
@@ -234,13 +234,13 @@ def evaluate(config: Mapping[str, Any], plan: Plan) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_evaluate_different_blocks_are_named(tmp_path: Path) -> None:
+def test_ranks_with_different_blocks_in_evaluation_are_named(tmp_path: Path) -> None:
     plan: Plan = [[[(0,), (1,)]]]
     for message in run_processes(evaluate, settings(tmp_path, FSDP, plan), plan):
         assert "the weights of blocks.0 on ranks [0]; the weights of blocks.1 on ranks [1]" in message
 
 
-def test_a_rank_that_runs_more_blocks_is_named_by_the_report_of_a_hang(tmp_path: Path) -> None:
+def test_rank_with_more_blocks_is_named_by_the_report_of_a_hang(tmp_path: Path) -> None:
     plan: Plan = [[[(0,), (0,)]]] * 2 + [[[(0,), (0, 1, 2)]]]
     comm = {"train_timeout_seconds": float(round(patience(8.0))), "hang_warning_seconds": None}
     config = settings(tmp_path, FSDP, plan, comm=comm, log=True, dir=str(tmp_path / "run"))

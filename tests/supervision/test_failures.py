@@ -53,7 +53,7 @@ for attempt in range(40):
 """
 
 
-def test_ranks_that_fail_at_once_agree_on_which_one_was_first(tmp_path: Path) -> None:
+def test_ranks_failing_at_once_agree_on_the_first(tmp_path: Path) -> None:
     script, attempts = tmp_path / "script.py", tmp_path / "attempts"
     script.write_text(AT_ONCE)
     attempts.mkdir()
@@ -110,7 +110,7 @@ class Small(dl.TorchRunner):
         return self.peak
 
 
-def test_out_of_memory_leaves_what_is_known_of_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_out_of_memory_writes_the_state_of_the_memory(caplog: pytest.LogCaptureFixture) -> None:
     runner = Small(steps=4)
     runner.out_of_memory_at = 3
     with caplog.at_level(logging.INFO, logger="danling"), runner:
@@ -132,7 +132,7 @@ def logged(runner: Small) -> dict[str, float]:
         return dict([line for line in lines if "train/samples_per_second" in line][-1])
 
 
-def test_flops_are_reported_where_they_are_known_and_counting_them_changes_no_bit() -> None:
+def test_flops_are_reported_if_known_and_counting_changes_no_bit() -> None:
     plain, counted = Small(steps=4, lineage="plain"), Small(steps=4, lineage="counted")
     counted.peak = 1e9
     counted.dataloaders["train"][:] = plain.dataloaders["train"]
@@ -153,7 +153,7 @@ class OwnFlops(Small):
         return float(data[0].numel())
 
 
-def test_a_user_says_what_a_token_costs() -> None:
+def test_given_cost_of_a_token_is_used() -> None:
     figures = logged(OwnFlops(steps=4))
     assert figures["train/tokens_per_second"] == pytest.approx(8 * figures["train/samples_per_second"])
     assert figures["train/model_flops_per_second"] == pytest.approx(100 * figures["train/tokens_per_second"])

@@ -30,7 +30,7 @@ def read(heartbeat: Heartbeat) -> dict[str, Any]:
     return dict(json.loads(heartbeat.file.read_text()))
 
 
-def test_says_who_and_where(tmp_path: Path) -> None:
+def test_heartbeat_names_rank_and_host(tmp_path: Path) -> None:
     heartbeat = begun(tmp_path / "heartbeats", 0.02, 3)
     first = read(heartbeat)
     assert heartbeat.file.name == "rank-3.json"
@@ -48,7 +48,7 @@ def test_says_who_and_where(tmp_path: Path) -> None:
     assert [path.name for path in heartbeat.file.parent.iterdir()] == ["rank-3.json"]
 
 
-def test_tells_of_a_main_thread_that_hangs_and_ends_its_own_at_once(tmp_path: Path) -> None:
+def test_hanging_main_thread_is_reported_and_own_thread_ends_at_once(tmp_path: Path) -> None:
     heartbeat = begun(tmp_path, 0.02)
     heartbeat.beat()
     until(lambda: read(heartbeat)["seconds_without_step"] >= 0.2)
@@ -78,7 +78,7 @@ def test_every_reader_sees_a_whole_file_also_after_sigkill(tmp_path: Path) -> No
     assert json.loads((tmp_path / "rank-0.json").read_text())["status"] == "running"
 
 
-def test_a_file_that_cannot_be_written_is_told_once(
+def test_unwritable_file_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     heartbeat = begun(tmp_path, 0.01)

@@ -55,7 +55,7 @@ def test_one_trace_a_cycle_with_the_active_updates_in_it(tmp_path: Path) -> None
     assert len(once.traces) == 1
 
 
-def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path: Path) -> None:
+def test_early_end_of_a_run_keeps_the_record(tmp_path: Path) -> None:
     profiler = begun(tmp_path / "some", wait=1, warmup=1, active=10, repeat=0, record_shapes=True, profile_memory=True)
     for step in range(5):
         work()

@@ -44,7 +44,7 @@ def watched(directory: Path, seconds: float = 0.001, **more: Any) -> RankWatch:
     return RankWatch(runner, seconds=seconds, **more)
 
 
-def test_the_events_say_which_part_of_a_training_is_under_way(tmp_path: Path) -> None:
+def test_events_tell_the_current_phase_of_a_training(tmp_path: Path) -> None:
     now = iter(range(100))
     watch = watched(tmp_path, clock=lambda: float(next(now)))
     assert watch.look() == "computing"
@@ -119,11 +119,11 @@ def _watch_a_backward(sleeps: bool) -> None:
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
-def test_forked_process_sees_whether_its_backward_waits(sleeps: bool) -> None:
+def test_forked_process_sees_a_waiting_backward(sleeps: bool) -> None:
     assert wait(fork(_watch_a_backward, sleeps)) == 0
 
 
-def test_what_fails_in_it_ends_it_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_in_the_watch_ends_the_watch_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fails() -> float:
         if threading.current_thread() is threading.main_thread():
             return 0.0
@@ -174,7 +174,7 @@ def state(rank: int, **more: Any) -> RankState:
     return RankState(**{"rank": rank, **given, "excuse": "", "time": 0.0, **more})
 
 
-def test_a_report_has_the_stacks_then_who_waits_then_for_whom() -> None:
+def test_report_has_stacks_then_waiting_ranks_then_their_cause() -> None:
     states = [state(rank) for rank in range(6)]
     states[4] = state(4, collective="barrier", called="user.py:3 in f", host="b", stack="t")
     assert report(states, {6: "process 3 on c"}).splitlines() == [

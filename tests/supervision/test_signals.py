@@ -84,7 +84,7 @@ with SignalWatcher() as watcher:
 """
 
 
-def test_what_forked_workers_get_is_not_counted_as_a_second_sigint() -> None:
+def test_signal_to_forked_workers_is_no_second_sigint() -> None:
     assert subprocess.run([interpreter(), "-c", FORKING], timeout=60, check=False).returncode == 7
 
 
@@ -95,7 +95,7 @@ def raised(watcher: SignalWatcher, number: signal.Signals) -> None:
         time.sleep(0.001)
 
 
-def test_a_signal_that_the_caller_ignores_stays_ignored() -> None:
+def test_signal_ignored_by_the_caller_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with SignalWatcher() as watcher:
