@@ -42,9 +42,9 @@ class _Batches(Iterable[Any]):
         self._iterable = iterable
 
     def __iter__(self) -> Iterator[Any]:
-        recorder = sys.modules.get("_danling_prove.recorder")
+        attached = sys.modules.get("_danling_prove.attach")
         source = iter(self._iterable)
-        return source if recorder is None else recorder.watched(source)
+        return source if attached is None else attached.watched(source)
 
     def __next__(self) -> Any:
         # Of an iterator, which `next` may be called on directly.

@@ -7,23 +7,20 @@ driver kills all processes of the script once all ranks are there.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import pickle
 import random
 import sys
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from . import stacks
 from .samples import CannotCompare, Loaders, digest, leaves, local_of
@@ -70,14 +67,6 @@ class Job:
     def replays(self) -> bool:
         """Whether batches of a layout are replayed."""
         return self.source is not None
-
-
-def place_of() -> tuple[int, int]:
-    """Return the rank and the number of processes."""
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Recorder:
@@ -133,7 +122,7 @@ class Recorder:
 
     def enters(self, module: nn.Module, inputs: Any) -> None:
         """Note what an outermost module is called with."""
-        if not self._depth and _is_forward():
+        if not self._depth and is_forward():
             if module not in self._known and stacks.has_parameters(module):
                 self._meet(module)
             if torch.is_grad_enabled() and stacks.has_parameters(module):
@@ -293,7 +282,7 @@ class Recorder:
         return not (is_each_done or self.made >= 8 * self.job.updates)
 
     def _write_tensors(self, weights: dict[str, stacks.Piece]) -> None:
-        rank, world = place_of()
+        rank, world = stacks.place_of()
         gradients = self._gradients
         unchanged = [
             name
@@ -323,7 +312,7 @@ class Recorder:
         torch.save(record, self.place / f"rank-{rank}.update-{self.made}.pt")
 
     def _write_digests(self, weights: dict[str, stacks.Piece]) -> None:
-        rank, _ = place_of()
+        rank, _ = stacks.place_of()
         line = {
             "samples": self._inputs,
             "loss": self._losses,
@@ -335,7 +324,7 @@ class Recorder:
             file.write(json.dumps(line) + "\n")
 
     def _end(self) -> NoReturn:
-        rank, world = place_of()
+        rank, world = stacks.place_of()
         if self.job.checks and not self.job.replays:
             (self.place / f"rank-{rank}.batches").write_bytes(pickle.dumps(self.loaders.kept))
             torch.save(self._roots, self.place / f"rank-{rank}.first.pt")
@@ -345,7 +334,7 @@ class Recorder:
 
     def _claim(self) -> None:
         """Have one process be a rank: of two the records would be mixed."""
-        rank, _ = place_of()
+        rank, _ = stacks.place_of()
         file = self.place / f"rank-{rank}.pid"
         with contextlib.suppress(FileExistsError), open(file, "x") as new:
             new.write(str(os.getpid()))
@@ -354,7 +343,7 @@ class Recorder:
 
     def fail(self, reason: str) -> NoReturn:
         """Say why the script cannot be compared."""
-        self._mark(self.place / f"rank-{place_of()[0]}.failed", reason)
+        self._mark(self.place / f"rank-{stacks.place_of()[0]}.failed", reason)
 
     def _mark(self, file: Path, text: str) -> NoReturn:
         staged = file.with_suffix(".new")
@@ -384,7 +373,7 @@ def _steps_alone(optimizer: Any, seen: Any) -> bool:
     return bool(own) and not any(own & {id(p) for group in each.param_groups for p in group["params"]} for each in seen)
 
 
-def _is_forward() -> bool:
+def is_forward() -> bool:
     """Whether a module is called by the script: checkpointing calls modules again within a backward."""
     return bool(torch._C._current_graph_task_id() == -1)
 
@@ -398,219 +387,3 @@ def _streams() -> list[object]:
         state = numpy.get_state()
         found.append((state[1].tobytes(), state[2]))
     return found
-
-
-# Attaching to torch
-
-_active: Recorder | None = None
-
-
-def active() -> Recorder:
-    """Return the recorder of this process."""
-    global _active
-    if _active is None:
-        _active = Recorder(Job(**json.loads(os.environ[VARIABLE])))
-    return _active
-
-
-def watched(source: Iterator[Any]) -> Iterator[Any]:
-    """Yield from an iterator that is no `DataLoader`'s, recorded or replayed."""
-    recorder, key = active(), _Key()
-    while True:
-        try:
-            batch = recorder.fetch(key, lambda: next(source))
-        except StopIteration:
-            return
-        yield batch
-
-
-class _Key:
-    pass
-
-
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have an error of the recorder be known as one, and not as one of the script."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except CannotCompare as error:
-            active().fail(str(error))
-        except Exception:
-            active().fail("the recorder fails:\n" + traceback.format_exc())
-
-    return call
-
-
-def torch_loaded() -> None:
-    """Attach the recorder."""
-    recorder = active()
-    _watch_loaders(recorder)
-    _watch_modules(recorder)
-    _watch_clipping(recorder)
-    _watch_steps(recorder)
-    if recorder.job.checks and not recorder.job.keeps_dropout:
-        _switch_dropout_off()
-
-
-def _watch_loaders(recorder: Recorder) -> None:
-    from torch.utils.data import DataLoader
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    if not recorder.job.checks:
-        return
-    fetch, length, start = _BaseDataLoaderIter.__next__, DataLoader.__len__, DataLoader.__init__
-
-    # Lightning reads the signature, to make a loader anew with another sampler.
-    @functools.wraps(start)
-    def started(self: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.loaders.made(self)
-        start(self, *args, **kwargs)
-
-    @functools.wraps(fetch)
-    def following(self: Any) -> Any:
-        return recorder.fetch(self, lambda: fetch(self))
-
-    @functools.wraps(length)
-    def counted(self: Any) -> int:
-        return recorder.loaders.length(self, lambda: length(self))
-
-    _BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign]
-    DataLoader.__len__ = counted  # type: ignore[method-assign]
-    DataLoader.__init__ = started  # type: ignore[method-assign]
-
-
-def _watch_modules(recorder: Recorder) -> None:
-    call, backward = nn.Module.__call__, torch.autograd.backward
-    enters, note = _guarded(recorder.enters), _guarded(recorder.backward)
-    end = _guarded(recorder.backward_ended)
-
-    @functools.wraps(call)
-    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return call(self, *args, **kwargs)
-        enters(self, (args, kwargs))
-        recorder._depth += 1
-        try:
-            output = call(self, *args, **kwargs)
-        finally:
-            recorder._depth -= 1
-        recorder.leaves(output)
-        return output
-
-    @functools.wraps(backward)
-    def begun(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_forward():
-            note(tensors)
-            backward(tensors, *args, **kwargs)
-            end()
-        else:
-            backward(tensors, *args, **kwargs)
-
-    nn.Module.__call__ = called  # type: ignore[method-assign]
-    torch.autograd.backward = begun
-    kinds: list[Any] = [nn.Module, torch.optim.Optimizer]
-    for kind in kinds:
-        kind.zero_grad = _after(kind.zero_grad, recorder.forgets)
-
-
-def _after(function: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        note()
-        return function(*args, **kwargs)
-
-    return functools.wraps(function)(call)
-
-
-def _watch_clipping(recorder: Recorder) -> None:
-    clip_norm, clip_value = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
-    with_norm = nn.utils.clip_grads_with_norm_
-
-    def keep(parameters: Any) -> Any:
-        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if recorder.job.checks and not recorder.inside:
-            recorder.clipping(stacks.gradients_of(params))
-        return params
-
-    keep = _guarded(keep)
-
-    @functools.wraps(clip_norm)
-    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
-        norm = clip_norm(keep(parameters), *args, **kwargs)
-        recorder.clipped(norm)
-        return norm
-
-    @functools.wraps(clip_value)
-    def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        clip_value(keep(parameters), *args, **kwargs)
-
-    @functools.wraps(with_norm)
-    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
-        with_norm(keep(parameters), max_norm, total_norm, *args, **kwargs)
-        recorder.clipped(total_norm)
-
-    for place in (nn.utils, nn.utils.clip_grad):
-        for function in (clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_):
-            setattr(place, function.__name__, function)
-
-
-def _watch_steps(recorder: Recorder) -> None:
-    from torch.optim import optimizer as hooks
-
-    before, after = _guarded(recorder.before), _guarded(recorder.after)
-
-    def begins(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if recorder.inside:
-            return None
-        # `args[0]` is the optimizer.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        trained = recorder.trained_by(optimizer)
-        if not callable(closure):
-            before(trained)
-            return None
-        calls: list[int] = []
-
-        def closed() -> Any:
-            # As Lightning has it: backward and clipping happen in the step.
-            value = closure()
-            if not calls:
-                before(trained)
-            calls.append(1)
-            return value
-
-        return (args[0], closed, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
-
-    def ended(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not recorder.inside:
-            after(recorder.trained_by(optimizer))
-
-    hooks.register_optimizer_step_pre_hook(begins)
-    hooks.register_optimizer_step_post_hook(ended)
-
-
-def _switch_dropout_off() -> None:
-    """Have masks be none, so that they need not be the same; what a script draws itself is seen."""
-    attend = functional.scaled_dot_product_attention
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        return attend(query, key, value, attn_mask, 0.0, *args, **kwargs)
-
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        setattr(functional, name, _without_dropout(getattr(functional, name)))
-    functional.scaled_dot_product_attention = attention
-
-
-def _without_dropout(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(function)
-    def kept(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return input
-
-    return kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import pickle
 import weakref
@@ -133,6 +134,8 @@ class Loaders:
         self.kept: list[Kept] = []
         self.lengths: dict[int, int] = {}
         self.seen = 0
+        # Counted, since those that have ended leave the dictionaries.
+        self._next_iterator, self._next_loader = itertools.count(), itertools.count()
         self._iterators: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._ranks: list[list[Kept]] | None = None
@@ -142,7 +145,9 @@ class Loaders:
 
     def fetch(self, iterator: Any, original: Callable[[], Any]) -> Any:
         """Return the next batch of an iterator."""
-        place = self._iterators.setdefault(iterator, [len(self._iterators), 0])
+        if iterator not in self._iterators:
+            self._iterators[iterator] = [next(self._next_iterator), 0]
+        place = self._iterators[iterator]
         at, number = place
         place[1] += 1
         if self._ranks is not None:
@@ -185,7 +190,8 @@ class Loaders:
 
     def made(self, loader: Any) -> None:
         """Count a loader."""
-        self._loaders.setdefault(loader, len(self._loaders))
+        if loader not in self._loaders:
+            self._loaders[loader] = next(self._next_loader)
 
     def length(self, loader: Any, original: Callable[[], int]) -> int:
         """Return the number of batches of a loader: that of the layout, since schedules and last windows depend on it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,13 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import recorder
 from .samples import local_of
 
 Piece = tuple[tuple[int, ...], tuple[int, ...], Tensor]
 """Where a rank's part of a tensor begins, the shape of the whole, and the part."""
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
+
+
+def place_of() -> tuple[int, int]:
+    """Return the rank and the number of processes."""
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def clean(name: str) -> str:
@@ -78,7 +86,7 @@ def piece(tensor: Tensor, of: Tensor | None = None) -> Piece:
 def _flat_piece(local: Tensor, size: int) -> Piece:
     """Return this rank's part of the parameter into which FSDP1 has joined others; the last ranks have padding."""
     shards = -(-size // local.numel())
-    start = min(recorder.place_of()[0] % shards * local.numel(), size)
+    start = min(place_of()[0] % shards * local.numel(), size)
     return (start,), (size,), local[: size - start].to("cpu", copy=True)
 
 
@@ -113,7 +121,7 @@ def put(parameter: Tensor, whole: Tensor) -> None:
 # Plain loops, DDP, FSDP2, and FSDP1
 
 
-def _fsdp_roots() -> list[nn.Module]:
+def fsdp_roots() -> list[nn.Module]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FullyShardedDataParallel", None)
     if kind is None:
@@ -139,7 +147,7 @@ def whole_parameters(module: nn.Module | None, *, writes: bool = False) -> Itera
 
 def gradients_of(params: Sequence[Tensor]) -> dict[str, Piece]:
     """Return the gradients of parameters, by name. Called on all ranks."""
-    for root in _fsdp_roots():
+    for root in fsdp_roots():
         with whole_parameters(root):
             return {clean(n): piece(p.grad) for n, p in root.named_parameters() if p.grad is not None}
     names = names_of(params)
@@ -148,7 +156,7 @@ def gradients_of(params: Sequence[Tensor]) -> dict[str, Piece]:
 
 def named_tensors(root: nn.Module, *, writes: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of a module. Called on all ranks."""
-    with whole_parameters(root if root in _fsdp_roots() else None, writes=writes):
+    with whole_parameters(root if root in fsdp_roots() else None, writes=writes):
         for pairs in (root.named_parameters(), root.named_buffers()):
             for name, tensor in pairs:
                 if not tensor.is_meta:
@@ -176,7 +184,7 @@ class Trained:
 
     @contextmanager
     def _named(self, writes: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
-        for root in _fsdp_roots():
+        for root in fsdp_roots():
             with whole_parameters(root, writes=writes):
                 yield [(clean(name), p) for name, p in root.named_parameters() if p.requires_grad]
             return
@@ -202,57 +210,10 @@ class Trained:
                     put(parameter, whole)
 
 
-def fsdp_loaded() -> None:
-    """Watch the clipping of FSDP1."""
-    kind = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
-    clip = kind.clip_grad_norm_
-
-    def clip_grad_norm_(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        active = recorder.active()
-        with whole_parameters(self if self in _fsdp_roots() else None):
-            named = self.named_parameters()
-            active.clipping({clean(name): piece(p.grad, p) for name, p in named if p.grad is not None})
-        norm = clip(self, *args, **kwargs)
-        active.clipped(norm)
-        return norm
-
-    kind.clip_grad_norm_ = clip_grad_norm_
-
-
-# Accelerate
-
-
-def accelerate_loaded() -> None:
-    """Record what `dispatch_batches` hands to each rank, and not what the first one reads."""
-    kind: Any = getattr(sys.modules["accelerate.data_loader"], "DataLoaderDispatcher", None)
-    active = recorder.active()
-    if kind is None or active.job.replays or not active.job.checks:
-        return
-    iterate = kind.__iter__
-
-    def handed_out(self: Any) -> Iterator[Any]:
-        source = iterate(self)
-
-        def following() -> Any:
-            active.inside += 1
-            try:
-                return next(source)
-            finally:
-                active.inside -= 1
-
-        while True:
-            try:
-                yield active.fetch(source, following)
-            except StopIteration:
-                return
-
-    kind.__iter__ = handed_out
-
-
 # DeepSpeed
 
 
-class _Engine(Trained):
+class Engine(Trained):
     """The parameters of an engine of DeepSpeed, of any stage."""
 
     def __init__(self, engine: Any) -> None:
@@ -296,37 +257,6 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def deepspeed_comm_loaded() -> None:
-    """Leave out the operator of shared memory, which is compiled at a start and waits for ever where another process was killed."""
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-
-
-def deepspeed_loaded() -> None:
-    """Count the steps of an engine at the boundaries of accumulation; its inner optimizers make others."""
-    kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
-    step = kind.step
-    engines: dict[int, _Engine] = {}
-
-    def stepped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        active = recorder.active()
-        trained = engines.setdefault(id(self), _Engine(self))
-        is_update = self.is_gradient_accumulation_boundary()
-        if is_update:
-            active.before(trained)
-        active.inside += 1
-        try:
-            return step(self, *args, **kwargs)
-        finally:
-            active.inside -= 1
-            if is_update and sys.exc_info()[0] is None:
-                norm = getattr(self, "get_global_grad_norm", lambda: None)()
-                if norm is not None and getattr(self, "gradient_clipping", lambda: 0.0)():
-                    active.clipped(norm)
-                active.after(trained)
-
-    kind.step = stepped
-
-
 def optimizers() -> Iterable[Any]:
     """Return the optimizers of the script; of those that wrap one another the parameters are the same."""
     kind = torch.optim.Optimizer
@@ -340,4 +270,4 @@ def optimizers() -> Iterable[Any]:
 
 def engine_of(root: nn.Module) -> Trained | None:
     """Return the parameters of an engine of DeepSpeed; `None` for other modules."""
-    return _Engine(root) if type(root).__name__ == "DeepSpeedEngine" else None
+    return Engine(root) if type(root).__name__ == "DeepSpeedEngine" else None

@@ -14,16 +14,16 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOOKS = {
-    "torch": ("recorder", "torch_loaded"),
-    "torch.distributed.fsdp": ("stacks", "fsdp_loaded"),
-    "accelerate.data_loader": ("stacks", "accelerate_loaded"),
-    "deepspeed.comm.torch": ("stacks", "deepspeed_comm_loaded"),
-    "deepspeed.runtime.engine": ("stacks", "deepspeed_loaded"),
+    "torch": "torch_loaded",
+    "torch.distributed.fsdp": "fsdp_loaded",
+    "accelerate.data_loader": "accelerate_loaded",
+    "deepspeed.comm.torch": "deepspeed_comm_loaded",
+    "deepspeed.runtime.engine": "deepspeed_loaded",
 }
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Calls a function of the recorder once a module has been imported."""
+    """Calls a function of `attach.py` once a module has been imported."""
 
     def __init__(self) -> None:
         self.waiting: list[str] = []
@@ -56,10 +56,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         while self.waiting:
             each = self.waiting.pop(0)
             if self.left.pop(each, None) is not None:
-                _call(*_HOOKS[each])
+                _call(_HOOKS[each])
 
 
-def _call(module: str, function: str) -> None:
+def _call(function: str) -> None:
     if "_danling_prove" not in sys.modules:
         place = os.path.join(os.path.dirname(_HERE), "inside")
         file = os.path.join(place, "__init__.py")
@@ -67,7 +67,7 @@ def _call(module: str, function: str) -> None:
         assert spec is not None and spec.loader is not None
         sys.modules["_danling_prove"] = package = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)
-    getattr(importlib.import_module(f"_danling_prove.{module}"), function)()
+    getattr(importlib.import_module("_danling_prove.attach"), function)()
 
 
 def _run_hidden() -> None:
