@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from .output import DAMAGED, OK, WRONG_USAGE, add_json, at_least, print_json
+from .output import DAMAGED, OK, WRONG_USAGE, add_check_options, at_least, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,16 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=at_least(1), help="samples of an update (default: those of the program, in shares that differ)"
     )
-    parser.add_argument(
-        "--tolerance", type=at_least(0, float), help="relative difference that is rounding (default: by the dtype)"
-    )
-    parser.add_argument(
-        "--timeout", type=at_least(0, float), default=600.0, help="seconds that each start may take (default: 600)"
-    )
-    parser.add_argument(
-        "--scratch", type=Path, help="directory to train in, which is kept (default: one that is removed)"
-    )
-    add_json(parser)
+    add_check_options(parser, rounding="by the dtype")
     parser.epilog = "After `--` comes the program, as you start it for one process."
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from .output import DAMAGED, OK, WRONG_USAGE, add_json, at_least, print_json
+from .output import DAMAGED, OK, WRONG_USAGE, add_check_options, at_least, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,19 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         help="updates to compare (default: 2); with --resume, those before the kill (default: 20)",
     )
-    parser.add_argument(
-        "--tolerance",
-        type=at_least(0, float),
-        help="relative difference that is rounding (default: 1e-5, or what is measured)",
-    )
     parser.add_argument("--keep-dropout", action="store_true", help="leave dropout as it is")
-    parser.add_argument(
-        "--timeout", type=at_least(0, float), default=600.0, help="seconds that each start may take (default: 600)"
-    )
-    parser.add_argument(
-        "--scratch", type=Path, help="directory for the records, which is kept (default: one that is removed)"
-    )
-    add_json(parser)
+    add_check_options(parser, rounding="1e-5, or what is measured")
     parser.epilog = "After `--` comes the program, as you start it."
 
 
@@ -57,12 +46,10 @@ def run(options: argparse.Namespace) -> int:
     from danling.prove.comparison import Report
     from danling.prove.inside.recorder import Job
     from danling.prove.resume import ResumeProof, ResumeReport
-    from danling.prove.starts import Script
+    from danling.prove.starts import Script, private_directory
 
     with tempfile.TemporaryDirectory(prefix="danling-prove-") as temporary:
-        scratch = (options.scratch or Path(temporary)).absolute()
-        if scratch.exists() and any(scratch.iterdir()):
-            raise ValueError(f"Expected --scratch to be a new or an empty directory. Received: {str(scratch)!r}.")
+        scratch = private_directory((options.scratch or Path(temporary)).absolute())
         script = Script(
             command=options.program,
             scratch=scratch,

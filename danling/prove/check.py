@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from .comparison import (
     sample_note,
 )
 from .inside.recorder import Job
-from .starts import NotChecked, Script
+from .starts import NotChecked, Script, reason_of
 
 
 class LayoutProof:
@@ -41,12 +40,9 @@ class LayoutProof:
         try:
             with self.script.guarded():
                 self._run()
-        except NotChecked as error:
-            self.report.verdict, self.report.summary = "not checked", str(error)
-        except Exception:
+        except Exception as error:
             # An error of the comparison is no verdict on the script.
-            self.report.verdict = "not checked"
-            self.report.summary = f"the comparison fails:\n{traceback.format_exc()}"
+            self.report.verdict, self.report.summary = "not checked", reason_of(error)
         return self.report
 
     def _run(self) -> None:
@@ -59,7 +55,6 @@ class LayoutProof:
         note = sample_note(rows)
         report.notes += [*([] if note is None else [note]), *layout_notes(self.layout)]
         refuse(self.layout[0], len(self.ranks))
-        report.updates = len(self.layout)
         samples = {tuple(rank["inputs"]): sum(rank["inputs"]) for rank in self.layout[0].ranks}
         inputs = [sum(self.layout[0].ranks[rank]["inputs"]) for rank in self.ranks]
         report.samples = sum(inputs) or sum(samples.values())
@@ -114,8 +109,16 @@ class LayoutProof:
         raise NotChecked(f"update 1 has {wanted} backward passes on each rank of the layout, and {made} in one process")
 
     def _comparisons(self, one: Sequence[Update]) -> list[Comparison]:
+        if len(one) != len(self.layout):
+            raise NotChecked(
+                f"the script makes {len(self.layout)} updates on the layout, and {len(one)} in one process: the order of its optimizers "
+                "depends on the number of processes"
+            )
         pairs = zip(self.layout, one)
         found = [Comparison(a, b, number=n, tolerance=self.tolerance) for n, (a, b) in enumerate(pairs, 1)]
+        if not any(each.norm for each in found):
+            raise NotChecked("the gradients of all updates are zero, or are not in `grad` of the parameters")
+        self.report.updates = len(found)
         self.report.parameters = len(found[0].layout.names("gradients"))
         others = found[0].begin_alike()
         if others and not found[0].copies_that_differ("start"):
@@ -221,15 +224,16 @@ class LayoutProof:
                 "the script divides its loss by a constant, or by nothing: its gradient of the joined batch is the sum of the ranks' own, "
                 "and the gradient of the layout is their mean"
             )
-            report.verdict, report.summary, report.gradients, report.weights, report.facts = "same", None, [], [], []
+            report.verdict, report.summary, report.step = "same", None, None
+            report.gradients, report.weights, report.facts = [], [], []
+            # By another scale, the weights of later updates are others.
+            report.updates = 1
             return
-        report.step, report.verdict = 1, "different"
+        if unfit:
+            self._differs_at(comparisons)
+            return
+        report.step, report.verdict, report.summary = 1, "different", fit.sentence()
         report.weights, report.gradients = [], first.gradients()
-        if not unfit:
-            report.summary = fit.sentence()
-            return
-        report.gradients = first.gradients() or report.gradients
-        self._differs_at(comparisons)
 
 
 def _gradient_eps(gradients: dict[str, Tensor]) -> float:

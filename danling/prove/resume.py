@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from danling.audit.program import announce
 
 from .inside.recorder import Job
-from .starts import NotChecked, Script, mirror
+from .starts import NotChecked, Script, reason_of
 
 _ORDER = ("samples", "loss", "gradients", "weights")
 _CAUSES = {
@@ -65,12 +66,12 @@ class ResumeProof:
         try:
             with self.script.guarded():
                 self._run()
-        except NotChecked as error:
-            self.report.verdict, self.report.summary = "not checked", str(error)
+        except Exception as error:
+            # An error of the comparison is no verdict on the script.
+            self.report.verdict, self.report.summary = "not checked", reason_of(error)
         return self.report
 
     def _run(self) -> None:
-        scratch = self.script.scratch
         whole = self._start(self.script, "whole", 2 * self.updates, "undisturbed", ends=True)
         made = len(whole[0])
         if made < 3:
@@ -78,10 +79,12 @@ class ResumeProof:
                 f"Expected a script that makes several updates. Received: {made} updates of a torch optimizer."
             )
         kill = min(self.updates, 2 * made // 3)
-        work = mirror(Path.cwd(), scratch / "work")
+        work = self.script.copied("work")
         killed = self._start(self.script, "killed", kill, f"up to a SIGKILL after update {kill}", directory=work)
+        self._have_same_ranks(whole, killed, self.script)
         self._begins_alike(whole, killed, kill)
         resumed = self._start(self.resumed, "resumed", made, "resumed", directory=work, ends=True)
+        self._have_same_ranks(whole, resumed, self.resumed)
         self._resumes(whole, resumed, kill)
 
     def _start(
@@ -98,6 +101,13 @@ class ResumeProof:
         if not found or not all(found):
             raise NotChecked(f"no update of a torch optimizer was seen where the script was {where.partition(' ')[0]}")
         return found
+
+    def _have_same_ranks(self, whole: Sequence[object], other: Sequence[object], script: Script) -> None:
+        if len(whole) != len(other):
+            raise NotChecked(
+                f"Expected a command that starts {len(whole)} processes, as the undisturbed script has. Received: "
+                f"{shlex.join(script.command)!r}, which starts {len(other)}."
+            )
 
     def _begins_alike(self, whole: Sequence[Sequence[Line]], killed: Sequence[Sequence[Line]], kill: int) -> None:
         for rank, (one, two) in enumerate(zip(whole, killed)):

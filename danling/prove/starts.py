@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from danling.audit.program import ProgramEnd, end_program, kill_program, start_program
+from danling.audit.program import ProgramEnd, announce, end_program, kill_program, start_program
 from danling.utils.process import held_port
 
 from .guard import end_marked
@@ -26,8 +29,9 @@ _SITE = Path(__file__).parent / "site"
 _POLL_SECONDS = 0.05
 _SECONDS_FOR_OTHERS = 60.0
 """How long the other ranks may take once one has made its last update."""
-_COPIED_BYTES = 1 << 20
+_COPIED_BYTES = 1 << 30
 _COPIED_FILES = 5000
+"""Size and number of the files of the working directory that a start has a copy of."""
 _TAIL_LINES = 12
 
 _NO_TRACKERS = {
@@ -42,6 +46,15 @@ _NO_TRACKERS = {
 
 class NotChecked(ValueError):
     """The script cannot be compared."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a script was not checked: what is wrong with it, or the traceback of an error of the comparison."""
+    return (
+        str(error)
+        if isinstance(error, NotChecked)
+        else f"the comparison fails:\n{''.join(traceback.format_exception(error))}"
+    )
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,13 @@ class Script:
                 guard.stdin.close()
             guard.wait()
 
+    def copied(self, name: str) -> Path:
+        """Return a copy of the working directory; files that are links to the originals are named once."""
+        linked = mirror(Path.cwd(), self.scratch / name)
+        if linked:
+            _name_links(tuple(linked))
+        return self.scratch / name
+
     def start(self, name: str, job: Job, *, alone: bool, directory: Path | None = None, ends: bool = False) -> int:
         """Start the script, and return the number of its ranks once all have written their records.
 
@@ -93,7 +113,7 @@ class Script:
         """
         records = self.scratch / name
         records.mkdir(parents=True)
-        work = directory or mirror(Path.cwd(), self.scratch / f"{name}-work")
+        work = directory or self.copied(f"{name}-work")
         settings = {**asdict(job), "directory": os.fspath(records), "token": self.token}
         try:
             with self._started(records, settings, alone, work) as processes:
@@ -128,9 +148,11 @@ class Script:
                 for rank in range(number or 1):
                     own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if number is not None else {}
                     log = records / f"output-{rank}.log"
-                    processes.append(
-                        start_program(command, None, log=log, environment={**environment, **own}, directory=work)
-                    )
+                    both = {**environment, **own}
+                    try:
+                        processes.append(start_program(command, None, log=log, environment=both, directory=work))
+                    except ValueError as error:
+                        raise NotChecked(str(error)) from None
                 yield processes
         finally:
             for process in processes:
@@ -152,6 +174,10 @@ class Script:
             done = sorted(records.glob("rank-*.end"))
             if done:
                 number = int(done[0].read_text())
+                if alone and number > 1:
+                    raise NotChecked(
+                        f"Expected a command for one process. Received: {shlex.join(self.one)!r}, which starts {number}. Give it by --one."
+                    )
                 if len(done) >= number:
                     return number
                 others = others or time.monotonic() + _SECONDS_FOR_OTHERS
@@ -234,26 +260,67 @@ def _launcher(command: Sequence[str]) -> str | None:
     return next((_LAUNCHERS[word] for word in words if word in _LAUNCHERS), None)
 
 
-def mirror(source: Path, target: Path) -> Path:
-    """Copy a directory, so that what a script writes does not change it: small files are copied, large ones and environments linked."""
-    left = _COPIED_FILES
+def private_directory(place: Path) -> Path:
+    """Return a directory for records and copies, which only its owner reads: it has pickles that are read again.
+
+    Raises:
+        ValueError: If it is not empty.
+    """
+    if place.exists() and any(place.iterdir()):
+        raise ValueError(f"Expected --scratch to be a new or an empty directory. Received: {str(place)!r}.")
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    place.chmod(0o700)
+    return place
+
+
+def mirror(source: Path, target: Path) -> list[Path]:
+    """Copy a directory, so that what a script writes does not change it; return what is a link to the original, since it is too large.
+
+    The directory of the target is left out. Environments, `.git` and links to directories elsewhere are links, too.
+    """
+    source = source.resolve()
+    files, size = _COPIED_FILES, _COPIED_BYTES
+    linked: list[Path] = []
     queue = [(source, target)]
     while queue:
         here, there = queue.pop(0)
         there.mkdir(parents=True, exist_ok=True)
-        with suppress(PermissionError):
-            for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
-                left -= 1
-                own = there / entry.name
-                is_large = entry.is_file() and entry.stat().st_size > _COPIED_BYTES
-                if entry.is_dir() and not entry.is_symlink() and not _is_environment(Path(entry.path)) and left > 0:
-                    if Path(entry.path) not in target.parents:
-                        queue.append((Path(entry.path), own))
-                elif entry.is_file() and not is_large and left > 0:
-                    shutil.copy2(entry.path, own)
-                else:
-                    own.symlink_to(os.path.realpath(entry.path))
-    return target
+        for entry in _entries(here):
+            path, own = Path(entry.path), there / entry.name
+            if path == target.parent.resolve():
+                continue
+            real = Path(os.path.realpath(path))
+            if entry.is_symlink() and real.is_relative_to(source):
+                own.symlink_to(target / real.relative_to(source))
+                continue
+            is_part = entry.is_dir(follow_symlinks=False) and not _is_environment(path)
+            if is_part and files > 0:
+                queue.append((path, own))
+            elif entry.is_file() and files > 0 and entry.stat().st_size <= size:
+                files, size = files - 1, size - entry.stat().st_size
+                with suppress(PermissionError, FileNotFoundError):
+                    shutil.copy2(path, own)
+            else:
+                own.symlink_to(real)
+                if is_part or entry.is_file():
+                    linked.append(path)
+    return linked
+
+
+@cache
+def _name_links(linked: tuple[Path, ...]) -> None:
+    shown = ", ".join(map(str, linked[:3])) + (", ..." if len(linked) > 3 else "")
+    announce(
+        f"the working directory has more than {_COPIED_FILES} files or {_COPIED_BYTES >> 30} GiB, so {len(linked)} files or directories of "
+        f"its copy are links: {shown}. What the script writes into them changes the originals; write to other files for the check"
+    )
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        return sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except PermissionError:
+        return []
 
 
 def _is_environment(directory: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from support.proved import ROOT, SCRIPT, proved
 
 import danling.prove
 from danling.prove.guard import marked
-from danling.prove.inside.samples import CannotCompare, join
+from danling.prove.inside.samples import CannotCompare, Loaders, join
 from danling.prove.inside.stacks import assembled
 from danling.prove.starts import mirror, one_process
 
@@ -161,14 +162,64 @@ def test_launcher_is_started_with_one_process(command: str, one: str | None) -> 
     assert found == (None if one is None else one.split())
 
 
-def test_script_runs_in_a_copy_of_its_directory(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+def test_script_runs_in_a_copy_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, outside = tmp_path / "source", tmp_path / "outside"
     (source / "data").mkdir(parents=True)
+    outside.mkdir()
     (source / "data" / "small").write_text("a")
-    (source / "data" / "large").write_bytes(bytes(2 << 20))
+    (source / "data" / "model.pt").write_bytes(bytes(2 << 20))
     (source / ".venv").mkdir()
     (source / ".venv" / "pyvenv.cfg").write_text("")
-    copy = mirror(source, source / "scratch" / "work")
-    (copy / "data" / "small").write_text("b")
-    assert (source / "data" / "small").read_text() == "a" and (copy / "data" / "large").is_symlink()
-    assert (copy / ".venv").is_symlink() and not (copy / "scratch" / "work").exists()
+    (source / "last").symlink_to("data")
+    (source / "others").symlink_to(outside)
+    copy = source / "data" / "scratch" / "work"
+    assert mirror(source, copy) == []
+    for name in ("small", "model.pt"):
+        # Through the link, too, which leads to the copy.
+        (copy / "last" / name).write_text("b")
+        assert (copy / "data" / name).read_text() == "b"
+    assert (source / "data" / "small").read_text() == "a"
+    assert (source / "data" / "model.pt").read_bytes() == bytes(2 << 20)
+    assert (copy / ".venv").is_symlink() and (copy / "others").resolve() == outside
+    assert not (copy / "data" / "scratch").exists()
+    monkeypatch.setattr("danling.prove.starts._COPIED_BYTES", 1 << 20)
+    assert mirror(source, source / "data" / "scratch" / "second") == [source / "data" / "model.pt"]
+
+
+def test_each_iterator_has_its_own_batches_though_others_have_ended(tmp_path: Path) -> None:
+    """As in a loop over epochs, where the iterator of an epoch is deleted before that of the next one is made."""
+    layout = Loaders(None, (), "joined")
+    data = torch.arange(3.0)
+    for row in data:
+        layout.fetch(_Iterator(), lambda row=row: row[None])
+    (tmp_path / "rank-0.batches").write_bytes(pickle.dumps(layout.kept))
+    (tmp_path / "lengths.json").write_text("{}")
+    one = Loaders(tmp_path, [0], "joined")
+    assert torch.cat([one.fetch(_Iterator(), list) for _ in data]).tolist() == data.tolist()
+
+
+class _Iterator:
+    pass
+
+
+def test_scratch_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+    """It has a copy of the working directory, and pickles that are read again."""
+    (tmp_path / "source").mkdir()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(mode=0o777)
+    options = ["--ranks", "1", "--scratch", str(scratch)]
+    code, report = proved(tmp_path / "source", script="raise SystemExit(1)", options=options)
+    assert code == 2 and (scratch / "layout").exists(), report
+    assert scratch.stat().st_mode & 0o777 == 0o700
+
+
+def test_command_that_cannot_be_started_is_named(tmp_path: Path) -> None:
+    code, report = proved(tmp_path, options=["--ranks", "2", "--one", "missing train.py"])
+    assert code == 2 and report["summary"].startswith("Expected a program that can be started. Received: 'missing'")
+
+
+@pytest.mark.slow
+def test_one_process_has_to_be_one(tmp_path: Path) -> None:
+    two = "torchrun --nproc-per-node 2 train.py"
+    code, report = proved(tmp_path, options=["--ranks", "2", "--one", two])
+    assert code == 2 and "which starts 2" in report["summary"], report

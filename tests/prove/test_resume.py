@@ -9,7 +9,7 @@ import pytest
 from support.proved import proved
 
 from danling.prove.resume import ResumeProof
-from danling.prove.starts import Script
+from danling.prove.starts import NotChecked, Script
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -97,3 +97,10 @@ def test_rank_with_the_cause_is_named_not_one_that_follows(tmp_path: Path) -> No
     proof._resumes(whole, resumed, 1)
     assert proof.report.first == "loss"
     assert "on rank 1" in proof.report.checks[-1][2]
+
+
+def test_resume_on_another_number_of_processes_is_not_judged(tmp_path: Path) -> None:
+    script = Script(command=["python"], scratch=tmp_path, one=["python"])
+    proof = ResumeProof(script, ["python", "train.py"], updates=2)
+    with pytest.raises(NotChecked, match=r"starts 2 processes.*'python train.py', which starts 1"):
+        proof._have_same_ranks([[], []], [[]], proof.resumed)

@@ -102,7 +102,7 @@ FUNCTIONS = {
     ],
     "prove/guard": ["marked"],
     "prove/inside/recorder": ["Recorder._claim", "Recorder._end", "Recorder._mark", "Recorder._write_digests"],
-    "prove/starts": ["Script.start", "mirror"],
+    "prove/starts": ["Script.start", "mirror", "private_directory"],
     "stream/sqlite_channel": ["SQLiteChannel.__init__"],
     "supervision/failures": ["_write_error_file", "write_memory_snapshot"],
     "supervision/heartbeat": ["Heartbeat.__init__", "Heartbeat._write"],

@@ -91,6 +91,8 @@ for epoch in range(1 if "one update" in words else 4):
             loss = F.cross_entropy(out, y.flatten(), ignore_index=-100)
         if "constant" in words:
             loss = F.cross_entropy(out, y.flatten(), ignore_index=-100, reduction="sum") / 32
+        if "no gradient" in words:
+            loss = loss * 0
         if "over world" in words:
             loss = loss / world
         if "gate twice" in words:
