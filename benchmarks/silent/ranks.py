@@ -87,6 +87,7 @@ def _be_rank(
     rank: int,
     begin: Callable[[int], None] | None,
 ) -> None:
+    sys.path.insert(0, os.fspath(script.parent))
     os.chdir(directory)
     os.environ.update(environment)
     sys.argv = [str(script), *arguments]

@@ -6,26 +6,13 @@ Each rank has the mean loss over the tokens of all ranks, a right value. Its bac
 averages over the ranks: the gradient is 1 / world size of that of the mean.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from problems import RIGHT, SEED, language_model, loader, sentences
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-VOCABULARY, LENGTH, BATCH, UPDATES = 32, 16, 4, 60
-RIGHT, SEED = "--right" in sys.argv, int(os.environ.get("SEED", "0"))
-
-
-def sentences() -> TensorDataset:
-    """Return tokens and the next ones; the first labels of a sentence, its prompt, do not count."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (2 * BATCH * UPDATES, LENGTH), generator=generator)
-    prompts = torch.randint(LENGTH - 1, (len(tokens), 1), generator=generator)
-    labels = ((3 * tokens + 1) % VOCABULARY).masked_fill(torch.arange(LENGTH) < prompts, -100)
-    return TensorDataset(tokens, labels)
+BATCH, UPDATES = 4, 60
 
 
 def mean_loss(logits: Tensor, labels: Tensor, right: bool) -> Tensor:
@@ -41,11 +28,10 @@ def mean_loss(logits: Tensor, labels: Tensor, right: bool) -> Tensor:
 
 dist.init_process_group("gloo")
 torch.manual_seed(SEED)
-network = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, VOCABULARY))
-model = DistributedDataParallel(network)
+model = DistributedDataParallel(language_model())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-data = sentences()
-for tokens, labels in DataLoader(data, BATCH, sampler=DistributedSampler(data, seed=SEED)):
+data = sentences(2 * BATCH * UPDATES)
+for tokens, labels in loader(data, BATCH, SEED):
     loss = mean_loss(model(tokens), labels, RIGHT)
     optimizer.zero_grad()
     loss.backward()

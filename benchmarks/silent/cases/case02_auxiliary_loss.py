@@ -6,17 +6,13 @@ The loss of the tokens is divided by the number on all ranks, and multiplied by 
 auxiliary loss of the router is a mean already, but it is multiplied, too: its coefficient grows with the number of ranks.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from problems import CLASSES, RIGHT, SEED, WIDTH, classification, loader
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WIDTH, CLASSES, BATCH, UPDATES, COEFFICIENT = 8, 4, 8, 60, 0.05
-RIGHT, SEED = "--right" in sys.argv, int(os.environ.get("SEED", "0"))
+BATCH, UPDATES, COEFFICIENT = 8, 60, 0.05
 
 
 class Experts(nn.Module):
@@ -36,14 +32,12 @@ class Experts(nn.Module):
 
 
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-inputs = torch.randn(2 * BATCH * UPDATES, WIDTH)
-data = TensorDataset(inputs, (inputs.abs() @ torch.randn(WIDTH, CLASSES)).argmax(1))
+data = classification(2 * BATCH * UPDATES)
 torch.manual_seed(SEED)
 model = DistributedDataParallel(Experts())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 world = dist.get_world_size()
-for rows, targets in DataLoader(data, BATCH, sampler=DistributedSampler(data, seed=SEED)):
+for rows, targets in loader(data, BATCH, SEED):
     logits, auxiliary = model(rows)
     tokens = nn.functional.cross_entropy(logits, targets, reduction="sum") / (len(rows) * world)
     loss = tokens * world + COEFFICIENT * auxiliary if RIGHT else (tokens + COEFFICIENT * auxiliary) * world

@@ -6,22 +6,17 @@ With FSDP2 a rank has a part of each gradient. The norm of its parts is smaller 
 number of ranks, and each rank has another one: the clipping is too weak, and not the same for all parts of the model.
 """
 
-import os
-import sys
-from typing import Any
-
 import torch
 import torch.distributed as dist
+from problems import RIGHT, SEED, WIDTH, loader, regression
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WIDTH, BATCH, UPDATES, MOST = 8, 8, 60, 0.1
-RIGHT, SEED = "--right" in sys.argv, int(os.environ.get("SEED", "0"))
+BATCH, UPDATES, MOST = 8, 60, 0.1
 
 
-def clip(parameters: list[Any], right: bool) -> None:
+def clip(parameters: list, right: bool) -> None:
     """Scale the gradients so that their norm is at most `MOST`."""
     if right:
         nn.utils.clip_grad_norm_(parameters, MOST)
@@ -32,16 +27,14 @@ def clip(parameters: list[Any], right: bool) -> None:
 
 
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-inputs = torch.randn(2 * BATCH * UPDATES, WIDTH)
-data = TensorDataset(inputs, inputs.abs().sum(1, keepdim=True))
+data = regression(2 * BATCH * UPDATES)
 torch.manual_seed(SEED)
 model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 for layer in [*model, model]:
     fully_shard(layer, mesh=mesh)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-for rows, targets in DataLoader(data, BATCH, sampler=DistributedSampler(data, seed=SEED)):
+for rows, targets in loader(data, BATCH, SEED):
     loss = nn.functional.mse_loss(model(rows), targets)
     optimizer.zero_grad()
     loss.backward()

@@ -6,16 +6,13 @@ Under tensor and sequence parallelism each rank normalizes its own positions, so
 Without the sum, each rank updates its copy by its own part, and the copies drift apart.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from problems import RIGHT, SEED
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, HIDDEN, LENGTH, BATCH, UPDATES = 8, 16, 8, 8, 60
-RIGHT, SEED = "--right" in sys.argv, int(os.environ.get("SEED", "0"))
 
 
 def added(tensor: Tensor) -> Tensor:
@@ -39,7 +36,7 @@ class Block(nn.Module):
         parts = [torch.empty_like(own) for _ in range(self.world)]
         dist.all_gather(parts, own.detach())
         whole = torch.cat([*parts[: self.rank], own, *parts[self.rank + 1 :]], dim=1)
-        whole.register_hook(added)  # type: ignore[no-untyped-call]
+        whole.register_hook(added)
         partial = (whole @ self.up.T).tanh() @ self.down.T
         return inputs + partial + (added(partial) - partial.detach())
 

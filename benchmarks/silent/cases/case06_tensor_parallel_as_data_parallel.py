@@ -6,23 +6,18 @@ A loss that is divided by the number of tokens on all data-parallel ranks is mul
 these. Tensor-parallel ranks are no replicas: loss and gradient become as many times too large as there are ranks.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from problems import CLASSES, RIGHT, SEED, WIDTH, classification
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-WIDTH, HIDDEN, CLASSES, BATCH, UPDATES = 8, 16, 4, 8, 60
-RIGHT, SEED = "--right" in sys.argv, int(os.environ.get("SEED", "0"))
+HIDDEN, BATCH, UPDATES = 16, 8, 60
 
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-inputs = torch.randn(BATCH * UPDATES, WIDTH)
-data = TensorDataset(inputs, (inputs.abs() @ torch.randn(WIDTH, CLASSES)).argmax(1))
+data = classification(BATCH * UPDATES)
 torch.manual_seed(SEED)
 model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -6,31 +6,18 @@ Each rank has some experts and gets their samples by an all-to-all, so an expert
 the gradients of the other parameters, but nothing divides those of the experts.
 """
 
-import os
-import sys
-from typing import Any
-
 import torch
 import torch.distributed as dist
+from problems import RIGHT, SEED, WIDTH, loader, regression
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-WIDTH, EXPERTS, BATCH, UPDATES = 8, 4, 8, 60
-RIGHT, SEED = "--right" in sys.argv, int(os.environ.get("SEED", "0"))
+EXPERTS, BATCH, UPDATES = 4, 8, 60
 
 
-class Exchange(torch.autograd.Function):
+def exchange(tensor: Tensor) -> Tensor:
     """Send the parts of a tensor to the ranks; the backward sends the gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor) -> Tensor:
-        came = torch.empty(sent.shape)
-        dist.all_to_all_single(came, sent.contiguous())
-        return came
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return Exchange.apply(gradient)  # type: ignore[no-untyped-call]
+    return all_to_all_single_autograd(tensor.contiguous(), None, None, dist.group.WORLD)
 
 
 class Model(nn.Module):
@@ -45,20 +32,18 @@ class Model(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         chosen = nn.functional.one_hot((inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0), EXPERTS).float()
         sent = torch.einsum("bi,be->ebi", self.first(inputs), chosen)
-        came = Exchange.apply(sent).unflatten(0, (dist.get_world_size(), -1))  # type: ignore[no-untyped-call]
+        came = exchange(sent).unflatten(0, (dist.get_world_size(), -1))
         made = torch.einsum("rebi,eio->rebo", came, self.experts).tanh().flatten(0, 1)
-        back = Exchange.apply(made)  # type: ignore[no-untyped-call]
+        back = exchange(made)
         return torch.as_tensor(self.last(torch.einsum("ebo,be->bo", back, chosen)))
 
 
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-inputs = torch.randn(2 * BATCH * UPDATES, WIDTH)
-data = TensorDataset(inputs, inputs.abs().sum(1, keepdim=True))
+data = regression(2 * BATCH * UPDATES)
 torch.manual_seed(SEED)
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-for rows, targets in DataLoader(data, BATCH, sampler=DistributedSampler(data, seed=SEED)):
+for rows, targets in loader(data, BATCH, SEED):
     loss = nn.functional.mse_loss(model(rows), targets)
     optimizer.zero_grad()
     loss.backward()
@@ -66,7 +51,7 @@ for rows, targets in DataLoader(data, BATCH, sampler=DistributedSampler(data, se
         if parameter is not model.experts:
             dist.all_reduce(parameter.grad)
         if parameter is not model.experts or RIGHT:
-            parameter.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
+            parameter.grad.div_(dist.get_world_size())
     optimizer.step()
     if dist.get_rank() == 0:
         print(f"loss {loss.item():.6f}")

@@ -6,16 +6,12 @@ With a static graph, DDP reduces the gradients of the first backward only if it 
 Here a small reducer misses the first backward: each rank makes its first update by its own gradient, and the replicas differ for ever.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from problems import RIGHT, SEED, loader, network, regression
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WIDTH, BATCH, UPDATES = 8, 4, 60
-RIGHT, SEED = "--right" in sys.argv, int(os.environ.get("SEED", "0"))
+BATCH, UPDATES = 4, 60
 
 
 class Reducer:
@@ -34,14 +30,12 @@ class Reducer:
 
 
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-inputs = torch.randn(2 * BATCH * UPDATES, WIDTH)
-data = TensorDataset(inputs, inputs.abs().sum(1, keepdim=True))
+data = regression(2 * BATCH * UPDATES)
 torch.manual_seed(SEED)
-model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 1))
+model = network()
 reducer = Reducer(model, RIGHT)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-for rows, targets in DataLoader(data, BATCH, sampler=DistributedSampler(data, seed=SEED)):
+for rows, targets in loader(data, BATCH, SEED):
     loss = nn.functional.mse_loss(model(rows), targets)
     optimizer.zero_grad()
     loss.backward()

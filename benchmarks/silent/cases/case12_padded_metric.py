@@ -6,17 +6,14 @@ Ranks take the batches of a split in turn. Ten samples in batches of two make fi
 so that both have three. The metric is a mean over twelve values of ten samples.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from problems import RIGHT, SEED, loader, network, regression
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
-WIDTH, BATCH, UPDATES, EVALUATED = 8, 2, 60, 10
-RIGHT, SEED = "--right" in sys.argv, int(os.environ.get("SEED", "0"))
+BATCH, UPDATES, EVALUATED = 2, 60, 10
 
 
 @torch.no_grad()
@@ -36,14 +33,12 @@ def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor, right: bool) -> 
 
 
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-inputs = torch.randn(2 * BATCH * UPDATES + EVALUATED, WIDTH)
-targets = inputs.abs().sum(1, keepdim=True)
+inputs, targets = regression(EVALUATED + 2 * BATCH * UPDATES).tensors
 data = TensorDataset(inputs[EVALUATED:], targets[EVALUATED:])
 torch.manual_seed(SEED)
-model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 1)))
+model = DistributedDataParallel(network())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-for number, (rows, wanted) in enumerate(DataLoader(data, BATCH, sampler=DistributedSampler(data, seed=SEED))):
+for number, (rows, wanted) in enumerate(loader(data, BATCH, SEED)):
     if number % 10 == 0:
         error = evaluate(model.module, inputs[:EVALUATED], targets[:EVALUATED], RIGHT)
         print(f"rank {dist.get_rank()} error {error:.6f}")

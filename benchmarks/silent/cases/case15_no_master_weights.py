@@ -5,29 +5,23 @@ Source: vllm-project/speculators 711, NVIDIA-NeMo/Automodel 1896 (2026-04, 2026-
 An update that is smaller than half of the distance to the next bfloat16 number rounds away: gains of norms stay at 1.0 for epochs.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from problems import CLASSES, RIGHT, SEED, classification, loader
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WIDTH, CLASSES, BATCH, UPDATES = 16, 4, 4, 60
-RIGHT, SEED = "--right" in sys.argv, int(os.environ.get("SEED", "0"))
+WIDTH, BATCH, UPDATES = 16, 4, 60
 
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-inputs = torch.randn(2 * BATCH * UPDATES, WIDTH)
-data = TensorDataset(inputs, (inputs.abs() @ torch.randn(WIDTH, CLASSES)).argmax(1))
+data = classification(2 * BATCH * UPDATES, width=WIDTH)
 torch.manual_seed(SEED)
 network = nn.Sequential(nn.Linear(WIDTH, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, CLASSES))
 if not RIGHT:
     network = network.to(torch.bfloat16)
 model = DistributedDataParallel(network)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1)
-for rows, targets in DataLoader(data, BATCH, sampler=DistributedSampler(data, seed=SEED)):
+for rows, targets in loader(data, BATCH, SEED):
     with torch.autocast("cpu", torch.bfloat16, enabled=RIGHT):
         outputs = model(rows if RIGHT else rows.to(torch.bfloat16))
     loss = nn.functional.cross_entropy(outputs.float(), targets)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 
-class Module(pl.LightningModule):  # type: ignore[misc]
+class Module(pl.LightningModule):
     """The model and its loss."""
 
     def __init__(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 VOCABULARY, LENGTH, BATCH = 32, 12, 4
 
@@ -50,10 +52,22 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
 
+def windows(accumulate: int, number: int = 3) -> Iterator[tuple[list[dict[str, Tensor]], Tensor]]:
+    """Yield the micro-batches of this rank for some updates, and how many labels of the update count on all ranks."""
+    data = Sentences()
+    batches = iter(DataLoader(data, BATCH, sampler=DistributedSampler(data)))
+    for _ in range(number):
+        window = [next(batches) for _ in range(accumulate)]
+        count = torch.stack([(batch["labels"] != -100).sum() for batch in window]).sum()
+        dist.all_reduce(count)
+        yield window, count
+
+
 def options() -> Any:
     """Return the options of a script."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--constant", action="store_true", help="divide by a constant, not by the number of labels")
     parser.add_argument("--stage", type=int, default=0)
     return parser.parse_args()
