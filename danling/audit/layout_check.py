@@ -28,7 +28,15 @@ from danling.utils.messages import did_you_mean, table_lines
 from danling.utils.process import held_port
 
 from .layout_record import WEIGHTS, Part, Record, end_file, record_file
-from .program import ProgramEnd, announce, end_program, kill_program, scratch_settings, start_program
+from .program import (
+    ProgramEnd,
+    announce,
+    end_program,
+    kill_program,
+    rank_variables,
+    scratch_settings,
+    start_program,
+)
 
 _POLL_SECONDS = 0.02
 _STACKS = ("ddp", "accelerate")
@@ -128,6 +136,17 @@ class Finding:
     axis: str | None = None
 
 
+def finding_lines(what: str, found: Sequence[Finding], parameters: int) -> Iterator[str]:
+    """Yield the table of the tensors that differ; nothing where none does."""
+    if not found:
+        return
+    yield f"{len(found)} of {parameters} {what} differ"
+    rows = [[e.name, e.one, e.layout, e.error, e.ratio, e.axis, e.what] for e in found[:_SHOWN]]
+    yield from table_lines(("parameter", "one process", "layout", "error", "ratio", "axis", "what differs"), rows)
+    if len(found) > _SHOWN:
+        yield f"... and {len(found) - _SHOWN} more; --json lists all"
+
+
 @dataclass(frozen=True)
 class LayoutReport:
     """The result of a check.
@@ -185,14 +204,9 @@ class LayoutReport:
             yield f"loss {one:.10g} in one process, {layout:.10g} on the layout; {self.samples} samples"
         if self.summary is not None:
             yield self.summary
-        for what, found in (("gradients", self.gradients), ("weights", self.weights)):
-            if found and not self.undecided:
-                yield f"{len(found)} of {self.parameters} {what} differ"
-                rows = [[e.name, e.one, e.layout, e.error, e.ratio, e.axis, e.what] for e in found[:_SHOWN]]
-                head = ("parameter", "one process", "layout", "error", "ratio", "axis", "what differs")
-                yield from table_lines(head, rows)
-            if len(found) > _SHOWN:
-                yield f"... and {len(found) - _SHOWN} more; --json lists all"
+        if not self.undecided:
+            yield from finding_lines("gradients", self.gradients, self.parameters)
+            yield from finding_lines("weights", self.weights, self.parameters)
         yield (
             "note: The model ran in evaluation mode: without dropout, and with the running statistics of batch normalization. Differences "
             f"up to {self.tolerance:.1g} count as rounding."
@@ -307,16 +321,7 @@ def _started(
     command: Sequence[str], settings: Mapping[str, object], directory: Path, number: int, on_devices: bool
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes of a layout; on exit those that still run are ended."""
-    environment = {
-        "WORLD_SIZE": str(number),
-        "LOCAL_WORLD_SIZE": str(number),
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // number)),
-        # Of a launcher that this process may have been started by.
-        "TORCHELASTIC_RUN_ID": "",
-        "TORCHELASTIC_ERROR_FILE": "",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    environment: dict[str, str] = {}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if not on_devices:
@@ -324,8 +329,9 @@ def _started(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         with held_port() as port:
+            environment |= rank_variables(number, port)
             for rank in range(number):
-                own = {**environment, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 log = directory / f"output-{rank}.log"
                 processes.append(start_program(command, settings, log=log, environment=own))
             yield processes

@@ -115,6 +115,21 @@ def start_program(
             ) from None
 
 
+def rank_variables(number: int, port: int) -> dict[str, str]:
+    """Return the variables that all of so many ranks on this machine have, if no launcher starts them."""
+    return {
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // number)),
+        # Of a launcher that this process may have been started by.
+        "TORCHELASTIC_RUN_ID": "",
+        "TORCHELASTIC_ERROR_FILE": "",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
 def end_program(process: subprocess.Popen[bytes]) -> None:
     """End a program and all of its process group, first by SIGTERM; nothing happens where they have ended."""
     for number in (signal.SIGTERM, signal.SIGKILL):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from danling.audit.layout_check import NotChecked
 from danling.audit.program import announce
 
 from .comparison import (
@@ -23,7 +24,7 @@ from .comparison import (
     sample_note,
 )
 from .inside.recorder import Job
-from .starts import NotChecked, Script, reason_of
+from .starts import Script, reason_of
 
 
 class LayoutProof:

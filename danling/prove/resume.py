@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from danling.audit.layout_check import NotChecked
 from danling.audit.program import announce
 
 from .inside.recorder import Job
-from .starts import NotChecked, Script, reason_of
+from .starts import Script, reason_of
 
 _ORDER = ("samples", "loss", "gradients", "weights")
 _CAUSES = {

@@ -19,7 +19,15 @@ from pathlib import Path
 
 import torch
 
-from danling.audit.program import ProgramEnd, announce, end_program, kill_program, start_program
+from danling.audit.layout_check import NotChecked
+from danling.audit.program import (
+    ProgramEnd,
+    announce,
+    end_program,
+    kill_program,
+    rank_variables,
+    start_program,
+)
 from danling.utils.process import held_port
 
 from .guard import end_marked
@@ -42,10 +50,6 @@ _NO_TRACKERS = {
     "CLEARML_OFFLINE_MODE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-
-
-class NotChecked(ValueError):
-    """The script cannot be compared."""
 
 
 def reason_of(error: Exception) -> str:
@@ -207,17 +211,6 @@ class Script:
             f"Expected a script that makes {job.updates} updates {where}. Received: {how} after {updates} updates of a torch optimizer. "
             f"The end of what it printed:{printed or ' nothing'}"
         )
-
-
-def rank_variables(number: int, port: int) -> dict[str, str]:
-    """Return the variables of ranks that no launcher has started."""
-    return {
-        "WORLD_SIZE": str(number),
-        "LOCAL_WORLD_SIZE": str(number),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // number)),
-    }
 
 
 def one_process(command: Sequence[str]) -> list[str] | None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from support.proved import proved
 
+from danling.audit.layout_check import NotChecked
 from danling.prove.resume import ResumeProof
-from danling.prove.starts import NotChecked, Script
+from danling.prove.starts import Script
 
 pytestmark = pytest.mark.timeout(500)
 
