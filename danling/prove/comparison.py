@@ -17,12 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danling.audit.layout_check import Finding, Rounding, compare
+from danling.audit.layout_check import Finding, NotChecked, Rounding, compare, finding_lines
 from danling.audit.layout_record import Part
-from danling.utils.messages import table_lines
 
 from .inside.stacks import assembled
-from .starts import NotChecked
 
 _RELATIVE = 1e-5
 """Relative difference of a gradient in float32 that is rounding."""
@@ -33,7 +31,6 @@ _LINEAR = 1e-3
 """Residual up to which the gradient of the joined batch counts as a sum of those of the ranks, in float32; see `Fit`."""
 _WEIGHTS = 1e-2
 """Share of the change of a tensor by an update that is rounding: optimizers that divide by small numbers amplify it."""
-_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -107,18 +104,16 @@ class Fit:
         layout: Weights of these gradients in that of the layout.
         joined: Their weights in that of the joined batch.
         left: For each parameter, the norm of what these sums leave of the layout's gradient, and of the joined one's.
-        expected: The gradient of each parameter by the weights of the joined batch.
         residual: Share of the layout's gradient that no sum has.
         joined_residual: The same of the joined batch.
         apart: Relative difference of the two sums.
-        norm: Norm of the expected gradient.
+        norm: Norm of the joined one's sum.
     """
 
     ranks: int
     layout: list[float]
     joined: list[float]
     left: Mapping[str, tuple[float, float]]
-    expected: Mapping[str, Tensor]
     residual: float
     joined_residual: float
     apart: float
@@ -150,8 +145,7 @@ class Fit:
             )
             for name in names
         }
-        expected = {name: (columns[name] @ wanted).reshape(joined[name].shape) for name in names}
-        norm = math.hypot(*(float(each.norm()) for each in expected.values()))
+        norm = math.hypot(*(float((columns[name] @ wanted).norm()) for name in names))
         made = math.hypot(*(float(layout[name].double().norm()) for name in names))
         difference = own - wanted
         apart = math.sqrt(max(float(difference @ gram @ difference), 0.0))
@@ -160,7 +154,6 @@ class Fit:
             layout=own.tolist(),
             joined=wanted.tolist(),
             left=left,  # type: ignore[arg-type]
-            expected=expected,
             residual=math.hypot(*(mine for mine, _ in left.values())) / (made or 1.0),
             joined_residual=math.hypot(*(other for _, other in left.values())) / (norm or 1.0),
             apart=apart / (norm or 1.0),
@@ -255,16 +248,9 @@ class Report:
         if self.losses is not None and self.verdict == "different":
             yield f"loss {self.losses[0]:.7g} in one process, {self.losses[1]:.7g} on the layout; {self.samples} samples"
         yield from self.facts
-        for what, found in (("gradients", self.gradients), ("weights", self.weights)):
-            if not found or self.verdict != "different":
-                continue
-            yield f"{len(found)} of {self.parameters} {what} differ"
-            rows = [[e.name, e.one, e.layout, e.error, e.ratio, e.axis, e.what] for e in found[:_SHOWN]]
-            yield from table_lines(
-                ("parameter", "one process", "layout", "error", "ratio", "axis", "what differs"), rows
-            )
-            if len(found) > _SHOWN:
-                yield f"... and {len(found) - _SHOWN} more; --json lists all"
+        if self.verdict == "different":
+            yield from finding_lines("gradients", self.gradients, self.parameters)
+            yield from finding_lines("weights", self.weights, self.parameters)
         yield from (f"note: {note}" for note in self.notes)
 
 
@@ -305,21 +291,18 @@ def layout_notes(updates: Sequence[Update]) -> Iterator[str]:
         if dropped:
             yield f"{dropped} backward passes before update {number} have no effect: their gradients were deleted before a step"
     for (number, one), two in zip(enumerate(updates, 2), updates[1:]):
-        before, after = one.first["losses"], two.first["losses"]
-        if len(after) < len(before) and after and not _is_divided(before, after):
+        before, after = one.first["divisors"], two.first["divisors"]
+        full = len(before)
+        is_divided = all(any(math.isclose(each, full, rel_tol=1e-5) for each in own) for own in (*before, *after))
+        if 0 < len(after) < full and is_divided:
             yield (
-                f"update {number} has {len(after)} micro-batches instead of {len(before)}, and its loss is smaller in the same ratio: a "
-                "short window of accumulation is divided by the length of a full one"
+                f"update {number} has {len(after)} micro-batches instead of {full}, and divides their losses by {full}: a short window of "
+                "accumulation is divided by the length of a full one"
             )
     starts = {n: p for n, (_, _, p) in updates[0].first["start"].items()} if updates else {}
     for name, other in _alike(starts):
         yield f"{name} and {other} begin with the same values"
         break
-
-
-def _is_divided(before: Sequence[float], after: Sequence[float]) -> bool:
-    ratio = abs(math.fsum(after)) / (abs(math.fsum(before)) or 1.0)
-    return abs(ratio - len(after) / len(before)) > abs(ratio - 1.0)
 
 
 def _alike(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
@@ -392,15 +375,15 @@ class Comparison:
                     noise[name] = float((tensor.double() - other[name].double()).norm())
         return math.hypot(*self.noise["gradients"].values()) / (self.norm or 1.0)
 
-    def gradients(self, expected: Mapping[str, Tensor] | None = None) -> list[Finding]:
-        """Return the parameters whose gradients differ from those of one process, or from expected ones."""
+    def gradients(self) -> list[Finding]:
+        """Return the parameters whose gradients differ from those of one process."""
         floor = 4 * _EPS * self.norm
 
         def rounding(name: str, norm: float) -> Rounding:
             noise = _NOISE * self.noise["gradients"].get(name, 0.0)
             return Rounding(self.relative, max(floor, noise, self.coarse * norm, self.extra.get(name, 0.0)))
 
-        return self._findings("gradients", expected or self.one.of_one("gradients"), rounding)
+        return self._findings("gradients", self.one.of_one("gradients"), rounding)
 
     def weights(self) -> list[Finding]:
         """Return the parameters whose weights differ after the update."""

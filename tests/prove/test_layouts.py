@@ -22,6 +22,7 @@ RIGHT = {
     "one sequence of batches": ["same samples"],
     "a constant divisor": ["constant"],
     "own batches": ["shown"],
+    "an optimizer that calls another one": ["nested"],
 }
 
 

@@ -18,7 +18,9 @@ from support.patience import patience
 from support.proved import ROOT, SCRIPT, proved
 
 import danling.prove
+from danling.prove.comparison import Update, layout_notes
 from danling.prove.guard import marked
+from danling.prove.inside.recorder import _divisors_of
 from danling.prove.inside.samples import CannotCompare, Loaders, join
 from danling.prove.inside.stacks import assembled
 from danling.prove.starts import mirror, one_process
@@ -200,6 +202,37 @@ def test_each_iterator_has_its_own_batches_though_others_have_ended(tmp_path: Pa
 
 class _Iterator:
     pass
+
+
+@pytest.mark.parametrize(
+    ("made", "divisors"),
+    [
+        (lambda loss: loss, []),
+        (lambda loss: loss / 2, [2]),
+        (lambda loss: loss * 0.25, [4]),
+        (lambda loss: 8 * loss / torch.tensor(3.0), [3, 1 / 8]),
+        (lambda loss: loss / loss.detach().requires_grad_(), []),
+        (lambda loss: (loss / 2).square(), []),
+    ],
+)
+def test_divisors_of_a_loss_are_read(made: Callable[[torch.Tensor], torch.Tensor], divisors: list[float]) -> None:
+    loss = made(torch.nn.Linear(2, 1)(torch.ones(1, 2)).sum())
+    assert list(_divisors_of(loss)) == pytest.approx(divisors)
+
+
+@pytest.mark.parametrize(
+    ("full", "short", "is_noticed"),
+    [([[2.0], [65536.0, 2.0]], [[2.0]], True), ([[2.0], [2.0]], [[1.0]], False), ([[7.0], [7.0]], [[7.0]], False)],
+)
+def test_short_window_is_noticed_by_what_divides_it(
+    full: list[list[float]], short: list[list[float]], is_noticed: bool
+) -> None:
+    common = {"groups": [], "unchanged": [], "dropped": 0, "start": {}}
+    updates = [Update([{**common, "divisors": divisors}]) for divisors in (full, short)]
+    notes = list(layout_notes(updates))
+    assert [note.partition(":")[0] for note in notes] == (
+        ["update 2 has 1 micro-batches instead of 2, and divides their losses by 2"] if is_noticed else []
+    )
 
 
 def test_scratch_is_readable_by_its_owner_alone(tmp_path: Path) -> None:

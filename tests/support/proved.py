@@ -67,6 +67,10 @@ elif "fsdp1" in words:
 elif world > 1 and "not summed" not in words:
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+if "nested" in words:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
 sampler = None if "same samples" in words else DistributedSampler(inputs, world, rank)
 loader = DataLoader(TensorDataset(inputs, labels), 4, sampler=sampler)
 batches = loader

@@ -174,8 +174,10 @@ def _watch_steps(recorder: Recorder) -> None:
     before, after = _guarded(recorder.before), _guarded(recorder.after)
 
     def begins(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if recorder.inside:
+        # A step within that of another optimizer, such as ZeroRedundancyOptimizer, is a part of it.
+        if recorder.inside or (recorder.running is not None and recorder.running is not optimizer):
             return None
+        recorder.running = optimizer
         # `args[0]` is the optimizer.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         trained = recorder.trained_by(optimizer)
@@ -195,7 +197,8 @@ def _watch_steps(recorder: Recorder) -> None:
         return (args[0], closed, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def ended(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not recorder.inside:
+        if recorder.running is optimizer:
+            recorder.running = None
             after(recorder.trained_by(optimizer))
 
     hooks.register_optimizer_step_pre_hook(begins)

@@ -14,7 +14,7 @@ import random
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,6 +77,8 @@ class Recorder:
         self.place = Path(job.directory)
         self.inside = 0
         """Depth of calls of a stack, whose own steps and batches are not counted."""
+        self.running: object | None = None
+        """The optimizer whose step runs."""
         self.loaders = Loaders(None if job.source is None else Path(job.source), job.ranks, job.how)
         self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.made = 0
@@ -92,6 +94,7 @@ class Recorder:
 
     def _start_update(self) -> None:
         self._losses: list[float] = []
+        self._divisors: list[list[float]] = []
         self._inputs: list[int] = []
         self._amount = 0.0
         self._models: list[str] = []
@@ -102,6 +105,9 @@ class Recorder:
         self._parts: list[dict[str, stacks.Piece]] = []
         self._eps = 0.0
         self._before_clipping: dict[str, stacks.Piece] = {}
+        self._gradients: dict[str, stacks.Piece] = {}
+        self._held: dict[str, stacks.Piece] = {}
+        self._groups: list[dict[str, Any]] = []
 
     # Samples
 
@@ -191,13 +197,18 @@ class Recorder:
         """Note the value that a backward begins with."""
         loss = sum(float(each.detach().double().sum()) for each in leaves(tensors))
         self._losses.append(loss)
+        self._divisors.append([divisor for each in leaves(tensors) for divisor in _divisors_of(each)])
         self._pending += 1
+        self._note_draws()
+
+    def _note_draws(self) -> None:
         if self._streams:
             self._draws |= any(before != after for before, after in zip(self._streams, _streams()))
 
     def forgets(self) -> None:
         """Count the backward passes whose gradients are deleted though no step has used them."""
-        self._dropped += self._pending
+        # An optimizer with several backward passes, such as SAM, uses each of them.
+        self._dropped += self._pending if self.running is None else 0
         self._pending = 0
         self._parts = []
 
@@ -228,6 +239,8 @@ class Recorder:
     def before(self, trained: stacks.Trained) -> None:
         """Keep gradients and weights before a step."""
         self._claim()
+        if not self._losses:
+            self._note_draws()  # a script that calls `torch.autograd.grad`
         gradients, weights = trained.gradients(), trained.weights()
         self._gradients = {name: self._before_clipping.get(name, g) for name, g in gradients.items()}
         self._held = weights
@@ -296,6 +309,7 @@ class Recorder:
             "start": self._held,
             "weights": weights,
             "losses": self._losses,
+            "divisors": self._divisors,
             "inputs": self._inputs,
             "amount": self._amount,
             "models": sorted(set(self._models)),
@@ -359,6 +373,17 @@ class Recorder:
 def _whole(ranks: Sequence[dict[str, stacks.Piece]], name: str, shape: Sequence[int]) -> Tensor | None:
     pieces = [pieces[name] for pieces in ranks if name in pieces]
     return stacks.assembled(pieces, shape) if pieces else None
+
+
+def _divisors_of(loss: Tensor) -> Iterator[float]:
+    """Yield the numbers that a loss is divided by at its end, as by the number of micro-batches; a factor is the inverse of one."""
+    node = loss.grad_fn
+    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
+        other = getattr(node, "_saved_other", None)
+        if other is None or other.numel() != 1 or other.requires_grad or not float(other):
+            return
+        yield float(other) if node.name() == "DivBackward0" else 1.0 / float(other)
+        node = node.next_functions[0][0]
 
 
 def _number(value: Any) -> Any:
