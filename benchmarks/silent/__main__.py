@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -93,16 +94,17 @@ def cases(chosen: Sequence[int]) -> dict[int, Path]:
 
 def prove(script: Path, *arguments: str, resumes: bool = False, ranks: int = 2) -> Proof:
     """Run `danling prove` on a script, in an empty directory."""
-    command = ["torchrun", "--nproc-per-node", str(ranks), str(script), *arguments]
-    options = ["--resume", " ".join([*command, "--resume"])] if resumes else []
-    programs = os.pathsep.join((os.fspath(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    environment = {**os.environ, "PATH": programs, "OMP_NUM_THREADS": "1"}
+    # Without torchrun, which is a further process that imports torch at each start.
+    command = [sys.executable, str(script), *arguments]
+    options = ["--ranks", str(ranks)]
+    if resumes:
+        options += ["--resume", shlex.join([*command, "--resume"])]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         ended = subprocess.run(
             [sys.executable, "-m", "danling", "prove", "--json", *options, "--", *command],
             cwd=directory,
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
