@@ -26,6 +26,8 @@ from .comparison import (
 from .inside.recorder import Job
 from .starts import Script, reason_of
 
+_OTHER_STARTS = "the ranks begin with different weights"
+
 
 class LayoutProof:
     """Compares several processes with one."""
@@ -61,12 +63,9 @@ class LayoutProof:
         report.samples = sum(inputs) or sum(samples.values())
         how, one = self._start_one()
         comparisons = self._comparisons(one)
-        at = self._differs_at(comparisons)
-        if at is None:
+        # Before rounding is measured: random numbers in the forward would count as rounding.
+        if self._judge(comparisons) is None or report.summary == _OTHER_STARTS:
             return
-        if report.summary != "the ranks begin with different weights":
-            # Before rounding is measured: random numbers in the forward would count as rounding.
-            comparisons[at - 1].refuse_other_samples()
         self._start(
             "reversed",
             self._replay(how="reversed" if how == "joined" else how, ranks=self.ranks[::-1]),
@@ -121,11 +120,17 @@ class LayoutProof:
             raise NotChecked("the gradients of all updates are zero, or are not in `grad` of the parameters")
         self.report.updates = len(found)
         self.report.parameters = len(found[0].layout.names("gradients"))
-        others = found[0].begin_alike()
-        if others and not found[0].copies_that_differ("start"):
+        starts = found[0].starts()
+        if starts and not any(each.axis for each in starts):
+            names = ", ".join(each.name for each in starts[:3])
             raise NotChecked(
-                f"one process begins with other values of {len(others)} parameters ({', '.join(others[:3])}): no module has them, so that "
-                "they cannot be copied. Set a seed in the script"
+                f"one process begins with other values of {len(starts)} parameters ({names}): no module has them, so that they cannot be "
+                "copied. Set a seed in the script"
+            )
+        if starts and not self.layout[0].first["has_group"]:
+            raise NotChecked(
+                "the ranks begin with different weights, and the script has no process group of torch.distributed: its ranks train apart. "
+                "Call `init_process_group`, or set a seed"
             )
         return found
 
@@ -135,9 +140,9 @@ class LayoutProof:
         report.gradients, report.weights, report.facts, report.step = [], [], [], None
         for each in comparisons:
             report.losses = each.losses()
-            if each.number == 1 and each.copies_that_differ("start"):
-                report.gradients = each.copies_that_differ("start")
-                report.summary = "the ranks begin with different weights"
+            starts = each.starts() if each.number == 1 else []
+            if starts:
+                report.weights, report.summary = starts, _OTHER_STARTS
                 report.step, report.verdict = 1, "different"
                 return 1
             report.gradients = each.gradients()
@@ -166,17 +171,18 @@ class LayoutProof:
             return "the gradients are those of one process, the step of the optimizer is not"
         return "the gradients are those of one process, their clipping is not"
 
-    def _judge(self, comparisons: Sequence[Comparison]) -> None:
+    def _judge(self, comparisons: Sequence[Comparison]) -> int | None:
         """Decide by the joined batch alone."""
         at = self._differs_at(comparisons)
-        if at is not None and self.report.summary != "the ranks begin with different weights":
+        if at is not None and self.report.summary != _OTHER_STARTS:
             comparisons[at - 1].refuse_other_samples()
+        return at
 
     def _judge_by_fit(self, comparisons: Sequence[Comparison]) -> None:
         """Decide by the gradients of the ranks alone."""
         report, first = self.report, comparisons[0]
         is_unequal = any("between ranks" in found.what for found in (*report.gradients, *report.weights))
-        if is_unequal or report.summary == "the ranks begin with different weights":
+        if is_unequal:
             self._judge(comparisons)
             return
         first.refuse_other_samples()

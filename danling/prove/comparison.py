@@ -20,7 +20,7 @@ from torch import Tensor
 from danling.audit.layout_check import Finding, NotChecked, Rounding, compare, finding_lines
 from danling.audit.layout_record import Part
 
-from .inside.stacks import assembled
+from .inside.stacks import assembled, placed
 
 _RELATIVE = 1e-5
 """Relative difference of a gradient in float32 that is rounding."""
@@ -63,16 +63,10 @@ class Update:
         return None if whole is None else whole.double()
 
     def held(self, kind: str, name: str, shape: Sequence[int]) -> list[tuple[Mapping[str, int], Part]]:
-        """Return what each rank has of a tensor; parts that were divided by hand are placed by their rank."""
-        found: list[tuple[Mapping[str, int], Part]] = []
-        pieces = [(at, rank[kind][name]) for at, rank in enumerate(self.ranks) if name in rank[kind]]
-        for order, (at, (offset, own, tensor)) in enumerate(pieces):
-            dims = [dim for dim in range(len(own)) if len(own) == len(shape) and own[dim] != shape[dim]]
-            if len(dims) == 1 and own[dims[0]] * len(pieces) == shape[dims[0]]:
-                offset = tuple(order * own[dim] if dim in dims else 0 for dim in range(len(own)))
-                own = tuple(shape)
-            found.append(({"rank": at}, Part(tuple(offset), tuple(own), tensor)))
-        return found
+        """Return what each rank has of a tensor."""
+        ranks = [at for at, rank in enumerate(self.ranks) if name in rank[kind]]
+        pieces = placed([self.ranks[at][kind][name] for at in ranks], shape)
+        return [({"rank": at}, Part(*piece)) for at, piece in zip(ranks, pieces)]
 
     def columns(self) -> list[dict[str, Tensor]]:
         """Return the gradient of each backward pass of a start in one process; that of all where it is not known."""
@@ -299,6 +293,14 @@ def layout_notes(updates: Sequence[Update]) -> Iterator[str]:
                 f"update {number} has {len(after)} micro-batches instead of {full}, and divides their losses by {full}: a short window of "
                 "accumulation is divided by the length of a full one"
             )
+    if updates and len(updates[0].ranks) > 1 and not updates[0].first["has_group"]:
+        yield "the script has no process group of torch.distributed: its ranks train apart"
+    switched = updates[0].first["switched"] if updates else ()
+    if switched:
+        yield (
+            f"batch normalization ({', '.join(switched)}) uses its running statistics for the check: those of a batch are not the same on "
+            "several processes and on one"
+        )
     starts = {n: p for n, (_, _, p) in updates[0].first["start"].items()} if updates else {}
     for name, other in _alike(starts):
         yield f"{name} and {other} begin with the same values"
@@ -325,8 +327,8 @@ def refuse(layout: Update, distinct: int) -> None:
     norms = sorted({name for rank in layout.ranks for name in rank["batch_norm"]})
     if norms and distinct > 1:
         raise NotChecked(
-            f"batch normalization in training mode ({', '.join(norms)}) uses the statistics of each rank's own batch: several processes "
-            "differ from one by definition. Use SyncBatchNorm, or a model without it, for the check"
+            f"batch normalization without running statistics ({', '.join(norms)}) uses those of each rank's own batch: several processes "
+            "differ from one by definition. Use SyncBatchNorm, or `track_running_stats=True`, for the check"
         )
     if not layout.first["batches"]:
         raise NotChecked(
@@ -398,45 +400,9 @@ class Comparison:
 
         return self._findings("weights", own, rounding)
 
-    def begin_alike(self) -> list[str]:
-        """Return the parameters that one process begins with other values of."""
-        own = self.one.of_one("start")
-        found = []
-        for name, tensor in own.items():
-            whole = self.layout.whole("start", name, tensor.shape)
-            if whole is not None and float((whole - tensor.double()).norm()) > 1e-6 * float(tensor.double().norm()):
-                found.append(name)
-        return found
-
-    def copies_that_differ(self, kind: str) -> list[Finding]:
-        """Return the tensors of which ranks with copies have different values."""
-        found = []
-        for name in self.layout.names(kind):
-            pieces = [rank[kind][name] for rank in self.layout.ranks if name in rank[kind]]
-            shape = pieces[0][1]
-            one = self.one.of_one(kind).get(name)
-            if one is not None and tuple(one.shape) != tuple(shape):
-                continue
-            groups: dict[tuple[int, ...], list[Tensor]] = {}
-            for offset, _, part in pieces:
-                groups.setdefault((*offset, *part.shape), []).append(part.double())
-            error = max((float((p - g[0]).norm()) for g in groups.values() for p in g[1:]), default=0.0)
-            norm = max(float(g[0].norm()) for g in groups.values())
-            if error > max(self.relative * norm, 4 * _EPS * self.norm if kind == "gradients" else 0.0) or math.isnan(
-                error
-            ):
-                what = "differs between ranks with copies"
-                found.append(
-                    Finding(
-                        name,
-                        what,
-                        None if one is None else float(one.double().norm()),
-                        norm,
-                        error / (norm or 1.0),
-                        axis="rank",
-                    )
-                )
-        return found
+    def starts(self) -> list[Finding]:
+        """Return the parameters that do not begin alike on all ranks, or in one process."""
+        return self._findings("start", self.one.of_one("start"), lambda name, norm: Rounding(1e-6, 0.0))
 
     def _findings(self, kind: str, wanted: Mapping[str, Tensor], rounding: Any) -> list[Finding]:
         found, skipped = [], []

@@ -22,6 +22,8 @@ RIGHT = {
     "one sequence of batches": ["same samples"],
     "a constant divisor": ["constant"],
     "own batches": ["shown"],
+    "batch norm": ["batch norm"],
+    "batch norm, compiled": ["batch norm", "compiled"],
     "an optimizer that calls another one": ["nested"],
 }
 
@@ -33,6 +35,8 @@ RIGHT = {
 def test_right_script_is_not_accused(words: list[str], tmp_path: Path) -> None:
     code, report = proved(tmp_path, *words)
     assert (code, report["verdict"]) == (0, "same"), report
+    is_switched = any("uses its running statistics" in note for note in report["notes"])
+    assert is_switched == ("batch norm" in words)
     assert report["parameters"] == (1 if "flat" in words else 7)
     assert report["updates"] == (1 if "constant" in words else 2)
     assert os.listdir(tmp_path) == ["train.py"]
@@ -45,6 +49,7 @@ WRONG = {
     "gradients not summed": (["not summed"], "a sum over ranks is missing", 7),
     "clipped by the shard": (["fsdp2", "clipped alone"], "", 7),
     "mean of means in bf16": (["mean of means", "bf16"], "mean of means", 7),
+    "seeds of the ranks": (["seeded", "not summed"], "the ranks begin with different weights", 0),
 }
 
 
@@ -59,7 +64,7 @@ def test_wrong_script_is_accused(case: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "batch norm": "batch normalization in training mode (BatchNorm1d)",
+    "own statistics": "batch normalization without running statistics (BatchNorm1d)",
     "noise": "draws random numbers",
     "own loader": "no batch of a torch DataLoader was seen",
     "one update": "it ended after 1 updates",

@@ -227,7 +227,7 @@ def test_divisors_of_a_loss_are_read(made: Callable[[torch.Tensor], torch.Tensor
 def test_short_window_is_noticed_by_what_divides_it(
     full: list[list[float]], short: list[list[float]], is_noticed: bool
 ) -> None:
-    common = {"groups": [], "unchanged": [], "dropped": 0, "start": {}}
+    common = {"groups": [], "unchanged": [], "dropped": 0, "start": {}, "switched": [], "has_group": True}
     updates = [Update([{**common, "divisors": divisors}]) for divisors in (full, short)]
     notes = list(layout_notes(updates))
     assert [note.partition(":")[0] for note in notes] == (

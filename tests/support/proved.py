@@ -54,8 +54,9 @@ class Model(nn.Module):
 
 
 model = Model()
-if "batch norm" in words:
-    model.norm = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(16), nn.Unflatten(0, (-1, 8)))
+if "batch norm" in words or "own statistics" in words:
+    batch_norm = nn.BatchNorm1d(16, track_running_stats="batch norm" in words)
+    model.norm = nn.Sequential(nn.Flatten(0, 1), batch_norm, nn.Unflatten(0, (-1, 8)))
 if "fsdp2" in words:
     from torch.distributed.fsdp import fully_shard
 
@@ -66,6 +67,8 @@ elif "fsdp1" in words:
     model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params="flat" not in words)
 elif world > 1 and "not summed" not in words:
     model = nn.parallel.DistributedDataParallel(model)
+if "compiled" in words:
+    model = torch.compile(model, backend="aot_eager")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 if "nested" in words:
     from torch.distributed.optim import ZeroRedundancyOptimizer

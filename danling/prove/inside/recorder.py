@@ -85,6 +85,8 @@ class Recorder:
         self._trained: weakref.WeakKeyDictionary[Any, stacks.Trained] = weakref.WeakKeyDictionary()
         self._depth = 0
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.switched: set[str] = set()
+        """Classes of batch normalization that use their running statistics."""
         self._roots: dict[str, dict[str, stacks.Piece]] = {}
         self._streams: list[object] = []
         self._settings: list[str] = []
@@ -128,16 +130,30 @@ class Recorder:
 
     def enters(self, module: nn.Module, inputs: Any) -> None:
         """Note what an outermost module is called with."""
-        if not self._depth and is_forward():
-            if module not in self._known and stacks.has_parameters(module):
+        if self._depth or not is_forward() or not stacks.has_parameters(module):
+            return
+        if self.job.checks:
+            if module not in self._known:
                 self._meet(module)
-            if torch.is_grad_enabled() and stacks.has_parameters(module):
-                self._note_inputs(module, inputs)
-        if self.job.checks and not self.job.keeps_dropout and issubclass(type(module), nn.RNNBase):
-            module.dropout = 0.0  # type: ignore[assignment]
-        is_norm = issubclass(type(module), nn.modules.batchnorm._BatchNorm) and module.training
-        if is_norm and torch.is_grad_enabled() and not issubclass(type(module), nn.SyncBatchNorm):
-            self._batch_norm.append(type(module).__name__)
+            self._separate_samples(module)
+        if torch.is_grad_enabled():
+            self._note_inputs(module, inputs)
+
+    def _separate_samples(self, root: nn.Module) -> None:
+        """Have the output of a sample not depend on the others: batch normalization uses its running statistics."""
+        for module in root.modules():
+            kind = type(module)
+            if issubclass(kind, nn.RNNBase) and not self.job.keeps_dropout:
+                module.dropout = 0.0  # type: ignore[assignment]
+            is_norm = issubclass(kind, nn.modules.batchnorm._BatchNorm) and module.training
+            # With that of several ranks, one process gets the same statistics.
+            if not is_norm or issubclass(kind, nn.SyncBatchNorm):
+                continue
+            if module.running_mean is None:
+                self._batch_norm.append(kind.__name__)
+            else:
+                module.training = False
+                self.switched.add(kind.__name__)
 
     def _note_inputs(self, module: nn.Module, inputs: Any) -> None:
         # What other modules have computed depends on weights.
@@ -169,7 +185,7 @@ class Recorder:
         root = found[0]
         is_new = root not in self._known
         self._known.update(root.modules())
-        if not self.job.checks or not is_new:
+        if not is_new:
             return
         at = str(len(self._roots))
         self._roots[at] = {}
@@ -295,7 +311,7 @@ class Recorder:
         return not (is_each_done or self.made >= 8 * self.job.updates)
 
     def _write_tensors(self, weights: dict[str, stacks.Piece]) -> None:
-        rank, world = stacks.place_of()
+        rank, _ = stacks.place_of()
         gradients = self._gradients
         unchanged = [
             name
@@ -304,7 +320,7 @@ class Recorder:
         ]
         record = {
             "rank": rank,
-            "world": world,
+            "has_group": stacks.has_group(),
             "gradients": gradients,
             "start": self._held,
             "weights": weights,
@@ -315,6 +331,7 @@ class Recorder:
             "models": sorted(set(self._models)),
             "draws": self._draws,
             "batch_norm": sorted(set(self._batch_norm)),
+            "switched": sorted(self.switched),
             "norms": self._norms,
             "unchanged": unchanged,
             "groups": self._groups,

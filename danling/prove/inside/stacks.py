@@ -22,10 +22,14 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 
 def place_of() -> tuple[int, int]:
     """Return the rank and the number of processes."""
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+    if has_group():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def has_group() -> bool:
+    """Whether the ranks know of each other."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def clean(name: str) -> str:
@@ -90,23 +94,32 @@ def _flat_piece(local: Tensor, size: int) -> Piece:
     return (start,), (size,), local[: size - start].to("cpu", copy=True)
 
 
-def assembled(pieces: Sequence[Piece], shape: Sequence[int]) -> Tensor | None:
-    """Return the whole tensor from the parts of the ranks in order; `None` where they do not make one of this shape.
+def placed(pieces: Sequence[Piece], shape: Sequence[int]) -> Sequence[Piece]:
+    """Return the parts of the ranks, in order; plain tensors that are divided by hand get the place of their rank in the whole.
 
-    Plain tensors that are divided by hand are placed by their rank, where one dimension is a multiple of theirs.
+    That is possible where one dimension of the whole is as many times theirs as there are ranks.
     """
-    shape = tuple(shape)
-    if pieces[0][1] == shape:
-        whole = torch.zeros(shape, dtype=pieces[0][2].dtype)
-        # The first rank last: of copies its own is taken.
-        for offset, _, part in reversed(pieces):
-            whole[tuple(slice(start, start + length) for start, length in zip(offset, part.shape))] = part
-        return whole
     own = pieces[0][1]
     dims = [dim for dim in range(len(shape)) if len(own) == len(shape) and own[dim] != shape[dim]]
     if len(dims) != 1 or own[dims[0]] * len(pieces) != shape[dims[0]]:
+        return pieces
+    divided = [int(dim == dims[0]) for dim in range(len(own))]
+    return [
+        (tuple(order * share * size for share, size in zip(divided, own)), tuple(shape), part)
+        for order, (_, _, part) in enumerate(pieces)
+    ]
+
+
+def assembled(pieces: Sequence[Piece], shape: Sequence[int]) -> Tensor | None:
+    """Return the whole tensor from the parts of the ranks in order; `None` where they do not make one of this shape."""
+    pieces = placed(pieces, shape)
+    if pieces[0][1] != tuple(shape):
         return None
-    return torch.cat([part for _, _, part in pieces], dims[0])
+    whole = torch.zeros(tuple(shape), dtype=pieces[0][2].dtype)
+    # The first rank last: of copies its own is taken.
+    for offset, _, part in reversed(pieces):
+        whole[tuple(slice(start, start + length) for start, length in zip(offset, part.shape))] = part
+    return whole
 
 
 def put(parameter: Tensor, whole: Tensor) -> None:
