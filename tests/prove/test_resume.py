@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from support.proved import proved
+from support.warm import interpreter
 
 from danling.audit.layout_check import NotChecked
 from danling.prove.resume import ResumeProof
@@ -71,7 +71,7 @@ CASES = {
 @pytest.mark.parametrize("word", [pytest.param(w, marks=[] if w == "order" else pytest.mark.slow) for w in CASES])
 def test_resume_is_compared_with_an_undisturbed_start(word: str, tmp_path: Path) -> None:
     code, first, begins, differs = CASES[word]
-    command = f"{sys.executable} train.py resume {word}"
+    command = f"{interpreter()} train.py resume {word}"
     found, report = proved(tmp_path, options=["--resume", command, "--updates", "14"], script=SCRIPT)
     assert (found, report["first"], report["begins"], report["differs"]) == (code, first, begins, differs), report
     assert report["checks"][0][1] == "ok" and not (tmp_path / "last.pt").exists()
@@ -79,7 +79,7 @@ def test_resume_is_compared_with_an_undisturbed_start(word: str, tmp_path: Path)
 
 @pytest.mark.slow
 def test_resume_without_a_checkpoint_is_not_judged(tmp_path: Path) -> None:
-    options = ["--resume", f"{sys.executable} train.py never saves", "--updates", "5"]
+    options = ["--resume", f"{interpreter()} train.py never saves", "--updates", "5"]
     code, report = proved(tmp_path, "never saves", options=options, script=SCRIPT)
     assert code == 2 and "it finds no checkpoint of the first 5 updates" in report["summary"], report
 

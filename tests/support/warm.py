@@ -206,6 +206,9 @@ def _forget_the_server() -> None:
     examples = str(Path(__file__).parents[2] / "examples")
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*given, *(path for path in sys.path if path not in {tests, examples, "", *given})]
+    customized = next((file for path in given if (file := Path(path) / "sitecustomize.py").exists()), None)
+    if customized is not None:
+        runpy.run_path(str(customized), run_name="sitecustomize")
 
 
 def _open_streams() -> None:

@@ -79,5 +79,9 @@ def _run_hidden() -> None:
 
 sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
 if os.environ.get("DANLING_PROVE"):
-    sys.meta_path.insert(0, _Finder())
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    # What a `.pth` file has imported, say.
+    for loaded in filter(sys.modules.__contains__, _HOOKS):
+        finder.loaded(loaded)
 _run_hidden()
