@@ -72,12 +72,14 @@ class LayoutProof:
             "in one process, with the rows in reverse order",
         )
         reverse = _updates(self.script.scratch / "reversed")
-        noises = [each.measure_noise(other) for each, other in zip(comparisons, reverse)]
-        report.noise = noises[0]
-        if self._differs_at(comparisons) is None:
+        for each, other in zip(comparisons, reverse):
+            each.measure_noise(other)
+        at = self._differs_at(comparisons)
+        report.noise = comparisons[(at or 1) - 1].relative_noise
+        if at is None:
             return
         if len(self.ranks) > 1 and how == "joined":
-            self._judge_by_fit(comparisons)
+            self._judge_by_fit(comparisons, at)
         else:
             for each in comparisons:
                 each.coarse = 4 * each.eps if each.is_coarse else 0.0
@@ -158,8 +160,10 @@ class LayoutProof:
 
     def _summary(self, each: Comparison) -> str:
         report = self.report
-        if any("between ranks" in found.what for found in (*report.gradients, *report.weights)):
+        if any("between ranks" in found.what for found in report.gradients):
             return "ranks with copies of a parameter have different values: a sum over ranks is missing"
+        if any("between ranks" in found.what for found in report.weights):
+            return "the gradients are those of one process, and the ranks make different steps: their copies of a parameter differ"
         ratios = {found.ratio for found in report.gradients}
         if report.gradients and None not in ratios and len(report.gradients) == report.parameters:
             known = [ratio for ratio in ratios if ratio is not None]
@@ -178,9 +182,9 @@ class LayoutProof:
             comparisons[at - 1].refuse_other_samples()
         return at
 
-    def _judge_by_fit(self, comparisons: Sequence[Comparison]) -> None:
-        """Decide by the gradients of the ranks alone."""
-        report, first = self.report, comparisons[0]
+    def _judge_by_fit(self, comparisons: Sequence[Comparison], at: int) -> None:
+        """Decide by the gradients of the ranks alone, in the first update that differs."""
+        report, first = self.report, comparisons[at - 1]
         is_unequal = any("between ranks" in found.what for found in (*report.gradients, *report.weights))
         if is_unequal:
             self._judge(comparisons)
@@ -189,11 +193,11 @@ class LayoutProof:
         alone: list[dict[str, Tensor]] = []
         for rank in self.ranks:
             self._start(
-                f"alone-{rank}",
-                replace(self._replay(how="joined", ranks=[rank], updates=1), parts=True),
+                f"alone-{rank}-{at}",
+                replace(self._replay(how="joined", ranks=[rank], updates=at), parts=True),
                 f"in one process, of the samples of rank {rank}",
             )
-            alone += _updates(self.script.scratch / f"alone-{rank}")[0].columns()
+            alone += _updates(self.script.scratch / f"alone-{rank}-{at}")[at - 1].columns()
         joined = first.one.of_one("gradients")
         whole: dict[str, Tensor] = {}
         for name, tensor in joined.items():
@@ -202,7 +206,7 @@ class LayoutProof:
                 whole[name] = found
         fit = Fit.of(whole, joined, alone, len(self.ranks))
         report.rank_weights = (fit.layout, fit.joined)
-        noise = report.noise or 0.0
+        noise = first.relative_noise
         near = max(4 * first.eps, 0.03) if first.is_coarse else max(1e-3, 10 * noise)
         if fit.joined_residual > near:
             raise NotChecked(
@@ -224,7 +228,9 @@ class LayoutProof:
         near = max(1e-3, 2 * fit.joined_residual) if first.is_coarse else max(1e-5, 10 * noise)
         is_apart = fit.apart > near
         if not unfit and not is_apart:
-            self._judge(comparisons)
+            later = self._judge(comparisons)
+            if later is not None and later > at:
+                self._judge_by_fit(comparisons, later)
             return
         if not unfit and fit.has_constant_divisor:
             report.notes.append(
@@ -234,12 +240,12 @@ class LayoutProof:
             report.verdict, report.summary, report.step = "same", None, None
             report.gradients, report.weights, report.facts = [], [], []
             # By another scale, the weights of later updates are others.
-            report.updates = 1
+            report.updates = at
             return
         if unfit:
             self._differs_at(comparisons)
             return
-        report.step, report.verdict, report.summary = 1, "different", fit.sentence()
+        report.step, report.verdict, report.summary = at, "different", fit.sentence()
         report.weights, report.gradients = [], first.gradients()
 
 

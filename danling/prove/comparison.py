@@ -1,6 +1,6 @@
 """Whether the first updates of a script on several processes are those of one process.
 
-The gradient of update 1 has three references: that of one process with the joined batches, the same with the rows in reverse order (which
+The gradient of an update has three references: that of one process with the joined batches, the same with the rows in reverse order (which
 measures rounding), and those of each rank's batches alone. A layout's gradient is a sum of the ranks' own ones, each with a weight: N
 numbers for all parameters. The joined batch has such weights too. Gradients that are no such sum, or whose weights are others, differ.
 """
@@ -262,6 +262,8 @@ def distinct_ranks(rows: Sequence[Sequence[int]]) -> list[int]:
 def sample_note(rows: Sequence[Sequence[int]]) -> str | None:
     """Say that several ranks have read the same samples."""
     number = len(rows)
+    if not any(rows):
+        return None
     distinct = distinct_ranks(rows)
     if number > 1 and len(distinct) < number:
         return (
@@ -368,14 +370,18 @@ class Comparison:
         """Whether the script computes in less than float32."""
         return self.eps > 1e-6
 
-    def measure_noise(self, reverse: Update) -> float:
-        """Take what the reverse order of rows changes as rounding; return the relative difference of the gradient."""
+    @property
+    def relative_noise(self) -> float:
+        """Share of the gradient that the reverse order of rows changes, where it was measured."""
+        return math.hypot(*self.noise["gradients"].values()) / (self.norm or 1.0)
+
+    def measure_noise(self, reverse: Update) -> None:
+        """Take what the reverse order of rows changes as rounding."""
         for kind, noise in self.noise.items():
             other = reverse.of_one(kind)
             for name, tensor in self.one.of_one(kind).items():
                 if name in other:
                     noise[name] = float((tensor.double() - other[name].double()).norm())
-        return math.hypot(*self.noise["gradients"].values()) / (self.norm or 1.0)
 
     def gradients(self) -> list[Finding]:
         """Return the parameters whose gradients differ from those of one process."""

@@ -14,6 +14,8 @@ from unittest import mock
 
 from danling.cli.main import main
 
+from .warm import interpreter
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -98,6 +100,8 @@ for epoch in range(1 if "one update" in words else 4):
             loss = F.cross_entropy(out, y.flatten(), ignore_index=-100)
         if "constant" in words:
             loss = F.cross_entropy(out, y.flatten(), ignore_index=-100, reduction="sum") / 32
+        if "statistic of the batch" in words and updates == 1:
+            loss = loss + 4 * out.mean(0).square().sum()
         if "no gradient" in words:
             loss = loss * 0
         if "over world" in words:
@@ -124,13 +128,21 @@ for epoch in range(1 if "one update" in words else 4):
 
 
 def proved(
-    place: Path, *words: str, options: Sequence[str] = ("--ranks", "2"), script: str = SCRIPT
+    place: Path,
+    *words: str,
+    options: Sequence[str] = ("--ranks", "2"),
+    script: str = SCRIPT,
+    warm: bool = True,
 ) -> tuple[int, dict[str, Any]]:
-    """Run `danling prove` on the script in a directory, and return its exit code and what it reports."""
+    """Run `danling prove` on the script in a directory, and return its exit code and what it reports.
+
+    Its processes are forks that have torch loaded, unless they are not to be warm.
+    """
     (place / "train.py").write_text(script)
     out = io.StringIO()
     paths = os.pathsep.join(filter(None, [os.fspath(ROOT), os.environ.get("PYTHONPATH")]))
-    command = ["prove", "--json", "--timeout", "200", *options, "--", sys.executable, "train.py", *words]
+    python = interpreter() if warm else sys.executable
+    command = ["prove", "--json", "--timeout", "200", *options, "--", python, "train.py", *words]
     with (
         contextlib.chdir(place),
         contextlib.redirect_stdout(out),
