@@ -53,9 +53,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[] if name == "mean of means in bf16" else slow) for name in WRONG]
-)
+@pytest.mark.parametrize("case", WRONG)
 def test_wrong_script_is_accused(case: str, tmp_path: Path) -> None:
     words, sentence, number = WRONG[case]
     code, report = proved(tmp_path, *words)
@@ -73,7 +71,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name == "own loader" else slow) for name in REFUSED])
+@pytest.mark.parametrize("case", REFUSED)
 def test_script_that_cannot_be_compared_is_not_judged(case: str, tmp_path: Path) -> None:
     code, report = proved(tmp_path, case)
     assert (code, report["verdict"]) == (2, "not checked"), report

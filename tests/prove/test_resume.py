@@ -68,7 +68,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("word", [pytest.param(w, marks=[] if w == "order" else pytest.mark.slow) for w in CASES])
+@pytest.mark.parametrize("word", CASES)
 def test_resume_is_compared_with_an_undisturbed_start(word: str, tmp_path: Path) -> None:
     code, first, begins, differs = CASES[word]
     command = f"{interpreter()} train.py resume {word}"
