@@ -69,7 +69,7 @@ def calls_of(place: Path) -> list[tuple[str, int, int, dict[str, float]]]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_quick_run_calls_the_overrides_and_writes_nothing_of_the_program(
     program: str, tmp_path: Path, ranks: int
 ) -> None:

@@ -381,7 +381,7 @@ def _lose_a_starting_process(directory: Path, victim: int) -> list[str]:
     return _two_saves(manager)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_process_dying_at_its_start_is_reported_on_all_ranks(tmp_path: Path, victim: int) -> None:
     seen = run_processes(_lose_a_starting_process, tmp_path, victim, world_size=2, init_process_group=True)
     for first, second in seen:
@@ -404,6 +404,7 @@ def _lose_a_joining_process(directory: Path) -> list[str]:
     return _two_saves(manager)
 
 
+@pytest.mark.slow
 def test_processes_wait_for_one_dying_while_they_join_for_a_limited_time(tmp_path: Path) -> None:
     seen = run_processes(_lose_a_joining_process, tmp_path, world_size=2, init_process_group=True, timeout=90)
     for first, second in seen:

@@ -175,7 +175,7 @@ RIGHT = {
     "an iterable": (["shard=2"], ["iterable"], "8 samples each"),
     "what people write": (["ddp=2"], ["mixed"], "7 samples each"),
 }
-SLOW = ("an iterable", "own dtype")
+SLOW = ("an iterable", "own dtype", "hsdp")
 
 
 @pytest.mark.timeout(300)

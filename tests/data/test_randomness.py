@@ -51,7 +51,8 @@ def test_seed_streams_seeds_all_three() -> None:
     assert draw() == first
 
 
-def test_streams_draw_independently_of_each_other() -> None:
+@pytest.mark.parametrize("n", [pytest.param(224, marks=pytest.mark.slow), 256])
+def test_streams_draw_independently_of_each_other(n: int) -> None:
     """All pairs of streams, among them generators that an object holds: the first integer below n agrees for one key in n."""
 
     class Holder:
@@ -62,24 +63,23 @@ def test_streams_draw_independently_of_each_other() -> None:
     holder, keys = Holder(), 10_000
     generators, base = Generators({"dataset": holder}), derive_seed(0, "read", "train", 0)
     assert len(generators.found) == 3
-    for n in (224, 256):
-        drawn = []
-        for number in range(keys):
-            generators.seed(mix_seed(base, number))
-            drawn.append(
-                [
-                    int(torch.randint(n, ())),
-                    int(numpy.random.randint(n)),
-                    random.randrange(n),
-                    int(torch.randint(n, (), generator=holder.torch_rng)),
-                    int(holder.numpy_rng.randint(n)),
-                    holder.python_rng.randrange(n),
-                ]
-            )
-        for modulus in (2, 4, 8, 16, 32, 64, 128, 256) if n == 256 else (n,):
-            sigma = math.sqrt((1 / modulus) * (1 - 1 / modulus) / keys)
-            for one, other in itertools.combinations(torch.tensor(drawn).T % modulus, 2):
-                assert abs((one == other).double().mean().item() - 1 / modulus) < 4 * sigma, modulus
+    drawn = []
+    for number in range(keys):
+        generators.seed(mix_seed(base, number))
+        drawn.append(
+            [
+                int(torch.randint(n, ())),
+                int(numpy.random.randint(n)),
+                random.randrange(n),
+                int(torch.randint(n, (), generator=holder.torch_rng)),
+                int(holder.numpy_rng.randint(n)),
+                holder.python_rng.randrange(n),
+            ]
+        )
+    for modulus in (2, 4, 8, 16, 32, 64, 128, 256) if n == 256 else (n,):
+        sigma = math.sqrt((1 / modulus) * (1 - 1 / modulus) / keys)
+        for one, other in itertools.combinations(torch.tensor(drawn).T % modulus, 2):
+            assert abs((one == other).double().mean().item() - 1 / modulus) < 4 * sigma, modulus
 
 
 def test_seeding_works_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:

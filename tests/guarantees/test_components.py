@@ -125,8 +125,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["generators", "mended"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("one", "generators"),
+        ("one", "mended"),
+        ("ddp", "mended"),
+        ("fsdp", "generators"),
+        pytest.param("ddp", "generators", marks=pytest.mark.slow),
+        pytest.param("fsdp", "mended", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_draws_and_counts_as_the_uninterrupted_one(layout: str, kind: str, tmp_path: Path) -> None:
     size, more = LAYOUTS[layout]
     ends = [

@@ -103,7 +103,7 @@ slow, needs_engine = pytest.mark.slow, [pytest.mark.slow, needs_deepspeed]
     ("part", "world_size", "make", "how"),
     [
         (0.10, 1, settings, ("file", "disabled")),
-        (0.10, 2, settings, ("file", "async")),
+        pytest.param(0.10, 2, settings, ("file", "async"), marks=slow),
         (0.08, 2, settings, ("dcp", "async", {"shard": 2})),
         pytest.param(0.07, 2, settings, ("dcp", "disabled"), marks=slow),
         pytest.param(0.07, 2, settings, ("dcp", "async"), marks=slow),

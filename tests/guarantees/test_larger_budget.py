@@ -90,7 +90,7 @@ def test_the_rate_is_that_of_the_formula(tmp_path: Path) -> None:
     assert rates == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("stack", ["accelerate", "parallel", "graph"])
+@pytest.mark.parametrize("stack", ["accelerate", "parallel", pytest.param("graph", marks=pytest.mark.slow)])
 def test_on_other_stacks_too(stack: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"stack": stack, "scheduler": {"type": "cosine"}, "accum_steps": 2}
     one = in_one_process(tmp_path / "one", {"steps": 2}, {"steps": 5}, **given)

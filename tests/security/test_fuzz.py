@@ -56,9 +56,9 @@ from danling.graph.artifacts import Artifacts
 from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
 from danling.workspace.run_directory import RunInUseError
 
-CASES, SEED = int(os.environ.get("FUZZ_CASES", "150")), int(os.environ.get("FUZZ_SEED", "0"))
-PLACED_CASES = int(os.environ.get("FUZZ_CASES", "50"))
-"""Most of them are whole starts, which take longer."""
+GIVEN = os.environ.get("FUZZ_CASES")
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
+"""The number of the first case."""
 SECONDS, BYTES = 60, 2 << 30
 
 
@@ -260,6 +260,7 @@ def _try(original: Original, directory: Path, road: str, name: str) -> str:
 
 def _fuzz(
     kind: str,
+    cases: range,
     originals: list[Original],
     place: Path,
     roads: Mapping[str, tuple[int, Any]],
@@ -273,7 +274,7 @@ def _fuzz(
     failures: list[str] = []
     weights = [weight for weight, _ in roads.values()]
     try:
-        for case in range(SEED, SEED + CASES):
+        for case in cases:
             random = Random(f"{kind} {case}")
             original = random.choice(originals)
             directory = Path(shutil.copytree(original.directory, place / "case" / original.directory.name))
@@ -291,15 +292,28 @@ def _fuzz(
     finally:
         logging.getLogger("danling").setLevel(logging.NOTSET)
     with capsys.disabled():
-        print(f"\n{CASES} {kind} checkpoints: {dict(ends.most_common())}")
+        print(f"\n{len(cases)} {kind} checkpoints: {dict(ends.most_common())}")
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:10]])
     return ends
 
 
+def numbers_of_cases(quick: int, slow: int) -> pytest.MarkDecorator:
+    """Have a test try some cases, and as one that is slow those that follow; or all that `make fuzz` asks for."""
+    first, second = range(SEED, SEED + quick), range(SEED + quick, SEED + quick + slow)
+    if GIVEN is not None:
+        return pytest.mark.parametrize("cases", [range(SEED, SEED + int(GIVEN))], ids=["given"])
+    return pytest.mark.parametrize(
+        "cases", [first, pytest.param(second, marks=pytest.mark.slow)], ids=["first", "more"]
+    )
+
+
 @pytest.mark.timeout(0)
-def test_random_damage(originals: list[Original], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ends = _fuzz("damaged", originals, tmp_path, ROADS, spoil, _try, capsys)
-    assert ends["refused"] > CASES // 10 and ends["right"] > 0
+@numbers_of_cases(60, 300)
+def test_random_damage(
+    cases: range, originals: list[Original], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = _fuzz("damaged", cases, originals, tmp_path, ROADS, spoil, _try, capsys)
+    assert ends["refused"] > len(cases) // 10 and ends["right"] > 0
 
 
 def _snapshot(root: Path) -> dict[str, tuple[int, int, int] | bytes]:
@@ -353,7 +367,10 @@ def _try_forged(original: Original, directory: Path, road: str, name: str) -> st
 
 
 @pytest.mark.timeout(0)
-def test_forged_checkpoints(originals: list[Original], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@numbers_of_cases(50, 150)
+def test_forged_checkpoints(
+    cases: range, originals: list[Original], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "around" / "below").mkdir(parents=True)
     victim = tmp_path / "victim.txt"
     for file in (victim, tmp_path / "around" / "below" / victim.name):
@@ -362,8 +379,8 @@ def test_forged_checkpoints(originals: list[Original], tmp_path: Path, capsys: p
     def change(directory: Path, random: Random) -> list[str]:
         return forge(directory, random, victim)
 
-    ends = _fuzz("forged", originals, tmp_path, ROADS_OF_FORGERIES, change, _try_forged, capsys)
-    assert ends["refused"] > CASES // 10 and ends["read"] > 0
+    ends = _fuzz("forged", cases, originals, tmp_path, ROADS_OF_FORGERIES, change, _try_forged, capsys)
+    assert ends["refused"] > len(cases) // 10 and ends["read"] > 0
 
 
 # Placements
@@ -476,7 +493,9 @@ NAMED = (CheckpointError, ValueError, OSError, RunInUseError, KeyError)
 
 
 @pytest.mark.timeout(0)
+@numbers_of_cases(25, 75)
 def test_placements(
+    cases: range,
     placed: dict[str, Path],
     canary: Path,
     tmp_path: Path,
@@ -490,7 +509,7 @@ def test_placements(
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     before = look_at(canary)
-    for case in range(SEED, SEED + PLACED_CASES):
+    for case in cases:
         random = Random(f"placed {case}")
         kind = random.choices(sorted(placed), (2, 5, 5, 2))[0]
         root = tmp_path / "case"
@@ -522,6 +541,6 @@ def test_placements(
         capsys.readouterr()
     logging.getLogger("danling").setLevel(logging.NOTSET)
     with capsys.disabled():
-        print(f"\n{PLACED_CASES} placements: {dict(ends.most_common())}")
+        print(f"\n{len(cases)} placements: {dict(ends.most_common())}")
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:40]])
-    assert ends["right"] > PLACED_CASES // 10 and ends["refused"] > 0
+    assert ends["right"] > len(cases) // 10 and ends["refused"] > 0

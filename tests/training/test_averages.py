@@ -137,7 +137,8 @@ ENGINE: dict[str, Any] = {"stack": "deepspeed", "deepspeed": {**zero(3), "bf16":
         ("bfloat16", ONE, 2, 1),
         ("bfloat16", SHARDED, 2, 1),
         ("bfloat16", {"stack": "accelerate"}, 1, 1),
-        pytest.param("engine", ENGINE, 2, 1, marks=[needs_deepspeed, pytest.mark.timeout(200)]),
+        # make test trains averages on an engine in tests/guarantees/test_every_stack.py.
+        pytest.param("engine", ENGINE, 2, 1, marks=[needs_deepspeed, pytest.mark.slow, pytest.mark.timeout(200)]),
     ],
     ids=[
         "bf16",
@@ -205,7 +206,9 @@ def resume_older(config: dict[str, Any]) -> dict[str, Any]:
         return {"kept": kept, "begun": begun, "past": runner.past, "averages": averages, "parameters": names}
 
 
-@pytest.mark.parametrize(("stack", "ranks"), [(ONE, 1), (SHARDED, 2)], ids=["file", "sharded"])
+@pytest.mark.parametrize(
+    ("stack", "ranks"), [(ONE, 1), pytest.param(SHARDED, 2, marks=pytest.mark.slow)], ids=["file", "sharded"]
+)
 def test_averages_of_an_older_checkpoint_are_float32_after_a_resume(
     stack: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:

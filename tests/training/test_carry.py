@@ -137,11 +137,20 @@ def test_the_losses_are_those_of_the_loop_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_killed_in_every_update_ends_as_one_that_was_left_alone(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "updates"),
+    [
+        # The first update after a save, the first one of a pass, and the last one.
+        pytest.param(1, (2, 7, 14), id="1"),
+        pytest.param(2, (7,), id="2"),
+        pytest.param(1, tuple(range(2, 15)), id="1 in every update", marks=pytest.mark.slow),
+        pytest.param(2, tuple(range(2, 15, 2)), id="2 in every other update", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_run_ends_as_uninterrupted_one(world_size: int, updates: tuple[int, ...], tmp_path: Path) -> None:
     changes = {"dataloader.batch_size": LANES // world_size, "checkpoint.async_enabled": False}
     whole = run_processes(train, settings(tmp_path / "whole", **changes), world_size=world_size)
-    for killed_in in range(2, 15, 1 if world_size == 1 else 2):
+    for killed_in in updates:
         config = settings(tmp_path / str(killed_in), **changes)
         killed = run_outcomes(train, config, killed_in, world_size=world_size)
         assert -signal.SIGKILL in [outcome.exit_code for outcome in killed]

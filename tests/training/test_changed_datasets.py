@@ -149,7 +149,9 @@ def train_changed_by_pass(root: Path, way: str, workers: int, persistent: bool) 
     [
         ("number", 0, False),
         ("number", 1, False),
-        *((way, 2, True) for way in ("number", "tensor", "list", "transform")),
+        ("number", 2, True),
+        ("list", 2, True),
+        *(pytest.param(way, 2, True, marks=pytest.mark.slow) for way in ("tensor", "transform")),
     ],
 )
 def test_change_where_a_pass_begins_takes_effect_in_its_first_batch(
@@ -232,7 +234,7 @@ def test_state_that_workers_do_not_have_is_named(tmp_path: Path) -> None:
     assert len(lines) == 1 and "has changed its state within a pass, and its 1 workers read copies" in lines[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_state_that_training_writes_comes_back_after_a_kill(tmp_path: Path, world_size: int) -> None:
     whole = run_processes(train_changed_by_loss, tmp_path / "whole", Stateful(), world_size=world_size)
     parts = tmp_path / "parts"

@@ -131,8 +131,17 @@ def _run(kind: str, on_device: bool, root: Path) -> dict[str, Any]:
     return tree_map_only(Tensor, lambda tensor: tensor.cpu(), found)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", ["digits", "text", "pictures"])
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("digits", 1),
+        ("text", 1),
+        ("pictures", 1),
+        ("digits", 2),
+        pytest.param("text", 2, marks=pytest.mark.slow),
+        pytest.param("pictures", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_runs_have_the_bits_of_the_cpu(tmp_path: Path, kind: str, world_size: int) -> None:
     on_cpu = run_processes(_run, kind, False, tmp_path / "cpu", world_size=world_size)
     found = run_processes(_run, kind, True, tmp_path / "device", world_size=world_size)

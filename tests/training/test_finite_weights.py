@@ -60,7 +60,7 @@ def names_in(root: Path) -> set[str]:
     return {path.name for path in (root / "checkpoints").iterdir()}
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", ["ddp", "fsdp, 2 ranks", pytest.param("ddp, 2 ranks, dcp", marks=pytest.mark.slow)])
 def test_weights_that_the_optimizer_spoils_are_not_saved_and_the_last_good_checkpoint_stays(
     tmp_path: Path, layout: str
 ) -> None:

@@ -61,8 +61,15 @@ def train(root: Path, kind: Any = Ignoring, stop_at: int | None = None, **change
         return {index: result["val"] for index, result in runner.results.items() if "val" in result}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("score", ["loss", "accuracy", "perplexity"])
+@pytest.mark.parametrize(
+    ("score", "world_size"),
+    [
+        ("loss", 1),
+        ("accuracy", 1),
+        ("perplexity", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("perplexity", 1), ("loss", 2), ("accuracy", 2))),
+    ],
+)
 def test_evaluation_without_a_target_that_counts_is_nan_and_training_continues(
     tmp_path: Path, score: str, world_size: int
 ) -> None:

@@ -172,7 +172,7 @@ def test_ranks_make_the_updates_of_the_whole_batch(tmp_path: Path, layout: Any, 
         assert all(torch.equal(value, ranks[0][1][key]) for key, value in state.items())
 
 
-@pytest.mark.parametrize("layout", [{}, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", [{}, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
 def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, layout: Any) -> None:
     settings = {**layout, "checkpoint.interval": 1, "auto_resume": True}
     whole_run = run_processes(trained, str(tmp_path / "whole"), settings, world_size=2)

@@ -145,8 +145,14 @@ def test_each_pass_reads_the_dataset_of_its_epoch(tmp_path: Path, kind: Any) -> 
         assert sorted(number for when, number in seen if when == epoch) == numbers(epoch)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "workers", "kind"),
+    [
+        *((1, 0, kind) for kind in KINDS),
+        (2, 1, KINDS[0]),
+        *(pytest.param(2, 1, kind, marks=pytest.mark.slow) for kind in KINDS[1:]),
+    ],
+)
 def test_run_that_is_stopped_within_such_a_pass_continues(
     tmp_path: Path, kind: Any, world_size: int, workers: int
 ) -> None:

@@ -158,10 +158,13 @@ STACKS: dict[str, tuple[int, dict[str, Any]]] = {
     "graph": (1, {"stack": "graph", "compile": {"backend": "eager"}}),
     "deepspeed": (1, {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 1}}}),
 }
+QUICK = ("ddp", "ddp, 2 ranks", "fsdp, 2 ranks", "deepspeed")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stack", list(STACKS))
+@pytest.mark.parametrize(
+    "stack", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STACKS]
+)
 def test_a_skipped_update_changes_nothing_also_with_a_stop_behind_it(tmp_path: Path, stack: str) -> None:
     if stack == "deepspeed":
         pytest.importorskip("deepspeed")
