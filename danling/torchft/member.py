@@ -403,7 +403,7 @@ class ReplicaMember(Extension):
 
     # Checkpoints
 
-    def progress_part(self) -> StatePart:
+    def progress_parts(self) -> list[StatePart]:
         """Return what a checkpoint of the run has of the groups: how many updates they have made."""
 
         def fresh() -> dict[str, int]:
@@ -412,9 +412,9 @@ class ReplicaMember(Extension):
             tried = train.global_step + train.skipped_updates
             return {"step": tried, "batches_committed": tried}
 
-        return StatePart("replicas", self.state_dict, lambda state, _: self.load_state_dict(state), default=fresh)
+        return [StatePart("replicas", self.state_dict, lambda state, _: self.load_state_dict(state), default=fresh)]
 
-    def writes(self) -> bool:
+    def saves(self) -> bool:
         """Return whether this group writes the full checkpoints: one of the participating groups does, until it fails."""
         had, mine = self._runner.world.on_first(self._acquire)
         if mine and not had:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .run_state import StatePart
 
 Totals = dict[str, tuple[float, float]]
 """Sum and weight of each metric."""
@@ -39,6 +43,14 @@ class Extension:
 
     def evaluation_saved(self) -> None:
         """The evaluations after an epoch or an interval are made, and what follows from them is saved."""
+
+    def progress_parts(self) -> list[StatePart]:
+        """Return the parts that the extension adds to the entry `state` of a checkpoint."""
+        return []
+
+    def saves(self) -> bool:
+        """Whether this run writes its checkpoints, and not another one that trains with it."""
+        return True
 
     def training_finished(self) -> None:
         """A training has come to its end without a failure, and everything is written."""

@@ -278,9 +278,11 @@ def progress_parts(runner: TorchRunner) -> list[StatePart]:
         stateful("losses", parts.losses, resets=True),
         stateful("scores", runner.standing.board),
         stateful("scaler", runner.precision.scaler),
-        stateful("phases", runner._parts.phases),
+        stateful("phases", parts.phases),
     ]
-    return [*found, *([] if runner.fault_tolerance is None else [runner.fault_tolerance.progress_part()])]
+    for extension in parts.loop.extensions:
+        found += extension.progress_parts()
+    return found
 
 
 def carry_of_all(runner: TorchRunner) -> dict[str, Any] | None:
@@ -544,8 +546,10 @@ class RunSaver:
 
     def _writes(self) -> bool:
         """Whether this replica group writes; another one may."""
-        member: Any = getattr(self._runner, "fault_tolerance", None)
-        return member is None or bool(member.writes())
+        loop = getattr(self._runner._parts, "loop", None)
+        # Each one is asked, since it may agree with other ranks.
+        answers = [extension.saves() for extension in loop.extensions] if loop is not None else []
+        return all(answers)
 
     def export(self) -> None:
         """Write weights only, floating ones in the dtype that `checkpoint.export_dtype` names. Called on all ranks."""

@@ -32,8 +32,9 @@ def runs_user_code(runner: TorchRunner) -> bool:
     the run; and the run is one of the stack `ddp` on one process, without extensions that an update calls.
     """
     parts = runner._parts
-    extensions = (runner._parts.phases, parts.audits, parts.train_metrics, runner.compilation, runner.fault_tolerance)
-    if runner.stack != "ddp" or runner.distributed or any(each is not None for each in extensions):
+    extensions = (parts.phases, parts.audits, parts.train_metrics, runner.compilation)
+    is_extended = bool(parts.loop.extensions) or any(each is not None for each in extensions)
+    if runner.stack != "ddp" or runner.distributed or is_extended:
         return True
     modules = list(runner.model.modules())
     if isinstance(runner.criterion, nn.Module):

@@ -154,9 +154,9 @@ def test_one_of_two_groups_writes_until_it_closes(lighthouse: None, tmp_path: Pa
             shared = first.workspace.checkpoints
             second.workspace = first.workspace
             shared.mkdir(parents=True, exist_ok=True)
-            assert first.fault_tolerance.writes() and first.fault_tolerance.writes()
-            assert not second.fault_tolerance.writes()
-        assert second.fault_tolerance.writes()
+            assert first.fault_tolerance.saves() and first.fault_tolerance.saves()
+            assert not second.fault_tolerance.saves()
+        assert second.fault_tolerance.saves()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is NCCL")
