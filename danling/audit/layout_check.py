@@ -363,24 +363,22 @@ def _failed(directory: Path, rank: int, how: str, alone: bool, options: CheckOpt
 def check_this_program(layout: str, options: CheckOptions, domain: Domain) -> LayoutReport:
     """Check the program that is running, as it was started. Called on all ranks; the first one starts the programs to compare."""
     chosen = Layout.parse(layout)
-    told: LayoutReport | str = ""
-    if domain.rank == 0:
+
+    def check() -> LayoutReport:
         main = sys.modules.get("__main__")
         is_script = any(getattr(main, name, None) is not None for name in ("__spec__", "__file__"))
-        try:
-            if not is_script and "-c" not in sys.orig_argv:
-                raise ValueError(
-                    "Expected a program that can be started again in other processes. Received: an interactive one, such as a notebook. "
-                    "Write it as a script, and call `danling check-layout LAYOUT -- python script.py`."
-                )
-            with tempfile.TemporaryDirectory(prefix="danling-layout-") as place:
-                told = check_layout([sys.executable, *sys.orig_argv[1:]], chosen, Path(place), options)
-        except ValueError as error:
-            told = str(error)
-    found = domain.broadcast_object(told)
-    if isinstance(found, str):
-        raise NotChecked(found)
-    return found
+        if not is_script and "-c" not in sys.orig_argv:
+            raise ValueError(
+                "Expected a program that can be started again in other processes. Received: an interactive one, such as a notebook. "
+                "Write it as a script, and call `danling check-layout LAYOUT -- python script.py`."
+            )
+        with tempfile.TemporaryDirectory(prefix="danling-layout-") as place:
+            return check_layout([sys.executable, *sys.orig_argv[1:]], chosen, Path(place), options)
+
+    try:
+        return domain.on_first(check)
+    except ValueError as error:
+        raise NotChecked(str(error)) from None
 
 
 # Comparing the records

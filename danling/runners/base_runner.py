@@ -430,13 +430,19 @@ class BaseRunner(metaclass=MetaRunner):
             config.seed = derive_seed("replica groups", self.config_id) % 2**31
         self._seed_is_drawn = config.seed is None
         if config.seed is None:
-            goes_on = self.is_main_process and (config.resume or config.auto_resume)
-            stored = stored_seed(self.workspace.checkpoints, config.resume or None) if goes_on else None
-            if goes_on and stored is None and (self._parts.is_copied or "://" in (config.resume or "")):
-                stored = self._parts.remote.stored_seed(config.resume or None)
-            config.seed = self.world.broadcast_object(secrets.randbits(31) if stored is None else stored)
+            config.seed = self.world.on_first(self._find_seed)
         self.seed = int(config.seed or 0)
         seed_streams(derive_seed(self.seed, "initialization"))
+
+    def _find_seed(self) -> int:
+        """Return the seed of the checkpoint that the run resumes from, or draw one. May be called on one rank."""
+        source = self.config.resume or None
+        stored = None
+        if source is not None or self.config.auto_resume:
+            stored = stored_seed(self.workspace.checkpoints, source)
+            if stored is None and (self._parts.is_copied or "://" in (source or "")):
+                stored = self._parts.remote.stored_seed(source)
+        return secrets.randbits(31) if stored is None else int(stored)
 
     def set_deterministic(self) -> None:
         """Ask torch for deterministic kernels when `config.deterministic` is set; `close` restores its switches."""

@@ -144,9 +144,13 @@ class ReplicaMember(Extension):
         timeout, patience = timedelta(seconds=self.timeout), timedelta(seconds=self.quorum_timeout)
         try:
             host = address_towards(self._lighthouse)
-            # Its own store for every attempt: that of the launcher may still hold the addresses of an earlier one.
-            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if group.rank == 0 else None
-            address, port = group.broadcast_object((host, self._store.port if self._store is not None else 0))
+
+            def open_store() -> tuple[str, int]:
+                # Its own store for every attempt: that of the launcher may still hold the addresses of an earlier one.
+                self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+                return host, self._store.port
+
+            address, port = group.on_first(open_store)
             self._process_group = process_group(settings.process_group, timeout)
             self._manager = make_manager(
                 self.keeps_waiting,

@@ -301,10 +301,14 @@ class RunPlace:
         self._directory: RunDirectory | None = None
         """On the main process."""
         world, replicas = runner.world, runner.placement.data_replicas
-        self.code = CodeIdentity.of_directory() if world.rank == 0 else CodeIdentity()
-        now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
-        named = (self.code.code_id, now, runner.config.config_id(replicas=replicas))
-        self.code_id, self.timestamp, self.config_id = world.broadcast_object(named)
+        self.code = CodeIdentity()
+
+        def name() -> tuple[str, str, str]:
+            self.code = CodeIdentity.of_directory()
+            now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+            return self.code.code_id, now, runner.config.config_id(replicas=replicas)
+
+        self.code_id, self.timestamp, self.config_id = world.on_first(name)
         self.choose()
 
     def choose(self) -> None:
