@@ -1,7 +1,7 @@
 # Set-up needs nothing but Python (>= 3.11), its venv module, and a C++ compiler for torch.compile.
 #   make demo    set up .venv, then train a small network, kill it ten times and compare the bits (a minute)
 #   make train   set up .venv (about two minutes) and train a small GPT (about four)
-#   make test    set up .venv and run the tests; make test-all the slow ones too
+#   make test    set up .venv and run the tests; make test-all the slow ones too; make test-tenth a tenth of the slow ones
 #   make test-system   the tests of checkpoints with the system's own Python; make fuzz N=10000 damages so many checkpoints
 #   make test-torch TORCH=2.15.0 [PYTHON=python3.12] [TEST_ARGS=tests/mesh]   the tests with another torch, in an environment that is
 #                kept in the user's cache; make test-versions runs a part of them with the oldest torch and the newest
@@ -18,7 +18,7 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := danling examples benchmarks scripts tests
 
-.PHONY: demo train test test-all test-system test-torch test-versions release chaos fuzz explore bench lint format docs clean
+.PHONY: demo train test test-all test-tenth test-system test-torch test-versions release chaos fuzz explore bench lint format docs clean
 .DELETE_ON_ERROR:
 
 # Kills a training ten times, and compares the bits.
@@ -35,6 +35,12 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(TEST_ARGS)
+
+# A tenth of those marked slow: another one every day and after every commit. TENTH=3 repeats one.
+TENTH ?= $(shell echo $$(( ($$(date -u +%s) / 86400 + $$(git rev-list --count HEAD 2>/dev/null || echo 0)) % 10 )))
+test-tenth: $(VENV)/.dev
+	@echo "== A tenth of the slow tests. make test-tenth TENTH=$(TENTH) repeats it."
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --tenth $(TENTH) $(TEST_ARGS)
 
 # The tests of checkpoints with the system's own Python, where that is another release.
 test-system: $(VENV)/.dev
@@ -100,10 +106,11 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps make a second call quick; a changed requirement installs again.
-$(BIN)/python:
+# venv writes pip last: without it, the environment was left half made.
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.torch: constraints.txt scripts/install_torch.sh | $(BIN)/python
+$(VENV)/.torch: constraints.txt scripts/install_torch.sh | $(BIN)/pip
 	scripts/install_torch.sh $(BIN)/python $(TORCH)
 	touch $@
 

@@ -27,6 +27,7 @@ from support.object_servers import ObjectServer, local_bucket, moto_server
 from support.preloading import take_huge_pages
 from support.process_tree import adopt_orphans, descendants, kill_all, reap, seconds_since_boot
 from support.processes import fork_server, server_processes
+from support.tenths import tenths_of
 
 torch.set_num_threads(1)
 adopt_orphans()
@@ -41,6 +42,24 @@ def pytest_configure() -> None:
     """Have directories of tests in memory where there is room: every save waits for the disk, which are thousands in all."""
     if os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > 4 * 2**30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tenth", type=int, metavar="DIGIT", help="run a tenth of the tests that are marked slow, and no others"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of one tenth."""
+    digit = config.getoption("tenth")
+    if digit is None:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    taken = [item for item, tenth in zip(slow, tenths_of(item.nodeid for item in slow)) if tenth == digit]
+    config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+    items[:] = taken
 
 
 @pytest.hookimpl(wrapper=True)

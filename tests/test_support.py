@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.process_tree import descendants
 from support.processes import ProcessFailure, RankTraceback, run_outcomes, run_processes
+from support.tenths import tenths_of
 from support.warm import interpreter
 from torch import distributed as dist
 
@@ -76,3 +77,12 @@ def pytester_run(tmp_path: Path) -> str:
     )
     command = [interpreter(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={tests}", str(project)]
     return subprocess.run(command, capture_output=True, text=True, cwd=project).stdout
+
+
+def test_variants_of_a_test_are_in_different_tenths_and_another_test_moves_none() -> None:
+    variants = [f"tests/test_a.py::test_one[{number}]" for number in range(12)]
+    digits = tenths_of(variants)
+    assert sorted(digits[:10]) == list(range(10))
+    others = [f"tests/test_b.py::test_{number}" for number in range(50)]
+    assert tenths_of([*others, *variants])[50:] == digits
+    assert len(set(tenths_of(others))) > 5
