@@ -72,8 +72,10 @@ def main() -> None:
                 with CommDebugMode() as counted:
                     optimizer.step()
                 collectives = counted.get_total_counts()
-        pairs = list(zip(model.parameters(), whole.parameters(), strict=True))
-        differs = max(float((mine.full_tensor() - theirs).abs().max()) for mine, theirs in pairs)
+        differs = 0.0
+        for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            assert isinstance(mine, DTensor)
+            differs = max(differs, float((mine.full_tensor() - theirs).abs().max()))
         if dist.get_rank() == 0:
             name = f"{kind.__module__.partition('.')[0]} {kind.__name__}"
             compared = f"weights differ from torch's Muon on one process by {differs:.1e}" if "Muon" in name else ""

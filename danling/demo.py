@@ -116,28 +116,26 @@ def compare(place: Path, *, kills: int, seed: int) -> bool:
     """Make both runs below a directory, and return whether they are the same."""
     draw, begun = random.Random(seed), time.monotonic()
     updates = UPDATES_BETWEEN_KILLS[1] * (kills + 1)
-    print(f"Two runs of {updates} updates; the second one is killed {kills} times.", flush=True)
+    print(f"Two runs of {updates} updates, at once. One is left alone, the other is killed {kills} times:", flush=True)
     place.mkdir(parents=True, exist_ok=True)
     alone, killed = place / "alone", place / "killed"
-    started = time.monotonic()
-    undisturbed = finish(start(alone, updates))
-    print(f"left alone          {updates} updates, {time.monotonic() - started:.1f} s", flush=True)
-    done = 0
-    for number in range(1, kills + 1):
-        instant = done + draw.randint(*UPDATES_BETWEEN_KILLS), draw.uniform(0, 0.02)
-        done = kill(start(killed, updates), *instant)
-        print(f"kill {number:2d}  SIGKILL after update {done}", flush=True)
-    survivor = finish(start(killed, updates))
+    undisturbed = start(alone, updates)
+    try:
+        done = 0
+        for number in range(1, kills + 1):
+            instant = done + draw.randint(*UPDATES_BETWEEN_KILLS), draw.uniform(0, 0.02)
+            done = kill(start(killed, updates), *instant)
+            print(f"{time.monotonic() - begun:5.1f} s  kill {number:2d}: SIGKILL after update {done}", flush=True)
+        ends = [finish(start(killed, updates)), finish(undisturbed)]
+    finally:
+        undisturbed.kill()  # does nothing to one that has ended
     losses = [loss_of(run) for run in (alone, killed)]
-    print(
-        f"\n                    accuracy  SHA-256 of weights, optimizer and averages\nleft alone          {undisturbed}"
-    )
-    print(f"killed {kills:2d} times     {survivor}")
-    is_same = undisturbed == survivor and losses[0] == losses[1] and len(losses[0]) == updates
+    print("\n                 accuracy, SHA-256 of weights, optimizer and averages")
+    print(f"left alone       {ends[1]}\nkilled {kills:2d} times  {ends[0]}\n")
+    is_same = ends[0] == ends[1] and losses[0] == losses[1] and len(losses[0]) == updates
     verdict = "the same, bit for bit" if is_same else "DIFFERENT: please report this"
-    print(
-        f"Weights, optimizer, averages and {len(losses[1])} logged losses are {verdict} ({time.monotonic() - begun:.0f} s)."
-    )
+    what = f"Weights, optimizer, averages and {len(losses[1])} logged losses"
+    print(f"{what} are {verdict} ({time.monotonic() - begun:.0f} s).")
     return is_same
 
 
@@ -169,7 +167,7 @@ def finish(program: subprocess.Popen[str]) -> str:
     """Let a program end, and return its last line."""
     last = ""
     for line in lines_of(program):
-        last = line
+        last = line.strip()
     if program.wait() != 0:
         raise RuntimeError(f"Expected the program to end. Received: exit code {program.returncode}.")
     return last

@@ -23,7 +23,7 @@ class ShardedMuon(torch.optim.Muon):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Make an update."""
         if not any(is_sharded(parameter) for group in self.param_groups for parameter in group["params"]):
-            loss: float | None = super().step(closure)
+            loss: float | None = super().step(closure)  # type: ignore[no-untyped-call]
             return loss
         if closure is not None:
             raise ValueError(

@@ -42,7 +42,7 @@ def loader_of(dataset: Dataset[Tensor], workers: int = 0, *, ranks: tuple[int, i
     generator = torch.Generator().manual_seed(5)
     order: dict[str, Any] = {"shuffle": True, "generator": generator}
     if ranks is not None:
-        order = {"sampler": DistributedSampler(dataset, ranks[1], ranks[0], seed=3)}  # type: ignore[arg-type]
+        order = {"sampler": DistributedSampler(dataset, ranks[1], ranks[0], seed=3)}
     return stateful_loader(dataset, batch_size=BATCH, num_workers=workers, **order)
 
 
@@ -110,7 +110,7 @@ def stored(root: Path) -> Any:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_plain_script_continues_at_the_stop_of_the_run(workers: int, accum_steps: int, tmp_path: Path) -> None:
-    more = {"accum_steps": accum_steps}
+    more: dict[str, Any] = {"accum_steps": accum_steps}
     whole = read(tmp_path / "whole", 14 // accum_steps, workers=workers, **more)
     updates = 4 // accum_steps
     begun = read(tmp_path / "parts", updates, workers=workers, **more)

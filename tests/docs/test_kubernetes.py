@@ -42,7 +42,7 @@ def test_the_arguments_of_the_container_are_settings() -> None:
     config = dl.RunnerConfig(epochs=1)
     config.parse(CONTAINER["args"])
     assert config.auto_resume is True and config.dir == "/work/run"
-    assert config.checkpoint.remote.url.startswith("s3://") and config.checkpoint.remote.required is True
+    assert str(config.checkpoint.remote.url).startswith("s3://") and config.checkpoint.remote.required is True
 
 
 def probe(file: Path) -> int:

@@ -50,8 +50,9 @@ def test_matrices_are_those_in_layers_of_a_list() -> None:
 
 
 def test_a_tied_weight_is_an_embedding() -> None:
-    model = Model(nn.ModuleList([Layer()]))
-    model.parts["h"][0].first.weight = model.embedding.weight
+    layer = Layer()
+    model = Model(nn.ModuleList([layer]))
+    layer.first.weight = model.embedding.weight
     assert matrices_of(model, names(model)) == {"parts.h.0.second.weight"}
 
 
@@ -123,7 +124,7 @@ def by_hand(gradients: list[dict[str, Tensor]], weights: dict[str, Tensor]) -> d
         for name, parameter in parameters.items():
             parameter.grad = of_update[name].clone()
         nn.utils.clip_grad_norm_(parameters.values(), 0.7)
-        muon.step()
+        muon.step()  # type: ignore[no-untyped-call]
         adamw.step()
     return {name: parameter.detach() for name, parameter in parameters.items()}
 

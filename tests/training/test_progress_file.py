@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.training import progress_file
+from danling.training import UpdateOutcome, progress_file
 from danling.utils.observers import Observer
 
 KEYS = {
@@ -52,12 +52,22 @@ class Reading(Observer):
     def __init__(self, root: Path) -> None:
         self.root, self.seen = root, list[tuple[str, int]]()
 
-    def note(self, *_: object) -> None:
+    def note(self) -> None:
         found = read(self.root)
         if (entry := (found["state"], found["step"])) not in self.seen[-1:]:
             self.seen.append(entry)
 
-    training_started = update_ended = evaluation_batch_started = save_started = note
+    def training_started(self) -> None:
+        self.note()
+
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        self.note()
+
+    def evaluation_batch_started(self, split: str, number: int) -> None:
+        self.note()
+
+    def save_started(self) -> None:
+        self.note()
 
 
 def watched(root: Path, **more: Any) -> list[tuple[str, int]]:
