@@ -63,7 +63,7 @@ def each_on_both(root: str) -> dict[str, list[str]]:
     }
 
 
-def test_a_run_is_that_of_ddp_to_the_bit(tmp_path: Path) -> None:
+def test_run_equals_ddp_bitwise(tmp_path: Path) -> None:
     """Ragged windows, dropout, averages, clipping, a schedule; eight runners in the life of one process."""
     ranks = run_processes(each_on_both, str(tmp_path), world_size=2, timeout=100)
     assert ranks == [{name: [] for name in RUNS}] * 2
@@ -87,7 +87,7 @@ def plugin_on_the_cpu() -> tuple[int, str]:
     return accelerator.num_processes, str(accelerator.distributed_type)
 
 
-def test_a_plugin_that_would_train_each_rank_alone_is_refused(tmp_path: Path) -> None:
+def test_plugin_without_communication_is_refused(tmp_path: Path) -> None:
     assert run_processes(plugin_on_the_cpu, world_size=2) == [(1, "DistributedType.NO")] * 2
     config = {"stack": "accelerate", "dir": str(tmp_path / "run")}
     environment = {"ACCELERATE_USE_FSDP": "true"}

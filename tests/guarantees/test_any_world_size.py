@@ -331,7 +331,7 @@ def test_parameters_without_a_gradient_count_as_zeros(tmp_path: Path) -> None:
     assert one[1][-1] == 0, "what never has a gradient is not stepped"
 
 
-def test_a_block_of_fsdp_that_a_micro_batch_does_not_run_is_refused(tmp_path: Path) -> None:
+def test_block_of_fsdp_unused_in_a_micro_batch_is_refused(tmp_path: Path) -> None:
     config = settings(tmp_path, **FSDP, fsdp={"blocks": ["Linear"]})
     with pytest.raises(ValueError, match=r"Received: no gradient for (second|never)\.weight, .* which are one block"):
         run_processes(train_partly, config, world_size=2)
@@ -353,20 +353,20 @@ class Declared(Running):
     saved = ("mean",)
 
 
-def test_attributes_that_a_micro_batch_changes_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_attributes_changed_by_a_micro_batch_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Running(settings(tmp_path, epochs=1)) as runner:
         runner.train()
     (said,) = [r.getMessage() for r in caplog.records if "depends on the number of processes" in r.getMessage()]
     assert said.startswith("self.mean, self.model.seen changed within the first update")
 
 
-def test_saved_attributes_that_a_micro_batch_changes_are_refused(tmp_path: Path) -> None:
+def test_saved_attributes_changed_by_a_micro_batch_are_refused(tmp_path: Path) -> None:
     refused = pytest.raises(ValueError, match=r"attributes in `saved`.*Received: self\.mean\.")
     with refused, Declared(settings(tmp_path, epochs=1)) as runner:
         runner.train()
 
 
-def test_attributes_that_step_changes_are_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_attributes_changed_by_step_are_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with AnySize(settings(tmp_path, epochs=1)) as runner:
         runner.train()
     assert not [r for r in caplog.records if "within the first update" in r.getMessage()]

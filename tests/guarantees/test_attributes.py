@@ -424,7 +424,7 @@ def _rest(stack: str, root: str, more: dict[str, Any] | None = None, constant: i
         pytest.param("zero-2", marks=[pytest.mark.slow, needs_deepspeed]),
     ],
 )
-def test_a_resumed_run_has_what_the_uninterrupted_one_has(layout: str, tmp_path: Path) -> None:
+def test_resumed_run_has_the_attributes_of_the_uninterrupted_one(layout: str, tmp_path: Path) -> None:
     """Secrets, places and constants are those that the program sets anew."""
     stack, world_size = LAYOUTS[layout]
     ranks = run_processes(_both, stack, str(tmp_path), world_size=world_size, timeout=120)

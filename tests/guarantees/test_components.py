@@ -176,7 +176,7 @@ with Components({{"seed": 1, "steps": 400, "optim": {{"type": "sgd", "lr": 0.05}
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kind", "state"), [("plain", "failed"), ("mended", "ok")])
-def test_the_doctor_finds_state_that_a_component_keeps_to_itself(kind: str, state: str, tmp_path: Path) -> None:
+def test_doctor_finds_unsaved_state_of_a_component(kind: str, state: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         SCRIPT.format(path=[str(Path(__file__).parents[1]), str(Path(dl.__file__).parents[1])], kind=kind)

@@ -157,7 +157,7 @@ def test_another_product_is_refused_with_both(place: str, tmp_path: Path) -> Non
     assert list(tmp_path.rglob("*.pth")) == [file for file in before if file.suffix == ".pth"], "nothing of a new run"
 
 
-def test_a_product_that_ends_its_passes_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_batch_product_with_other_ends_of_passes_is_refused(tmp_path: Path) -> None:
     """With drop_last, 50 samples are 4 updates of 12, and of two times six 4 and a ragged one of 2."""
     whole = {"train": {"drop_last": True}}
     run_processes(train, settings(tmp_path, {"batch_size": 12, **whole}, steps=2), world_size=1)

@@ -255,7 +255,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return stack
 
 
-def test_the_gradient_of_each_update_is_that_of_one_process(name: str, ran: Ran) -> None:
+def test_gradient_of_each_update_equals_one_process(name: str, ran: Ran) -> None:
     """Per parameter, of windows that are ragged over micro-batches and ranks."""
     first, second = (rank["watched"] for rank in ran.of(name))
     stack = STACKS[name]
@@ -279,14 +279,14 @@ def test_the_gradient_of_each_update_is_that_of_one_process(name: str, ran: Ran)
     assert sizes == {16, 6}, "no ragged window"
 
 
-def test_every_sample_is_seen_once_a_pass_by_the_stack_that_was_asked_for(name: str, ran: Ran) -> None:
+def test_every_sample_is_seen_once_a_pass_by_the_requested_stack(name: str, ran: Ran) -> None:
     assert [rank["whole"]["stack"] for rank in ran.of(name)] == [name, name]
     updates = list(zip(*(rank["whole"]["ids"] for rank in ran.of(name))))
     for begin in range(0, UPDATES, 2):
         assert sorted(i for update in updates[begin : begin + 2] for ids in update for i in ids) == list(range(22))
 
 
-def test_an_evaluation_is_that_of_the_whole_split_and_inference_predicts_it_in_order(name: str, ran: Ran) -> None:
+def test_evaluation_covers_the_whole_split_and_inference_predicts_it_in_order(name: str, ran: Ran) -> None:
     """Seven samples do not divide over two ranks; training's random numbers stay as they were."""
     data = Points(7, getattr(torch, STACKS[name].dtype))
     for rank in ran.of(name):
@@ -300,9 +300,7 @@ def test_an_evaluation_is_that_of_the_whole_split_and_inference_predicts_it_in_o
         torch.testing.assert_close(watched["predicted"], predicted, rtol=1e-6, atol=1e-7)
 
 
-def test_what_is_not_finite_on_one_rank_is_raised_on_all_or_skipped_by_all_and_moves_nothing(
-    name: str, ran: Ran
-) -> None:
+def test_nonfinite_update_of_one_rank_is_raised_or_skipped_on_all_and_moves_nothing(name: str, ran: Ran) -> None:
     for rank in ran.of(name):
         assert "step 3" in rank["raised"] and "ranks [1]" in rank["raised"]
     ranks = [rank["skipped"] for rank in ran.of(name)]

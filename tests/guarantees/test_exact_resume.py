@@ -109,7 +109,7 @@ class SavesInStep(TracingRunner):
 
 
 @pytest.mark.parametrize("mode", ["epoch", "step"])
-def test_run_that_saved_in_its_step_is_resumed_after_that_update(mode: str, tmp_path: Path) -> None:
+def test_run_saved_within_its_step_is_resumed_after_the_update(mode: str, tmp_path: Path) -> None:
     config = settings(mode, tmp_path, log=False, **{"checkpoint.keep_latest_k": 9})
     with SavesInStep({**config, "dir": str(tmp_path / "whole")}) as whole:
         whole.train()

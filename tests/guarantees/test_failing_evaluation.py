@@ -94,7 +94,7 @@ def test_the_trial_leaves_no_trace(mode: str, runner_class: Any, tmp_path: Path)
     assert not differences(ends[0], ends[1])
 
 
-def test_a_figure_that_one_batch_does_not_define_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_metric_undefined_for_one_batch_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Perplexing(TracingRunner):
         def summarize(self, split: str, totals: Any) -> dict[str, float]:
             if totals.totals()["loss"][1] < 7:
@@ -107,7 +107,7 @@ def test_a_figure_that_one_batch_does_not_define_is_a_warning(tmp_path: Path, ca
     assert "only one class" in said
 
 
-def test_a_source_whose_batches_are_given_once_is_not_tried(tmp_path: Path) -> None:
+def test_one_shot_source_is_not_tried(tmp_path: Path) -> None:
     batches = [{"input": torch.randn(4, 6), "target": torch.zeros(4).long(), "index": torch.arange(4)}]
     with TracingRunner(settings(tmp_path / "run", "epochs", epochs=1)) as runner:
         runner.datasets.pop("val")
@@ -203,7 +203,7 @@ def resumed(root: str, mode: str, more: dict[str, Any]) -> dict[str, Any]:
         ("epochs", RuntimeError, "step", {"checkpoint.backend": "dcp", "checkpoint.async_enabled": False}),
     ],
 )
-def test_what_was_trained_is_saved_and_goes_on_bitwise(
+def test_training_before_a_failing_evaluation_is_saved_and_resumes_bitwise(
     mode: str, kind: Any, where: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("failure", "on_rank", "where"):
@@ -218,9 +218,7 @@ def test_what_was_trained_is_saved_and_goes_on_bitwise(
     assert rest["results"] == whole["results"]
 
 
-def test_a_run_that_may_not_write_fails_with_the_error_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_run_fails_with_the_error_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("failure", "on_rank", "where"):
         monkeypatch.setattr(Failing, name, getattr(Failing, name))
     with pytest.raises(ValueError, match="in an evaluation"):
@@ -305,7 +303,7 @@ def failing_without_a_save_before(root: str) -> None:
     failing(f"{root}/one", "epochs", RuntimeError, 1, "step", more)
 
 
-def test_without_a_save_before_an_evaluation_it_is_saved_where_all_ranks_fail(tmp_path: Path) -> None:
+def test_without_an_earlier_save_it_is_saved_if_all_ranks_fail(tmp_path: Path) -> None:
     ends = run_outcomes(failing_without_a_save_before, str(tmp_path), world_size=2, grace=10.0)
     assert any("in an evaluation" in str(end.error) for end in ends)
     found = make_manager("dcp", tmp_path / "elsewhere").load_checkpoint(tmp_path / "one" / "checkpoints" / "latest")

@@ -84,7 +84,7 @@ def test_a_larger_budget_is_a_resume_with_it(
     assert one[0][-1] != one[0][4] or schedule == "constant"
 
 
-def test_the_rate_is_that_of_the_formula(tmp_path: Path) -> None:
+def test_rate_follows_the_formula(tmp_path: Path) -> None:
     rates, _, _ = in_one_process(tmp_path, {"steps": 4}, {"steps": 8}, scheduler={"type": "cosine"})
     expected = [0.05 * (1 + math.cos(math.pi * step / total)) for step, total in zip(range(8), [4] * 4 + [8] * 4)]
     assert rates == pytest.approx(expected)
@@ -120,11 +120,11 @@ def grown_by_one(root: str) -> None:
             runner.train()
 
 
-def test_a_budget_that_one_rank_changes_is_refused(tmp_path: Path) -> None:
+def test_budget_changed_on_one_rank_is_refused(tmp_path: Path) -> None:
     run_processes(grown_by_one, str(tmp_path))
 
 
-def test_a_budget_that_grows_while_training_moves_schedule_and_intervals(tmp_path: Path) -> None:
+def test_budget_growing_during_training_moves_schedule_and_intervals(tmp_path: Path) -> None:
     class Growing(Noting):
         def step(self) -> Any:
             if self.state.train.global_step == 3:
@@ -161,7 +161,7 @@ def test_a_schedule_of_the_program_is_named(tmp_path: Path, caplog: pytest.LogCa
         assert "keeps its length. Return it from `build_scheduler`" in caplog.text
 
 
-def test_what_the_run_counts_stays(tmp_path: Path) -> None:
+def test_unit_of_the_budget_stays(tmp_path: Path) -> None:
     with Line(settings(tmp_path, epochs=1)) as runner:
         with pytest.raises(ValueError, match="steps or epochs, not both"):
             runner.config.steps = 4

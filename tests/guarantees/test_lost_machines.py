@@ -273,7 +273,7 @@ def test_killed_between_the_parts_of_a_save(
         assert lost.ends_bitwise(states) and lost.remote_litter() == []
 
 
-def test_an_empty_machine_that_finds_the_end_in_the_store_ends_alike(tmp_path: Path, moto: ObjectServer) -> None:
+def test_empty_machine_with_the_end_in_the_store_ends_alike(tmp_path: Path, moto: ObjectServer) -> None:
     lost = LostMachines(tmp_path, moto, backend="dcp", world_size=2, axes={"shard": 2})
     assert lost.ends_bitwise(lost.attempt()) and lost.saved() == STEPS
     # What two machines have left that were killed in a save: one before the last that is complete, one after it.

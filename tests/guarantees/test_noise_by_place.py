@@ -319,7 +319,7 @@ class Searching(Drawing):
         super().optimizer_step()
 
 
-def test_a_closure_that_computes_a_micro_batch_again_draws_the_same(tmp_path: Path) -> None:
+def test_closure_repeating_a_micro_batch_draws_the_same(tmp_path: Path) -> None:
     config = settings(tmp_path, dataloader={"batch_size": 6}, accum_steps=2, steps=2, epochs=None)
     with Searching(config) as runner:
         runner.train()

@@ -60,7 +60,7 @@ def refusals(world_size: int, *args: Any, function: Any = train) -> set[str]:
         ({"pretrained": ["weights.pth", None]}, {}, "pretrained: 'weights.pth' (rank 0), None (rank 1)"),
     ],
 )
-def test_a_setting_that_differs_is_named_by_rank(
+def test_different_setting_is_named_by_rank(
     values: dict[str, list[Any]], given: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     (message,) = refusals(len(next(iter(values.values()))), str(tmp_path), values, given)
@@ -78,7 +78,7 @@ def construct_late(root: str) -> None:
     SetsLate(settings(root, steps=2)).close()
 
 
-def test_a_setting_that_init_sets_by_rank_is_refused(tmp_path: Path) -> None:
+def test_setting_by_rank_in_init_is_refused(tmp_path: Path) -> None:
     (message,) = refusals(2, str(tmp_path), function=construct_late)
     assert "optim.weight_decay: 0.0 (rank 0), 0.1 (rank 1)" in message
 
@@ -89,7 +89,7 @@ def test_a_secret_is_not_compared_and_not_shown(tmp_path: Path) -> None:
     assert "optim.lr" in message and "abcdefgh" not in message and "api_key" not in message
 
 
-def test_what_may_differ_by_machine_is_not_compared(tmp_path: Path) -> None:
+def test_settings_of_a_machine_are_not_compared(tmp_path: Path) -> None:
     values = {
         "dir": [str(tmp_path / "run"), str(tmp_path / "run" / "other")],
         "dataloader.num_workers": [0, 1],

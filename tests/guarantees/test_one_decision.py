@@ -66,7 +66,7 @@ def train_asking(config: dict[str, Any], what: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("what", "saved_at"), [("stop", [3]), ("save", [3, 6])])
-def test_what_one_rank_asks_all_do(what: str, saved_at: list[int], tmp_path: Path) -> None:
+def test_request_of_one_rank_is_done_by_all(what: str, saved_at: list[int], tmp_path: Path) -> None:
     config = settings(tmp_path, evaluate_interval=100, **{"checkpoint.interval": 100})
     assert run_processes(train_asking, config, what, world_size=2) == [saved_at] * 2
 
@@ -85,7 +85,7 @@ def train_uneven(config: dict[str, Any], lengths: list[int]) -> int:
         return runner.state.train.global_step
 
 
-def test_a_loader_that_ends_early_ends_the_pass_for_all(tmp_path: Path) -> None:
+def test_loader_ending_early_ends_the_pass_for_all(tmp_path: Path) -> None:
     config = settings(tmp_path, epochs=2, accum_steps=2)
     del config["steps"]
     config["scheduler"] = {"type": "constant"}

@@ -185,7 +185,7 @@ def first_gradient(
 
 
 @pytest.mark.parametrize(("runner_class", "told"), [(Untold, True), (UntoldAndWeighed, None), (NestedBatch, True)])
-def test_what_is_declared_weighs_micro_batches(runner_class: Any, told: bool | None, tmp_path: Path) -> None:
+def test_declared_weight_weighs_micro_batches(runner_class: Any, told: bool | None, tmp_path: Path) -> None:
     whole = first_gradient(runner_class, tmp_path / "whole", told, 16, 1)
     for micro_batch, accum_steps in ((4, 4), (2, 8)):
         parts = first_gradient(runner_class, tmp_path / str(accum_steps), told, micro_batch, accum_steps)
@@ -200,7 +200,7 @@ def refused(root: str, accum_steps: int) -> str:
 
 
 @pytest.mark.parametrize(("world_size", "accum_steps"), [(1, 2), (2, 1)])
-def test_labels_that_may_be_shifted_are_refused_where_the_weight_matters(
+def test_possibly_shifted_labels_are_refused_if_the_weight_matters(
     world_size: int, accum_steps: int, tmp_path: Path
 ) -> None:
     for message in run_processes(refused, str(tmp_path), accum_steps, world_size=world_size):
@@ -208,7 +208,7 @@ def test_labels_that_may_be_shifted_are_refused_where_the_weight_matters(
         assert "`shifts_labels`" in message and "`batch_weight(data, target)`" in message
 
 
-def test_where_the_weight_does_not_matter_nothing_need_be_said(tmp_path: Path) -> None:
+def test_nothing_is_required_if_the_weight_does_not_matter(tmp_path: Path) -> None:
     assert first_gradient(Untold, tmp_path, None, 16, 1)[0].abs().sum() > 0
 
 
@@ -232,7 +232,7 @@ class OwnWeights(OwnNames):
 
 
 @pytest.mark.parametrize("runner_class", [OwnNames, OwnWeights])
-def test_a_criterion_that_ignores_targets_and_finds_none_is_warned_of_once(
+def test_ignored_index_absent_from_the_targets_is_warned_of_once(
     runner_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with runner_class(settings(tmp_path, epochs=2, dataloader={"batch_size": 2})) as runner:

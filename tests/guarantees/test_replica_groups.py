@@ -165,7 +165,7 @@ def test_a_group_is_killed_again_and_again(stack: str, world_size: int, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_lighthouse_that_comes_back_is_asked_again(tmp_path: Path) -> None:
+def test_restarted_lighthouse_is_asked_again(tmp_path: Path) -> None:
     with (
         Lighthouse() as lighthouse,
         ReplicaGroup(train, tmp_path, 0, "ddp", world_size=1, lighthouse=lighthouse, timeout=LIMIT) as first,

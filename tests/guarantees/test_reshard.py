@@ -71,7 +71,7 @@ def gap(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(
     "layout", ["PP V", *(pytest.param(name, marks=pytest.mark.slow) for name in ("EP", "FSDP 2", "TP x FSDP", "PP 2"))]
 )
-def test_goes_on_bitwise_where_it_stopped(layout: str, tmp_path: Path) -> None:
+def test_resumes_bitwise_at_its_stop(layout: str, tmp_path: Path) -> None:
     model = model_for(layout, dropout=0.2)
     uninterrupted, _ = run(tmp_path / "whole", layout, model)
     _, first = run(tmp_path / "first", layout, model, stop_at=3)
@@ -102,7 +102,7 @@ def test_goes_on_at_another_layout(route: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dropout_is_that_of_ddp_under_fsdp(tmp_path: Path) -> None:
+def test_dropout_under_fsdp_equals_ddp(tmp_path: Path) -> None:
     """The streams belong to data replicas, so a run goes on from one stack to the other as if it were the same."""
     model = model_for(dropout=0.2)
     uninterrupted, _ = run(tmp_path / "whole", "DDP 2", model)

@@ -62,13 +62,13 @@ def test_auto_resume_goes_on_in_the_newest() -> None:
     assert contents(first) == before
 
 
-def test_what_an_attempt_left_that_never_trained_is_taken_over() -> None:
+def test_directory_of_an_untrained_attempt_is_taken_over() -> None:
     with Small(settings()) as runner:
         first = runner.dir
     assert trained() == first
 
 
-def test_a_start_that_fails_leaves_no_directory() -> None:
+def test_failed_start_leaves_no_directory() -> None:
     class Broken(Small):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -86,7 +86,7 @@ def start_together(root: str) -> str:
     return str(trained(workspace_root=root))
 
 
-def test_ten_that_start_at_once_each_have_a_directory(tmp_path: Path) -> None:
+def test_ten_simultaneous_starts_have_a_directory_each(tmp_path: Path) -> None:
     directories = run_processes(start_together, str(tmp_path / "root"), world_size=10)
     names = {Path(directory).name for directory in directories}
     first = min(names, key=len)
@@ -99,12 +99,12 @@ def place_of_rank(config: dict[str, Any]) -> str:
         return str(runner.dir)
 
 
-def test_all_ranks_of_a_job_share_the_one_that_rank_0_takes() -> None:
+def test_all_ranks_of_a_job_share_the_directory_of_rank_0() -> None:
     first = trained(dataloader={"batch_size": 8})  # as many samples of an update as two ranks with four
     assert set(run_processes(place_of_rank, settings(), world_size=2)) == {str(first.resolve()) + "-2"}
 
 
-def test_a_named_directory_that_holds_a_run_is_refused_and_nothing_is_written() -> None:
+def test_named_directory_with_a_run_is_refused_and_nothing_is_written() -> None:
     run = trained(dir="mine")
     before = contents(run)
     with pytest.raises(ValueError, match=r"(?s)dir='.*mine', which holds one.*auto_resume.*resume.*another directory"):
@@ -116,7 +116,7 @@ def test_a_named_directory_that_holds_a_run_is_refused_and_nothing_is_written() 
     assert trained(dir="mine", epochs=3, resume="latest") == run
 
 
-def test_a_checkpoint_of_another_place_does_not_write_over_what_lies_in_a_named_directory() -> None:
+def test_resume_from_elsewhere_does_not_overwrite_a_named_directory() -> None:
     trained(dir="first")
     second = trained(dir="second")
     before = contents(second)
@@ -204,7 +204,7 @@ def test_two_processes_in_one_directory_and_the_directory_of_a_killed_one(tmp_pa
         kill_all(workers)
 
 
-def test_a_writer_in_the_background_that_outlives_its_run_is_waited_for(tmp_path: Path) -> None:
+def test_background_writer_outliving_its_run_is_waited_for(tmp_path: Path) -> None:
     run = trained(dir="mine", checkpoint={"backend": "dcp"})
     file = run / "checkpoints" / f"{WRITING}here-1"
     with child(lambda: hold(file, tmp_path / "held")) as pid:
@@ -217,7 +217,7 @@ def test_a_writer_in_the_background_that_outlives_its_run_is_waited_for(tmp_path
     assert not file.exists()
 
 
-def test_a_program_that_copies_its_own_run_directory_stays_its_writer_or_is_told(tmp_path: Path) -> None:
+def test_program_copying_its_run_directory_stays_its_writer_or_is_warned(tmp_path: Path) -> None:
     with Small(settings(dir="mine", checkpoint={"async_enabled": False})) as runner:
         runner.train()
         shutil.copytree("mine", "copy")  # which closes the file of the lock, and so gives it up

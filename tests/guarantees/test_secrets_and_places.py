@@ -66,7 +66,7 @@ def run_with_secrets(backend: str) -> str:
 
 
 @pytest.mark.parametrize("backend", ["file", "dcp"])
-def test_no_secret_is_written_anywhere_and_what_is_none_stays(backend: str) -> None:
+def test_no_secret_is_written_anywhere_and_other_text_stays(backend: str) -> None:
     pytest.importorskip("wandb")
     run = Path(run_processes(run_with_secrets, backend, world_size=1)[0])
     assert (run / "wandb").is_dir() == (backend == "file")
@@ -161,7 +161,7 @@ def test_a_checkpoint_in_the_directory_of_its_run_goes_on_there() -> None:
         assert runner.dir == Path("moved").resolve()
 
 
-def test_a_copy_writes_into_a_new_directory_and_not_where_the_run_was() -> None:
+def test_copy_writes_into_a_new_directory_and_not_into_the_old_one() -> None:
     run = trained(settings(dir="mine", log_file="mine.log", lineage="ours"))
     before = {path: path.read_bytes() for path in [*files(run), Path("mine.log")]}
     Path("downloads").mkdir()

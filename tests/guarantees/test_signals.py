@@ -107,7 +107,7 @@ def test_the_curves_of_a_killed_and_resumed_run_have_every_step_once(tmp_path: P
     every_step_once(16)
 
 
-def test_the_rank_that_raises_is_the_one_that_torchrun_names() -> None:
+def test_torchrun_names_the_failing_rank() -> None:
     exit_code, output = run_program(SCRIPT, *EPOCHS, environment={"RAISE": "1"}, nproc_per_node=2)
     assert exit_code == 1
     assert "Signal 9" not in output, "the other rank had to be killed"

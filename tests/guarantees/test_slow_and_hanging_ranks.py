@@ -217,7 +217,7 @@ def reports_of(run: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("where", "rank"), [pytest.param("data", 0, marks=pytest.mark.slow), ("computing", RANK)])
-def test_one_warning_names_the_rank_that_the_others_wait_for(where: str, rank: int, tmp_path: Path) -> None:
+def test_one_warning_names_the_rank_waited_for(where: str, rank: int, tmp_path: Path) -> None:
     run_processes(train_hanging, where, tmp_path, {}, rank, world_size=4, timeout=120)
     ((*_, waiting, last),) = reports_of(tmp_path)
     others = "0, 1, 3" if rank == RANK else "1-3"
@@ -239,7 +239,7 @@ def train_hanging_on_device(directory: Path) -> None:
 
 
 @device.needed
-def test_rank_that_waits_for_a_collective_of_its_accelerator_is_reported_as_waiting(tmp_path: Path) -> None:
+def test_rank_waiting_for_its_accelerator_is_reported_as_waiting(tmp_path: Path) -> None:
     device.run_processes(train_hanging_on_device, tmp_path, world_size=2, timeout=120)
     ((*_, waiting, last),) = reports_of(tmp_path)
     # No frame of it is in communication: the device waits, and the host for that.
@@ -247,7 +247,7 @@ def test_rank_that_waits_for_a_collective_of_its_accelerator_is_reported_as_wait
     assert last.startswith("Rank 1 on ") and " is not in it, but at " in last and " in until_said (" in last
 
 
-def test_before_the_time_limit_it_is_said_who_is_in_another_collective(tmp_path: Path) -> None:
+def test_rank_in_another_collective_is_named_before_the_time_limit(tmp_path: Path) -> None:
     seconds = round(patience(8.0))
     limit = {"comm": {"train_timeout_seconds": float(seconds), "hang_warning_seconds": None}}
     began = time.monotonic()

@@ -81,7 +81,7 @@ def save_and_die() -> None:
 
 
 @pytest.mark.slow
-def test_the_writer_ends_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+def test_writer_ends_with_its_killed_rank(tmp_path: Path) -> None:
     (outcome,) = run_outcomes(save_and_die, world_size=1)
     assert isinstance(outcome.error, ProcessFailure)
     until(lambda: gone(int(Path("writer").read_text())))
@@ -134,9 +134,7 @@ def test_a_writer_heeds_no_signals_is_replaced_when_it_dies_and_ends_with_its_ma
     assert gone(second)
 
 
-def test_a_python_that_cannot_be_started_is_refused_at_construction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_python_is_refused_at_construction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "")
     with pytest.raises(ValueError, match="Set checkpoint.async_mode='async'"):
         make_manager("dcp", tmp_path, mode="async_with_pinned_mem")

@@ -338,7 +338,7 @@ def matrix() -> list[Any]:
 
 @pytest.mark.timeout(800)
 @pytest.mark.parametrize(("case", "way", "workers", "persistent", "step_mode", "stops"), matrix())
-def test_what_is_brought_comes_back(
+def test_objects_of_users_come_back(
     case: str, way: str, workers: int, persistent: bool, step_mode: bool, stops: Any, tmp_path: Path
 ) -> None:
     check(tmp_path, case, way, workers, persistent, step_mode, stops)

@@ -118,7 +118,7 @@ def _broadcast_and_reduce() -> list[float]:
 
 
 @device.needed
-def test_tensors_of_the_host_are_broadcast_where_the_backend_moves_those_of_devices_alone() -> None:
+def test_tensors_of_the_host_are_broadcast_over_a_backend_for_devices_alone() -> None:
     assert run_processes(_broadcast_and_reduce) == [[2.0, 2.0, 2.0, 2.0]] * 2
 
 
@@ -133,7 +133,7 @@ def _pinned() -> list[bool]:
 
 
 @device.needed
-def test_loader_pins_memory_for_the_accelerator_that_is_there() -> None:
+def test_loader_pins_memory_for_the_available_accelerator() -> None:
     assert run_processes(_pinned, world_size=1) == [[True, False, False, False]]
 
 
@@ -182,7 +182,7 @@ def _shares(directory: Path, backend: str | None) -> list[str]:
 
 
 @device.needed
-def test_processes_that_share_a_device_are_logged_once(tmp_path: Path) -> None:
+def test_processes_on_one_device_are_logged_once(tmp_path: Path) -> None:
     first, second = run_processes(_shares, tmp_path, None)
     assert second == [] and len(first) == 1
     assert re.search("ranks (0 and 1|1 and 0) have sim:0 of ", first[0])
@@ -190,7 +190,7 @@ def test_processes_that_share_a_device_are_logged_once(tmp_path: Path) -> None:
 
 @device.needed
 @pytest.mark.parametrize("backend", ["nccl", f"cpu:gloo,{device.NAME}:nccl"])
-def test_processes_that_share_a_device_are_refused_with_nccl(backend: str, tmp_path: Path) -> None:
+def test_processes_on_one_device_are_refused_with_nccl(backend: str, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="Expected a device for each process with nccl.* have sim:0 of .*backend='gloo'"
     ):
@@ -218,7 +218,7 @@ def test_memory_of_pinned_copies_is_logged_once() -> None:
 
 
 @device.needed
-def test_shared_copies_that_cannot_be_pinned_are_named_once() -> None:
+def test_unpinnable_shared_copies_are_named_once() -> None:
     ((is_pinned, lines),) = run_processes(_copied, True, world_size=1)
     assert not is_pinned and len(lines) == 1
     assert (

@@ -55,7 +55,7 @@ def train(place: Path, build: Build, *, steps: int, scheduled: bool = False, **m
     ],
     ids=["sgd-adamw", "adamw-sgd", "adamw-adam", "adam-adamax", "joint", "groups", "parameters"],
 )  # fmt: skip
-def test_another_optimizer_is_named_with_a_mend_that_works(
+def test_another_optimizer_is_named_with_a_working_fix(
     tmp_path: Path, before: Build, after: Build, expected: str
 ) -> None:
     train(tmp_path, before, steps=2)
@@ -66,9 +66,7 @@ def test_another_optimizer_is_named_with_a_mend_that_works(
     assert resumed.state.train.global_step == 4
 
 
-def test_options_of_the_program_that_the_checkpoint_replaces_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_options_replaced_by_the_checkpoint_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def told() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -85,7 +83,7 @@ def test_options_of_the_program_that_the_checkpoint_replaces_are_named(
     assert len(told()) == 1
 
 
-def test_a_rate_that_a_schedule_moves_is_no_such_option(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rate_moved_by_a_schedule_is_no_replaced_option(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for steps in (12, 14):
         runner = train(tmp_path, lambda m: SGD(m.parameters(), lr=0.1), steps=steps, scheduled=True)
     assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

@@ -78,7 +78,7 @@ def test_a_run_has_its_directory_metadata_log_and_figures(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("signal_at", [1, 5, 6, 13, 18])
-def test_a_run_that_a_signal_ended_goes_on_bitwise(signal_at: int, tmp_path: Path) -> None:
+def test_run_ended_by_a_signal_resumes_bitwise(signal_at: int, tmp_path: Path) -> None:
     with LeastSquares(settings(tmp_path / "whole")) as runner:
         runner.train()
         whole = runner.weights.clone()

@@ -89,7 +89,7 @@ def test_on_two_processes(layout: str, tmp_path: Path, base: Path) -> None:
     assert all(run_processes(in_parts, str(tmp_path), str(base), LAYOUTS[layout], world_size=2))
 
 
-def test_parts_that_are_left_out_from_now_on_are_left_out_once(tmp_path: Path, base: Path) -> None:
+def test_parts_left_out_at_a_start_are_left_out_once(tmp_path: Path, base: Path) -> None:
     before = tune(tmp_path, base, 3)
     entries = {"checkpoint.exclude_from_loading": ["model.head", "model.backbone", "optimizer"]}
     with Tuned(config(tmp_path, 6, auto_resume=True, **entries)) as runner:
@@ -105,7 +105,7 @@ def test_parts_that_are_left_out_from_now_on_are_left_out_once(tmp_path: Path, b
         assert not differences(trained, state(runner)) and runner.optimizer.state
 
 
-def test_a_checkpoint_that_is_only_begun_from_is_taken_without_them_again(tmp_path: Path, base: Path) -> None:
+def test_starting_checkpoint_is_taken_without_them_again(tmp_path: Path, base: Path) -> None:
     head = tune(tmp_path / "first", base, 3)["head.weight"]
     with Tuned.from_pretrained(config(tmp_path / "second", 3), tmp_path / "first" / "checkpoints") as runner:
         assert not torch.equal(state(runner)["head.weight"], head)
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_is_only_begun_from_is_taken_without_them_again(tmp_pa
         assert torch.equal(state(runner)["head.weight"], begun)
 
 
-def test_what_is_made_of_other_settings_now_is_left_out_again(tmp_path: Path, base: Path) -> None:
+def test_parts_with_changed_settings_are_left_out_again(tmp_path: Path, base: Path) -> None:
     entries = {"checkpoint.exclude_from_loading": ["model.head", "optimizer", "runner.optim"]}
     tune(tmp_path / "adamw", base, 2, **entries)
     for before, kind in (("adamw", "sgd"), ("sgd", "rmsprop")):

@@ -105,7 +105,7 @@ def _die_before_evaluation(path: Path) -> None:
         runner.evaluate("val")
 
 
-def test_rank_that_waits_for_a_killed_one_fails_at_once(tmp_path: Path) -> None:
+def test_rank_waiting_for_a_killed_one_fails_at_once(tmp_path: Path) -> None:
     first, second = _by_rank(run_outcomes(_die_before_evaluation, tmp_path, world_size=2, timeout=60))
     assert second.exit_code == -signal.SIGKILL
     assert str(first.error).startswith("Expected evaluate() on all 2 ranks. Received: 1; rank 1 has died")
@@ -123,7 +123,7 @@ def _train_after_caught_error(path: Path) -> int:
         return runner.state.train.global_step
 
 
-def test_rank_that_waits_for_one_whose_error_was_caught_trains_with_it(tmp_path: Path) -> None:
+def test_rank_waiting_for_one_with_a_caught_error_trains_with_it(tmp_path: Path) -> None:
     assert run_processes(_train_after_caught_error, tmp_path, world_size=2) == [4, 4]
 
 

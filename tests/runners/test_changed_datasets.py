@@ -100,7 +100,7 @@ def test_other_changes_are_refused_on_all_ranks(how: str, when: str, message: st
         run_processes(train, str(tmp_path), how, when, world_size=2)
 
 
-def test_a_run_goes_on_with_a_dataset_that_has_grown_between_two_passes(tmp_path: Path) -> None:
+def test_run_continues_with_a_dataset_grown_between_two_passes(tmp_path: Path) -> None:
     run_processes(train, str(tmp_path), "extended", "between", 1, world_size=1)
     ((seen, steps, _),) = run_processes(train, str(tmp_path), "extended", "between", 2, True, world_size=1)
     assert sorted(seen[-1]) == list(range(12)) and steps == 4 + 6

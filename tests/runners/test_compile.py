@@ -98,7 +98,7 @@ def test_every_rank_of_every_stack_has_graphs(tmp_path: Path) -> None:
 
 @needs_deepspeed
 @pytest.mark.timeout(120)
-def test_an_engine_calls_what_was_compiled(tmp_path: Path) -> None:
+def test_engine_calls_the_compiled_model(tmp_path: Path) -> None:
     settings = config(tmp_path, stack="deepspeed", deepspeed=zero(1))
     ((graphs, keys, _),) = run_processes(train, settings, sequential, world_size=1, timeout=90)
     assert graphs >= 1 and keys == list(sequential().state_dict())

@@ -27,7 +27,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @needs_deepspeed
 @pytest.mark.timeout(200)
-def test_whose_optimizer_it_is(tmp_path: Path) -> None:
+def test_engine_uses_the_optimizer_of_the_runner_or_its_own(tmp_path: Path) -> None:
     """The user's, that of `optim`, or DeepSpeed's, with its schedule: the same updates when they are the same optimizer."""
     none: dict[str, Any] = {"optim": None, "scheduler": None}
     adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -234,7 +234,7 @@ def without_launcher(root: Path) -> dict[str, Any]:
 
 @needs_deepspeed
 @pytest.mark.timeout(120)
-def test_without_a_launcher_and_what_is_refused(tmp_path: Path) -> None:
+def test_start_without_a_launcher_and_refused_settings(tmp_path: Path) -> None:
     (found,) = run_processes(without_launcher, tmp_path, world_size=1, timeout=100)
     assert "scheduler.type='cosine'" in found["schedules"]
     assert "CrossEntropyLoss" in found["criterion"]

@@ -82,7 +82,7 @@ ROADS: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("road", [*list(ROADS)[:3], pytest.param("engine", marks=needs_deepspeed)])
-def test_what_was_best_is_what_comes_out(road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_weights_are_the_exported_ones(road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     more, ranks = ROADS[road]
     averaging = {"ema": {"enabled": True, "decay": 0.9}, "optim": {"type": "adamw", "lr": 0.1}}

@@ -108,7 +108,7 @@ def test_the_bare_model_is_evaluated_once_a_sample_and_training_is_as_it_was(tmp
         ((None, torch.ones(2)), "loss"),
     ],
 )
-def test_a_step_that_fails_leaves_training_as_it_was(returned: Any, message: str, tmp_path: Path) -> None:
+def test_failing_step_leaves_training_unchanged(returned: Any, message: str, tmp_path: Path) -> None:
     def step(data: Any) -> Any:
         if isinstance(returned, Exception):
             raise returned
@@ -136,7 +136,7 @@ def test_averaged_weights_are_evaluated_and_said_once(tmp_path: Path, caplog: py
         assert run.broadcasts == 4 and run.bare[1].weight.item() == 1.0
 
 
-def test_what_is_drawn_belongs_to_the_split_and_the_verb(tmp_path: Path) -> None:
+def test_draws_belong_to_the_split_and_the_verb(tmp_path: Path) -> None:
     with Evaluated(tmp_path) as run:
 
         def drawn(evaluate: Callable[[str], object], split: str) -> list[float]:

@@ -139,7 +139,7 @@ def projected(self: Any, pred: Any, target: Any) -> Any:
     ],
     ids=["list of layers", "module", "parameter"],
 )
-def test_parameters_that_no_optimizer_has_are_named_once(
+def test_parameters_without_an_optimizer_are_named_once(
     more: Any, methods: Any, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(more=more, **methods)
@@ -164,7 +164,7 @@ def own_optimizer(self: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "methods"), [(frozen_teacher, {}), (unused_teacher, {}), (own_optimizer, {"compute_loss": projected})]
 )
-def test_parameters_that_are_not_trained_or_have_an_optimizer_are_not_named(
+def test_untrained_parameters_and_those_of_an_optimizer_are_not_named(
     more: Any, methods: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(more=more, **methods)
@@ -207,7 +207,7 @@ def test_attribute_of_another_trainer_is_answered_with_ours(name: str, answer: s
         assert not hasattr(runner, name) and getattr(runner, name, None) is None
 
 
-def test_property_that_fails_is_not_reported_as_missing() -> None:
+def test_failing_property_is_not_reported_as_missing() -> None:
     class Own(Toy):
         @property
         def figure(self) -> int:

@@ -99,7 +99,7 @@ def test_one_graph_for_each_size_and_the_same_run_as_ddp(build: str, policy: str
     assert found["results"] == expected["results"]
 
 
-def test_autocast_is_that_of_the_forward(tmp_path: Path) -> None:
+def test_autocast_equals_the_one_of_the_forward(tmp_path: Path) -> None:
     expected = outcome(config(tmp_path / "ddp", "ddp", precision="bf16"))
     found = outcome(config(tmp_path / "graph", precision="bf16"))
     assert found["losses"][0] == expected["losses"][0]
@@ -152,7 +152,7 @@ class Tokens(dl.Runner):
         self.model = OwnLoss()
 
 
-def test_a_model_that_computes_its_loss_trains_as_on_ddp(tmp_path: Path) -> None:
+def test_model_with_its_own_loss_trains_as_on_ddp(tmp_path: Path) -> None:
     weights, results = [], []
     for stack in ("ddp", "graph"):
         with Tokens(config(tmp_path / stack, stack, accum_steps=1)) as runner:
@@ -189,7 +189,7 @@ class Bare(Toy):
         pass
 
 
-def test_hooks_that_do_nothing_leave_a_run_that_trains(tmp_path: Path) -> None:
+def test_empty_hooks_leave_a_training_run(tmp_path: Path) -> None:
     found = outcome(config(tmp_path, ema={}), runner_class=Bare)
     assert found["graphs"] == 2 and len(found["losses"]) == 12
 
@@ -208,12 +208,12 @@ def test_a_wrapper_of_ones_own_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"), [({"fsdp": {"enabled": True}}, "stack='parallel'"), ({"ft": {"enabled": True}}, "ft.enabled")]
 )
-def test_settings_that_cannot_be_followed_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         Toy(config(tmp_path, **changes))
 
 
-def test_what_breaks_the_graph_is_named(tmp_path: Path) -> None:
+def test_graph_break_is_named(tmp_path: Path) -> None:
     class Breaking(Toy):
         def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
             torch._dynamo.graph_break()

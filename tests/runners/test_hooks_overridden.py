@@ -109,7 +109,7 @@ def is_plain(hook: str, error: str | None) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["steps", "epochs"])
-def test_overrides_that_call_super_change_nothing(mode: str, tmp_path: Path) -> None:
+def test_overrides_with_a_call_of_super_change_nothing(mode: str, tmp_path: Path) -> None:
     config = settings(tmp_path) if mode == "steps" else of_epochs(settings(tmp_path))
     weights, results = use(Chain, {**config, "dir": str(tmp_path / "plain")})
     found, figures = use(overriding(HOOKS, calls_super=True), {**config, "dir": str(tmp_path / "super")})
@@ -117,7 +117,7 @@ def test_overrides_that_call_super_change_nothing(mode: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_an_override_that_does_nothing_acts_as_nothing_or_is_named(hook: str, tmp_path: Path) -> None:
+def test_empty_override_acts_as_nothing_or_is_named(hook: str, tmp_path: Path) -> None:
     config = settings(tmp_path)
     error = outcome(hook, of_epochs(config) if "epoch" in hook else config)
     assert is_plain(hook, error), error
@@ -137,7 +137,7 @@ def outcomes(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str | N
 
 
 @pytest.mark.timeout(300)
-def test_hooks_of_several_ranks_that_do_nothing(tmp_path: Path) -> None:
+def test_empty_hooks_of_several_ranks_act_as_nothing_or_are_named(tmp_path: Path) -> None:
     cases = [(hook, on_mesh(tmp_path, hook)) for hook in (*PARALLEL, "init_distributed")]
     cases += [
         (hook, settings(tmp_path / f"ddp-{hook}"))
@@ -154,7 +154,7 @@ def use_both(config: dict[str, Any], hooks: list[str]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("axis", ["shard", "pipeline"])
-def test_overrides_that_call_super_on_a_mesh(axis: str, tmp_path: Path) -> None:
+def test_overrides_with_a_call_of_super_change_nothing_on_a_mesh(axis: str, tmp_path: Path) -> None:
     config = on_mesh(tmp_path, "build_pipeline_schedule" if axis == "pipeline" else "fsdp_kwargs")
     hooks = [hook for hook in (*HOOKS, *PARALLEL) if hook not in ("load_ema",)]
     for (weights, results), (found, figures) in run_processes(use_both, config, hooks, world_size=2, timeout=120):

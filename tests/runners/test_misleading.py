@@ -76,7 +76,7 @@ NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", NUMBERS)
-def test_text_that_is_nearly_a_number(case: str) -> None:
+def test_text_similar_to_a_number_is_named(case: str) -> None:
     read, message = NUMBERS[case]
     with pytest.raises((TypeError, ValueError)) as caught:
         read()
@@ -125,7 +125,7 @@ def test_a_schedule_by_epochs_in_a_run_of_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stack", ["ddp", "accelerate"])
 @pytest.mark.parametrize("named", [["runner.ema"], ["runner.ema", "ema"]])
-def test_averages_that_are_switched_on_at_a_resume_begin_with_the_loaded_weights(
+def test_averages_switched_on_at_a_resume_begin_with_the_loaded_weights(
     named: list[str], stack: str, tmp_path: Path
 ) -> None:
     with Line(settings(tmp_path / "first", steps=2, stack=stack)) as runner:
@@ -161,7 +161,7 @@ def test_averages_that_are_switched_on_at_a_resume_begin_with_the_loaded_weights
             torch.testing.assert_close(runner.ema.weights[name], tensor)
 
 
-def test_averages_that_are_left_out_begin_with_the_loaded_weights(tmp_path: Path) -> None:
+def test_left_out_averages_begin_with_the_loaded_weights(tmp_path: Path) -> None:
     given: dict[str, Any] = {"ema": {"enabled": True, "decay": 0.9}}
     with Line(settings(tmp_path / "first", steps=2, **given)) as runner:
         runner.train()

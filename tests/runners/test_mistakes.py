@@ -299,9 +299,7 @@ def test_the_command_says_it_in_one_line(
 
 
 @pytest.mark.parametrize(("mistake", "said"), IN_PROCESS, ids=[said for _, said in IN_PROCESS])
-def test_a_mistake_is_an_exception_that_says_it_in_one_line(
-    mistake: Callable[[], Any], said: str, tmp_path: Path
-) -> None:
+def test_mistake_is_an_exception_with_one_line(mistake: Callable[[], Any], said: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     with pytest.raises(Exception) as caught:
         mistake()
@@ -324,9 +322,7 @@ STEPS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("parts", "said"), STEPS, ids=["train_step", "evaluate_step"])
-def test_an_error_of_a_step_names_what_the_step_received(
-    parts: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_error_of_a_step_names_its_input(parts: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
         train(**parts)
     above, ending = capfd.readouterr().err.splitlines()[-2:]
@@ -334,7 +330,7 @@ def test_an_error_of_a_step_names_what_the_step_received(
     assert caught.value.__notes__ == [said]  # type: ignore[attr-defined]
 
 
-def test_training_at_the_end_of_the_budget_says_what_makes_it_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_at_the_end_of_the_budget_names_the_way_to_continue(capfd: pytest.CaptureFixture[str]) -> None:
     with Toy(settings()) as runner:
         runner.train()
         assert "Nothing is left" not in capfd.readouterr().err

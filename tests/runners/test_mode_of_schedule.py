@@ -77,7 +77,7 @@ def rate_of_rising(root: str) -> float:
         (Scored, {"score_name": "acc", "scheduler.mode": "min"}, "min"),
     ],
 )
-def test_a_schedule_of_the_configuration_has_the_mode_of_what_it_follows(
+def test_configured_schedule_has_the_mode_of_its_metric(
     runner_class: type[Scored], more: dict[str, Any], mode: str, tmp_path: Path
 ) -> None:
     config = settings(tmp_path, scheduler=PLATEAU)
@@ -104,7 +104,7 @@ def test_an_assigned_schedule_of_the_other_mode_is_named(
     assert len(lines) == warns
 
 
-def test_an_older_checkpoint_with_the_wrong_mode_goes_on_with_that_of_the_score(
+def test_older_checkpoint_with_the_wrong_mode_continues_with_the_mode_of_the_score(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "danling")

@@ -28,7 +28,7 @@ def settings(root: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", ["window", "_parts", "index", "step", "batch_weight", "device", "mode", "_bind_reduction", "scores"]
 )
-def test_a_name_of_the_librarys_is_refused_where_it_is_set(name: str, tmp_path: Path) -> None:
+def test_name_of_the_library_is_refused_at_its_assignment(name: str, tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match=rf"self.{name} = .*library's \((\w+)\).*my_{name.strip('_')}") as caught:
         Named(settings(tmp_path), {name: 3.5})
     owner = str(caught.value).partition("library's (")[2].partition(")")[0]
@@ -72,7 +72,7 @@ class Silent:
         pass
 
 
-def test_what_the_contract_lets_users_set_stays(tmp_path: Path) -> None:
+def test_settable_names_of_the_contract_stay(tmp_path: Path) -> None:
     class Free(Named):
         stack = "ddp"
         config_class = dl.RunnerConfig
@@ -110,7 +110,7 @@ def test_a_property_may_stand_for_a_component(name: str, tmp_path: Path) -> None
         assert runner.train() == plain.train()
 
 
-def test_a_name_that_is_missing_is_an_error_as_ever_also_inside_of_a_property(tmp_path: Path) -> None:
+def test_missing_name_is_an_attribute_error_also_inside_of_a_property(tmp_path: Path) -> None:
     class Wrong(Named):
         @property
         def mine(self) -> Any:

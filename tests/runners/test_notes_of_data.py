@@ -115,13 +115,13 @@ CRITERIA = [
 
 
 @pytest.mark.parametrize(("criterion", "said"), CRITERIA, ids=["mapping", "pair", "one-argument", "module"])
-def test_a_criterion_that_does_not_fit_is_named_with_shapes(criterion: Callable[..., Any], said: str) -> None:
+def test_mismatched_criterion_is_named_with_shapes(criterion: Callable[..., Any], said: str) -> None:
     _, text = failure_of(Toy(Rows(), criterion))
     assert said in text
     assert "train_step on split 'train' received (float32 (4, 4) on cpu" in text
 
 
-def test_a_criterion_with_one_parameter_is_named_where_batches_have_no_target() -> None:
+def test_criterion_with_one_parameter_is_named_if_batches_have_no_target() -> None:
     _, text = failure_of(Toy([torch.ones(4)] * 8, one))
     assert "The criterion is called as criterion(prediction, target)" in text
     assert "Expected a batch with a target" not in text
@@ -136,7 +136,7 @@ def test_a_type_error_inside_a_criterion_is_not_taken_for_its_signature() -> Non
 
 
 @pytest.mark.parametrize(("value", "mend"), [("great", "log_text(name, text)"), (torch.ones(2), "by .mean()")])
-def test_figures_that_are_no_numbers_are_named(value: Any, mend: str) -> None:
+def test_figures_other_than_numbers_are_named(value: Any, mend: str) -> None:
     with Toy(Rows()) as runner, pytest.raises(ValueError, match="single number for metric 'val/note'") as caught:
         runner.log_figures({"val/loss": 1.0, "val/note": value})
     assert mend in str(caught.value)
@@ -173,7 +173,7 @@ ORDERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_value_of_the_data_that_is_not_finite_is_named_with_its_sample(
+def test_nonfinite_value_of_the_data_is_named_with_its_sample(
     order: str, skips: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = "The data has NaN in 'input' of sample 7 of split 'train' (image_path='own/7.png')"
@@ -190,7 +190,7 @@ def test_a_value_of_the_data_that_is_not_finite_is_named_with_its_sample(
 
 
 @pytest.mark.parametrize(("value", "called"), [(float("nan"), "NaN"), (float("-inf"), "infinity")])
-def test_the_file_of_a_sample_is_that_of_the_dataset_within_subsets(value: float, called: str) -> None:
+def test_file_of_a_sample_is_found_within_subsets(value: float, called: str) -> None:
     subset = Subset(Subset(Poisoned(value, paths=False), range(4, 12)), [5, 4, 3, 2])
     _, text = failure_of(Toy(subset))
     assert f"The data has {called} in 'input' of sample 2 of split 'train' (images/7.png)" in text
@@ -201,7 +201,7 @@ def test_finite_data_is_said_to_be_finite() -> None:
     assert "The data of the update is finite. Lower the learning rate" in text
 
 
-def test_the_row_is_named_where_the_program_gives_the_batch() -> None:
+def test_row_is_named_in_batches_of_the_program() -> None:
     with (
         Toy(Rows()) as runner,
         pytest.raises(FloatingPointError, match="NaN in 'input' of row 1 of micro-batch 1 ") as caught,

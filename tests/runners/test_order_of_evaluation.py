@@ -88,7 +88,7 @@ def test_every_sample_is_read_once_in_the_order_of_the_dataset(
 
 
 @pytest.mark.parametrize("where", ["in the section of the split", "in a loader", "in a hook"])
-def test_an_order_that_a_split_was_given_counts(where: str, tmp_path: Path) -> None:
+def test_given_order_of_a_split_counts(where: str, tmp_path: Path) -> None:
     class Own(Numbers):
         def __init__(self, config: Mapping[str, Any]) -> None:
             super().__init__(config)
@@ -103,7 +103,7 @@ def test_an_order_that_a_split_was_given_counts(where: str, tmp_path: Path) -> N
         assert len(runner.infer("val")) == 20
 
 
-def test_a_sampler_for_all_splits_is_that_of_training(tmp_path: Path) -> None:
+def test_sampler_for_all_splits_is_for_training(tmp_path: Path) -> None:
     with Numbers(settings(tmp_path, epochs=1, **{"dataloader.sampler": list(range(8))})) as runner:
         runner.train()
         assert runner.train_state.samples == 8
@@ -143,7 +143,7 @@ def test_a_ragged_batch_of_an_iterable_dataset_is_evaluated(workers: int, tmp_pa
         ({}, None),
     ],
 )
-def test_one_line_says_which_samples_are_read(
+def test_one_line_names_the_samples_read(
     more: dict[str, Any], said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "danling")

@@ -106,7 +106,7 @@ def test_the_update_is_made_as_if_memory_had_not_run_out(
     assert [re.findall(r"\d+", line)[:3] for line in told] == [["1", "16", "8"], ["1", "8", "4"]]
 
 
-def test_what_fits_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fitting_size_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Runner(settings(tmp_path, "auto", epochs=1), 4) as runner:
         runner.train()
     caplog.clear()
@@ -120,7 +120,7 @@ def test_what_fits_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert differences(resumed, whole_state(runner)) == []
 
 
-def test_an_update_that_fits_in_no_piece_raises_what_the_model_raised(tmp_path: Path) -> None:
+def test_update_too_large_in_any_piece_raises_the_error_of_the_model(tmp_path: Path) -> None:
     with Runner(settings(tmp_path, "auto"), 0) as runner, pytest.raises(RuntimeError, match="can't allocate memory"):
         runner.train()
 
@@ -148,7 +148,7 @@ def train(config: dict[str, Any], fits: int = 100, where: str = "forward", ranks
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_all_ranks_make_it_again_where_one_ran_out(where: str, tmp_path: Path) -> None:
+def test_all_ranks_repeat_the_update_if_one_ran_out_of_memory(where: str, tmp_path: Path) -> None:
     whole = {"dataloader": {"drop_last": True}}  # batch statistics need two samples
     known = run_processes(train, settings(tmp_path / "known", 2, **whole), world_size=2)
     auto = run_processes(train, settings(tmp_path / "auto", "auto", **whole), 2, where, [1], world_size=2)
@@ -160,7 +160,7 @@ def test_all_ranks_make_it_again_where_one_ran_out(where: str, tmp_path: Path) -
         assert rank["results"][2]["train"]["loss"] == pytest.approx(known[0]["results"][2]["train"]["loss"], abs=1e-12)
 
 
-def test_a_rank_on_which_one_sample_does_not_fit_ends_all(tmp_path: Path) -> None:
+def test_rank_too_small_for_one_sample_ends_all(tmp_path: Path) -> None:
     outcomes = run_outcomes(train, settings(tmp_path, "auto"), 0, "forward", [1], world_size=2, grace=3.0)
     errors = {outcome.rank: outcome.error for outcome in outcomes}
     assert "can't allocate memory" in str(errors[1])
@@ -181,7 +181,7 @@ def construct(config: dict[str, Any]) -> None:
     ("more", "received"),
     [({}, "SyncBatchNorm"), ({"stack": "parallel", "parallel": {"axes": {"shard": 2}}}, "parallel.axes.shard=2")],
 )
-def test_a_forward_that_communicates_is_refused(more: dict[str, Any], received: str, tmp_path: Path) -> None:
+def test_communicating_forward_is_refused(more: dict[str, Any], received: str, tmp_path: Path) -> None:
     for outcome in run_outcomes(construct, settings(tmp_path / "run", "auto", **more), world_size=2, grace=2.0):
         assert isinstance(outcome.error, ValueError)
         assert f"micro_batch_size='auto' with {received}" in str(outcome.error)

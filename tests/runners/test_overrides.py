@@ -30,7 +30,7 @@ class OwnLoss(Line):
         return 2 * F.mse_loss(pred, target)
 
 
-def test_a_loss_that_is_overridden_is_that_of_evaluation_too(tmp_path: Path) -> None:
+def test_overridden_loss_is_used_in_evaluation_too(tmp_path: Path) -> None:
     with OwnLoss(settings(tmp_path, epochs=2)) as runner:
         runner.train()
         inputs, targets = runner.datasets["val"].tensors
@@ -119,7 +119,7 @@ class TwoOptimizers(Chain):
         self.second.zero_grad()
 
 
-def test_an_optimizer_step_that_steps_two_optimizers_resumes_bitwise(tmp_path: Path) -> None:
+def test_optimizer_step_with_two_optimizers_resumes_bitwise(tmp_path: Path) -> None:
     whole, parts = in_parts(TwoOptimizers, tmp_path, (2, 3, 7))
     assert not differences(whole_state(parts)["model"], whole_state(whole)["model"])
     assert not differences(parts.second.state_dict(), whole.second.state_dict())
@@ -207,7 +207,7 @@ class ThirdIsBest(Line):
         return {index: float(abs(index - 3)) for index in self.results}
 
 
-def test_scores_that_are_overridden_decide_everything(tmp_path: Path) -> None:
+def test_overridden_scores_decide_everything(tmp_path: Path) -> None:
     schedule = {"type": "reducelronplateau", "patience": 0, "factor": 0.5}
     config = settings(tmp_path, epochs=9, patience=2, score_name="own", score_mode="min", scheduler=schedule)
     with ThirdIsBest(config) as runner:
@@ -220,7 +220,7 @@ def test_scores_that_are_overridden_decide_everything(tmp_path: Path) -> None:
     assert (written["index"], written["score"], written["weights"]) == (3, 0.0, "trained")
 
 
-def test_a_best_index_that_is_overridden_has_its_own_score(tmp_path: Path) -> None:
+def test_overridden_best_index_has_its_own_score(tmp_path: Path) -> None:
     class First(Line):
         @property
         def best_index(self) -> int | None:
@@ -234,7 +234,7 @@ def test_a_best_index_that_is_overridden_has_its_own_score(tmp_path: Path) -> No
     assert json.loads((tmp_path / "best.json").read_text())["weights"] == "averaged"
 
 
-def test_a_split_that_is_only_trained_on_is_no_score(tmp_path: Path) -> None:
+def test_split_without_an_evaluation_gives_no_score(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="score_split='train', which is trained on"):
         Line(settings(tmp_path, epochs=2, score_split="train"))
     with Line(settings(tmp_path, epochs=2, score_split="train", evaluate_splits=["train", "val"])) as runner:
@@ -247,7 +247,7 @@ def test_a_split_that_is_only_trained_on_is_no_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(50, 5), (3, 5), (8, 5)])
-def test_a_budget_of_steps_that_changes_while_training(before: int, after: int, tmp_path: Path) -> None:
+def test_budget_of_steps_may_change_during_training(before: int, after: int, tmp_path: Path) -> None:
     class Changing(Line):
         def step(self) -> Any:
             if self.state.train.global_step == 2:
@@ -262,7 +262,7 @@ def test_a_budget_of_steps_that_changes_while_training(before: int, after: int, 
 
 
 @pytest.mark.parametrize("stack", ["ddp", "parallel"])
-def test_weights_that_an_override_adds_come_back(stack: str, tmp_path: Path) -> None:
+def test_weights_added_by_an_override_come_back(stack: str, tmp_path: Path) -> None:
     class Adding(Line):
         not_saved = ("table",)
 
@@ -283,7 +283,7 @@ def test_weights_that_an_override_adds_come_back(stack: str, tmp_path: Path) -> 
         assert runner.table.tolist() == [7.0, 7.0, 7.0]
 
 
-def test_accumulation_that_changes_in_a_pass(tmp_path: Path) -> None:
+def test_accumulation_may_change_in_a_pass(tmp_path: Path) -> None:
     windows: list[float] = []
 
     class Changing(Line):
@@ -323,7 +323,7 @@ class Partly(Line):
         return {"model": self.model_state_dict(), "optimizer": self.optimizer_state_dict()}
 
 
-def test_another_state_comes_back_and_components_that_an_override_leaves_out_are_saved(tmp_path: Path) -> None:
+def test_another_state_comes_back_and_components_left_out_by_an_override_are_saved(tmp_path: Path) -> None:
     config = settings(tmp_path, ema={"enabled": True}, scheduler={"type": "cosine"})
     with Partly({**config, "steps": 1}) as runner:
         runner.state.noted = 7
@@ -333,7 +333,7 @@ def test_another_state_comes_back_and_components_that_an_override_leaves_out_are
         assert (runner.state.noted, runner.state.train.global_step) == (7, 1)
 
 
-def test_a_checkpoint_that_was_asked_for_survives_a_boundary_by_hand(tmp_path: Path) -> None:
+def test_requested_checkpoint_survives_a_boundary_by_hand(tmp_path: Path) -> None:
     saved: list[int] = []
 
     class Saving(Line):

@@ -215,7 +215,7 @@ class PartlyMeta(PlainRunner):
         return nn.Sequential(body, nn.ReLU(), nn.Linear(8, 3))
 
 
-def test_weights_of_a_model_that_is_partly_on_the_meta_device_are_not_overwritten(tmp_path: Path) -> None:
+def test_weights_of_a_model_partly_on_the_meta_device_are_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(?s)0\.\w+ on it, and 2\.\w+ with values"):
         PartlyMeta(settings(tmp_path, {}))
 
@@ -276,7 +276,7 @@ def not_finite(config: Mapping[str, Any]) -> None:
         runner.train()
 
 
-def test_what_is_not_finite_on_one_stage_is_raised_on_all(tmp_path: Path) -> None:
+def test_nonfinite_update_of_one_stage_is_raised_on_all(tmp_path: Path) -> None:
     outcomes = run_outcomes(not_finite, settings(tmp_path, PIPELINE), world_size=2, timeout=60)
     assert all("step 2" in str(outcome.error) and "on ranks [1]" in str(outcome.error) for outcome in outcomes)
 
@@ -449,7 +449,7 @@ def test_bad_settings_are_refused_on_all_ranks(
         (Lost, FSDP, ["train nothing"]),
     ],
 )
-def test_models_that_cannot_be_divided_are_refused(kind: Any, axes: Any, words: list[str], tmp_path: Path) -> None:
+def test_indivisible_models_are_refused(kind: Any, axes: Any, words: list[str], tmp_path: Path) -> None:
     for message in refused(construct, settings(tmp_path, axes), kind):
         assert all(word in message for word in words), message
 
@@ -462,7 +462,7 @@ def test_models_that_cannot_be_divided_are_refused(kind: Any, axes: Any, words: 
         ("averages", 4, ["stage 1 of 2", "samples in dimension 0"]),
     ],
 )
-def test_what_a_pipeline_cannot_hand_on_is_refused_on_every_rank(
+def test_output_unfit_for_a_pipeline_is_refused_on_every_rank(
     broken: str, at: int, words: list[str], tmp_path: Path
 ) -> None:
     for message in refused(train_broken, settings(tmp_path, PIPELINE), broken, at):
@@ -478,7 +478,7 @@ def test_an_error_in_a_stage_reaches_every_rank(tmp_path: Path) -> None:
     assert "stage 1 of 2" in str(outcomes[0].error)
 
 
-def test_a_sequence_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+def test_indivisible_sequence_is_refused(tmp_path: Path) -> None:
     messages = refused(odd_lengths, settings(tmp_path, {"context": 2}))
     assert all("the sequence length to be a multiple of context = 2" in message for message in messages)
 
@@ -498,9 +498,7 @@ def save_each(cases: list[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[
     return found
 
 
-def test_a_resume_at_other_degrees_that_cannot_be_exact_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_inexact_resume_at_other_degrees_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The states of a user's own loaders belong to the ranks that saved them; without any a run goes on, whether it draws or not."""
     options = [{}, {"dropout": True}, {"loader": True, "loader_class": StatefulDataLoader}]
     cases = [(settings(tmp_path / str(place), FSDP), option) for place, option in enumerate(options)]

@@ -225,7 +225,7 @@ def train_wrong(config: Mapping[str, Any], kind: type[OwnSteps]) -> None:
         (Uncalled, "Expected a step that calls self.model in a pipeline. Received: one that returned without"),
     ],
 )
-def test_a_step_that_no_pipeline_can_run_is_refused_with_the_rewrite(kind: Any, message: str, tmp_path: Path) -> None:
+def test_step_impossible_in_a_pipeline_is_refused_with_the_rewrite(kind: Any, message: str, tmp_path: Path) -> None:
     config = settings(tmp_path, {"pipeline": 2}, pipeline_schedule="1F1B")
     outcomes = run_outcomes(train_wrong, config, kind, world_size=2, timeout=60)
     errors = [str(outcome.error) for outcome in outcomes]

@@ -85,14 +85,14 @@ def test_other_layouts_are_refused(
     assert not caplog.records
 
 
-def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_its_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchft", None)
     with pytest.raises(ImportError, match="pip install torchft-nightly"):
         Toy(settings(tmp_path))
 
 
 @needs_torchft
-def test_a_lighthouse_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_lighthouse_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:1")
     with pytest.raises(QuorumError, match=r"127\.0\.0\.1:1"):
         Toy(settings(tmp_path, ft={"process_group_timeout_ms": 500}))
@@ -121,7 +121,7 @@ def train_alone(root: Path) -> list[str]:
 
 
 @needs_torchft
-def test_a_commit_that_fails_changes_nothing(tmp_path: Path) -> None:
+def test_failed_commit_changes_nothing(tmp_path: Path) -> None:
     with Lighthouse() as lighthouse:
         environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address}
         changed = run_processes(train_alone, tmp_path, environment=environment)
@@ -321,7 +321,7 @@ def train_patiently(root: Path, group: int, wait_for: Path | None, tell: Path | 
 
 
 @needs_torchft
-def test_a_group_that_comes_when_the_others_have_ended_does_not_train_again(tmp_path: Path) -> None:
+def test_group_arriving_after_the_end_does_not_train_again(tmp_path: Path) -> None:
     """It was made before they saved, so it must look for a checkpoint again when no other group is there."""
     ready, done = tmp_path / "ready", tmp_path / "done"
     with (

@@ -79,7 +79,7 @@ def test_equals_a_hand_written_loop_bitwise(accum_steps: int) -> None:
     assert all(map(torch.equal, runner.model.parameters(), model.parameters()))
 
 
-def test_epoch_mode_leaves_what_it_did_on_disk() -> None:
+def test_epoch_mode_writes_its_results_to_disk() -> None:
     with Classifier(settings(epochs=3, scheduler={"type": "cosine"})) as runner:
         results = runner.train()
         directory = runner.dir
@@ -256,7 +256,7 @@ def test_closing_twice_is_fine() -> None:
         ({"epochs": 1}, []),
     ],
 )
-def test_the_first_save_says_what_the_run_will_need_on_disk(
+def test_first_save_names_the_expected_space_on_disk(
     changes: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "danling"), Classifier(settings(**changes)) as runner:
@@ -269,7 +269,7 @@ def test_the_first_save_says_what_the_run_will_need_on_disk(
     )
 
 
-def test_notebooks_show_what_a_runner_is_made_of_and_what_the_package_offers() -> None:
+def test_notebooks_show_the_parts_of_a_runner_and_the_names_of_the_package() -> None:
     class Wide(Classifier):
         def __init__(self, config: Any, *, width: int = 3) -> None: ...
 

@@ -97,7 +97,7 @@ class Split(Story):
         self.datasets = {"train": train, "val": val}
 
 
-def test_what_init_draws_is_drawn_again_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_draws_of_init_are_repeated_at_a_resume(tmp_path: Path) -> None:
     config = settings(tmp_path, seed=None, auto_resume=True)
     with Split(config, stop_at=2) as runner:
         runner.train()
@@ -109,7 +109,7 @@ def test_what_init_draws_is_drawn_again_when_the_run_goes_on(tmp_path: Path) -> 
         assert runner.seed != first[0]
 
 
-def test_a_stored_seed_of_zero_is_taken_up_where_none_is_given(tmp_path: Path) -> None:
+def test_stored_seed_of_zero_is_used_if_none_is_given(tmp_path: Path) -> None:
     with Story(settings(tmp_path, dir=str(tmp_path), seed=0), stop_at=2) as runner:
         runner.train()
     with Story(settings(tmp_path, dir=str(tmp_path), seed=None, auto_resume=True)) as runner:
@@ -161,7 +161,7 @@ class Unfreezing(Story):
         return super().train_epoch(split)
 
 
-def test_what_is_unfrozen_later_is_reduced_over_the_ranks(tmp_path: Path) -> None:
+def test_later_unfrozen_weights_are_reduced_over_the_ranks(tmp_path: Path) -> None:
     more = {"steps": None, "epochs": 3, "evaluate_interval": None}
     one = train(Unfreezing, settings(tmp_path / "one", **more))
     two = settings(tmp_path / "two", **{**more, "dataloader": {"batch_size": 2}})
@@ -254,14 +254,14 @@ def build_with_sampler(config: Mapping[str, Any]) -> None:
         runner.train()
 
 
-def test_a_sampler_over_other_ranks_than_those_that_read_is_refused(tmp_path: Path) -> None:
+def test_sampler_over_other_ranks_than_the_reading_ones_is_refused(tmp_path: Path) -> None:
     run_processes(build_with_sampler, settings(tmp_path / "ddp", steps=2), world_size=2)
     parallel = {"stack": "parallel", "parallel": {"axes": {"pipeline": 2}}}
     with pytest.raises(ValueError, match="to take share 0 of 1"):
         run_processes(build_with_sampler, settings(tmp_path / "mesh", **parallel), world_size=2)
 
 
-def test_builders_that_are_overridden_need_no_section(tmp_path: Path) -> None:
+def test_overridden_builders_need_no_section(tmp_path: Path) -> None:
     class Built(Story):
         def build_optimizer(self) -> Any:
             return torch.optim.Adagrad(self.model.parameters(), lr=0.01)
@@ -308,9 +308,7 @@ IDLE: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("idle", "named"), IDLE)
-def test_settings_that_others_leave_without_effect_are_named(
-    idle: dict[str, Any], named: list[str], tmp_path: Path, caplog: Any
-) -> None:
+def test_settings_without_effect_are_named(idle: dict[str, Any], named: list[str], tmp_path: Path, caplog: Any) -> None:
     class Unscored(Line):
         def __init__(self, config: Any) -> None:
             super().__init__(config)

@@ -86,7 +86,7 @@ class Stopping(Toy):
             self.stop()
 
 
-def test_an_epoch_by_hand_that_is_stopped_is_saved_and_finished_later(trained: Any, tmp_path: Path) -> None:
+def test_stopped_epoch_by_hand_is_saved_and_finished_later(trained: Any, tmp_path: Path) -> None:
     with Stopping(settings(tmp_path)) as runner:
         assert runner.train_epoch() == {}
         stopped = runner.train_state.global_step
@@ -122,7 +122,7 @@ class OwnEpoch(Toy):
         return self.figures
 
 
-def test_what_an_override_of_train_epoch_returns_is_kept(tmp_path: Path) -> None:
+def test_result_of_an_overridden_train_epoch_is_kept(tmp_path: Path) -> None:
     trained = done(Toy, settings(tmp_path / "trained", dropout=0.0), lambda runner: runner.train())
     with OwnEpoch(settings(tmp_path, dropout=0.0)) as runner:
         results = runner.train()
@@ -192,7 +192,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("verb", list(CALLS))
-def test_what_cannot_be_called_yet_says_what_comes_first(verb: str, tmp_path: Path) -> None:
+def test_premature_call_names_the_required_one(verb: str, tmp_path: Path) -> None:
     call, message = CALLS[verb]
     with Toy(settings(tmp_path, **({"steps": 3} if verb == "train_epochs" else {}))) as runner:
         before = copy.deepcopy(runner.train_state)
@@ -248,7 +248,7 @@ def test_overrides_are_called_in_the_same_surroundings(tmp_path: Path) -> None:
         assert runner.infer_step([]) == ("infer", False, False)
 
 
-def test_data_that_is_added_after_construction_is_trained_on_and_evaluated(tmp_path: Path) -> None:
+def test_data_added_after_construction_is_trained_on_and_evaluated(tmp_path: Path) -> None:
     with Toy(settings(tmp_path)) as runner:
         runner.dataloaders["train_more"] = DataLoader(points(9), batch_size=3)
         runner.datasets["test"] = points(6)

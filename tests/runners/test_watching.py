@@ -67,7 +67,7 @@ def test_a_figure_of_any_numeric_kind_is_a_float(number: Any) -> None:
 
 
 @pytest.mark.parametrize("odd", [None, "1.5", {"a": 1.0}, torch.ones(2), np.ones(2), torch.tensor(1j)], ids=repr)
-def test_a_figure_that_is_no_number_is_named(odd: Any) -> None:
+def test_figure_other_than_a_number_is_named(odd: Any) -> None:
     with Adding(CONFIG) as runner:
         runner.figure = odd
         with pytest.raises(ValueError, match="'val/mine'"):
@@ -159,7 +159,7 @@ def test_a_tracker_is_flushed_and_closed_after_a_failure() -> None:
     assert len(notes.lines) == 2 and notes.calls[-2:] == ["flush", "close"]
 
 
-def test_what_is_no_tracker_or_there_already_is_refused() -> None:
+def test_object_without_a_tracker_interface_or_added_twice_is_refused() -> None:
     with Line(CONFIG) as runner:
         with pytest.raises(TypeError, match=r"without log, flush, close"):
             runner.add_tracker({"loss": 1.0})  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ def trackers_of_ranks(config: dict[str, Any]) -> tuple[int, list[str]]:
     return Notes.made, own.calls
 
 
-def test_the_main_process_alone_uses_trackers_and_all_close_what_they_made() -> None:
+def test_main_process_alone_uses_trackers_and_all_close_their_own() -> None:
     (made, calls), (other_made, other_calls) = run_processes(trackers_of_ranks, CONFIG, world_size=2)
     assert made == 1 and "log" in calls and calls[-1] == "close"
     assert other_made == 0 and other_calls == ["close"]
@@ -234,7 +234,7 @@ class Diverged(Line):
         return super().compute_loss(pred, target) * torch.nan
 
 
-def test_skipped_updates_are_steps_for_those_who_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_updates_are_steps_for_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = {"heartbeat": {"enabled": True}, "gc": {"interval": 1}, "epochs": 1, "skip_nonfinite_grad": True}
     seen: list[str] = []
     monkeypatch.setattr(Heartbeat, "beat", lambda *_: seen.append("beat"))

@@ -44,7 +44,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
         yield lambda text: [r.message for r in caplog.records if text in r.message]
 
 
-def test_a_model_that_is_put_there_after_construction_is_refused(tmp_path: Path) -> None:
+def test_model_set_after_construction_is_refused(tmp_path: Path) -> None:
     with Trained(settings(tmp_path, steps=3)) as runner:
         runner.model = Net()
         with pytest.raises(ValueError, match="would train nothing of it .body.weight, .* after construction"):
@@ -106,7 +106,7 @@ def test_a_parameter_without_a_gradient_is_named_once(accum_steps: int, tmp_path
     assert "for spare.weight, spare.bias. The loss" in messages[0]
 
 
-def test_nothing_is_said_where_all_is_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_right_program_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="danling"), Trained(settings(tmp_path, steps=3)) as runner:
         runner.train()
     assert not [r.message for r in caplog.records if "Expected" in r.message]
@@ -138,14 +138,14 @@ SHARDED = {"stack": "parallel", "parallel.axes.shard": 2}
 
 
 @pytest.mark.parametrize("stack", [{}, SHARDED], ids=["ddp", "fsdp"])
-def test_what_has_no_gradient_is_named_on_several_processes(stack: dict[str, Any], tmp_path: Path) -> None:
+def test_parameters_without_a_gradient_are_named_on_several_processes(stack: dict[str, Any], tmp_path: Path) -> None:
     ranks = run_processes(trained_on, str(tmp_path), stack, False, True, world_size=2)
     named = [[m for m in messages if "Expected a gradient" in m] for messages, _ in ranks]
     assert [len(found) for found in named] == [1, 0]
     assert "for spare.weight, spare.bias. The loss" in named[0][0]
 
 
-def test_a_replaced_model_is_refused_where_gradients_are_reduced(tmp_path: Path) -> None:
+def test_replaced_model_is_refused_if_gradients_are_reduced(tmp_path: Path) -> None:
     for _, error in run_processes(trained_on, str(tmp_path), {}, True, False, world_size=2):
         assert "the model that the runner was constructed with" in error
 

@@ -65,9 +65,7 @@ class Keeping(Small):
 CONFIG: dict[str, Any] = {"dataloader": {"batch_size": 8}, "optim": {"type": "sgd", "lr": 0.1}, "log": False}
 
 
-def test_states_that_share_values_and_hold_generators_come_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_states_with_shared_values_and_generators_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also an attribute that is set anew after the restore, or that a checkpoint of before lacks, is named."""
     config = {**CONFIG, "dir": str(tmp_path)}
     with Keeping({**config, "steps": 1}) as runner:
@@ -109,7 +107,7 @@ class Losing(Small):
         return super().train_step(data)
 
 
-def test_what_changes_and_cannot_be_saved_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changing_unsavable_attribute_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Losing({**CONFIG, "dir": str(tmp_path), "steps": 4, "checkpoint": {"interval": 1}}) as runner:
         runner.train()
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Not saved: ")]

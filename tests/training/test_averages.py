@@ -227,7 +227,7 @@ def test_averages_of_an_older_checkpoint_are_float32_after_a_resume(
 
 
 @pytest.mark.parametrize(("named", "dtype"), [(None, torch.bfloat16), ("fp64", torch.float64)])
-def test_a_last_save_of_weights_has_averages_in_the_dtype_of_the_model_or_in_the_one_that_is_named(
+def test_last_save_of_weights_has_averages_in_the_dtype_of_the_model_or_the_given_one(
     named: str | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     saving = {"checkpoint": {"last_save_model_only": True, "export_dtype": named}}

@@ -36,7 +36,7 @@ def test_a_target_is_found_under_every_name(name: str, kind: Any) -> None:
     assert count_samples(batch) == 3
 
 
-def test_a_model_is_called_with_the_keywords_that_it_takes() -> None:
+def test_model_is_called_with_its_own_keywords() -> None:
     batch = encode(sentences(4))
     inputs, target = unpack_batch(batch, TinyForCausalLM())
     assert list(inputs) == ["input_ids", "attention_mask", "labels"]
@@ -48,7 +48,7 @@ def test_a_model_is_called_with_the_keywords_that_it_takes() -> None:
     ] * 3
 
 
-def test_keywords_that_a_model_does_not_take_are_named() -> None:
+def test_keywords_unknown_to_a_model_are_named() -> None:
     class Scores(nn.Module):
         def forward(self, x: Any) -> Any:
             return x
@@ -90,7 +90,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "shifts"), CLASSES)
-def test_models_that_shift_their_labels_are_told_by_their_kind(kind: type[nn.Linear], shifts: bool | None) -> None:
+def test_models_with_shifted_labels_are_known_by_their_class(kind: type[nn.Linear], shifts: bool | None) -> None:
     model = kind(2, 2)
     assert shifts_labels(model) is shifts
     assert shifts_labels(Around(model)) is shifts
@@ -98,7 +98,7 @@ def test_models_that_shift_their_labels_are_told_by_their_kind(kind: type[nn.Lin
 
 
 @pytest.mark.parametrize("kind", [TinyForCausalLM, TinyForMaskedLM])
-def test_the_weight_is_what_the_model_averages_over(kind: Any) -> None:
+def test_weight_is_the_number_of_averaged_targets(kind: Any) -> None:
     """By comparison with the sum of the single terms of the loss, divided by the mean that the model returns."""
     model, batch = kind(), encode(sentences(9))
     loss = model(**batch)["loss"]
@@ -111,7 +111,7 @@ def test_the_weight_is_what_the_model_averages_over(kind: Any) -> None:
     assert total / float(model_weight(model, batch["labels"], batch)) == pytest.approx(float(loss), abs=1e-12)
 
 
-def test_what_a_model_returns_is_read_as_a_mapping_and_as_an_object() -> None:
+def test_output_of_a_model_is_read_as_a_mapping_and_as_an_object() -> None:
     loss, logits = torch.tensor(1.0), torch.zeros(2, 3)
     for output in (
         {"loss": loss, "logits": logits},
@@ -201,7 +201,7 @@ def test_a_batch_is_weighed_and_counted(batch: Batch, expected: tuple[float, flo
     assert batch_loss().weigh(batch, batch.data) == expected
 
 
-def test_only_the_first_batch_to_train_on_tells_whether_there_are_targets() -> None:
+def test_only_the_first_training_batch_decides_about_targets() -> None:
     weights = batch_loss()
     for batch, training, expected in ((BARE, False, None), (Batch(PAIR, None, None), True, False), (BARE, True, False)):
         weights.weigh(batch, batch.data, training=training)
@@ -215,7 +215,7 @@ def test_only_the_first_batch_to_train_on_tells_whether_there_are_targets() -> N
     ("criterion", "overridden", "warned"),
     [(nn.CrossEntropyLoss(), (), 1), (nn.CrossEntropyLoss(), ("batch_weight",), 0), (nn.MSELoss(), (), 0)],
 )
-def test_a_criterion_that_ignores_targets_is_warned_of_once_if_none_is_found(
+def test_ignored_index_without_a_match_is_warned_of_once(
     criterion: nn.Module, overridden: tuple[str, ...], warned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     weights = batch_loss(*overridden, criterion=criterion)
@@ -224,7 +224,7 @@ def test_a_criterion_that_ignores_targets_is_warned_of_once_if_none_is_found(
     assert len(caplog.records) == warned
 
 
-def test_a_model_that_returns_no_loss_needs_a_criterion() -> None:
+def test_model_without_a_loss_needs_a_criterion() -> None:
     with pytest.raises(ValueError, match=r"criterion=None and a prediction of type Tensor"):
         returned_loss(torch.ones(2))
 
@@ -241,7 +241,7 @@ def test_a_model_that_returns_no_loss_needs_a_criterion() -> None:
         (None, False, (), 1, 0.25),  # that of the model
     ],
 )
-def test_which_evaluated_batches_have_a_loss(
+def test_loss_of_an_evaluated_batch_follows_targets_and_overrides(
     criterion: Any, targetless: bool | None, overridden: tuple[str, ...], target: Any, expected: float | None
 ) -> None:
     loss = batch_loss(*overridden, targetless=targetless, criterion=criterion)

@@ -19,7 +19,7 @@ def test_every_tensor_is_in_one_list_of_its_kind_within_the_bound() -> None:
     assert bucketed([]) == []
 
 
-def test_what_was_made_flat_comes_back_in_its_place() -> None:
+def test_flattened_tensors_come_back_in_their_place() -> None:
     tensors = [torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.arange(4.0).view(2, 2).T]
     copies: list[Tensor] = [torch.zeros_like(tensor) for tensor in tensors]
     flat = flattened(tensors)

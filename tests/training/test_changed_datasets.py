@@ -154,7 +154,7 @@ def train_changed_by_pass(root: Path, way: str, workers: int, persistent: bool) 
         *(pytest.param(way, 2, True, marks=pytest.mark.slow) for way in ("tensor", "transform")),
     ],
 )
-def test_change_where_a_pass_begins_takes_effect_in_its_first_batch(
+def test_change_at_the_start_of_a_pass_takes_effect_in_its_first_batch(
     tmp_path: Path, way: str, workers: int, persistent: bool
 ) -> None:
     losses, weight, processes = train_changed_by_pass(tmp_path, way, workers, persistent)
@@ -163,7 +163,7 @@ def test_change_where_a_pass_begins_takes_effect_in_its_first_batch(
     assert len(processes) == 3 and (not workers or processes[0].isdisjoint(processes[1]))
 
 
-def test_change_where_a_pass_begins_takes_effect_on_two_ranks(tmp_path: Path) -> None:
+def test_change_at_the_start_of_a_pass_takes_effect_on_two_ranks(tmp_path: Path) -> None:
     found = run_processes(train_changed_by_pass, tmp_path, "number", 1, True, world_size=2)
     assert [weight for _, weight, _ in found] == pytest.approx([by_hand(2)[1]] * 2, rel=1e-5)
 
@@ -214,7 +214,7 @@ NAMED = "The dataset of split 'train' ({}) has changed since its pass began: {}.
         (lambda: Scaled("list"), None),
     ],
 )
-def test_dataset_that_training_changes_is_named_once(tmp_path: Path, dataset: Any, names: str | None) -> None:
+def test_dataset_changed_by_training_is_named_once(tmp_path: Path, dataset: Any, names: str | None) -> None:
     data = dataset()
     if isinstance(data, Subset):
         data.change = data.dataset.change  # type: ignore[attr-defined]
@@ -223,19 +223,19 @@ def test_dataset_that_training_changes_is_named_once(tmp_path: Path, dataset: An
     assert [line[: len(start)] for line, start in zip(lines, expected)] == expected and len(lines) == len(expected)
 
 
-def test_dataset_that_one_other_rank_changes_is_named_by_the_main_process(tmp_path: Path) -> None:
+def test_dataset_changed_by_another_rank_is_named_by_the_main_process(tmp_path: Path) -> None:
     found = run_processes(train_changed_by_loss, tmp_path, Scaled(), changing_rank=1, world_size=2)
     assert [len(lines) for _, lines in found] == [1, 0]
     assert found[0][1][0].startswith(NAMED.format("Scaled", "factor"))
 
 
-def test_state_that_workers_do_not_have_is_named(tmp_path: Path) -> None:
+def test_state_missing_in_workers_is_named(tmp_path: Path) -> None:
     _, lines = train_changed_by_loss(tmp_path, Stateful(), workers=1)
     assert len(lines) == 1 and "has changed its state within a pass, and its 1 workers read copies" in lines[0]
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_state_that_training_writes_comes_back_after_a_kill(tmp_path: Path, world_size: int) -> None:
+def test_state_written_by_training_comes_back_after_a_kill(tmp_path: Path, world_size: int) -> None:
     whole = run_processes(train_changed_by_loss, tmp_path / "whole", Stateful(), world_size=world_size)
     parts = tmp_path / "parts"
     killed = run_outcomes(train_changed_by_loss, parts, Stateful(), killed_in=6, world_size=world_size)

@@ -179,9 +179,7 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_rate_that_collapses_is_named_and_no_other(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_collapsing_rate_is_named(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build, settings, warns = SCHEDULES[name]
     caplog.set_level(logging.INFO, "danling")
 
@@ -267,7 +265,7 @@ def different(state: dict[str, Tensor]) -> dict[str, Tensor]:
         ),
     ],
 )
-def test_weights_that_come_untied(
+def test_untied_weights_are_named(
     tied: bool, stored_tied: bool, change: Any, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.save(change(copy.deepcopy(Tied(stored_tied)).state_dict()), tmp_path / "weights.pt")

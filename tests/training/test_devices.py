@@ -190,9 +190,7 @@ def _breaks(root: Path, more: dict[str, Any]) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("interval", [2, 3])
-def test_update_that_is_not_finite_is_neither_saved_nor_evaluated(
-    tmp_path: Path, interval: int, world_size: int
-) -> None:
+def test_nonfinite_update_is_neither_saved_nor_evaluated(tmp_path: Path, interval: int, world_size: int) -> None:
     more = {"checkpoint": {"interval": interval}}
     for message, events, saved in run_processes(_breaks, tmp_path, more, world_size=world_size):
         assert "at step 4" in message
@@ -231,7 +229,7 @@ def _trains_on_nothing(root: Path, on_device: bool, more: dict[str, Any]) -> dic
 
 
 @pytest.mark.parametrize("more", [{"skip_nonfinite_grad": True}, {"precision": "fp16"}], ids=["skips", "fp16"])
-def test_update_that_weighs_nothing_is_left_out_as_on_the_cpu(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_weightless_update_is_left_out_as_on_the_cpu(tmp_path: Path, more: dict[str, Any]) -> None:
     (on_cpu,) = run_processes(_trains_on_nothing, tmp_path / "cpu", False, more, world_size=1)
     (found,) = run_processes(_trains_on_nothing, tmp_path / "device", True, more, world_size=1)
     assert found["weightless"] == 2
@@ -241,7 +239,7 @@ def test_update_that_weighs_nothing_is_left_out_as_on_the_cpu(tmp_path: Path, mo
     assert differences(found, on_cpu) == []
 
 
-def test_update_that_weighs_nothing_is_named_once_where_none_is_skipped(tmp_path: Path) -> None:
+def test_weightless_update_is_named_once_if_none_is_skipped(tmp_path: Path) -> None:
     (found,) = run_processes(_trains_on_nothing, tmp_path, True, {}, world_size=1)
     assert found["global_step"] == 4
     assert len(found["named"]) == 1
@@ -285,7 +283,7 @@ def _looks_at_host() -> dict[str, Any]:
     return {**found, "lines": [wait.line for wait in watch.waits]}
 
 
-def test_device_makes_the_host_wait_where_cuda_does() -> None:
+def test_device_makes_the_host_wait_as_cuda_does() -> None:
     (found,) = run_processes(_looks_at_host, world_size=1)
     lines = found.pop("lines")
     free = {"kernels", "where", "from pinned", "to pinned", "late event"}
@@ -354,7 +352,7 @@ def _retries(root: Path, on_device: bool) -> dict[str, Any]:
     }
 
 
-def test_update_that_ran_out_of_memory_is_made_again(tmp_path: Path) -> None:
+def test_update_out_of_memory_is_repeated(tmp_path: Path) -> None:
     (on_cpu,) = run_processes(_retries, tmp_path / "cpu", False, world_size=1)
     (found,) = run_processes(_retries, tmp_path / "device", True, world_size=1)
     assert differences(found, on_cpu) == []

@@ -59,7 +59,7 @@ def test_averages_are_those_of_a_loop_by_hand(warmup: bool, interval: int, buffe
     assert int(ema.weights["1.num_batches_tracked"]) == 13 - 13 % interval and ema.num_updates == 13
 
 
-def test_a_buffer_that_is_averaged_has_the_value_of_the_model_where_that_is_not_finite() -> None:
+def test_averaged_buffer_has_the_nonfinite_value_of_the_model() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.tensor([0.0, -torch.inf, 2.0]))
     ema = EMA(model, decay=0.5, buffers="average")
@@ -69,7 +69,7 @@ def test_a_buffer_that_is_averaged_has_the_value_of_the_model_where_that_is_not_
     assert ema.weights["mask"].tolist() == [1.5, 3.0, 5.0]
 
 
-def test_a_buffer_that_is_assigned_anew_is_followed_and_comes_back_after_an_evaluation() -> None:
+def test_reassigned_buffer_is_followed_and_comes_back_after_an_evaluation() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("seen", torch.zeros(()))
     ema = EMA(model, decay=0.5)
@@ -123,7 +123,7 @@ def test_the_model_has_its_averages_inside_and_its_own_weights_afterwards_bit_fo
     assert differences(copy_of(model), own) == [] and differences(ema.weights, averaged) == []
 
 
-def test_what_was_saved_goes_on_as_if_nothing_had_been() -> None:
+def test_restored_averages_continue_unchanged() -> None:
     model = model_of(1)
     ema = EMA(model, decay=0.9, warmup=True)
     train(model)

@@ -80,7 +80,7 @@ def test_ranks_evaluate_equally_many_batches_and_each_of_them_once(counts: tuple
         assert all(batch.data == mine[-1] if mine else batch.data in others for batch in spare)
 
 
-def test_ranks_that_read_nothing_go_on_with_placeholders() -> None:
+def test_ranks_without_reads_continue_with_placeholders() -> None:
     # Stages of a pipeline: the first and the last one read, each over two data replicas; the middle one does not.
     own = [["a", "b"], ["c"], [PLACEHOLDER], [PLACEHOLDER, PLACEHOLDER], ["a", "b"], ["c"]]
     found = evened(own, readers=[1, 1, 0, 0, 2, 2])
@@ -138,7 +138,7 @@ def test_padding_behind_the_samples_is_left_out(pred: Any) -> None:
     assert split_by_sample(pred, 0) == []
 
 
-def test_ranks_that_take_batches_in_turn_give_the_order_of_the_dataset() -> None:
+def test_ranks_with_alternating_batches_give_the_order_of_the_dataset() -> None:
     # Twelve samples in batches of two over three ranks, and a last one of one sample on the first rank.
     batches = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12]]
     mine, *others = [batches[rank::3] for rank in range(3)]

@@ -61,9 +61,7 @@ def names_in(root: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp, 2 ranks", pytest.param("ddp, 2 ranks, dcp", marks=pytest.mark.slow)])
-def test_weights_that_the_optimizer_spoils_are_not_saved_and_the_last_good_checkpoint_stays(
-    tmp_path: Path, layout: str
-) -> None:
+def test_nonfinite_weights_are_not_saved_and_the_last_good_checkpoint_stays(tmp_path: Path, layout: str) -> None:
     world_size, more = LAYOUTS[layout]
     config: dict[str, Any] = {"seed": 1, "log": False, "steps": 6, "dataloader": {"batch_size": 2, "shuffle": False}}
     config |= {

@@ -31,7 +31,7 @@ def settings(root: Path, *, alone: bool, **more: Any) -> dict[str, Any]:
     return {**common, "checkpoint": {"trainable_only": alone, "async_enabled": False}, "auto_resume": True, **more}
 
 
-def test_a_run_goes_over_to_saving_what_is_trained_alone_and_back(tmp_path: Path) -> None:
+def test_run_switches_to_saving_trained_weights_alone_and_back(tmp_path: Path) -> None:
     whole = ["0.bias", "0.weight", "1.bias", "1.weight"]
     for steps, alone in enumerate((False, True, True, False), 2):
         with Headed(settings(tmp_path, alone=alone, steps=steps)) as runner:
@@ -45,7 +45,7 @@ def test_a_run_goes_over_to_saving_what_is_trained_alone_and_back(tmp_path: Path
         Headed(settings(tmp_path, alone=True, steps=7), base=1.5)
 
 
-def test_a_frozen_weight_that_a_whole_checkpoint_has_other_values_of_is_saved_on(tmp_path: Path) -> None:
+def test_frozen_weight_different_from_a_whole_checkpoint_is_still_saved(tmp_path: Path) -> None:
     with Headed(settings(tmp_path, alone=False, steps=1), base=1.5) as runner:
         runner.train()
     with Headed(settings(tmp_path, alone=True, steps=2)) as runner:
@@ -54,7 +54,7 @@ def test_a_frozen_weight_that_a_whole_checkpoint_has_other_values_of_is_saved_on
 
 
 @pytest.mark.parametrize("permutation", ["two rows", "two values", "two pairs of values"])
-def test_values_that_change_places_within_a_frozen_weight_are_named(permutation: str) -> None:
+def test_exchanged_values_within_a_frozen_weight_are_named(permutation: str) -> None:
     weight = nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), requires_grad=False)
     model: Any = SimpleNamespace(named_parameters=lambda: [("weight", weight)])
     frozen = FrozenWeights(SimpleNamespace(unwrapped_model=model))  # type: ignore[arg-type]
@@ -80,9 +80,7 @@ def test_values_that_change_places_within_a_frozen_weight_are_named(permutation:
         (torch.bool, torch.uint8),
     ],
 )
-def test_the_sum_is_that_of_the_bits_times_an_odd_number_of_their_place(
-    dtype: torch.dtype, integers: torch.dtype
-) -> None:
+def test_sum_is_the_bits_times_an_odd_number_of_their_place(dtype: torch.dtype, integers: torch.dtype) -> None:
     tensor = (torch.randn(40, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
     ones = torch.eye(40, dtype=torch.int64)
     factors = [bit_sum(one) for one in ones]
@@ -92,7 +90,7 @@ def test_the_sum_is_that_of_the_bits_times_an_odd_number_of_their_place(
     assert bit_sum(torch.empty(0)) == 0
 
 
-def test_pieces_of_a_large_weight_that_change_places_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchanged_pieces_of_a_large_weight_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("danling.training.model_states._PIECE", 4)
     first, second, rest = torch.arange(4.0), torch.arange(4.0, 8), torch.ones(3)
     orders = ([first, second, rest], [second, first, rest], [first, rest, second])

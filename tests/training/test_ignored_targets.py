@@ -70,7 +70,7 @@ def train(root: Path, kind: Any = Ignoring, stop_at: int | None = None, **change
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("perplexity", 1), ("loss", 2), ("accuracy", 2))),
     ],
 )
-def test_evaluation_without_a_target_that_counts_is_nan_and_training_continues(
+def test_evaluation_with_ignored_targets_only_is_nan_and_training_continues(
     tmp_path: Path, score: str, world_size: int
 ) -> None:
     changes = {"score_name": score, "score_mode": "min"}

@@ -85,7 +85,7 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_schedule_that_cannot_take_an_added_group_is_an_error_with_the_fix(tmp_path: Path, kind: str) -> None:
+def test_schedule_unable_to_take_an_added_group_is_an_error_with_the_fix(tmp_path: Path, kind: str) -> None:
     schedule, changes = SCHEDULES[kind]
     with pytest.raises(ValueError, match="move the rates of all 2 groups of the optimizer. Received: a .* made for 1,"):
         train(tmp_path, schedule, **changes)

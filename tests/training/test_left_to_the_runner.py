@@ -65,7 +65,7 @@ def config_of(root: Path | str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("where", ["before", "between"])
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_that_train_step_drops_are_refused(way: str, where: str, tmp_path: Path) -> None:
+def test_gradients_dropped_by_train_step_are_refused(way: str, where: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"before the backward of micro-batch 2 .*Remove zero_grad\(\)"):
         weights_of(config_of(tmp_path), where, WAYS[way])
 
@@ -95,7 +95,7 @@ def of_shards(root: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return plain, zeroed
 
 
-def test_zero_grad_loses_nothing_where_shards_are_reduced_once(tmp_path: Path) -> None:
+def test_zero_grad_loses_nothing_if_shards_are_reduced_once(tmp_path: Path) -> None:
     for plain, zeroed in run_processes(of_shards, str(tmp_path)):
         assert differences(plain, zeroed) == []
 
@@ -145,7 +145,7 @@ HARMLESS: dict[str, Callable[[Loop], None]] = {
 
 
 @pytest.mark.parametrize("way", HARMLESS)
-def test_what_loses_no_gradient_changes_nothing(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harmless_zero_grad_changes_nothing(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plain = weights_of(config_of(tmp_path / "plain"), None, HARMLESS[way])
     assert differences(weights_of(config_of(tmp_path / "way"), "before", HARMLESS[way]), plain) == []
@@ -162,9 +162,7 @@ def test_without_accumulation_zero_grad_is_harmless(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
 @pytest.mark.parametrize("schedule", [{"type": "cosine"}, {"type": "steplr", "step_size": 2, "interval": "epoch"}])
-def test_a_schedule_that_train_step_advances_is_refused(
-    schedule: dict[str, Any], accum_steps: int, tmp_path: Path
-) -> None:
+def test_schedule_advanced_by_train_step_is_refused(schedule: dict[str, Any], accum_steps: int, tmp_path: Path) -> None:
     config = {**config_of(tmp_path, scheduler=schedule), "accum_steps": accum_steps}
     with pytest.raises(ValueError, match=rf"advanced {accum_steps} times in an update. Remove scheduler.step\(\)"):
         weights_of(config, "before", lambda runner: runner.scheduler.step())
@@ -203,7 +201,7 @@ def test_schedule_advanced_between_updates_is_refused(program: type[Loop], inter
         runner.train()
 
 
-def test_schedule_that_is_set_back_between_updates_is_kept(tmp_path: Path) -> None:
+def test_schedule_set_back_between_updates_is_kept(tmp_path: Path) -> None:
     class Restarting(Loop):
         def on_pass_start(self, split: str) -> None:
             self.scheduler.last_epoch = 0

@@ -95,7 +95,7 @@ def updates(first: int, last: int) -> list[str]:
         ),
     ],
 )
-def test_what_is_trained_evaluated_and_saved_in_which_order(
+def test_order_of_training_evaluation_and_saves(
     settings: dict[str, Any], events: list[str], recorded: list[int], tmp_path: Path
 ) -> None:
     with Told(tmp_path, **settings) as run:
@@ -127,7 +127,7 @@ def test_a_stop_leaves_the_pass_records_nothing_and_is_saved(tmp_path: Path) -> 
         assert list(run.results) == [1, 2] and list(tmp_path.rglob("model*"))
 
 
-def test_requests_that_the_device_still_has_at_a_stop_are_not_left_to_the_next_training(tmp_path: Path) -> None:
+def test_pending_requests_of_the_device_at_a_stop_are_not_left_to_the_next_training(tmp_path: Path) -> None:
     runner = Told(tmp_path, epochs=2)
     sync = runner._parts.update.sync
     asked = torch.tensor([float(name == "stop") for name in REQUESTS], dtype=torch.float64)
@@ -141,7 +141,7 @@ def test_requests_that_the_device_still_has_at_a_stop_are_not_left_to_the_next_t
         assert (runner.state.train.global_step, sync.take_pending_requests()) == (2, frozenset())
 
 
-def test_a_checkpoint_that_was_asked_for_waits_for_an_evaluation_that_is_due(tmp_path: Path) -> None:
+def test_requested_checkpoint_waits_for_a_due_evaluation(tmp_path: Path) -> None:
     def ask() -> None:
         run.request_checkpoint()
 
@@ -164,7 +164,7 @@ class Ending:
 
 
 @pytest.mark.parametrize("evaluate_interval", [3, 100])
-def test_data_that_ends_before_the_budget_ends_the_run_with_an_evaluation_and_a_save(
+def test_data_shorter_than_the_budget_ends_the_run_with_an_evaluation_and_a_save(
     evaluate_interval: int, tmp_path: Path
 ) -> None:
     settings: Any = {"steps": 9, "evaluate_interval": evaluate_interval, "checkpoint.interval": 100}
@@ -187,7 +187,7 @@ class Lost(IntactStateError):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_failure_that_leaves_the_state_whole_is_saved_before_it_is_raised(
+def test_failure_with_a_whole_state_is_saved_before_it_is_raised(
     fails: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lose() -> None:
@@ -206,7 +206,7 @@ def test_a_failure_that_leaves_the_state_whole_is_saved_before_it_is_raised(
 
 
 @pytest.mark.parametrize(("error", "reason"), [(EvaluationStopped(), None), (TrainingAbandoned(), "stop")])
-def test_an_evaluation_that_was_left_and_a_wait_that_was_given_up_are_ends_like_others(
+def test_interrupted_evaluations_and_waits_end_like_others(
     error: Exception, reason: str | None, tmp_path: Path
 ) -> None:
     def leave() -> None:
@@ -223,7 +223,7 @@ def test_an_evaluation_that_was_left_and_a_wait_that_was_given_up_are_ends_like_
         assert run.events[5:7] == ["evaluate val", "history"] and run.state.train.global_step == 6
 
 
-def test_a_signal_that_came_too_late_reaches_the_program(tmp_path: Path) -> None:
+def test_late_signal_reaches_the_program(tmp_path: Path) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:

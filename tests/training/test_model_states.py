@@ -27,7 +27,7 @@ class Trained:
         return self.model.named_parameters()
 
 
-def test_names_and_shapes_that_do_not_fit_are_named() -> None:
+def test_mismatched_names_and_shapes_are_named() -> None:
     states = ModelStates(Trained(1))
     weights = states.model_state()
     with pytest.raises(CheckpointMismatch, match=r"missing=\['0\.bias'\], unexpected=\['head'\]"):
@@ -38,7 +38,7 @@ def test_names_and_shapes_that_do_not_fit_are_named() -> None:
     assert states.model_state()["0.bias"].tolist() == [7.0] * 4
 
 
-def test_a_model_whose_only_part_is_called_module_takes_plain_weights_of_itself(tmp_path: Path) -> None:
+def test_model_with_module_as_its_only_part_takes_its_plain_weights(tmp_path: Path) -> None:
     class Wrapper(nn.Module):
         def __init__(self, seed: int) -> None:
             super().__init__()
@@ -57,7 +57,7 @@ def test_a_model_whose_only_part_is_called_module_takes_plain_weights_of_itself(
         states.load_model({"head": torch.ones(1)}, partial=True)
 
 
-def test_averages_of_weights_that_were_left_out_begin_at_the_models() -> None:
+def test_averages_of_left_out_weights_begin_at_the_models() -> None:
     trained = Trained(1)
     states = ModelStates(trained)
     states.load_ema({"weights": {"0.bias": torch.zeros(4)}, "num_updates": 9}, partial=True)

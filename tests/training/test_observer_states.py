@@ -204,7 +204,7 @@ class Critical(Failing):
     critical = True
 
 
-def test_observer_that_raises_is_dropped_at_a_save_and_the_save_is_complete(
+def test_failing_observer_is_dropped_at_a_save_and_the_save_is_complete(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "danling")
@@ -223,7 +223,7 @@ def test_observer_that_raises_is_dropped_at_a_save_and_the_save_is_complete(
         runner.train()
 
 
-def test_observer_that_cannot_load_refuses_the_checkpoint(tmp_path: Path) -> None:
+def test_observer_unable_to_load_refuses_the_checkpoint(tmp_path: Path) -> None:
     observer = Failing()
     observer.fails = "load"
     train(tmp_path, 1, observer)
@@ -240,7 +240,7 @@ def test_observer_that_cannot_load_refuses_the_checkpoint(tmp_path: Path) -> Non
     ],
     ids=["object", "observer", "generator"],
 )
-def test_value_that_no_checkpoint_holds_is_named(value: Any, received: str, tmp_path: Path) -> None:
+def test_unsavable_value_is_named(value: Any, received: str, tmp_path: Path) -> None:
     class Odd(Critical):
         def state_dict(self) -> dict[str, Any]:
             return {"value": value}

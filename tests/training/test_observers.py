@@ -98,7 +98,7 @@ class Critical(Failing):
     critical = True
 
 
-def test_one_that_fails_is_logged_once_and_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_observer_is_logged_once_and_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "danling")
     with Program(tmp_path) as runner:
         failing = Failing()
@@ -108,7 +108,7 @@ def test_one_that_fails_is_logged_once_and_dropped(tmp_path: Path, caplog: pytes
     assert caplog.text.count("The observer Failing failed and is dropped") == 1
 
 
-def test_one_that_is_critical_ends_the_training(tmp_path: Path) -> None:
+def test_critical_observer_ends_the_training(tmp_path: Path) -> None:
     with Program(tmp_path) as runner:
         runner.observers.append(Critical())
         with pytest.raises(OSError, match="no space left"):

@@ -79,7 +79,7 @@ def test_every_batch_is_in_one_window_and_the_last_one_is_shorter(tmp_path: Path
         assert run.begun == [0]
 
 
-def test_the_position_moves_with_skipped_updates_and_stays_where_the_loop_was_left(tmp_path: Path) -> None:
+def test_position_moves_with_skipped_updates_and_stays_at_the_exit_of_the_loop(tmp_path: Path) -> None:
     with Passes(tmp_path, 6) as run:
         run.outcomes = [skipped("nonfinite")]
         updates = run.updates()
@@ -92,14 +92,14 @@ def test_the_position_moves_with_skipped_updates_and_stays_where_the_loop_was_le
         assert run.seen()[-1] == [4, 5] and run.begun == [0]
 
 
-def test_an_update_that_was_not_committed_is_made_again_from_the_same_batches(tmp_path: Path) -> None:
+def test_uncommitted_update_is_repeated_from_the_same_batches(tmp_path: Path) -> None:
     with Passes(tmp_path, 4) as run:
         run.outcomes = [None, skipped(UNCOMMITTED)]
         assert len(list(run.updates())) == 2
         assert run.seen() == [[0, 1], [2, 3], [2, 3]] and run.source("train").consumed == 4
 
 
-def test_a_window_that_does_not_fit_is_read_again(tmp_path: Path) -> None:
+def test_too_large_window_is_read_again(tmp_path: Path) -> None:
     with Passes(tmp_path, 4) as run:
         run_window, fits = run._parts.run_window, [True, False, True]
 
@@ -140,6 +140,6 @@ def _compared() -> list[str]:
     return said
 
 
-def test_ranks_that_read_the_same_are_told_once() -> None:
+def test_ranks_with_the_same_batches_are_named_once() -> None:
     main, second = run_processes(_compared, init_process_group=True)
     assert len(main) == 1 and "All ranks read the same data in split 'train_same'" in main[0] and second == []

@@ -173,7 +173,7 @@ def test_ranks_make_the_updates_of_the_whole_batch(tmp_path: Path, layout: Any, 
 
 
 @pytest.mark.parametrize("layout", [{}, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
-def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, layout: Any) -> None:
+def test_killed_run_resumes_bitwise(tmp_path: Path, layout: Any) -> None:
     settings = {**layout, "checkpoint.interval": 1, "auto_resume": True}
     whole_run = run_processes(trained, str(tmp_path / "whole"), settings, world_size=2)
     ends = run_outcomes(trained, str(tmp_path / "killed"), settings, 3, world_size=2)
@@ -185,7 +185,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, layout: Any) -
         assert all(torch.equal(value, other_state[key]) for key, value in state.items())
 
 
-def test_a_phase_that_is_not_finite_is_skipped_alone_and_has_a_scale_of_its_own(tmp_path: Path) -> None:
+def test_nonfinite_phase_is_skipped_alone_and_has_its_own_scale(tmp_path: Path) -> None:
     class Spoilt(Run):
         bad = range(0)
 
@@ -269,7 +269,7 @@ class Single(Run):
         self.optimizer, self.scheduler = torch.optim.SGD(self.model.parameters(), lr=0.1), None
 
 
-def test_what_phases_cannot_be_made_of_is_refused(tmp_path: Path) -> None:
+def test_impossible_phases_are_refused(tmp_path: Path) -> None:
     with Single(tmp_path / "single") as runner, pytest.raises(ValueError, match="Expected optimizers by name"):
         runner.train()
     outside = pytest.raises(ValueError, match="was called outside of train_step")

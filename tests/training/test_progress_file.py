@@ -78,7 +78,7 @@ def watched(root: Path, **more: Any) -> list[tuple[str, int]]:
     return reading.seen
 
 
-def test_every_state_is_written_where_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_state_is_written_at_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_file, "SECONDS_BETWEEN_WRITES", 0.0)
     seen = watched(tmp_path, epochs=2)
     of_epoch = [("running", 1), ("running", 2), ("evaluating", 2), ("saving", 2)]
@@ -169,7 +169,7 @@ class Blocked(Evaluated):
             file.mkdir()
 
 
-def test_a_file_that_cannot_be_written_is_logged_once(
+def test_unwritable_file_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(progress_file, "SECONDS_BETWEEN_WRITES", 0.0)
@@ -201,7 +201,7 @@ def test_the_main_process_alone_writes_it(tmp_path: Path, stack: str) -> None:
     assert (found["state"], found["processes"], found["last_checkpoint"]) == ("done", 2, {"step": 2, "epoch": 2})
 
 
-def test_a_run_that_only_looks_leaves_the_file_alone(tmp_path: Path) -> None:
+def test_looking_run_leaves_the_file_alone(tmp_path: Path) -> None:
     with Evaluated(settings(tmp_path, epochs=1)) as runner:
         runner.train()
     before = (tmp_path / "progress.json").read_bytes()

@@ -46,7 +46,7 @@ def gradients(runner: Any) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in runner.model.parameters()]
 
 
-def test_micro_batches_that_are_taken_back_come_to_the_same_again(tmp_path: Path) -> None:
+def test_repeated_micro_batches_give_the_same(tmp_path: Path) -> None:
     with Noisy(tmp_path) as runner:
         runner.train_step(batches()[0])
         runner.step()
@@ -68,7 +68,7 @@ def test_micro_batches_that_are_taken_back_come_to_the_same_again(tmp_path: Path
         assert differences(found[0][1], before) != []
 
 
-def test_a_batch_that_a_step_has_changed_is_refused_when_it_is_run_again(tmp_path: Path) -> None:
+def test_batch_changed_by_a_step_is_refused_at_its_repetition(tmp_path: Path) -> None:
     with Noisy(tmp_path) as runner:
         recompute = runner._parts.recompute
         recompute.remember()

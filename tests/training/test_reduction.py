@@ -31,7 +31,7 @@ def reduction_of(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any =
 
 
 @pytest.mark.parametrize("max_norm,max_value", [(None, None), (None, 0.02), (0.1, 0.02)])
-def test_an_update_is_that_of_torch(max_norm: float | None, max_value: float | None) -> None:
+def test_update_equals_torch(max_norm: float | None, max_value: float | None) -> None:
     net = model()
     other = copy.deepcopy(net)
     reduction = reduction_of(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -55,7 +55,7 @@ def test_an_update_is_that_of_torch(max_norm: float | None, max_value: float | N
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_a_group_that_is_added_is_updated_and_what_nobody_applies_does_not_pile_up() -> None:
+def test_added_group_is_updated_and_unused_gradients_do_not_accumulate() -> None:
     net, late = model(), nn.Parameter(torch.ones(2))
     reduction = reduction_of(net, torch.optim.SGD(net[0].parameters(), lr=0.1))  # type: ignore[index]
     assert len(reduction.parameters) == 2
@@ -105,7 +105,7 @@ def test_the_scale_of_float16_is_taken_out_and_an_overflow_halves_it() -> None:
     assert reduction.unscale(0.0, 0.0) == []
 
 
-def test_a_gradient_that_was_not_unscaled_is_stepped_through_the_scaler() -> None:
+def test_scaled_gradient_is_stepped_through_the_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     net = nn.Linear(2, 1, bias=False)
     reduction = reduction_of(net, torch.optim.SGD(net.parameters(), lr=1.0), scaler)
@@ -154,7 +154,7 @@ def test_clipped_as_torch_clips(kinds: tuple[torch.dtype, ...], share: float) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_coefficient_is_bit_for_bit_that_of_tensor_operations(dtype: torch.dtype) -> None:
+def test_coefficient_equals_tensor_operations_bitwise(dtype: torch.dtype) -> None:
     numbers = random.Random(3)
     for _ in range(5000):
         value = numbers.choice(
@@ -167,7 +167,7 @@ def test_the_coefficient_is_bit_for_bit_that_of_tensor_operations(dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_norm_in_one_order_is_that_of_torch_and_leaves_gradients_as_they_are(dtype: torch.dtype) -> None:
+def test_norm_in_one_order_equals_torch_and_leaves_gradients_unchanged(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     gradients = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((7, 5), (3,))]
     before = [gradient.clone() for gradient in gradients]

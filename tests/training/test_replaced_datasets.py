@@ -153,9 +153,7 @@ def test_each_pass_reads_the_dataset_of_its_epoch(tmp_path: Path, kind: Any) -> 
         *(pytest.param(2, 1, kind, marks=pytest.mark.slow) for kind in KINDS[1:]),
     ],
 )
-def test_run_that_is_stopped_within_such_a_pass_continues(
-    tmp_path: Path, kind: Any, world_size: int, workers: int
-) -> None:
+def test_run_stopped_within_a_replaced_pass_continues(tmp_path: Path, kind: Any, world_size: int, workers: int) -> None:
     options = {"world_size": world_size, "workers": workers}
     whole = run_processes(train, kind, tmp_path / "whole", **options)
     stop = len(whole[0][0]) // BATCH // 2 + 1  # within the second pass
@@ -176,14 +174,14 @@ class ReplacedOnce(Replaced):
         return super().train_epoch(split)
 
 
-def test_dataset_that_is_not_replaced_again_is_refused_before_an_update(tmp_path: Path) -> None:
+def test_dataset_without_its_replacement_is_refused_before_an_update(tmp_path: Path) -> None:
     run_processes(train, ReplacedOnce, tmp_path, 4, world_size=2)
     for outcome in run_outcomes(train, ReplacedOnce, tmp_path, world_size=2):
         assert isinstance(outcome.error, ValueError)
         assert "to have 12 samples, as when its position was saved. Received: 8 samples" in str(outcome.error)
 
 
-def test_dataset_that_is_replaced_within_a_pass_is_still_refused(tmp_path: Path) -> None:
+def test_dataset_replaced_within_a_pass_is_still_refused(tmp_path: Path) -> None:
     class Late(Epochs):
         def train_step(self, data: Tensor) -> Any:
             self.datasets["train"] = Numbers(of_epoch(0))

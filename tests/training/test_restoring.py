@@ -67,13 +67,13 @@ class Begun:
         ({"pretrained": "b"}, None, ["pretrained b"]),
     ],
 )
-def test_a_named_checkpoint_comes_before_the_runs_own_and_that_before_weights(
+def test_named_checkpoint_precedes_the_own_one_and_the_own_one_precedes_weights(
     settings: dict[str, Any], latest: str | None, expected: list[str]
 ) -> None:
     assert Begun(latest=latest, **settings).restore() == ["tidy", "check", *expected]
 
 
-def test_what_another_replica_group_has_replaced_meanwhile_is_looked_for_again() -> None:
+def test_checkpoint_replaced_by_another_group_is_looked_for_again() -> None:
     groups = {"ft": {"enabled": True, "group_size": 2}, "auto_resume": True}
     begun = Begun(latest="latest", failing=2, error=CheckpointNotFound, **groups)
     assert begun.restore() == ["check", *["load latest"] * 3]  # nothing is tidied: another one may be writing
@@ -84,7 +84,7 @@ def test_what_another_replica_group_has_replaced_meanwhile_is_looked_for_again()
 
 
 @pytest.mark.parametrize("error", [CheckpointDamaged, CheckpointDiskError])
-def test_what_verifies_and_cannot_be_read_is_skipped_for_an_older_one(error: type[Exception]) -> None:
+def test_unreadable_verified_checkpoint_is_skipped_for_an_older_one(error: type[Exception]) -> None:
     begun = Begun(latest="c b a", failing=2, error=error, auto_resume=True)
     assert begun.restore()[-3:] == ["load c", "load b", "load a"]
     assert Begun(latest="b a", failing=2, error=error, auto_resume=True).restore()[-1] == "refuse lost"
@@ -92,7 +92,7 @@ def test_what_verifies_and_cannot_be_read_is_skipped_for_an_older_one(error: typ
         Begun(failing=1, error=error, resume="a").restore()  # one that was named is loaded or refused
 
 
-def test_a_best_that_is_elsewhere_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_best_in_another_directory_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     begun = Begun()
     begun.workspace.checkpoints = tmp_path
 

@@ -48,7 +48,7 @@ def test_without_patience_the_first_worse_score_ends_the_run(patience: float, ep
         assert run.state.train.epoch == epochs
 
 
-def test_a_score_that_is_not_finite_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nonfinite_score_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Scored(tmp_path, [float("nan"), float("inf"), 0.5]) as run:
         run.train()
     (warned,) = (record.getMessage() for record in caplog.records if "to be finite" in record.getMessage())
@@ -68,7 +68,7 @@ STEPS = {"type": "steplr", "step_size": 1, "gamma": 0.1}
         ({**STEPS, "interval": "validation"}, [1.0, 0.1, 0.01, 0.001]),
     ],
 )
-def test_a_schedule_goes_by_the_score_by_what_is_named_or_by_epochs(
+def test_schedule_follows_the_score_a_named_metric_or_epochs(
     scheduler: dict[str, Any], rates: list[float], tmp_path: Path
 ) -> None:
     with Scored(tmp_path, [0.5, 0.4, 0.6, 0.7], scheduler=scheduler) as run:
@@ -76,7 +76,7 @@ def test_a_schedule_goes_by_the_score_by_what_is_named_or_by_epochs(
         assert run.rates == pytest.approx(rates)
 
 
-def test_a_metric_that_no_evaluation_has_is_refused_before_anything_is_counted(tmp_path: Path) -> None:
+def test_metric_missing_in_evaluations_is_refused_before_any_count(tmp_path: Path) -> None:
     with Scored(tmp_path, [0.5], scheduler={**PLATEAU, "monitor": "val.other"}) as run:
         with pytest.raises(ValueError, match=r"scheduler.monitor to name one of \['train.loss', 'val.loss'\]"):
             run.train()
@@ -94,7 +94,7 @@ class OwnScores(Scored):
         return {"accuracy": 0.5}
 
 
-def test_scores_of_the_users_own_are_what_such_a_schedule_watches(tmp_path: Path) -> None:
+def test_metric_schedule_watches_overridden_scores(tmp_path: Path) -> None:
     with OwnScores(tmp_path, [0.0, 0.0, 0.0], scheduler=PLATEAU) as run:
         run.train()
         assert run.rates == pytest.approx([1.0, 1.0, 0.1])

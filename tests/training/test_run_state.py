@@ -71,7 +71,7 @@ def test_components_are_saved_and_restored_in_the_order_of_the_table() -> None:
         assert state.components() == {"optimizer": 20}
 
 
-def test_a_later_part_takes_the_place_of_an_earlier_one_and_what_is_lacking_has_a_default() -> None:
+def test_later_part_replaces_an_earlier_one_and_missing_parts_have_a_default() -> None:
     run, meters = Run(components=["model", "optimizer"], progress=["model", "optimizer"]), Meters()
     meters.update({"loss": 2.0})
     state = run.run_state
@@ -103,7 +103,7 @@ def test_entries_of_a_state_of_the_users_are_saved_once_and_restored_together() 
     assert loaded == [{"level": 3, "note": "a"}] and run.restored == [("model", 1, set())]
 
 
-def test_group_that_heals_gets_values_without_communication() -> None:
+def test_healing_group_gets_values_without_communication() -> None:
     run = Run()
     run.progress_parts = lambda: [
         StatePart("together", lambda: "all ranks", lambda *_: None, alone=lambda: "this rank"),
@@ -113,7 +113,7 @@ def test_group_that_heals_gets_values_without_communication() -> None:
     assert run.run_state.progress(alone=True) == {"together": "this rank", "local": 1}
 
 
-def test_what_is_refused() -> None:
+def test_wrong_states_are_refused() -> None:
     with pytest.raises(CheckpointMismatch, match="without: optimizer"):
         check_complete({"model": 1}, {"ema"}, ["model", "ema", "optimizer"])
     check_complete({"model": 1}, {"ema", "optimizer"}, ["model", "ema", "optimizer"])
@@ -124,7 +124,7 @@ def test_what_is_refused() -> None:
     check_given({"model": {}}, ExcludedFromLoading("state"))
 
 
-def test_settings_that_are_meant_to_differ_may() -> None:
+def test_settings_excluded_from_loading_may_differ() -> None:
     run: Any = Run()
     check_same_run(run, {})
     run.differences = ["optim.lr: 0.1, now 0.2", "accum_steps: 2, now 1"]
@@ -186,7 +186,7 @@ def test_positions_of_the_splits_to_train_on_are_put_back() -> None:
         restore_positions(run, {"train": None, "more": None})
 
 
-def test_the_one_reader_of_what_a_load_leaves_out() -> None:
+def test_paths_excluded_from_a_load_have_one_reader() -> None:
     excluded = ExcludedFromLoading(
         ["optimizer.state", "model.0", "lr_scheduler", "data_loader.train", "runner.optim.lr"]
     )

@@ -44,7 +44,7 @@ class Kept:
 AT = {"epoch": 1, "global_step": 3}
 
 
-def test_a_rank_that_can_save_alone_gathers_the_state_before_the_evaluation() -> None:
+def test_rank_able_to_save_alone_gathers_the_state_before_the_evaluation() -> None:
     kept = Kept("alone", "ahead")
     save = kept.saver.make_ready()
     assert kept.calls == ["settle"]
@@ -52,7 +52,7 @@ def test_a_rank_that_can_save_alone_gathers_the_state_before_the_evaluation() ->
     assert save() and kept.calls == ["settle", ("alone", {"step": 3}, AT)]
 
 
-def test_a_save_that_takes_all_ranks_is_made_ahead_unless_that_is_switched_off() -> None:
+def test_collective_save_is_made_ahead_unless_switched_off() -> None:
     kept = Kept("ahead")
     save = kept.saver.make_ready()
     assert kept.calls == ["settle", ("ahead", {"step": 3}, AT)] and save()
@@ -67,7 +67,7 @@ def test_one_process_saves_after_the_failure() -> None:
     assert kept.calls == [] and save() and kept.calls == ["save", "wait"]
 
 
-def test_what_is_saved_or_may_not_be_written_is_left_alone() -> None:
+def test_saved_or_read_only_state_is_left_alone() -> None:
     kept = Kept("alone")
     kept.saver.saved_at = (*kept.saver.at, 3)
     assert kept.saver.make_ready()() is True and kept.calls == []
@@ -82,7 +82,7 @@ def test_what_is_saved_or_may_not_be_written_is_left_alone() -> None:
         (SystemExit(), logging.WARNING, "was ended by SystemExit"),
     ],
 )
-def test_an_evaluation_that_a_scheduler_ends_has_not_failed(
+def test_evaluation_ended_by_a_scheduler_has_not_failed(
     error: BaseException, level: int, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "danling")

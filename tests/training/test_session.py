@@ -52,7 +52,7 @@ def _waits_in_two_trainings() -> list[str]:
     return ends
 
 
-def test_a_wait_is_not_left_for_what_an_earlier_training_was_asked() -> None:
+def test_request_of_an_earlier_training_does_not_end_a_wait() -> None:
     assert run_processes(_waits_in_two_trainings, init_process_group=True) == [["left: stop", "waits"]] * 2
 
 
@@ -109,7 +109,7 @@ def test_a_signal_ends_the_process_with_its_code_and_one_in_the_last_save_too() 
 # Loops by hand
 
 
-def test_an_observer_is_told_of_a_boundary_only_where_no_update_was_told() -> None:
+def test_observer_gets_a_boundary_only_without_an_update() -> None:
     class Counting(Observer):
         updates = boundaries = 0
 

@@ -71,7 +71,7 @@ def test_a_forward_around_the_wrapper_ends_all_ranks(
     assert not list((tmp_path / "checkpoints").glob("ckpt-*0006*"))
 
 
-def test_nothing_is_saved_of_ranks_that_have_parted(tmp_path: Path) -> None:
+def test_nothing_is_saved_of_diverged_ranks(tmp_path: Path) -> None:
     config = settings(tmp_path, **{"checkpoint.interval": 1, "from_step": 2})
     outcomes = run_outcomes(train, config, "unwrapped", world_size=2)
     assert all(isinstance(outcome.error, ReplicaDriftError) for outcome in outcomes)
@@ -90,11 +90,11 @@ def test_nothing_is_saved_of_ranks_that_have_parted(tmp_path: Path) -> None:
     ],
     ids=["plain", "bf16", "fp16", "digests", "replicate"],
 )
-def test_ranks_that_share_gradients_are_let_be(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_with_shared_gradients_pass(changes: dict[str, Any], tmp_path: Path) -> None:
     assert [steps for _, steps in run_processes(train, settings(tmp_path, **changes), world_size=2)] == [6, 6]
 
 
-def test_ranks_that_are_meant_to_differ_can(tmp_path: Path) -> None:
+def test_intended_differences_of_ranks_are_allowed(tmp_path: Path) -> None:
     config = settings(tmp_path, **{"audit.gradient_spread": None})
     (first, _), (second, _) = run_processes(train, config, "unwrapped", world_size=2)
     assert not torch.equal(first, second)
@@ -140,7 +140,7 @@ def passes(config: dict[str, Any]) -> tuple[float, int, Tensor]:
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 16), (2, 8), (1, 10)])
-def test_a_pass_that_ends_at_the_budget_is_counted(world_size: int, batch_size: int, tmp_path: Path) -> None:
+def test_pass_ending_at_the_budget_is_counted(world_size: int, batch_size: int, tmp_path: Path) -> None:
     config = settings(tmp_path, **{"steps": 4, "dataloader.batch_size": batch_size, "scheduler": {"interval": "epoch"}})
     rounds = 4 // (32 // (batch_size * world_size))  # the last, smaller batch is dropped
     for rate, epoch, _ in run_processes(passes, config, world_size=world_size):

@@ -233,7 +233,7 @@ def test_an_overflow_of_float16_leaves_the_buffers_as_they_were(tmp_path: Path) 
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
 
 
-def test_a_window_without_any_weight_changes_no_buffer_whether_or_not_updates_may_be_skipped(tmp_path: Path) -> None:
+def test_weightless_window_changes_no_buffer_with_and_without_skipping(tmp_path: Path) -> None:
     class Ignoring(dl.TorchRunner):
         def __init__(self) -> None:
             config = {"dir": str(tmp_path), "log": False, "seed": 1, "epochs": 1, "accum_steps": 2}
@@ -266,7 +266,7 @@ def test_a_window_without_any_weight_changes_no_buffer_whether_or_not_updates_ma
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-def test_one_of_several_optimizers_that_skips_its_update_leaves_the_statistics_of_its_model(tmp_path: Path) -> None:
+def test_skipped_optimizer_of_several_leaves_the_statistics_of_its_model(tmp_path: Path) -> None:
     def nets() -> nn.ModuleDict:
         torch.manual_seed(4)
         return nn.ModuleDict({name: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)) for name in "ab"}).double()
@@ -305,9 +305,7 @@ def test_one_of_several_optimizers_that_skips_its_update_leaves_the_statistics_o
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-def test_an_attribute_that_is_too_large_to_be_put_back_is_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_large_attribute_to_restore_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Large(dl.TorchRunner):
         def __init__(self) -> None:
             config = {"dir": str(tmp_path), "log": False, "seed": 1, "steps": 4, "skip_nonfinite_grad": True}
@@ -345,7 +343,7 @@ class _StopsWhereItSkips(dl.Runner):
 
 
 @pytest.mark.parametrize("backend", ["file", "dcp"])
-def test_run_that_is_stopped_at_a_skipped_update_is_saved_past_it(backend: str, tmp_path: Path) -> None:
+def test_run_stopped_at_a_skipped_update_is_saved_past_it(backend: str, tmp_path: Path) -> None:
     def trained(name: str, **more: Any) -> dl.Runner:
         config = {"steps": 5, "seed": 1, "log": False, "skip_nonfinite_grad": True, "dir": str(tmp_path / name)}
         loader = {"batch_size": 1, "shuffle": False}

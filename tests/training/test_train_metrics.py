@@ -115,7 +115,7 @@ class Merged:
     def merge_state(self, other: Any) -> None: ...
 
 
-def test_other_names_and_objects_that_cannot_be_saved_within_a_pass_are_refused() -> None:
+def test_other_names_and_unsavable_objects_within_a_pass_are_refused() -> None:
     metrics, meters = MetricSet({"acc": dl.metrics.accuracy, "merged": Merged()}), Meters()
     with pytest.raises(ValueError, match=r"\['acc', 'merged'\]. Received: train_metrics=\['accuracy'\]"):
         TrainMetrics(metrics, ["accuracy"], meters)

@@ -149,7 +149,7 @@ def tried(config: dict[str, Any]) -> tuple[list[str], list[str]]:
         return differences(after, before), differences(state_of(runner), before)
 
 
-def test_everything_that_an_evaluation_changes_is_put_back_after_its_trial(tmp_path: Path) -> None:
+def test_changes_of_an_evaluation_are_restored_after_its_trial(tmp_path: Path) -> None:
     for ema in (False, True):
         by_trial, by_evaluation = tried(settings(tmp_path / str(ema), ema={"enabled": ema}))
         assert by_trial == []
@@ -189,7 +189,7 @@ def test_a_run_with_the_trial_is_bitwise_one_without_it_also_after_a_resume(rank
         assert differences(with_trial, without) == []
 
 
-def test_what_cannot_be_put_back_is_named(
+def test_unrestorable_change_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("danling.training.attributes.REMEMBERED_BYTES", 2**16)

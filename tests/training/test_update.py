@@ -76,9 +76,7 @@ def test_the_hooks_are_asked_in_this_order_and_everything_advances(tmp_path: Pat
         assert run._parts.losses.averages() == {"loss": 2.0} and run.ema.num_updates == 1
 
 
-def test_an_update_that_is_left_out_advances_nothing_but_the_samples(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skipped_update_advances_only_the_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Run(tmp_path, skip_nonfinite_grad=True, max_skipped_updates=1, ema={"enabled": True}) as run:
         run.scheduler = SimpleNamespace(step=lambda: pytest.fail("a schedule advanced"), state_dict=dict)
         for value in (float("inf"), float("nan")):

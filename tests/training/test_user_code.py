@@ -177,7 +177,7 @@ def test_draws_in_a_method_are_the_same_after_a_resume(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), functional.cross_entropy])
-def test_only_the_stream_of_torch_is_seeded_where_nothing_else_can_draw(
+def test_only_the_stream_of_torch_is_seeded_if_nothing_else_can_draw(
     criterion: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def weights(directory: Path) -> tuple[list[Tensor], Any]:

@@ -123,7 +123,7 @@ def test_a_micro_batch_without_weight_adds_exactly_zero(tmp_path: Path, stack: s
     assert {name for rank in found for name in rank} == {name for name, _ in named}
 
 
-def test_a_weight_that_is_not_a_number_is_found_where_a_micro_batch_weighs_nothing(tmp_path: Path) -> None:
+def test_nan_weight_is_found_in_a_weightless_micro_batch(tmp_path: Path) -> None:
     """The row of an embedding that only the weightless micro-batch reads."""
 
     class Rows(dl.TorchRunner):
@@ -167,7 +167,7 @@ def test_a_window_cuts_the_gradient_of_the_output_alone(on_device: bool, weight:
     assert not float(window.nonfinite)
 
 
-def test_a_loss_whose_model_is_not_known_is_refused_if_it_is_not_finite(tmp_path: Path) -> None:
+def test_nonfinite_loss_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
     class Loose(dl.TorchRunner):
         def __init__(self) -> None:
             super().__init__({"dir": str(tmp_path), "log": False, "steps": 1, "optim": {"type": "sgd", "lr": 0.1}})
