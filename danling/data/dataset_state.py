@@ -15,6 +15,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 from danling.utils.encoding import (
     ARRAYS,
     MISSING,
+    SETS,
     decode_array,
     decode_set,
     encode_array,
@@ -91,7 +92,7 @@ def from_plain(value: object) -> Any:
         kind, names = value.get("kind"), value.keys()
         if kind in ARRAYS and names == _NAMES_OF_ARRAY:
             return decode_array(value)
-        if kind in ("set", "frozenset") and names == {"kind", "items"}:
+        if kind in tuple(SETS) and names == {"kind", "items"}:
             return decode_set(value)
         if kind == _DICT and names == {"kind", "pairs"}:
             return {key: from_plain(item) for key, item in value["pairs"]}

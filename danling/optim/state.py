@@ -16,6 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from danling.utils.encoding import (
+    ARRAYS,
+    MISSING,
+    SETS,
+    decode_array,
+    decode_set,
+    encode_array,
+    encode_set,
+    is_of_numpy,
+)
 from danling.utils.tensors import canonical_name, is_sharded, local_part, shard_like, with_local_part
 
 from .joint import OWN, SHARED, JointOptimizer, JointScheduler, added_to
@@ -137,6 +147,10 @@ def _packed(value: object, path: str, parameters: Mapping[str, Tensor]) -> objec
         return to_parts(value)
     if type(value) in _PLAIN:
         return value
+    if is_of_numpy(value) and (array := encode_array(value)) is not None:
+        return array
+    if type(value) in (set, frozenset) and MISSING not in (encoded := encode_set(value))["items"]:
+        return encoded
     node: dict[str, object] = {"kind": type(value).__name__}
     values: Iterable[Any]
     if isinstance(value, Mapping) and all(type(key) in _PLAIN for key in value):
@@ -166,6 +180,10 @@ def _unpacked(node: object, parameters: Mapping[str, Tensor]) -> Any:
         if like is not None and isinstance(found, Tensor) and found.shape == local_part(like).shape != like.shape:
             return with_local_part(like, found)  # from the same rank of another replica group
         return found if like is None else shard_like(found, like)  # type: ignore[arg-type]
+    if node["kind"] in ARRAYS:
+        return decode_array(node)
+    if node["kind"] in SETS:
+        return decode_set(node)
     items = (_unpacked(node["items"][str(number)], parameters) for number in range(len(node["items"])))
     if node["kind"] == "dict":
         return dict(zip(node["keys"], items))

@@ -1,6 +1,7 @@
 """NumPy arrays, sets and keys of dictionaries in a checkpoint: tensors, plain values, and mappings of these with an entry `kind`.
 
-`torch.load(weights_only=True)` reads them. Attributes of a runner, observers and datasets with a state are saved with these functions.
+`torch.load(weights_only=True)` reads them. Saved with these functions are attributes of a runner, observers, datasets with a state, and
+what an optimizer adds to its state.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ MISSING = object()
 SCALARS = (type(None), bool, int, float, str)
 ARRAYS = ("array", "scalar")
 """Kinds of NumPy's values."""
-_SETS: Mapping[str, Callable[[Any], Any]] = {"set": set, "frozenset": frozenset}
+SETS: Mapping[str, Callable[[Any], Any]] = {"set": set, "frozenset": frozenset}
+"""What makes sets, by their kind."""
 _TUPLES: Mapping[str, Callable[[Any], Any]] = {"tuple": tuple, "frozenset": frozenset}
 _NUMBERS = ("b", "i", "u", "f")
 _ENCODED = "biufcmMSU"
@@ -65,7 +67,7 @@ def encode_set(value: Any, other: Callable[[Any], Any] = _no_encoding) -> dict[s
 
 def decode_set(node: Mapping[str, Any], other: Callable[[Any], Any] = _no_encoding) -> Any:
     """Return what `encode_set` was given."""
-    return _SETS[node["kind"]](decode_key(item, other) for item in node["items"])
+    return SETS[node["kind"]](decode_key(item, other) for item in node["items"])
 
 
 def encode_key(key: Any, other: Callable[[Any], Any] = _no_encoding) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.processes import run_processes
@@ -61,13 +62,16 @@ class Slow(torch.optim.Optimizer):
                     parameter.copy_(slow)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"slow": list(self.slow), "options": {"alpha": 0.5, 3: ("a", None)}} if self.adds else {}
+        options = {"alpha": 0.5, 3: ("a", None), "rounds": {3, (1, "a")}, "rates": numpy.arange(2.0)}
+        own = {"slow": list(self.slow), "options": options} if self.adds else {}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if self.adds:
-            assert state_dict["options"] == {"alpha": 0.5, 3: ("a", None)}
+            options = dict(state_dict["options"])
+            assert options.pop("rates").tolist() == [0.0, 1.0]
+            assert options == {"alpha": 0.5, 3: ("a", None), "rounds": {3, (1, "a")}}
             self.slow = [slow.clone() for slow in state_dict["slow"]]
 
 
