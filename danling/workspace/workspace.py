@@ -303,11 +303,12 @@ class RunPlace:
         world, replicas = runner.world, runner.placement.data_replicas
         self.code = CodeIdentity()
 
-        def name() -> tuple[str, str, str]:
+        def name() -> tuple[str | None, str, str]:
             self.code = CodeIdentity.of_directory()
             now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
             return self.code.code_id, now, runner.config.config_id(replicas=replicas)
 
+        self.code_id: str | None
         self.code_id, self.timestamp, self.config_id = world.on_first(name)
         self.choose()
 
