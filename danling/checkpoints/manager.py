@@ -629,11 +629,15 @@ class CheckpointManager(ABC):
 
     def _surface(self) -> None:
         """Raise an error of the background of any rank on all of them."""
-        self._agree(self._executor.take_error() or (self.mirror.take_error() if self.mirror is not None else None))
+        error = self._executor.take_error()
+        if error is None and self.mirror is not None:
+            error = self.mirror.take_error()
+        self._agree(error)
 
     def _agree(self, error: BaseException | None) -> None:
         """Raise the error of any rank on all of them."""
-        self.domain.raise_any(None if error is None else self._as_raised(error))
+        raised = None if error is None else self._as_raised(error)
+        self.domain.raise_any(raised)
 
     def _as_raised(self, error: BaseException) -> Exception:
         """Return the error of a checkpoint that is raised in the place of another one."""

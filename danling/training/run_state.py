@@ -60,6 +60,12 @@ class StatePart:
     default: Callable[[], Any] | None = None
     alone: Callable[[], Any] | None = None
 
+    def read(self, *, alone: bool = False) -> Any:
+        """Return the value to save; `alone`, without communication."""
+        if alone and self.alone is not None:
+            return self.alone()
+        return self.get()
+
     def restore(self, states: Mapping[str, object], excluded: Collection[str]) -> None:
         """Restore the part, if the states have it or there is a default."""
         if self.name in states:
@@ -165,7 +171,7 @@ class RunState:
             alone: For a replica group that heals: without communication, so that it may be called on one rank.
         """
         parts = _by_name(self._runner.progress_parts())
-        found = {name: part.alone() if alone and part.alone is not None else part.get() for name, part in parts.items()}
+        found = {name: part.read(alone=alone) for name, part in parts.items()}
         # A class of the user's may have added entries.
         added = {name: value for name, value in self._runner.state.state_dict().items() if name not in parts}
         return {**found, **added}
@@ -547,8 +553,10 @@ class RunSaver:
     def _writes(self) -> bool:
         """Whether this replica group writes; another one may."""
         loop = getattr(self._runner._parts, "loop", None)
+        if loop is None:
+            return True
         # Each one is asked, since it may agree with other ranks.
-        answers = [extension.saves() for extension in loop.extensions] if loop is not None else []
+        answers = [extension.saves() for extension in loop.extensions]
         return all(answers)
 
     def export(self) -> None:
