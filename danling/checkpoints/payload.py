@@ -372,6 +372,13 @@ def _complex(value: Mapping[str, Any], path: str) -> None:
         _number(part, path)
 
 
+def _state(value: Any, path: str) -> None:
+    """Check the encoded state of an observer, which is a mapping."""
+    is_mapping = isinstance(value, Mapping) and value.get("kind") == "dict"
+    _require(is_mapping, path, "a state, which is a mapping", value)
+    _node(value, path)
+
+
 _KEYS: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
     "tuple": _members,
     "frozenset": _members,
@@ -420,5 +427,5 @@ _SECTIONS: Mapping[str, Check] = {
     "requires_grad": _kept(_flag),
     "buffers": _kept(_buffer),
     "attributes": _kept(_node),
-    "observers": _kept(_node),
+    "observers": _kept(_state),
 }

@@ -152,6 +152,9 @@ BYTES = torch.zeros(24, dtype=torch.uint8)
 ARRAY = {"kind": "array", "dtype": "<f8", "shape": [3], "value": BYTES}
 FORMS: dict[str, Callable[[dict[str, Any]], None]] = {
     "attributes that are a number": put(5, "attributes"),
+    "observers that are a number": put(5, "observers"),
+    "a state of an observer that is a number": put({"Norms": {"value": 5}}, "observers"),
+    "a state of an observer of an unknown kind": put({"Norms": {"value": {"kind": "odd"}}}, "observers"),
     "attributes by numbers": put({1: {"value": 1}}, "attributes"),
     "an attribute that is a number": put(5, "attributes", "number"),
     "an attribute without a value": put({}, "attributes", "number"),
