@@ -519,7 +519,7 @@ class CheckpointManager(ABC):
             CheckpointMismatch: If it is in this run's directory and belongs to another run, or has a format that is not known.
         """
         path, trust = self._fetched(source), self.settings.trust
-        return self.on_all(lambda: read_payload(path, template=template, sections=sections, trust=trust))
+        return self.on_all(partial(read_payload, path, template=template, sections=sections, trust=trust))
 
     def _fetched(self, source: str | Path) -> Path:
         """Return the verified file or target of a checkpoint, which every rank can read."""
@@ -671,7 +671,7 @@ class FileCheckpointManager(CheckpointManager):
         if self.settings.load_only:
             return
         self._surface()
-        self.on_main(lambda: self._write_or_enqueue(payload, names, epoch, global_step))
+        self.on_main(partial(self._write_or_enqueue, payload, names, epoch, global_step))
 
     def _write_or_enqueue(self, payload: Mapping[str, object], names: list[str], epoch: int, global_step: int) -> None:
         records = self._open_save(names, needed=count_bytes(payload), epoch=epoch, global_step=global_step)
