@@ -76,6 +76,6 @@ def test_a_folder_called_danling_does_not_hide_it(kind: str, clone: Path, tmp_pa
     where, version, typed, steps = run(python, "train.py", cwd=place).split()[-4:]
     installed = clone if kind == "editable" else packages
     assert Path(where) == installed / "danling" / "__init__.py"
-    assert (version, typed, steps) == ("0.1.0", "True", "2")
+    assert (version, typed, steps) == ("0.2.0", "True", "2")
     assert modules(installed) == modules(clone)
     assert "usage: danling" in run(python.with_name("danling"), "--help", cwd=place)
