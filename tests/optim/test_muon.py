@@ -13,8 +13,10 @@ from support.processes import run_processes
 from torch import Tensor, nn
 
 import danling as dl
+from danling.deepspeed.preparation import check_trainable
 from danling.optim.matrices import matrices_of
 from danling.optim.muon import ShardedMuon
+from danling.optim.registry import build_optimizer
 
 OPTIM = {"type": "muon", "lr": 0.05, "weight_decay": 0.1, "adamw": {"lr": 3e-3, "weight_decay": 0.2}}
 
@@ -106,6 +108,18 @@ def test_one_rate_serves_both_where_torch_matches_them(tmp_path: Path) -> None:
     with Matched(settings(tmp_path, optim=optim)) as runner:
         assert {group["lr"] for group in runner.optimizer.param_groups} == {1e-3}
         assert [type(member) for member in runner.optimizer.optimizers] == [ShardedMuon, torch.optim.AdamW]
+
+
+def test_layout_without_whole_matrices_is_refused() -> None:
+    model = Model(nn.ModuleList([Layer()]))
+    device = torch.device("cpu")
+    built = build_optimizer(OPTIM, model.named_parameters, model=model, device=device)
+    check_trainable(model, None, built, 0)
+    with pytest.raises(ValueError, match="ZeRO divides flat parameters. Received: ShardedMuon with .*stage=1"):
+        check_trainable(model, None, built, 1)
+    whole = dict.fromkeys(names(model), True)
+    with pytest.raises(ValueError, match="Received: parallel.axes.pipeline above 1"):
+        build_optimizer(OPTIM, model.named_parameters, model=model, device=device, whole=whole)
 
 
 def settings(root: Path, **more: Any) -> dict[str, Any]:
