@@ -32,7 +32,7 @@ def test_picture_matches_its_source() -> None:
     assert draw_rooms.main(["--check"]) == 0
 
 
-def test_the_list_of_pages_is_that_of_the_documentation() -> None:
+def test_list_of_pages_matches_the_documentation() -> None:
     assert write_llms.main(["--check"]) == 0, "run: python scripts/write_llms.py"
     text = write_llms.FILE.read_text()
     pages = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}

@@ -24,7 +24,7 @@ SPEC = JOB["spec"]["template"]["spec"]
 (CONTAINER,) = SPEC["containers"]
 
 
-def test_the_job_replaces_a_pod_that_was_stopped() -> None:
+def test_job_replaces_a_stopped_pod() -> None:
     assert (JOB["apiVersion"], JOB["kind"], SPEC["restartPolicy"]) == ("batch/v1", "Job", "Never")
     evicted, stopped = JOB["spec"]["podFailurePolicy"]["rules"]
     assert evicted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
@@ -56,7 +56,7 @@ def probe(file: Path) -> int:
 @pytest.mark.parametrize(
     "state", ["starting", "running", "evaluating", "saving", "stopping", "stopped", "done", "failed"]
 )
-def test_the_probe_fails_where_a_training_makes_no_progress(tmp_path: Path, state: str) -> None:
+def test_probe_fails_without_progress(tmp_path: Path, state: str) -> None:
     with Small(settings(tmp_path, epochs=1)) as runner:
         runner.train()
     file = tmp_path / "progress.json"

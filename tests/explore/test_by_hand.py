@@ -73,7 +73,7 @@ def trained_by_torch(initial: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
     return model.state_dict(), averaged.module.state_dict(), evaluated
 
 
-def test_reference_is_what_torch_computes() -> None:
+def test_reference_equals_torch() -> None:
     record = given()
     found = expected(PROGRAM, PARTS, record)
     weights, averages, loss = trained_by_torch(record.initial)
@@ -112,7 +112,7 @@ def change(record: Record, what: str) -> None:
 @pytest.mark.parametrize(
     "what", ["weights", "averages", "rates", "updates", "evaluations", "predictions", "skipped", "refused"]
 )
-def test_comparison_sees_what_differs(what: str) -> None:
+def test_comparison_sees_differences(what: str) -> None:
     record = given()
     exact, own = (expected(PROGRAM, PARTS, record, exact=exact) for exact in (True, False))
     found = copy.deepcopy(own)

@@ -408,7 +408,7 @@ PROGRAMS_ON_RANKS: dict[str, Callable[[Path, str], bool]] = {
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
-def test_switch_changes_the_result_that_it_names(planted: Any, tmp_path: Path) -> None:
+def test_switch_changes_its_result(planted: Any, tmp_path: Path) -> None:
     if planted.name in PROGRAMS_ON_RANKS:
         on_ranks = PROGRAMS_ON_RANKS[planted.name]
         assert not on_ranks(tmp_path / "fault", planted.name)

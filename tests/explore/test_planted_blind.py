@@ -239,7 +239,7 @@ PROGRAMS: dict[str, Callable[[Path], bool]] = {
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
-def test_switch_changes_the_result_that_it_names(planted: Any, tmp_path: Path) -> None:
+def test_switch_changes_its_result(planted: Any, tmp_path: Path) -> None:
     program = PROGRAMS[planted.name]
     with planted.switch():
         assert not program(tmp_path / "fault")

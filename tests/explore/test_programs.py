@@ -57,7 +57,7 @@ def test_script_of_a_program_runs_as_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "latest.pth").is_file()
 
 
-def test_search_finds_an_update_that_does_not_clip_and_shrinks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_finds_an_update_without_clipping_and_shrinks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search must be able to fail: here clipping is left out, and the smallest program that shows it is small."""
     from danling.runners import torch_runner
 
@@ -88,7 +88,7 @@ def _hang(program: Program) -> Verdict:
     return Verdict("right")
 
 
-def test_finding_is_printed_as_a_script_with_the_command_that_replays_it() -> None:
+def test_finding_is_printed_as_a_script_with_its_replay_command() -> None:
     found: list[Program] = []
 
     def check(program: Program) -> Verdict:

@@ -66,9 +66,7 @@ def test_a_tied_weight_is_an_embedding() -> None:
         (nn.Identity(), "project.weight"),
     ],
 )
-def test_a_structure_that_leaves_a_matrix_open_is_refused_and_a_pattern_decides(
-    layers: nn.Module, received: str
-) -> None:
+def test_ambiguous_matrix_is_refused_and_a_pattern_decides(layers: nn.Module, received: str) -> None:
     model = Model(layers)
     with pytest.raises(ValueError, match=f"Received: optim.matrices=None, and {received}.* Set optim.matrices"):
         matrices_of(model, names(model))
@@ -88,7 +86,7 @@ def test_a_structure_that_leaves_a_matrix_open_is_refused_and_a_pattern_decides(
         ({**OPTIM, "nesterov": False}, {"dtype": "bfloat16"}, "optim.nesterov=False"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
+def test_mismatched_options_are_refused(
     optim: dict[str, Any], more: dict[str, Any], received: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="Received") as caught:
@@ -96,7 +94,7 @@ def test_options_that_do_not_fit_are_refused(
     assert received in str(caught.value)
 
 
-def test_one_rate_serves_both_where_torch_matches_them(tmp_path: Path) -> None:
+def test_one_rate_serves_both_if_torch_matches_them(tmp_path: Path) -> None:
     model = GPT(VOCABULARY, context=LENGTH, width=16, depth=1, heads=4)
 
     class Matched(dl.Runner):

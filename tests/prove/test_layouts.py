@@ -72,7 +72,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_script_that_cannot_be_compared_is_not_judged(case: str, tmp_path: Path) -> None:
+def test_uncomparable_script_is_not_judged(case: str, tmp_path: Path) -> None:
     code, report = proved(tmp_path, case)
     assert (code, report["verdict"]) == (2, "not checked"), report
     assert REFUSED[case] in report["summary"], report

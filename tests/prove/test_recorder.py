@@ -94,7 +94,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n == "crashes" else pytest.mark.slow) for n in BAD])
-def test_script_that_fails_is_not_judged(case: str, tmp_path: Path) -> None:
+def test_failing_script_is_not_judged(case: str, tmp_path: Path) -> None:
     script, sentence = BAD[case]
     code, report = proved(tmp_path, script=script)
     assert (code, report["verdict"]) == (2, "not checked") and sentence in report["summary"], report
@@ -226,7 +226,7 @@ def test_divisors_of_a_loss_are_read(made: Callable[[torch.Tensor], torch.Tensor
     ("full", "short", "is_noticed"),
     [([[2.0], [65536.0, 2.0]], [[2.0]], True), ([[2.0], [2.0]], [[1.0]], False), ([[7.0], [7.0]], [[7.0]], False)],
 )
-def test_short_window_is_noticed_by_what_divides_it(
+def test_short_window_is_noticed_by_its_divisor(
     full: list[list[float]], short: list[list[float]], is_noticed: bool
 ) -> None:
     common = {"groups": [], "unchanged": [], "dropped": 0, "start": {}, "switched": [], "has_group": True}
@@ -248,7 +248,7 @@ def test_scratch_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     assert scratch.stat().st_mode & 0o777 == 0o700
 
 
-def test_command_that_cannot_be_started_is_named(tmp_path: Path) -> None:
+def test_unstartable_command_is_named(tmp_path: Path) -> None:
     code, report = proved(tmp_path, options=["--ranks", "2", "--one", "missing train.py"])
     assert code == 2 and report["summary"].startswith("Expected a program that can be started. Received: 'missing'")
 

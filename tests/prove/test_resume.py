@@ -84,7 +84,7 @@ def test_resume_without_a_checkpoint_is_not_judged(tmp_path: Path) -> None:
     assert code == 2 and "it finds no checkpoint of the first 5 updates" in report["summary"], report
 
 
-def test_rank_with_the_cause_is_named_not_one_that_follows(tmp_path: Path) -> None:
+def test_rank_with_the_cause_is_named_and_no_later_one(tmp_path: Path) -> None:
     """Of two ranks that differ in the same update, where gradients are averaged."""
 
     def line(update: int, **others: int) -> dict[str, int]:
