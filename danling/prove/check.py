@@ -45,7 +45,8 @@ class LayoutProof:
                 self._run()
         except Exception as error:
             # An error of the comparison is no verdict on the script.
-            self.report.verdict, self.report.summary = "not checked", reason_of(error)
+            self.report.verdict, self.report.summary, self.report.step = "not checked", reason_of(error), None
+            self.report.gradients, self.report.weights, self.report.facts = [], [], []
         return self.report
 
     def _run(self) -> None:

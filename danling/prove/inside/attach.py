@@ -150,7 +150,9 @@ def _watch_clipping(recorder: Recorder) -> None:
 
     @functools.wraps(clip_norm)
     def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
-        norm = clip_norm(keep(parameters), *args, **kwargs)
+        params = keep(parameters)
+        with recorder.unseen():
+            norm = clip_norm(params, *args, **kwargs)
         recorder.clipped(norm)
         return norm
 
@@ -243,7 +245,8 @@ def fsdp_loaded() -> None:
         with stacks.whole_parameters(self if self in stacks.fsdp_roots() else None):
             named = self.named_parameters()
             recorder.clipping({stacks.clean(name): stacks.piece(p.grad, p) for name, p in named if p.grad is not None})
-        norm = clip(self, *args, **kwargs)
+        with recorder.unseen():
+            norm = clip(self, *args, **kwargs)
         recorder.clipped(norm)
         return norm
 
@@ -262,11 +265,8 @@ def accelerate_loaded() -> None:
         source = iterate(self)
 
         def following() -> Any:
-            recorder.inside += 1
-            try:
+            with recorder.unseen():
                 return next(source)
-            finally:
-                recorder.inside -= 1
 
         while True:
             try:
@@ -294,11 +294,8 @@ def deepspeed_loaded() -> None:
         is_update = self.is_gradient_accumulation_boundary()
         if is_update:
             recorder.before(trained)
-        recorder.inside += 1
-        try:
+        with recorder.unseen():
             made = step(self, *args, **kwargs)
-        finally:
-            recorder.inside -= 1
         if is_update:
             norm = getattr(self, "get_global_grad_norm", lambda: None)()
             if norm is not None and getattr(self, "gradient_clipping", lambda: 0.0)():

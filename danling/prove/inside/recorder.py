@@ -111,6 +111,15 @@ class Recorder:
         self._held: dict[str, stacks.Piece] = {}
         self._groups: list[dict[str, Any]] = []
 
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Leave out the batches, steps and clipping that a stack makes in this block."""
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
     # Samples
 
     def fetch(self, iterator: Any, original: Callable[[], Any]) -> Any:
@@ -243,6 +252,8 @@ class Recorder:
 
     def clipped(self, norm: Any) -> None:
         """Keep the norm that clipping has used."""
+        if self.inside:
+            return
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self._norms.append(float(norm))
 
