@@ -106,8 +106,10 @@ def _older_array(value: Mapping[str, Any]) -> Any:
     """Return an array or a number of NumPy as checkpoints before 0.2.0 have it."""
     import numpy
 
-    data = bytearray(value["data"].tolist() if value["data"].dtype is torch.uint8 else b"")
-    array = numpy.frombuffer(data, numpy.dtype(value[_OLDER_ARRAY])).reshape(value["shape"])
+    # An empty array has a tensor of another dtype.
+    is_empty = value["data"].dtype is not torch.uint8
+    data = b"" if is_empty else bytes(value["data"].tolist())
+    array = numpy.frombuffer(bytearray(data), numpy.dtype(value[_OLDER_ARRAY])).reshape(value["shape"])
     return array if value["shape"] else array[()]
 
 

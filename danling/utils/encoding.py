@@ -36,9 +36,10 @@ def encode_array(value: Any) -> dict[str, Any] | None:
         return None
     # torch warns of arrays that cannot be written, so these are copied.
     flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
-    data = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+    if not flat.flags.writeable:
+        flat = flat.copy()
     kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
-    return {"kind": kind, "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
+    return {"kind": kind, "dtype": value.dtype.str, "shape": list(value.shape), "value": torch.from_numpy(flat)}
 
 
 def decode_array(node: Mapping[str, Any]) -> Any:
@@ -61,8 +62,9 @@ def encode_set(value: Any, other: Callable[[Any], Any] = _no_encoding) -> dict[s
         value: The set.
         other: Encodes an item that is no scalar, tuple, frozen set, `bytes` or number of NumPy, or returns `MISSING`.
     """
+    kind = "frozenset" if isinstance(value, frozenset) else "set"
     members = [encode_key(item, other) for item in value]
-    return {"kind": "frozenset" if isinstance(value, frozenset) else "set", "items": _ordered(members)}
+    return {"kind": kind, "items": _ordered(members)}
 
 
 def decode_set(node: Mapping[str, Any], other: Callable[[Any], Any] = _no_encoding) -> Any:
@@ -79,7 +81,9 @@ def encode_key(key: Any, other: Callable[[Any], Any] = _no_encoding) -> Any:
         parts = [encode_key(part, other) for part in key]
         if MISSING in parts:
             return MISSING
-        return {"kind": own.__name__, "items": _ordered(parts) if own is frozenset else parts}
+        if own is frozenset:
+            parts = _ordered(parts)
+        return {"kind": own.__name__, "items": parts}
     if own is bytes:
         return {"kind": "bytes", "items": list(key)}
     if own.__module__ == "numpy" and getattr(getattr(key, "dtype", None), "kind", "") in _NUMBERS:
