@@ -39,6 +39,7 @@ class Begun:
         self.best_index: int | None = None
         self.best_score = 0.5
         self.is_main_process = True
+        self._parts = SimpleNamespace(is_copied=False)
 
     def load_checkpoint(self, checkpoint: str | Path) -> None:
         self.asked.append(f"load {checkpoint}")
@@ -48,9 +49,6 @@ class Begun:
 
     def load_pretrained(self, checkpoint: str | Path) -> None:
         self.asked.append(f"pretrained {checkpoint}")
-
-    def _has_remote(self) -> bool:
-        return False
 
     def restore(self) -> list[str]:
         restore_run(self)  # type: ignore[arg-type]
