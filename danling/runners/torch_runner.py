@@ -60,7 +60,7 @@ from danling.training.checks import FirstGradients, check_components, misnamed, 
 from danling.training.evaluation import EvaluationForward
 from danling.training.model_states import ModelStates
 from danling.training.phases import PhasedModel, phases_of
-from danling.training.preparation import ModelPreparation
+from danling.training.preparation import ModelPreparation, settle_buckets
 from danling.training.progress_file import ProgressFile
 from danling.training.reduction import CanonicalReduction, no_autocast
 from danling.training.run_state import StatePart, component_parts, progress_parts
@@ -268,6 +268,9 @@ class TorchRunner(BaseRunner):
             # As the wrapper does with the model's.
             for parameter in self._criterion_tensors("parameters"):
                 self.world.broadcast(parameter.data)
+            # Two numbers have one sum in either order.
+            if self.world.size > 2 and not self._parts.data.finds_micro_batch_size:
+                settle_buckets(self.model)
 
     def _criterion_tensors(self, kind: Literal["parameters", "buffers"]) -> list[Tensor]:
         """Return the parameters or the buffers of the criterion, if it is a module."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -173,3 +174,35 @@ class ModelPreparation:
 
 def _trained_count(model: nn.Module) -> int:
     return sum(parameter.requires_grad for parameter in model.parameters())
+
+
+class _Parameters(nn.Module):
+    """Takes the place of a model whose parameters only are to get a gradient."""
+
+    def forward(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return [parameter.view_as(parameter) for parameter in parameters]
+
+
+def settle_buckets(model: DistributedDataParallel) -> None:
+    """Let the wrapper lay out its buckets before the first update. Called on all ranks.
+
+    It does so after the first backward of each process. Three and more ranks add a gradient in an order that depends on its place in its
+    bucket, so the first update after a resume would not have the bits of the uninterrupted run.
+    """
+    module = model.module
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # Hooks of the user's are not to be called with a gradient of zeros, and a sparse gradient has no zeros.
+    has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
+    gives_sparse = any(getattr(each, "sparse", False) for each in module.modules())
+    if model.find_unused_parameters or model.static_graph or has_hooks or gives_sparse:
+        return
+    gradients = [parameter.grad for parameter in parameters]
+    model.module = _Parameters()
+    try:
+        outputs = model(parameters)
+    finally:
+        model.module = module
+    # The last parameter's gradient comes first, as in a backward.
+    torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+    for parameter, gradient in zip(parameters, gradients):
+        parameter.grad = gradient
