@@ -88,6 +88,8 @@ class MeshReduction(GradientReduction):
         syncs = self.topology.degree("shard") > 1 and runner.pipeline is None
         self.gradient_sync = runner.config.fsdp.gradient_sync if syncs else None
         self.order = runner.preparation.order
+        holders = [holder for holder in (runner.model, runner.criterion) if isinstance(holder, nn.Module)]
+        self._has_buffers = any(next(holder.buffers(), None) is not None for holder in holders)
         self._noted: tuple[list[nn.Parameter], int] | None = None
         self._copies: dict[nn.Parameter, int] = {}
         self._buckets: list[list[nn.Parameter]] = []
@@ -95,6 +97,14 @@ class MeshReduction(GradientReduction):
         self._shared: list[float] = []
         self._shares = torch.empty(0)
         """The share of this rank in each of its gradients, on the device."""
+
+    def begin(self) -> None:
+        """Copy the buffers of the first rank to the others, as DistributedDataParallel does.
+
+        Otherwise each rank would keep its own until the next save or evaluation, which would change the run.
+        """
+        if self._has_buffers:
+            self.runner.broadcast_buffers()
 
     @property
     def copies(self) -> dict[nn.Parameter, int]:
