@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import default_collate
 
 from .spec import Evaluation, MicroBatch, Optimizer, Program, Record, Schedule, Update, taken_apart
 
@@ -41,8 +40,8 @@ def windows(program: Program, given: Record, ranks: int) -> Iterator[tuple[Windo
     settings, size = program.settings, program.settings.batch_size or 1
     batch = settings.global_batch_size or size * ranks
     shares, stretch = [program.data.train], batch
-    if program.data.source == "iterable":  # each rank reads all of it, each worker its part
-        workers = settings.num_workers or 1
+    if program.data.source == "iterable" or program.data.sampler:  # each rank reads all of it, each worker its part
+        workers = 1 if program.data.sampler else settings.num_workers or 1
         shares, stretch = [len(range(worker, program.data.train, workers)) for worker in range(workers)] * ranks, size
     keeps = settings.drop_last is False  # the default drops what does not fill a batch
     length = sum(share if keeps else share - share % stretch for share in shares)
@@ -55,8 +54,15 @@ def windows(program: Program, given: Record, ranks: int) -> Iterator[tuple[Windo
         is_full = in_window >= batch if settings.global_batch_size else len(window) == settings.accum_steps
         if is_full or read >= length:
             yield window, read >= length
-            window, in_window = [], 0
-            read = read if read < length else 0
+            window, in_window, read = [], 0, read if read < length else 0
+
+
+def batches_of_evaluation(samples: list[Any], held: int, ranks: int) -> Iterator[list[Any]]:
+    """Yield the batches in which ranks evaluate: what all of them hold at once, cut as evenly as possible."""
+    for start in range(0, len(samples), held * ranks):
+        row = samples[start : start + held * ranks]
+        shares = torch.arange(len(row)).tensor_split(ranks)
+        yield from ([row[place] for place in places] for places in shares if len(places))
 
 
 def in_float64(value: Any) -> Any:
@@ -81,14 +87,6 @@ def weight_of(program: Program, target: Tensor) -> float:
     return float(CLASS_WEIGHTS[classes % 4].sum()) if criterion.class_weights else float(classes.numel())
 
 
-def factor_of_state(kind: str, count: int) -> float:
-    """Return what a loss is multiplied with after so many micro-batches."""
-    if kind != "generator":
-        return 1 + 0.1 * (count % 3)
-    drawn = torch.randint(1000, (count + 1,), generator=torch.Generator().manual_seed(5))
-    return 1 + 0.1 * ((int(drawn[-1]) - 1) % 3)
-
-
 def factor_of(schedule: Schedule, n: int, total: int) -> float:
     """Return the factor of the rate after `n` steps of a schedule over `total`."""
     torchs = {"step": 0.5 ** (n // 2), "exponential": 0.9**n, "lambda": 1 / (1 + n)}
@@ -96,12 +94,8 @@ def factor_of(schedule: Schedule, n: int, total: int) -> float:
         return float(torchs[schedule.kind])
     if n < schedule.warmup:
         return (n + 1) / schedule.warmup
-    start = schedule.warmup
-    if schedule.kind == "wsd":
-        start = max(total - round(0.1 * total), start)
-    done = 1.0
-    if n < total:
-        done = (n - start) / (total - start) if n > start else 0.0
+    start = max(total - round(0.1 * total), schedule.warmup) if schedule.kind == "wsd" else schedule.warmup
+    done = max(n - start, 0) / max(total - start, 1) if n < total else 1.0
     shapes = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "wsd": 1 - done}
     return shapes[schedule.kind]
 
@@ -186,15 +180,17 @@ class Run:
         self.windows = windows(program, given, self.ranks)
         ends = (number for number, (_, ends_pass) in enumerate(windows(program, given, self.ranks), 1) if ends_pass)
         self.updates_of_pass = next(ends, 0)
+        self.held = program.settings.held_at_once(self.ranks)
         self.counts = [[0] * len(program.state) for _ in range(self.ranks)]
+        self.memories = [module for module in self.model.modules() if type(module).__name__ == "Memory"]
+        self.remembered = [[0] * len(self.memories) for _ in range(self.ranks)]
         self.passes = self.position = self.rank = 0
         one = torch.optim.SGD([torch.zeros(())], lr=1.0)
         self.plateau = ReduceLROnPlateau(one, "max" if self.settings.score_max else "min", 0.5, patience=0, eps=0)
         self.averages = in_float64({k: v.detach().clone() for k, v in self.saved().items() if self.settings.ema})
         self.loss_sum = self.weight_sum = 0.0
         self.scores, self.left = list[float](), Record()
-        narrow = any(each.is_floating_point() and each.itemsize == 2 for each in given.initial.values())
-        self.is_coarse = narrow or self.settings.precision is not None
+        self.is_coarse = bool(program.settings.precision) or any(each.itemsize == 2 for each in given.initial.values())
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name, those of the criterion under `criterion.`."""
@@ -228,10 +224,8 @@ class Run:
         """Return the prediction of a batch, and its loss as the criterion reduces it."""
         inputs, target = map(in_float64, taken_apart(data)) if self.exact else taken_apart(data)
         arguments, keywords = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
-        dtype = (
-            None if self.exact else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.precision or "")
-        )
-        with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.precision or "")
+        with nullcontext() if dtype is None or self.exact else torch.autocast("cpu", dtype):
             if self.criterion is None:
                 output = self.model(*arguments, **keywords, labels=target)
                 return output["logits"], output["loss"]
@@ -276,10 +270,13 @@ class Run:
         """Run a micro-batch forward and backward."""
         self.rank = micro.rank
         self.put_back(self.buffers[micro.rank], weights=False)
+        for module, count in zip(self.memories, self.remembered[micro.rank]):
+            module.count = count
         loss = self.forward(micro.data)[1]
         self.buffers[micro.rank] = self.copies()
+        self.remembered[micro.rank] = [module.count for module in self.memories]
         for state, count in zip(self.program.state, self.counts[micro.rank]):
-            loss = loss if state.where == "evaluation" else loss * factor_of_state(state.kind, count)
+            loss = loss if state.where == "evaluation" else loss * state.factor(count)
         if micro.samples and (weight := weight_of(self.program, taken_apart(micro.data)[1])):
             phase.add(loss, weight, weight if self.program.criterion.reduction == "mean" else 1.0)
 
@@ -331,13 +328,14 @@ class Run:
 
     def evaluate(self, limit: int | None = None) -> tuple[dict[str, float], Tensor]:
         """Return metrics and predictions of the split `val` in its own order, or of its first samples."""
-        samples, collate = list(self.parts["make_dataset"]("val"))[:limit], self.parts.get("collate", default_collate)
-        size = self.settings.batch_size or self.settings.global_batch_size or 1
+        collate = self.parts.get("collate", torch.utils.data.default_collate)
+        samples = list(self.parts["make_dataset"]("val"))[:limit]
         trained, predictions, loss_sum, weight_sum = self.copies(), list[Tensor](), 0.0, 0.0
         self.put_back(self.averages)
         self.whole.eval()
-        for start in range(0, len(samples), size):
-            data = collate(samples[start : start + size])
+        ranks = 1 if self.settings.gradient_sum == "canonical" else self.ranks
+        for batch in batches_of_evaluation(samples, self.held, ranks):
+            data = collate(batch)
             with torch.no_grad():
                 prediction, loss = self.forward(data)
             if weight := weight_of(self.program, taken_apart(data)[1]):
@@ -368,9 +366,9 @@ class Run:
 
     def train(self) -> Record:
         """Train to the end of the budget, or of each budget."""
-        smaller = [event.at for event in self.program.events if event.kind == "budget"]
+        budgets = [event.at for event in self.program.events if event.kind == "budget"]
         with suppress(EndOfRun):
-            for budget in (*smaller, self.settings.epochs or self.settings.steps or 0):
+            for budget in [*budgets, self.settings.epochs or self.settings.steps or 0]:
                 self.budget = budget
                 self.set_rates()
                 while (self.left.steps if self.settings.epochs is None else self.passes) < budget:
@@ -387,12 +385,10 @@ class Run:
         if settings.epochs is not None:
             return self.close("epoch") if ends_pass else None
         every = settings.evaluate_interval or settings.checkpoint_interval or math.ceil(self.budget / 20)
-        held = math.ceil((settings.global_batch_size or 1) / self.ranks / settings.accum_steps)
-        batch = (settings.batch_size or min(held, settings.micro_batch_size or held)) * self.ranks
         is_last = self.left.steps == self.budget
         if ends_pass and is_last:
             self.advance("pass")
         if is_made and (is_last or self.left.steps % every == 0):
-            self.close("validation", limit=max(self.budget // 20, 1) * batch)
+            self.close("validation", limit=max(self.budget // 20, 1) * self.held * self.ranks)
         if ends_pass and not is_last:
             self.advance("pass")

@@ -12,6 +12,11 @@ FOUND: dict[str, str] = {
         '{"data": {"train": 4}, "model": {"dtype": "float16"}, "optimizer": {"by_config": false, "fused": true}, '
         '"settings": {"batch_size": 1, "epochs": null, "steps": 1}}'
     ),
+    "resumed-run-of-three-ranks-has-the-same-bits": (
+        '{"criterion": {"kind": "in_model"}, "data": {"form": "keywords", "inputs": "tokens", "source": "list", "train": 16}, '
+        '"events": [{"kind": "kill"}], "model": {"dtype": "float64", "per_position": true}, "settings": {"batch_size": 3, '
+        '"drop_last": false, "epochs": null, "seed": 3, "steps": 2}, "stack": {"ranks": 3}}'
+    ),
 }
 """Programs for which a property did not hold, by what was wrong; each was mended."""
 

@@ -20,18 +20,18 @@ from multiprocessing import connection
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from support.preloading import preload
 
 from .planted import PLANTED
 from .planted_blind import PLANTED as PLANTED_BLIND
 from .planted_form import VARIABLE, Planted
 from .properties import Verdict, checked
+from .search import STACKS_EVERY
 from .spec import Program
 from .strategies import programs
 
 FAULTS: dict[str, Planted] = {fault.name: fault for fault in (*PLANTED, *PLANTED_BLIND)}
 FAILS = ("differs", "died")
-STACKS_EVERY = 8
-"""One of so many groups of programs has stacks of several processes."""
 
 
 def drawn(number: int) -> Iterator[Program]:
@@ -68,10 +68,8 @@ def drawn_together(group: int) -> list[Program]:
 
 def work(pipe: connection.Connection) -> None:
     """Check programs, each with the fault that comes with it, until there is none."""
-    from support.preloading import preload
     from support.processes import fork_server
 
-    preload()
     fork_server()
     while (task := pipe.recv()) is not None:
         fault, program = task
@@ -153,6 +151,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(FAULTS), help="names of faults")
     parser.add_argument("--json", help="file for the table as data")
     options = parser.parse_args()
+    preload()
     search, context, begun = Search(options.seed, options.only), multiprocessing.get_context("fork"), time.monotonic()
     workers: dict[Any, Any] = {}
     for _ in range(options.jobs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -115,8 +116,9 @@ def each_sample_once(runs: Runs) -> list[str]:
     """Each pass has each sample once, but for those that a last batch would not be filled with."""
     program = runs.program
     settings, data = program.settings, program.data
-    ranks = runs.program.stack.ranks
-    if data.sampler == "weighted" or (data.source == "iterable" and (ranks > 1 or settings.num_workers > 1)):
+    ranks = runs.program.stack.readers
+    own = data.source == "iterable" or data.sampler is not None
+    if data.sampler == "weighted" or (own and ranks > 1) or (data.source == "iterable" and settings.num_workers > 1):
         return []
     known = first_elements(runs.parts["make_tensors"]("train")[0])
     if len(set(known)) < len(known):
@@ -207,24 +209,19 @@ def nothing_between_updates(runs: Runs) -> list[str]:
     return found
 
 
-def record_changes_nothing(runs: Runs) -> list[str]:
-    """Without the record, and without a trial of the evaluation and log lines, the run is bitwise the same."""
-    plain = runs.run(runs.plain, record=False, try_evaluation=False, log_interval=1)
-    states = [{**left.state, "state": without(left.state["state"], "metrics_mark")} for left in (runs.whole, plain)]
-    return state_differences(*states)
-
-
 def looking_changes_nothing(runs: Runs) -> list[str]:
-    """Without its evaluations, predictions and saves by hand, the run is bitwise the same."""
-    bare = without_events(runs.plain)
-    if bare == runs.plain:
-        return []
-    plain = runs.run(bare)
-    first, second = dict(runs.whole.state), dict(plain.state)
-    for state in (first, second):
+    """Without record, evaluations, predictions and saves by hand, trial and log lines, the run is bitwise the same."""
+    unseen = {"record": False, "try_evaluation": False, "log_interval": 1}
+    counts_evaluations = any(state.where == "evaluation" for state in runs.program.state)
+    looks = () if counts_evaluations else ("evaluate", "infer", "checkpoint")
+    plain = runs.run(without_events(runs.plain, *looks) if looks else runs.plain, **unseen)
+    states = []
+    for left in (runs.whole, plain):
+        state = without(left.state["state"], "metrics_mark")
         # What the run was told to look at is an attribute of it.
-        state["attributes"] = without(state.get("attributes") or {}, "looked")
-    return state_differences(first, second)
+        attributes = without(left.state.get("attributes") or {}, "looked")
+        states.append({**left.state, "state": state, "attributes": attributes})
+    return state_differences(*states)
 
 
 def resumed_is_the_same(runs: Runs) -> list[str]:
@@ -233,7 +230,8 @@ def resumed_is_the_same(runs: Runs) -> list[str]:
     if set(runs.program.state) & UNSAVED_STATES.keys():
         return []
     for event in runs.program.events:
-        if event.kind not in ("stop", "kill"):
+        # The record of a run kills it, and there is none of a pipeline.
+        if event.kind != "stop" and (event.kind != "kill" or runs.program.stack.pipeline > 1):
             continue
         place = runs.fresh()
         stopping = replace(
@@ -284,7 +282,7 @@ def pretrained_is_what_was_evaluated(runs: Runs) -> list[str]:
     averages, file = runs.whole.averages, runs.first / "checkpoints" / "latest.pth"
     if not averages or not file.is_file():
         return []
-    begun = runs.run(runs.plain, pretrained=str(file)).initial
+    begun = runs.run(runs.plain, trains=False, pretrained=str(file)).initial
     return [name for name, average in averages.items() if not same(average.to(begun[name].dtype), begun[name])]
 
 
@@ -371,7 +369,6 @@ PROPERTIES: tuple[Callable[[Runs], list[str]], ...] = (
     checkpoint_holds_the_run,
     skipped_leaves_no_trace,
     nothing_between_updates,
-    record_changes_nothing,
     looking_changes_nothing,
     unsaved_is_named,
     saved_is_finite,
@@ -393,6 +390,9 @@ ON_SEVERAL = (
     layout_is_the_same,
 )
 """Those that are asked of several processes: what takes further runs and is decided before the ranks is left out."""
+
+IN_A_PIPELINE = (checkpoint_holds_the_run, resumed_is_the_same, layout_is_the_same)
+"""Those that need no record: a pipeline divides a batch once more, and calls `train_step` for a part of it."""
 
 
 # Comparisons
@@ -477,16 +477,20 @@ def _check(program: Program, place: Path) -> Verdict:
     whole = runs.whole
     if whole.refused is not None:
         return refusal(program, whole)
-    for holds in PROPERTIES if program.stack.ranks == 1 else ON_SEVERAL:
+    refused: Verdict | None = None
+    asked = PROPERTIES if program.stack.ranks == 1 else ON_SEVERAL
+    for holds in asked if program.stack.pipeline == 1 else IN_A_PIPELINE:
         try:
             found = holds(runs)
         except Refused as error:
-            return Verdict("refused", f"{holds.__name__}: {error}", holds.__name__, named=whole.named)
+            # Such as a resume of what no checkpoint holds; the other properties must hold all the same.
+            refused = refused or Verdict("refused", f"{holds.__name__}: {error}", holds.__name__, named=whole.named)
+            continue
         except Late as error:
             return Verdict("differs", str(error), holds.__name__, named=whole.named)
         if found:
             return Verdict("differs", "\n".join(found[:12]), holds.__name__, named=whole.named)
-    return Verdict("right", named=whole.named)
+    return refused or Verdict("right", named=whole.named)
 
 
 def refusal(program: Program, left: Record) -> Verdict:
@@ -511,5 +515,7 @@ def checked(program: Program, timeout: float = 60.0) -> Verdict:
         verdict: Verdict = in_fork(check, program, timeout=timeout) if alone else check(program)
     except Died as death:
         verdict = Verdict("died", str(death), "ends")
+    except Exception:
+        verdict = Verdict("died", traceback.format_exc(), "ends")
     verdict.seconds = time.monotonic() - begun
     return verdict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import linecache
 import logging
 import math
@@ -211,15 +212,16 @@ def run(
     *,
     record: bool = True,
     resume: bool = False,
+    trains: bool = True,
     kill_at: int | None = None,
     **settings: Any,
 ) -> Record:
-    """Run the script of a program in this process, and return its record. `settings` replace some of the script."""
+    """Run the script of a program in this process, or only construct it, and return its record. `settings` replace some of the script."""
     left = Record()
     with warned() as lines:
         try:
             with active():
-                _run(program, directory, left, record=record, resume=resume, kill_at=kill_at, **settings)
+                _run(program, directory, left, record=record, resume=resume, trains=trains, kill_at=kill_at, **settings)
         except Exception as error:
             left.refused = f"{type(error).__name__}: {error}"
             left.refused_after = sum(update.committed for update in left.updates)
@@ -235,6 +237,7 @@ def _run(
     *,
     record: bool,
     resume: bool,
+    trains: bool,
     kill_at: int | None,
     **settings: Any,
 ) -> None:
@@ -250,6 +253,8 @@ def _run(
         if record:
             runner.observers.append(runner.sizes_of_record)
         left.initial = weights_of(runner)
+        if not trains:
+            return
         names["run"](runner)
         left.final, left.averages = weights_of(runner), averages_of(runner)
         left.steps = runner.train_state.global_step
@@ -312,6 +317,7 @@ def run_rank(text: str, place: str, options: dict[str, Any]) -> Record:
 
 def run_ranks(program: Program, place: Path, *, timeout: float = 120.0, **options: Any) -> Record:
     """Run a program on its processes, and return the record of rank 0 with the micro-batches of all."""
+    options = {**options, "record": False} if program.stack.pipeline > 1 else options
     given = program.to_json(), str(place), options
     outcomes = run_outcomes(run_rank, *given, world_size=program.stack.ranks, timeout=timeout)
     refused = next((each.error for each in outcomes if isinstance(each.error, RankRefused)), None)
@@ -322,7 +328,13 @@ def run_ranks(program: Program, place: Path, *, timeout: float = 120.0, **option
     if failed is not None:
         raise Died(f"rank {failed.rank}: {failed.error}; ended with {failed.exit_code}\n{failed.traceback}")
     records = [each.value for each in sorted(outcomes, key=lambda outcome: outcome.rank)]
-    records[0].micro_batches = [micro for record in records for micro in record.micro_batches]
+    for record in records:
+        # Each rank of a pipeline has its own stages.
+        records[0].initial |= record.initial | records[0].initial
+        records[0].final |= record.final | records[0].final
+    # Ranks of `tensor` and `pipeline` read the same samples.
+    readers = records[: program.stack.readers]
+    records[0].micro_batches = [micro for record in readers for micro in record.micro_batches]
     whole: Record = records[0]
     return whole
 
@@ -362,6 +374,8 @@ def _be_quiet() -> None:
 def _be_fork(pipe: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     code = 1
     try:
+        # A full collection, of which every run makes some, would copy all that the search has loaded.
+        gc.freeze()
         die_with_parent()
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -25,10 +25,17 @@ from collections import deque
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler
 
 import danling as dl
+"""
+_PARALLELIZE = """
+    def parallelize(self, topology):
+        style = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(self, topology.mesh("tensor"), {"head": style})
 """
 
 _CLASSES = {
@@ -261,6 +268,8 @@ class Script:
             lines.append('        return {"loss": loss, "logits": logits}')
         else:
             lines.append("        return self.head(x)")
+        if program.stack.tensor > 1:
+            lines += _PARALLELIZE.rstrip("\n").split("\n")
         cast = f".to(torch.{model.dtype})" if model.dtype != "float32" else ""
         return "\n".join([*lines, "", "", "def make_model():", f"    return Net(){cast}"])
 
@@ -744,6 +753,9 @@ class Script:
         if stack.kind == "parallel":
             axes = {name: getattr(stack, name) for name in ("replicate", "shard", "tensor", "pipeline")}
             made["parallel"] = {"axes": {name: size for name, size in axes.items() if size != 1}}
+        if stack.pipeline > 1:
+            body = ["body"] if program.model.parts else []
+            made["parallel"]["module_fqns_per_model_part"] = [["enter"], [*body, "head"]]
         return made
 
     def _optim_section(self) -> dict[str, Any]:

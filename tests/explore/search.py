@@ -3,6 +3,7 @@ that replays it.
 
 python -m explore.search --programs 500 --seed 7 --budget 600
 python -m explore.search --replay '{"settings": {"accum_steps": 2}}'
+python -m explore.search --report part1.jsonl part2.jsonl
 """
 
 from __future__ import annotations
@@ -25,12 +26,21 @@ from hypothesis.errors import Flaky
 
 from .properties import Verdict, checked
 from .script import render
-from .spec import Program, flat
+from .spec import Program, Stack, flat
 from .strategies import programs
+
+STACKS_EVERY = 8
+"""With stacks, one of so many groups of programs has them."""
 
 
 class Found(AssertionError):
     """A program for which a property does not hold."""
+
+
+def kind_of(stack: Stack) -> str:
+    """Return the name of a stack, with the axes of a mesh."""
+    axes = [name for name in ("replicate", "shard", "tensor", "pipeline") if getattr(stack, name) > 1]
+    return ".".join([stack.kind, *axes])
 
 
 def features(program: Program) -> list[str]:
@@ -38,7 +48,7 @@ def features(program: Program) -> list[str]:
     settings, data, criterion = program.settings, program.data, program.criterion
     found = [f"model:{part.kind}" for part in flat(program.model.parts)]
     found += [f"dtype:{program.model.dtype}", f"data:{data.inputs}", f"source:{data.source}", f"form:{data.form}"]
-    found += [f"criterion:{criterion.kind}", f"optimizer:{program.optimizer.kind}", f"stack:{program.stack.kind}"]
+    found += [f"criterion:{criterion.kind}", f"optimizer:{program.optimizer.kind}", f"stack:{kind_of(program.stack)}"]
     found += [f"augment:{kind}" for kind in data.augment]
     found += [f"state:{state.where}.{state.kind}" for state in program.state]
     found += [f"event:{event.kind}" for event in program.events]
@@ -103,8 +113,15 @@ class Tally:
         self.seconds += verdict.seconds
         self.processor += verdict.processor
         if self.log is not None:
-            outcome = {"kind": verdict.kind, "broken": verdict.broken, "seconds": round(verdict.seconds, 2)}
-            line = {**outcome, "text": verdict.text[:300], "named": verdict.named, "program": program.to_json()}
+            times = {"seconds": round(verdict.seconds, 2), "processor": round(verdict.processor, 2)}
+            line = {
+                "kind": verdict.kind,
+                "broken": verdict.broken,
+                **times,
+                "text": verdict.text[:300],
+                "named": verdict.named,
+                "program": program.to_json(),
+            }
             with self.log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         if verdict.kind == "refused":
@@ -114,6 +131,13 @@ class Tally:
         self.parts.update(present)
         self.pairs.update(itertools.combinations(present, 2))
         self.warned.update({line[:140] for line in verdict.named})
+
+    def add_log(self, log: Path) -> None:
+        """Count the programs of a log."""
+        for text in log.read_text().splitlines():
+            line = json.loads(text)
+            program = Program.from_json(line.pop("program"))
+            self.add(program, Verdict(**line))
 
     def report(self) -> str:
         """Return counts as text."""
@@ -207,11 +231,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--budget", type=float, default=2400.0, help="seconds")
     parser.add_argument("--stacks", action="store_true", help="draw stacks of several processes too")
+    parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make a finding smaller")
     parser.add_argument("--replay", help="a program as JSON, or a file of one")
     parser.add_argument("--script", action="store_true", help="only print the script of --replay")
     parser.add_argument("--log", type=Path, help="file that gets a line of JSON for each program")
+    parser.add_argument("--report", type=Path, nargs="+", help="only print the counts of such files together")
     parser.add_argument("--brief", action="store_true", help="leave scripts and pairs out of the report")
     options = parser.parse_args()
+    if options.report:
+        tally = Tally()
+        for log in options.report:
+            tally.add_log(log)
+        print(tally.report())
+        return
     from support.preloading import preload
     from support.processes import fork_server
 
@@ -240,7 +272,15 @@ def main() -> None:
             break
         # Few at a time: hypothesis begins each search with small programs, a tenth of all.
         chunk = min(count + 1, 9)
-        found = search(chunk, number=number, budget=left, stacks=options.stacks, tally=tally, known=known)
+        found = search(
+            chunk,
+            number=number,
+            budget=left,
+            stacks=options.stacks and number % STACKS_EVERY == 0,
+            tally=tally,
+            shrink_seconds=options.shrink,
+            known=known,
+        )
         number += 1
         if found is not None:
             failed = True

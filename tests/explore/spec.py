@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin, get_type_hints
 
+import torch
 from torch import Tensor
 
 WIDTH = 6
@@ -231,6 +233,13 @@ class Settings:
     async_mode: str | None = None
     seed: int = 1
 
+    def held_at_once(self, readers: int) -> int:
+        """Return the most samples that a rank holds at once, in training and in an evaluation."""
+        if self.gradient_sum == "canonical":
+            return self.micro_batch_size or 1
+        share = math.ceil((self.global_batch_size or 1) / readers)
+        return self.batch_size or min(self.micro_batch_size or share, math.ceil(share / self.accum_steps))
+
 
 @dataclass(frozen=True)
 class State:
@@ -249,6 +258,13 @@ class State:
 
     where: str
     kind: str
+
+    def factor(self, count: int) -> float:
+        """Return what a loss is multiplied with after so many micro-batches."""
+        if self.kind == "generator":
+            drawn = torch.randint(1000, (count + 1,), generator=torch.Generator().manual_seed(5))
+            count = int(drawn[-1]) - 1
+        return 1 + 0.1 * (count % 3)
 
 
 @dataclass(frozen=True)
@@ -284,6 +300,11 @@ class Stack:
     shard: int = 1
     tensor: int = 1
     pipeline: int = 1
+
+    @property
+    def readers(self) -> int:
+        """How many ranks read different samples."""
+        return self.ranks // self.tensor // self.pipeline
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,8 @@ TOKEN_PARTS = (
 NESTING = ("residual", "sometimes", "shared")
 WHOLE_BATCH = ("batch_norm",)
 DRAWS = {"dropout", "noise"}
+PER_STAGE = (*DRAWS, "sometimes", "batch_norm", "counter", "memory", "running", "spectral")
+"""What depends on how a batch is divided: a pipeline divides it once more."""
 
 
 def maybe(strategy: st.SearchStrategy[Any], one_in: int = 2, default: Any = None) -> st.SearchStrategy[Any]:
@@ -228,21 +230,25 @@ def schedules(draw: Any, data: Data, optimizer: Optimizer, by_epochs: bool) -> S
     if not optimizer.by_config and optimizer.kind != "two":
         kinds.append("lambda")
     kind = draw(st.sampled_from(kinds))
-    intervals = ["step", "epoch"] if kind != "plateau" else ["epoch"]
+    library = kind in ("linear", "cosine", "constant", "wsd")
+    intervals = ["step"] if kind != "plateau" else []
+    if by_epochs or not library:
+        intervals.append("epoch")
     if data.val:
         intervals.append("validation")
     interval = draw(maybe(st.sampled_from(intervals), 3))
-    library = kind in ("linear", "cosine", "constant", "wsd")
     return Schedule(kind, warmup=draw(maybe(st.integers(1, 3), 3, 0)) if library else 0, interval=interval)
 
 
-def sizes_fit(data: Data, settings: Settings) -> bool:
+def sizes_fit(data: Data, settings: Settings, readers: int) -> bool:
     """Whether no micro-batch has a single sample, which batch statistics cannot take."""
     batch = settings.batch_size or settings.global_batch_size or 1
     if settings.global_batch_size is not None and settings.accum_steps > 1:
         return False
     if settings.micro_batch_size is not None:
         return False
+    if readers > 1:
+        return batch > 1 and settings.batch_size is not None and settings.drop_last is not False
     return batch > 1 and data.train >= batch and (settings.drop_last is not False or data.train % batch != 1)
 
 
@@ -258,6 +264,7 @@ def all_settings(draw: Any, model: Model, criterion: Criterion, data: Data, opti
     if whole and accum == 1:
         micro = draw(maybe(st.integers(1, 4), 2))
     schedule = draw(maybe(schedules(data, optimizer, by_epochs), 2))
+    has_complex = any(part.kind == "complex" for part in flat(model.parts))
     average = draw(
         maybe(
             st.builds(
@@ -280,7 +287,7 @@ def all_settings(draw: Any, model: Model, criterion: Criterion, data: Data, opti
         micro_batch_size=micro,
         accum_steps=accum if not whole or batch * accum <= data.train else 1,
         max_grad_norm=draw(maybe(st.sampled_from([0.5, 0.1]), 3)),
-        max_grad_value=draw(maybe(st.just(0.05), 6)),
+        max_grad_value=None if has_complex else draw(maybe(st.just(0.05), 6)),
         precision=draw(maybe(st.sampled_from(["bf16", "fp16"]), 6)) if model.dtype == "float32" else None,
         skip_nonfinite_grad=bool(data.nan_samples) and draw(maybe(st.just(False), 6, True)),
         drop_last=draw(maybe(st.booleans(), 2)),
@@ -353,9 +360,20 @@ def programs(draw: Any, stacks: bool = False) -> Program:
     data = draw(datas(inputs, model, criterion))
     optimizer = draw(optimizers(model, criterion, data))
     settings = draw(all_settings(model, criterion, data, optimizer))
-    if any(part.kind in WHOLE_BATCH for part in flat(model.parts)) and not sizes_fit(data, settings):
+    stack = draw(all_stacks(model, criterion, data, optimizer)) if stacks else Stack()
+    if settings.batch_size is not None and stack.readers > 1:
+        settings = replace(settings, batch_size=max(min(settings.batch_size, data.train // stack.readers), 1))
+    if settings.global_batch_size is not None:
+        settings = replace(settings, global_batch_size=max(settings.global_batch_size, stack.readers))
+    if any(part.kind in WHOLE_BATCH for part in flat(model.parts)) and not sizes_fit(data, settings, stack.readers):
         model = replace(model, parts=tuple(part for part in model.parts if part.kind not in WHOLE_BATCH))
-    stack = draw(all_stacks()) if stacks else Stack()
+    if stack.ranks > 1 and data.source == "iterable":
+        # Each rank reads all of it, in an evaluation too.
+        data = replace(data, val=0)
+        settings = replace(settings, evaluate_interval=None, patience=None, score_max=False)
+        schedule = settings.schedule
+        if schedule is not None and (schedule.kind == "plateau" or schedule.interval == "validation"):
+            settings = replace(settings, schedule=None)
     if stack.kind == "graph":
         # What is drawn within a graph cannot be recorded.
         model = replace(model, parts=tuple(part for part in model.parts if not DRAWS & {*kinds_of(part)}))
@@ -370,12 +388,28 @@ def kinds_of(part: Part) -> list[str]:
 
 
 @st.composite
-def all_stacks(draw: Any) -> Stack:
-    """Draw a stack."""
-    kind = draw(st.sampled_from(["ddp", "parallel", "accelerate", "graph"]))
+def all_stacks(draw: Any, model: Model, criterion: Criterion, data: Data, optimizer: Optimizer) -> Stack:
+    """Draw a stack that a model can be trained on."""
+    kinds = ["ddp", "accelerate", "graph"] * 2 if optimizer.kind != "two" else ["ddp"]
+    # An optimizer that copies weights when it is built, or makes state of its own of gradients, has to know DTensor.
+    if optimizer.kind != "lookahead":
+        kinds += ["shard", "replicate"] * 2
+    if not model.tied and optimizer.kind not in ("lookahead", "wide"):
+        kinds.append("tensor")
+    is_chain = data.inputs == "vector" and data.form in ("pair", "mapping") and optimizer.kind != "two"
+    if is_chain and not any(part.kind in PER_STAGE for part in flat(model.parts)) and criterion.kind != "own_module":
+        kinds.append("pipeline")
+    if optimizer.by_config and model.dtype == "float32":
+        kinds.append("deepspeed")
+    kind = draw(st.sampled_from(kinds))
     if kind == "ddp":
         return Stack(kind, ranks=draw(st.integers(2, 3)))
-    if kind == "parallel":
-        layout = draw(st.sampled_from([(1, 2), (2, 1), (1, 3), (2, 2)]))
-        return Stack(kind, ranks=layout[0] * layout[1], replicate=layout[0], shard=layout[1])
-    return Stack(kind, ranks=draw(st.integers(1, 2)) if kind == "accelerate" else 1)
+    if kind == "shard":
+        size = draw(st.integers(2, 3))
+        return Stack("parallel", ranks=size, shard=size)
+    if kind == "replicate":
+        shard = draw(st.sampled_from([1, 2]))
+        return Stack("parallel", ranks=2 * shard, replicate=2, shard=shard)
+    if kind in ("tensor", "pipeline"):
+        return Stack("parallel", ranks=2, **{kind: 2})
+    return Stack(kind, ranks=1 if kind == "graph" else draw(st.integers(1, 2)))

@@ -117,6 +117,15 @@ def test_search_without_a_finding_counts_refusals_by_reason() -> None:
     assert tally.reasons["ValueError: Expected a"] == sum(tally.kinds.values()) >= 5
 
 
+def test_counts_of_a_log_are_those_of_its_search(tmp_path: Path) -> None:
+    tally, again = Tally(tmp_path / "log.jsonl"), Tally()
+    tally.add(Program(settings=Settings(steps=1, epochs=None)), Verdict("right", seconds=1.0, named=["a warning"]))
+    tally.add(Program(), Verdict("refused", "ValueError: Expected a\nat", seconds=2.0))
+    again.add_log(tmp_path / "log.jsonl")
+    assert again.report() == tally.report()
+    assert again.kinds == {"right": 1, "refused": 1}
+
+
 @pytest.mark.parametrize("event", ["stop", "kill"])
 def test_run_on_two_processes_is_checked(event: str) -> None:
     program = Program(
