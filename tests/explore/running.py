@@ -220,7 +220,8 @@ def run(
     left = Record()
     with warned() as lines:
         try:
-            with active():
+            # Not in the repository of the tests, whose state each run would read.
+            with active(), contextlib.chdir(directory.parent):
                 _run(program, directory, left, record=record, resume=resume, trains=trains, kill_at=kill_at, **settings)
         except Exception as error:
             left.refused = f"{type(error).__name__}: {error}"
