@@ -295,7 +295,7 @@ def _killed(program: Program, place: Path, at: int) -> None:
 def larger_budget(runs: Runs) -> list[str]:
     """A budget that is raised in the process is a resume with the larger budget."""
     events = [event for event in runs.program.events if event.kind == "budget"]
-    if not events:
+    if not events or set(runs.program.state) & UNSAVED_STATES.keys():
         return []
     unit = "steps" if runs.program.settings.steps is not None else "epochs"
     raised = runs.run(without_events(runs.program, "stop", "kill"))

@@ -314,7 +314,8 @@ def states(draw: Any, data: Data) -> tuple[State, ...]:
     found = []
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         # A dataset that has a state and is read by workers is refused: rarely.
-        if data.source == "dataset" and draw(maybe(st.just(True), 4, False)):
+        has_one = any(state.where == "dataset" for state in found)
+        if data.source == "dataset" and not has_one and draw(maybe(st.just(True), 4, False)):
             found.append(State("dataset", draw(st.sampled_from(["int", "int", "plain"]))))
         elif data.val and draw(maybe(st.just(True), 8, False)):
             found.append(State("evaluation", "int"))
