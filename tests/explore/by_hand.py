@@ -118,7 +118,8 @@ def make_optimizers(settings: Optimizer, named: Mapping[str, Tensor], own: Any) 
     if not settings.groups:
         return [of(settings.kind, group(lambda name: True, lr, decay))]
     others, biases = group(lambda name: "bias" not in name, lr, decay), group(lambda name: "bias" in name, 2 * lr, 0.0)
-    return [of(settings.kind, others, biases)]
+    is_kept = bool(biases["params"]) or not settings.by_config  # a configuration makes no group of nothing
+    return [of(settings.kind, others, biases) if is_kept else of(settings.kind, others)]
 
 
 class EndOfRun(Exception):
