@@ -262,7 +262,7 @@ class Run:
             self.average()
         else:
             for now, old in zip(self.counts, counts):
-                now[:] = [o if s.where == "runner" else n for n, o, s in zip(now, old, self.program.state)]
+                now[:] = [o if s.is_put_back else n for n, o, s in zip(now, old, self.program.state)]
         norm, averages = math.hypot(*(phase.norm for phase in phases)), dict(self.averages)
         self.left.updates.append(Update(len(window), is_made, norm, loss, rates, before, made, averages))
         return is_made

@@ -14,8 +14,11 @@ Tensors = Mapping[str, Tensor]
 
 MOVED = 1e-3
 """A weight may be wrong by this share of how far it has moved."""
-NOISE = 8.0
+NOISE = 16.0
 """And by so many times the difference that the dtypes of the program make in the reference itself."""
+
+ROUNDING = 1e-7
+"""And by this: an optimizer that divides by its gradient makes much of the rounding of one that is zero."""
 
 
 def differences(found: Record, exact: Record, own: Record, digits: float = 0.0) -> list[str]:
@@ -135,7 +138,7 @@ def _error(found: Tensor, exact: Tensor, own: Tensor, initial: Tensor) -> tuple[
         return 0.0, 0.0  # such as Adam in float16, where eps is 0: no loop in these dtypes says what is right
     moved, noise = (exact - initial).abs().max(), (own - exact).abs().max()
     # What the last digits of each stored number can hold.
-    allowed = MOVED * moved + NOISE * noise + digits * exact.abs() + 1e-9
+    allowed = MOVED * moved + NOISE * noise + digits * exact.abs() + ROUNDING
     error = (found - exact).abs()
     worst = int((error / allowed).argmax())
     return float(error[worst]), float(allowed[worst])

@@ -259,6 +259,11 @@ class State:
     where: str
     kind: str
 
+    @property
+    def is_put_back(self) -> bool:
+        """Whether it is put back after a skipped update: on the runner, and of a kind that can be saved."""
+        return self.where == "runner" and self.kind != "by_object"
+
     def factor(self, count: int) -> float:
         """Return what a loss is multiplied with after so many micro-batches."""
         if self.kind == "generator":
