@@ -338,8 +338,13 @@ class TrainingLoop:
     def _train_steps(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
         """Train update by update, pass after pass over the data. If stopped during an evaluation, resume starts with that evaluation."""
         runner, counters, results = self._runner, self._runner.state.train, self._runner._parts.results
+        begun_at = counters.global_step
+        if begun_at and begun_at not in runner.results and self._evaluation_is_due(begun_at) and not results.open:
+            # The state was saved in an override of `step`, before the evaluation that follows its update.
+            split = next((split for split in splits if not self._is_trained(split)), splits[-1])
+            results.open[split] = self._trained_metrics()
         if results.open:
-            self._validate(evaluated, final=counters.global_step == runner.steps)
+            self._validate(evaluated, final=begun_at == runner.steps)
         self.data_ended = False
         try:
             while counters.global_step < (runner.steps or 0) and not self._session.stop_reason:

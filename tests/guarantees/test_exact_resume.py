@@ -120,3 +120,31 @@ def test_run_saved_within_its_step_is_resumed_after_the_update(mode: str, tmp_pa
     assert resumed.ids == whole.ids[-len(resumed.ids) :] and len(resumed.trace) == len(whole.trace) - 2
     assert resumed.trace == whole.trace[2:]
     assert not differences(whole_state(whole)["model"], whole_state(resumed)["model"])
+
+
+class DiesAfterItsSave(SavesInStep):
+    """Ends before the evaluation that is due after the update."""
+
+    def step(self) -> Any:
+        outcome = super().step()
+        if self.train_state.global_step == 2:
+            self.checkpoint_manager.wait()
+            raise RuntimeError("killed here")
+        return outcome
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_evaluation_that_follows_a_save_in_step_is_made_by_the_resumed_run(interval: int, tmp_path: Path) -> None:
+    config = settings("step", tmp_path, log=False, evaluate_interval=interval, auto_resume=True)
+    with SavesInStep({**config, "dir": str(tmp_path / "whole")}) as whole:
+        whole.train()
+    config["dir"] = str(tmp_path / "parts")
+    with DiesAfterItsSave(config) as killed, pytest.raises(RuntimeError, match="killed here"):
+        killed.train()
+    with SavesInStep(config) as resumed:
+        assert resumed.train_state.global_step == 2 and 2 not in resumed.results
+        resumed.train()
+    found, expected = ({index: result["val"] for index, result in each.results.items()} for each in (resumed, whole))
+    assert found == expected
+    assert resumed.results[2]["train"]["loss"] == whole.results[2]["train"]["loss"]
+    assert not differences(whole_state(whole)["model"], whole_state(resumed)["model"])
