@@ -48,8 +48,8 @@ def _differences(found: Record, exact: Record, own: Record, digits: float) -> It
         return
     if found.steps != exact.steps:
         yield f"{found.steps} steps, expected {exact.steps}"
-    yield from _of_tensors("final", found.final, exact.final, own.final, found.initial)
-    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, found.initial)
+    yield from _of_tensors("final", found.final, exact.final, own.final, found.initial, digits)
+    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, found.initial, digits)
     yield from _of_numbers("pass losses", found.pass_losses, exact.pass_losses, own.pass_losses, digits)
     places = [[(each.split, each.after) for each in record.evaluations] for record in (found, exact)]
     if places[0] != places[1]:
@@ -58,17 +58,17 @@ def _differences(found: Record, exact: Record, own: Record, digits: float) -> It
         for name, value in right.result.items():
             label = f"{name} of {one.split} after {one.after}"
             yield from _of_numbers(label, [one.result.get(name, math.nan)], [value], [rounded.result[name]], digits)
-    yield from _of_predictions(found.predictions, exact.predictions, own.predictions)
+    yield from _of_predictions(found.predictions, exact.predictions, own.predictions, digits)
 
 
-def _of_predictions(found: Tensor | None, exact: Tensor | None, own: Tensor | None) -> Iterator[str]:
+def _of_predictions(found: Tensor | None, exact: Tensor | None, own: Tensor | None, digits: float) -> Iterator[str]:
     if exact is None or own is None:
         return
     if found is None or found.shape != exact.shape:
         yield f"predictions of shape {None if found is None else tuple(found.shape)}, expected {tuple(exact.shape)}"
         return
     name = "predictions"
-    yield from _of_tensors(name, {name: found}, {name: exact}, {name: own}, {name: torch.zeros_like(exact)})
+    yield from _of_tensors(name, {name: found}, {name: exact}, {name: own}, {name: torch.zeros_like(exact)}, digits)
 
 
 def digits_of(initial: Tensors) -> float:
@@ -81,7 +81,7 @@ def _of_update(found: Update, exact: Update, own: Update, initial: Tensors, digi
         yield f"committed={found.committed}, expected {exact.committed}"
         return
     if not exact.committed:
-        yield from _of_tensors("skipped", found.after, exact.after, own.after, initial)
+        yield from _of_tensors("skipped", found.after, exact.after, own.after, initial, digits)
         return
     if not _is_close(sorted(found.rates), sorted(exact.rates), sorted(exact.rates)):
         yield f"rates {found.rates}, expected {exact.rates}"
@@ -89,8 +89,8 @@ def _of_update(found: Update, exact: Update, own: Update, initial: Tensors, digi
         figure, right, rounded = (getattr(update, name) for update in (found, exact, own))
         if figure is not None:
             yield from _of_numbers(name, [figure], [right], [rounded], digits)
-    yield from _of_tensors("after", found.after, exact.after, own.after, initial)
-    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, initial)
+    yield from _of_tensors("after", found.after, exact.after, own.after, initial, digits)
+    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, initial, digits)
 
 
 def _of_numbers(
@@ -112,17 +112,19 @@ def _is_near(found: float, exact: float, own: float, digits: float) -> bool:
     return abs(found - exact) <= NOISE * abs(own - exact) + max(digits, 1e-5) * abs(exact) + 1e-7
 
 
-def _of_tensors(what: str, found: Tensors, exact: Tensors, own: Tensors, initial: Tensors) -> Iterator[str]:
+def _of_tensors(
+    what: str, found: Tensors, exact: Tensors, own: Tensors, initial: Tensors, digits: float
+) -> Iterator[str]:
     if found.keys() != exact.keys():
         yield f"{what}: names {sorted(found.keys() ^ exact.keys())} on one side only"
         return
     for name, right in exact.items():
-        error, allowed = _error(found[name], right, own[name], initial[name])
+        error, allowed = _error(found[name], right, own[name], initial[name], digits)
         if not error <= allowed:
             yield f"{what}: {name} is wrong by {error:.3g}, may be by {allowed:.3g}"
 
 
-def _error(found: Tensor, exact: Tensor, own: Tensor, initial: Tensor) -> tuple[float, float]:
+def _error(found: Tensor, exact: Tensor, own: Tensor, initial: Tensor, coarse: float) -> tuple[float, float]:
     """Return how wrong a tensor is, and how wrong it may be."""
     kind = torch.complex128 if exact.is_complex() else torch.float64
     is_number = own.dtype.is_floating_point or own.dtype.is_complex
@@ -138,7 +140,7 @@ def _error(found: Tensor, exact: Tensor, own: Tensor, initial: Tensor) -> tuple[
         return 0.0, 0.0  # such as Adam in float16, where eps is 0: no loop in these dtypes says what is right
     moved, noise = (exact - initial).abs().max(), (own - exact).abs().max()
     # What the last digits of each stored number can hold.
-    allowed = MOVED * moved + NOISE * noise + digits * exact.abs() + ROUNDING
+    allowed = max(MOVED, coarse) * moved + NOISE * noise + digits * exact.abs() + ROUNDING
     error = (found - exact).abs()
     worst = int((error / allowed).argmax())
     return float(error[worst]), float(allowed[worst])
