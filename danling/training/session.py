@@ -269,10 +269,12 @@ class TrainingSession:
         """Yield the batches of an evaluation; in a training, all ranks agree before each one whether to go on.
 
         A rank whose batches have come to their end goes on voting until those of all ranks have. When one was asked to stop, all of them
-        raise `EvaluationStopped`.
+        raise `EvaluationStopped`; not within `train_step`, whose update is made first.
         """
         pending: frozenset[str] = frozenset()
-        if self.running:
+        # Half of an update would be lost, and be trained again after a resume.
+        may_stop = self.running and not self.in_step
+        if may_stop:
             pending = runner._parts.update.sync.take_pending_requests()
             self._requested |= pending & {"save"}
         for number in itertools.count():
@@ -280,9 +282,11 @@ class TrainingSession:
             goes_on = batch is not None
             if self.running:
                 self.asked_to_stop()
-                votes = self._requested.intersection(STOPS) | ({"continue"} if goes_on else set())
+                votes = {"continue"} if goes_on else set[str]()
+                if may_stop:
+                    votes |= self._requested.intersection(STOPS)
                 agreed = agree(runner.placement.optimizer, votes)
-                stop = first_stop({*agreed, *pending, self.stop_reason})
+                stop = first_stop({*agreed, *pending, self.stop_reason}) if may_stop else None
                 if stop is not None:
                     self.stop_reason = stop
                     self._requested.difference_update(STOPS)

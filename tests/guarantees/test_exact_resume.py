@@ -148,3 +148,32 @@ def test_evaluation_that_follows_a_save_in_step_is_made_by_the_resumed_run(inter
     assert found == expected
     assert resumed.results[2]["train"]["loss"] == whole.results[2]["train"]["loss"]
     assert not differences(whole_state(whole)["model"], whole_state(resumed)["model"])
+
+
+class EvaluatesInItsStep(TracingRunner):
+    """Evaluates in each micro-batch of an update, after it was asked to stop in the first one if it is to."""
+
+    not_saved = ("ids", "trace", "is_to_stop", "looked")
+    is_to_stop = False
+
+    def train_step(self, data: Any) -> Any:
+        if self.train_state.global_step == 2:
+            if self.is_to_stop:
+                self.stop()
+            self.looked = self.evaluate()
+        return super().train_step(data)
+
+
+def test_update_that_evaluates_in_its_step_is_made_before_a_stop(tmp_path: Path) -> None:
+    config = settings("step", tmp_path, log=False, auto_resume=True)
+    with EvaluatesInItsStep({**config, "dir": str(tmp_path / "whole")}) as whole:
+        whole.train()
+    config["dir"] = str(tmp_path / "parts")
+    with EvaluatesInItsStep(config) as stopped:
+        stopped.is_to_stop = True
+        stopped.train()
+        assert stopped.train_state.global_step == 3
+    with EvaluatesInItsStep(config) as resumed:
+        resumed.train()
+    assert [*stopped.trace, *resumed.trace] == whole.trace
+    assert not differences(whole_state(whole)["model"], whole_state(resumed)["model"])
