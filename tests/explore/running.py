@@ -321,8 +321,10 @@ def run_ranks(program: Program, place: Path, *, timeout: float = 120.0, **option
     options = {**options, "record": False} if program.stack.pipeline > 1 else options
     given = program.to_json(), str(place), options
     outcomes = run_outcomes(run_rank, *given, world_size=program.stack.ranks, timeout=timeout)
-    refused = next((each.error for each in outcomes if isinstance(each.error, RankRefused)), None)
-    if refused is not None:
+    errors = [each.error for each in outcomes if isinstance(each.error, RankRefused)]
+    if errors:
+        # The other ranks see the connection break.
+        refused = next((error for error in errors if "Connection" not in error.args[0]), errors[0])
         text, after, trace = refused.args
         return Record(refused=text, refused_after=after, trace=trace)
     failed = next((each for each in outcomes if each.error is not None), None)
