@@ -11,7 +11,9 @@ import torch
 
 from danling.config.inputs import end_after
 from danling.data import Batch, BatchSource
-from danling.training.session import IntactStateError
+from danling.training.extension import Extension
+from danling.training.recompute import Recompute
+from danling.training.session import IntactStateError, TrainingSession
 from danling.training.update import RunWindow, UpdateStep
 from danling.utils.observers import Observer
 
@@ -23,6 +25,8 @@ from .quick import QuickRun
 from .rerun import audit_runner
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from danling.runners.torch_runner import TorchRunner
     from danling.training import UpdateOutcome
 
@@ -40,8 +44,19 @@ def check_layout(runner: TorchRunner, layout: str, **options: Any) -> LayoutRepo
 class Audits:
     """Makes what `config.audit` asks for, and puts it into what makes updates."""
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(
+        self,
+        runner: TorchRunner,
+        session: TrainingSession,
+        recompute: Recompute,
+        closers: ExitStack,
+        extensions: list[Extension],
+    ) -> None:
         self.runner = runner
+        self._session = session
+        self._recompute = recompute
+        self._closers = closers
+        self._extensions = extensions
         self._section = section = runner.config.audit
         self.recorder = None if section.gradients.dir is None else LayoutRecorder(runner)
         if section.replay_interval is None:
@@ -62,16 +77,16 @@ class Audits:
     def digests(self) -> UpdateAudit | None:
         """What digests updates and compares replicas; `None` unless that is configured."""
         every = self._section.digest_interval
-        return None if every is None else UpdateAudit(self.runner, every)
+        return None if every is None else UpdateAudit(self.runner, every, self._closers)
 
     def observe(self) -> None:
         """Add what observes the run. Called once, before it trains."""
-        until = None if self._section.until is None else Until(self.runner, self._section.until)
+        until = None if self._section.until is None else Until(self.runner, self._session, self._section.until)
         self.runner.observers.extend(each for each in (self.recorder, self.digests, until) if each is not None)
         if self._section.quick is not None:
-            quick = QuickRun(self.runner, self._section.quick)
+            quick = QuickRun(self.runner, self._session, self._section.quick)
             self.runner.observers.append(quick)
-            self.runner._parts.loop.extensions.append(quick)
+            self._extensions.append(quick)
 
     def see_updates(self, update: UpdateStep) -> None:
         """Let the recorder change batches, and digests travel with the collective of each update."""
@@ -81,7 +96,11 @@ class Audits:
 
     def around(self, run_window: RunWindow) -> RunWindow:
         """Return what runs the micro-batches of an update, and runs them again where that is asked for."""
-        return run_window if self._section.replay_interval is None else UpdateReplay(self.runner, run_window).run
+        return (
+            run_window
+            if self._section.replay_interval is None
+            else UpdateReplay(self.runner, self._recompute, run_window).run
+        )
 
 
 class ReplayMismatchError(IntactStateError):
@@ -99,8 +118,9 @@ class UpdateReplay:
     anew, is not checked, since code is compiled in it; the next one is.
     """
 
-    def __init__(self, runner: TorchRunner, inner: RunWindow) -> None:
+    def __init__(self, runner: TorchRunner, recompute: Recompute, inner: RunWindow) -> None:
         self._runner = runner
+        self._recompute = recompute
         self._inner = inner
         self._hasher = Hasher(runner.device)
         self._known_model: object = None
@@ -115,7 +135,7 @@ class UpdateReplay:
         self._is_owed = is_due and is_new
         if not is_due or is_new:
             return self._inner(source, batches, consumed)
-        take_back = runner._parts.recompute.remember()
+        take_back = self._recompute.remember()
         if not self._inner(source, batches, consumed):
             return False
         first, domain = self._digests(), runner.placement.optimizer
@@ -178,14 +198,15 @@ class Until(Observer):
 
     critical = True
 
-    def __init__(self, runner: TorchRunner, target: Sequence[int]) -> None:
+    def __init__(self, runner: TorchRunner, session: TrainingSession, target: Sequence[int]) -> None:
         self.target = tuple(target)
         self._runner = runner
+        self._session = session
         runner.saver.saved.append(self._saved)
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
         """Have the run save after the last update, and end where it has come beyond it. Called on all ranks."""
-        step, session = self._runner.saver.at[0], self._runner._parts.session
+        step, session = self._runner.saver.at[0], self._session
         if step == self.target[0]:
             # At once, and not as a request, of which an accelerator hears an update later.
             session.save_requested = True
@@ -195,5 +216,5 @@ class Until(Observer):
     def _saved(self) -> None:
         # The same update may be saved before and after the end of its epoch.
         if self._runner.saver.at == self.target:
-            self._runner._parts.session.stop_reason = "stop"
+            self._session.stop_reason = "stop"
             end_after()

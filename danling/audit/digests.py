@@ -25,6 +25,8 @@ from danling.utils.trees import dotted, tensors
 from .hashing import Hasher, key_of
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from danling.runners.torch_runner import TorchRunner
     from danling.training import UpdateOutcome
 
@@ -235,9 +237,10 @@ class UpdateAudit(Observer):
 
     critical = True
 
-    def __init__(self, runner: TorchRunner, every: int) -> None:
+    def __init__(self, runner: TorchRunner, every: int, closers: ExitStack) -> None:
         self.every = every
         self._runner = runner
+        self._closers = closers
         self._domain = runner.placement.optimizer
         self._device = runner.device
         self._file: DigestFile | None = None
@@ -357,7 +360,7 @@ class UpdateAudit(Observer):
         if self._domain.rank == 0:
             if self._file is None:
                 self._file = DigestFile(self._runner.workspace.digests_file, resume_step=self._began_at)
-                self._runner._parts.closers.callback(self._file.close)
+                self._closers.callback(self._file.close)
             # A column without tensors has no digest.
             totals = self._table.totals(rows)
             shown = {name: value for name, value in totals.items() if value or name == "samples"}

@@ -22,6 +22,8 @@ from danling.utils.trees import tensors
 from .hashing import Hasher
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from danling.data.run_data import DividedSettings
     from danling.distributed import StepTotals
     from danling.runners.base_runner import BaseRunner
@@ -97,7 +99,7 @@ def end_file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.end"
 
 
-def divide_for_check(runner: BaseRunner) -> DividedSettings:
+def divide_for_check(runner: BaseRunner, closers: ExitStack) -> DividedSettings:
     """Prepare this process for a check of layouts, before a model is built.
 
     Returns a function that changes the loader settings of a split, so that updates have the same samples on every layout, in unequal
@@ -106,7 +108,7 @@ def divide_for_check(runner: BaseRunner) -> DividedSettings:
     config, section = runner.config, runner.config.audit.gradients
     if section.dtype is not None:
         # What the forward creates has to be of this dtype as well.
-        runner._parts.closers.enter_context(default_dtype(dtype_of(section.dtype)))
+        closers.enter_context(default_dtype(dtype_of(section.dtype)))
     if config.seed is None:
         config.seed = 0
     replicas, accum_steps = int(section.replicas), int(config.accum_steps)

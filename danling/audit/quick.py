@@ -19,7 +19,7 @@ from .rerun import checkpoints_of
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
-    from danling.training import UpdateOutcome
+    from danling.training import TrainingSession, UpdateOutcome
 
 
 class QuickRun(Observer, Extension):
@@ -27,8 +27,9 @@ class QuickRun(Observer, Extension):
 
     critical = True
 
-    def __init__(self, runner: TorchRunner, updates: int) -> None:
+    def __init__(self, runner: TorchRunner, session: TrainingSession, updates: int) -> None:
         self._runner = runner
+        self._session = session
         self._updates = updates
         self._begun_at = 0
         """Updates of the run when the training began; 0 in a first start."""
@@ -42,14 +43,14 @@ class QuickRun(Observer, Extension):
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
         if self._begun_at == 0 and self._made >= self._updates:
-            self._runner._parts.session.stop_reason = "stop"
+            self._session.stop_reason = "stop"
 
     def ends_pass(self) -> bool:
         return self._begun_at > 0 and not self._runner.is_step_mode and self._made >= self._updates
 
     def evaluation_saved(self) -> None:
         if self._begun_at > 0 and self._made > 0:
-            self._runner._parts.session.stop_reason = "stop"
+            self._session.stop_reason = "stop"
 
     def training_finished(self) -> None:
         # What the program does behind its training, such as an export, is not meant for such weights.

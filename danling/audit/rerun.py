@@ -223,10 +223,12 @@ def audit_run(
     return again.result(f"exit code {ended.code}, after:\n{ended.tail}" if ended.code != 0 else None)
 
 
-def audit_runner(runner: TorchRunner, start: int | None, end: int | None, scratch: str | Path | None) -> AuditResult:
+def audit_runner(
+    runner: TorchRunner, start: int | None, end: int | None, scratch: str | Path | None, *, is_training: bool
+) -> AuditResult:
     """Train a stretch of a runner's run again; see `TorchRunner.audit`."""
     world = runner.world
-    if runner._parts.session.running:
+    if is_training:
         raise ValueError("runner.audit() cannot be called during train(). Call it after train() returns.")
     runner.checkpoint_manager.wait()
     place = Path(scratch or world.on_first(lambda: tempfile.mkdtemp(prefix="danling-audit-")))

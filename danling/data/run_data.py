@@ -20,6 +20,7 @@ from .source import BatchSource, ReaderPlace, WindowLoader, open_source
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
+    from danling.training.session import TrainingSession
 
 logger = logging.getLogger("danling")
 
@@ -46,11 +47,17 @@ class RunData:
     """
 
     def __init__(
-        self, run: BaseRunner, *, own_accum_steps: bool = False, divided: DividedSettings | None = None
+        self,
+        run: BaseRunner,
+        session: TrainingSession,
+        *,
+        own_accum_steps: bool = False,
+        divided: DividedSettings | None = None,
     ) -> None:
         self.sources: dict[str, BatchSource] = {}
         self.lengths: dict[str, int | None] | None = None
         self._run = run
+        self._session = session
         self._own_accum_steps = own_accum_steps
         self._divided = divided
         self._divide_themselves: set[str] = set()
@@ -384,7 +391,8 @@ class RunData:
                     "`self.datasets`."
                 )
             trained = self._is_trained(split)
-            loader.take_place(ReaderPlace(share, self.undivided(), run.is_main_process, trained), run)
+            place = ReaderPlace(share, self.undivided(), run.is_main_process, trained, self._session)
+            loader.take_place(place, run)
         own_state = bool(self.settings(split).get("own_state"))
         return open_source(loader, **share._asdict(), reads=run.placement.reads_data, own_state=own_state)
 

@@ -33,6 +33,7 @@ from .workers import end_with_process, kept_from_group_signals, shut_down_worker
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
+    from danling.training.session import TrainingSession
 
 logger = logging.getLogger("danling")
 
@@ -607,12 +608,14 @@ class ReaderPlace(NamedTuple):
         accum_steps: Micro-batches of an update on each rank.
         is_main: Whether this process acts for all of them where one has to, such as in freeing what was read.
         trained: Whether the split is trained on; else it is evaluated.
+        session: That of the run, where a run reads it.
     """
 
     share: Share = Share()
     accum_steps: int = 1
     is_main: bool = True
     trained: bool = True
+    session: TrainingSession | None = None
 
 
 class WindowLoader(ABC):

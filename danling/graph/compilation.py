@@ -363,11 +363,11 @@ class GraphPreparation(ModelPreparation):
 
     def __init__(self, runner: GraphRunner) -> None:
         super().__init__(runner.world)
-        self._runner = runner
+        self._whole_loss = runner._whole_loss
         self._function: WholeLoss | None = None
 
     def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
-        self._function = self._runner._whole_loss(model)
+        self._function = self._whole_loss(model)
         wrapped = super().wrap(self._function, options, reduces_later=reduces_later)
         return model if wrapped is self._function else wrapped
 
@@ -385,5 +385,5 @@ class GraphPreparation(ModelPreparation):
                 "options of it over in `ddp_kwargs`, or choose stack='ddp'."
             )
         if self._function is None or self._function.model is not model:
-            self._function = self._runner._whole_loss(model)
+            self._function = self._whole_loss(model)
         return self._function

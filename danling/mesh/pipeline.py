@@ -29,6 +29,7 @@ from .model_parts import copied_buffers
 
 if TYPE_CHECKING:
     from danling.runners.parallel_runner import ParallelRunner
+    from danling.training.keys import RandomKeys
 
 V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 """Schedules whose ranks hold a stage from the front and one from the back."""
@@ -149,7 +150,7 @@ class Pipeline:
     shape and one mode.
     """
 
-    def __init__(self, runner: ParallelRunner, parts: Sequence[nn.Module], schedule: Any) -> None:
+    def __init__(self, runner: ParallelRunner, keys: RandomKeys, parts: Sequence[nn.Module], schedule: Any) -> None:
         settings = runner.config.parallel
         self.plan = plan = runner.stage_plan
         self.parts = list(parts)
@@ -158,7 +159,7 @@ class Pipeline:
         self.device = runner.device
         self.microbatch_size = int(settings.pipeline_microbatch_size)
         self.n_microbatches = settings.pipeline_n_microbatches
-        self._keys = runner._parts.keys
+        self._keys = keys
         size = self.domain.size
         self.rank_of_stage = {
             stage: rank

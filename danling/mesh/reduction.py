@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -300,11 +300,10 @@ class CanonicalMeshReduction(MeshReduction):
 
     keeps_gradients = False
 
-    def __init__(self, runner: ParallelRunner) -> None:
+    def __init__(self, runner: ParallelRunner, sums: CanonicalSum, exchanges: Sequence[CanonicalReduceScatter]) -> None:
         super().__init__(runner)
-        assert runner._parts.canonical is not None
-        self.sums = runner._parts.canonical
-        self.exchanges = runner._exchanges
+        self.sums = sums
+        self.exchanges = exchanges
 
     def begin(self) -> None:
         """Refuse a loop of the user's own."""

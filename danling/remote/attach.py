@@ -17,7 +17,9 @@ from .store import RemoteMissing, RemoteSettings, RemoteStore, open_store
 from .stored_run import RunLayout, StoredRun, place_of, runs_of_id
 
 if TYPE_CHECKING:
+    from danling.reporting import Reporter
     from danling.runners.base_runner import BaseRunner
+    from danling.workspace.workspace import RunPlace
 
 logger = logging.getLogger("danling")
 
@@ -25,8 +27,12 @@ logger = logging.getLogger("danling")
 class RemoteStores:
     """The object stores that a run names: its own copy in one, and those of other runs that it reads."""
 
-    def __init__(self, runner: BaseRunner) -> None:
+    place: RunPlace
+    """The directory of the run; set when that is chosen."""
+
+    def __init__(self, runner: BaseRunner, reporter: Reporter) -> None:
         self._runner = runner
+        self._reporter = reporter
         self._mirror: RunMirror | None = None
 
     def connect(self, url: str) -> RemoteStore:
@@ -42,14 +48,13 @@ class RemoteStores:
     @cached_property
     def home(self) -> StoredRun:
         """The run itself, where `checkpoint.remote.url` is set."""
-        place = self._runner._parts.run_place
         url = str(self._runner.config.checkpoint.remote.url)
-        return StoredRun(self.connect(url), RunLayout(place.family, place.instance))
+        return StoredRun(self.connect(url), RunLayout(self.place.family, self.place.instance))
 
     @cached_property
     def sources(self) -> RemoteSources:
         """Where checkpoints are found: those of the run, and what a URL names."""
-        home = self.home if self._runner._parts.is_copied else None
+        home = self.home if self._runner.config.checkpoint.remote.url is not None else None
         return RemoteSources(self._runner.workspace.checkpoints, connect=self.connect, home=home)
 
     # Called on one rank
@@ -81,7 +86,7 @@ class RemoteStores:
             self._runner.world.on_first(self._bring_files)
 
     def _bring_files(self) -> None:
-        brought = bring_files(self.home.store, self.home.layout.files, self._runner._parts.run_place.dir)
+        brought = bring_files(self.home.store, self.home.layout.files, self.place.dir)
         if brought:
             logger.info("Brought %d files of the run from %s.", brought, self.home.url)
 
@@ -98,6 +103,7 @@ class RemoteStores:
             seconds_between_lines=config.log_seconds,
         )
         self._mirror.open()
+        self._reporter.figures.append(self.figures)
         # What was seen of the run before this process became its writer may have changed.
         self.home.forget()
 

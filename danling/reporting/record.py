@@ -23,6 +23,7 @@ from danling.utils.plain import parse_json
 from danling.utils.process import arithmetic
 
 if TYPE_CHECKING:
+    from danling.data.run_data import RunData
     from danling.runners.torch_runner import TorchRunner
 
 _VARIABLES = re.compile(
@@ -65,14 +66,15 @@ def environment(device: torch.device) -> dict[str, object]:
 class RunRecorder(Observer):
     """Writes `metadata/run.json` when a training begins: model, data, update, layout, environment, and the schedule of saves."""
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: TorchRunner, data: RunData) -> None:
         self._runner = runner
+        self._data = data
 
     def training_started(self) -> None:
         runner = self._runner
         model = self._model()  # on all ranks
         if runner.is_main_process and not runner.config.checkpoint.load_only:
-            division, optimizer, scheduler = runner._parts.data.division(), runner.optimizer, runner.scheduler
+            division, optimizer, scheduler = self._data.division(), runner.optimizer, runner.scheduler
             record = {
                 "model": model,
                 "criterion": _kind(runner.criterion),
@@ -154,7 +156,7 @@ class RunRecorder(Observer):
             samples: int | None = len(data)
         except TypeError:
             samples = None
-        shuffle = runner._parts.data.settings(split).get("shuffle", split in runner.train_splits)
+        shuffle = self._data.settings(split).get("shuffle", split in runner.train_splits)
         return {
             "kind": _kind(data),
             "samples": samples,

@@ -6,8 +6,8 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,12 @@ from .telemetry import Telemetry
 from .trackers import TrackerSet
 
 if TYPE_CHECKING:
+    from danling.data import Division
+    from danling.data.run_data import RunData
     from danling.runners.base_runner import BaseRunner
     from danling.runners.torch_runner import TorchRunner
-    from danling.training.update import UpdateOutcome
+    from danling.training.session import TrainingSession
+    from danling.training.update import UpdateOutcome, UpdateStep
 
 logger = logging.getLogger("danling")
 
@@ -53,12 +56,19 @@ class Reporter(Observer):
 
     critical = True
 
-    def __init__(self, runner: BaseRunner) -> None:
+    def __init__(self, runner: BaseRunner, session: TrainingSession, data: RunData, closers: ExitStack) -> None:
         self.trackers = TrackerSet(runner)
         self.telemetry = Telemetry(runner)
         self.rank_times: RankTimes | None = None
         self.bar: Progress | None = None
+        self.figures: list[Callable[[int], Mapping[str, Mapping[str, float]]]] = []
+        """Further metrics of each log line by group, given the number of updates."""
         self._owner = runner
+        self._session = session
+        self._data = data
+        self._closers = closers
+        self._update: UpdateStep | None = None
+        self._sums_loss = False
         self._runner: TorchRunner | None = None
         """The runner while it trains."""
         self._log: RunLog | None = None
@@ -67,7 +77,7 @@ class Reporter(Observer):
     def open_log(self, file: Path | None) -> None:
         """Open the log of the run, in a file if there is one."""
         self._log = RunLog(file, is_main=self._owner.is_main_process, rank=self._owner.rank)
-        self._owner._parts.closers.callback(self._log.close)
+        self._closers.callback(self._log.close)
 
     def speaking(self) -> AbstractContextManager[None]:
         """Return the context in which log messages belong to this run alone."""
@@ -81,9 +91,17 @@ class Reporter(Observer):
 
     # One training
 
-    def begin(self, runner: TorchRunner) -> None:
-        """Begin to measure and to show a training. Called on all ranks."""
+    def begin(self, runner: TorchRunner, update: UpdateStep, *, sums_loss: bool) -> None:
+        """Begin to measure and to show a training. Called on all ranks.
+
+        Args:
+            runner: The runner.
+            update: What makes its updates.
+            sums_loss: Whether the criterion sums, so that the loss of an update is shown as a sum.
+        """
         self._runner = runner
+        self._update = update
+        self._sums_loss = sums_loss
         self.telemetry.begin(runner)
         seconds = runner.config.log_seconds
         self._result_lines, self._stream_lines = Paced(seconds, burst=_RESULT_LINES), Paced(seconds)
@@ -96,7 +114,7 @@ class Reporter(Observer):
                 seconds_between_lines=seconds,
             )
             self.bar.epoch = _epoch(runner)
-            for line in describe_training(runner):
+            for line in describe_training(runner, self._data.division()):
                 logger.info("%s", line)
 
     def say_ending(self, ending: str) -> None:
@@ -110,7 +128,7 @@ class Reporter(Observer):
         if self.bar is not None:
             self.bar.write_last()
         try:
-            more = describe_end(runner)
+            more = describe_end(runner, self._session.stop_reason)
         except OSError as error:
             more = [f"(what there is to go on with cannot be looked up: {error})"]
         logger.info("%s", "\n  ".join([f"{ending}: {self.telemetry.summary(runner)}", *more]))
@@ -126,6 +144,7 @@ class Reporter(Observer):
             bar.close()
         if self._runner is not None:
             self._runner = None
+            self._update = None
             self.telemetry.end()
             self.trackers.flush()
 
@@ -137,12 +156,12 @@ class Reporter(Observer):
             self.bar.set_epoch(_epoch(self._runner))
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
-        runner = self._runner
-        if runner is None:
+        runner, update = self._runner, self._update
+        if runner is None or update is None:
             return
         step = runner.state.train.global_step
-        if outcome.committed and step % runner._parts.update.log_every == 0:
-            self._log_update(runner, outcome)
+        if outcome.committed and step % update.log_every == 0:
+            self._log_update(runner, update, outcome)
         if self.bar is not None:
             self.bar.update(step)
 
@@ -160,7 +179,7 @@ class Reporter(Observer):
 
     def save_ended(self) -> None:
         self._show_doing("")
-        if self._owner._parts.session.running:  # else they are flushed at the end
+        if self._session.running:  # else they are flushed at the end
             self.trackers.flush()
 
     def _show_doing(self, what: str) -> None:
@@ -173,26 +192,29 @@ class Reporter(Observer):
         """Count the samples of the next log line from here, since the counter has jumped."""
         self.telemetry.samples_at_log = samples
 
-    def _log_update(self, runner: TorchRunner, update: UpdateOutcome) -> None:
+    def _log_update(self, runner: TorchRunner, update: UpdateStep, outcome: UpdateOutcome) -> None:
         """Log the metrics of an update and the speed since the last line. One collective."""
-        parts, train, ranks = runner._parts, runner.state.train, self.rank_times
-        parts.update.read_samples()
+        train, ranks = runner.state.train, self.rank_times
+        update.read_samples()
         own = ranks.own(self.telemetry.waited_since_report) if ranks is not None else ()
         pace, rows = self.telemetry.report(runner, own)
         if not runner.is_main_process:
             return
         # On an accelerator a window without any weight is noticed only here.
-        values = {"loss": float(update.loss_sum if parts.sums_loss else update.loss)}
-        for index, rate in enumerate(parts.update.rates):
+        values = {"loss": float(outcome.loss_sum if self._sums_loss else outcome.loss)}
+        for index, rate in enumerate(update.rates):
             if rate is not None:
                 values["learning_rate" if index == 0 else f"learning_rate.{index}"] = rate
-        if update.grad_norm is not None:
-            values["grad_norm"] = float(update.grad_norm)
+        if outcome.grad_norm is not None:
+            values["grad_norm"] = float(outcome.grad_norm)
         values |= pace
         named, known = {f"train/{name}": value for name, value in values.items()}, dict[str, float]()
-        copied = runner._parts.remote.figures(train.global_step) if runner._parts.is_copied else {}
-        loaders = {split: loader.metrics() for split, loader in runner._parts.data.windows().items()}
-        for split, found in {**loaders, **copied}.items():
+        groups: dict[str, Mapping[str, float]] = {
+            split: loader.metrics() for split, loader in self._data.windows().items()
+        }
+        for further in self.figures:
+            groups.update(further(train.global_step))
+        for split, found in groups.items():
             named |= {f"{split}/{name}": value for name, value in found.items()}
             known |= {name: known.get(name, 0) + value for name, value in found.items()}
         slow = ranks.judge(rows) if ranks is not None and rows else ""
@@ -223,9 +245,7 @@ class Reporter(Observer):
         self.trackers.log(flat, step)
 
     def _write_streams(self, runner: TorchRunner) -> None:
-        streams = {
-            split: found for split, loader in runner._parts.data.windows().items() if (found := loader.standing())
-        }
+        streams = {split: found for split, loader in self._data.windows().items() if (found := loader.standing())}
         if streams:
             runner.workspace.write_streams(streams)
 
@@ -246,7 +266,7 @@ def _epoch(runner: TorchRunner) -> str:
 # The messages at the beginning and at the end of a training
 
 
-def describe_training(runner: TorchRunner) -> list[str]:
+def describe_training(runner: TorchRunner, division: Division | None) -> list[str]:
     """Describe the training, in lines of at most 100 columns; a path alone may be longer."""
     train, size = runner.state.train, runner.world_size
     budget = f"step {runner.steps}" if runner.is_step_mode else f"epoch {runner.epochs}"
@@ -256,7 +276,7 @@ def describe_training(runner: TorchRunner) -> list[str]:
     parameters = [parameter for _, parameter in runner.named_parameters()]
     whole, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
     sizes = f"{whole:,} parameters" + (f", {trained:,} trained" if trained != whole else "")
-    division, batch = runner._parts.data.division(), runner.batch_size
+    batch = runner.batch_size
     accumulated = f" x {runner.accum_steps} micro-batches" if runner.accum_steps > 1 else ""
     each = " on each" if runner.distributed else ""
     if division is not None:
@@ -268,8 +288,13 @@ def describe_training(runner: TorchRunner) -> list[str]:
     return [*first, f"Run directory: {runner.workspace.dir}"]
 
 
-def describe_end(runner: TorchRunner) -> list[str]:
-    """Return the best score, and the commands to resume, to draw and to export, a line each. No communication."""
+def describe_end(runner: TorchRunner, reason: str | None) -> list[str]:
+    """Return the best score, and the commands to resume, to draw and to export, a line each. No communication.
+
+    Args:
+        runner: The runner.
+        reason: Why the training ended; `None` at the end of its budget.
+    """
     directory, checkpoints = runner.workspace.dir, runner.workspace.checkpoints
     kept: dict[str, Path] = {}
     for name in ("best", "latest"):
@@ -283,7 +308,7 @@ def describe_end(runner: TorchRunner) -> list[str]:
         place = f": {_shown(kept['best'])}" if "best" in kept else ""
         lines.append(f"best     {score} {format_number(runner.best_score)} at {unit} {runner.best_index}{place}")
     if "latest" in kept:
-        lines.append(f"go on    {_how_to_resume(runner, kept['latest'])}")
+        lines.append(f"go on    {_how_to_resume(runner, kept['latest'], reason)}")
     if (directory / "metrics.jsonl").is_file():
         lines.append(f"curves   danling plot {shlex.quote(_shown(directory))} -o curves.png")
     if kept:
@@ -295,9 +320,9 @@ def describe_end(runner: TorchRunner) -> list[str]:
     return lines
 
 
-def _how_to_resume(runner: TorchRunner, latest: Path) -> str:
+def _how_to_resume(runner: TorchRunner, latest: Path, reason: str | None) -> str:
     """Return what continues a run, with larger values of the settings that have ended it: its budget, and the patience that is used up."""
-    reason, done = runner._parts.session.stop_reason, runner.steps if runner.is_step_mode else runner.epochs
+    done = runner.steps if runner.is_step_mode else runner.epochs
     more: dict[str, int] = {}
     if runner.progress >= 1 and done and reason in (None, "patience"):
         more["steps" if runner.is_step_mode else "epochs"] = 2 * done

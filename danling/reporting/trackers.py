@@ -156,6 +156,9 @@ class TrackerSet:
         self.is_open = True
         for tracker in self._added:
             self._open(tracker)
+        if self._runner.is_main_process:
+            step = self._runner.state.train.global_step
+            self.add(JsonlTracker(self._runner.workspace.jsonl_file, resume_step=step, resume_mark=self.mark))
         for name in BUILT_IN_TRACKERS:
             hook = getattr(self._runner, f"init_{name}", None)
             if hook is None:
@@ -484,7 +487,7 @@ class WandbTracker(WandbMedia):
         self.run: Any = wandb.run
         if not self._owned:
             return
-        config, settings, name = runner.config, runner.config.wandb, runner._parts.run_place.instance
+        config, settings, name = runner.config, runner.config.wandb, runner.workspace.instance
         directory = Path(settings.dir or runner.workspace.dir)
         directory.mkdir(parents=True, exist_ok=True)
         secrets = secret_values(config.plain(), config.secret_keys or ())
@@ -539,7 +542,7 @@ class MlflowTracker(MlflowMedia):
     def __init__(self, runner: BaseRunner) -> None:
         require_package("mlflow")
         mlflow: Any = import_module("mlflow")
-        settings, name = runner.config.mlflow, runner._parts.run_place.instance
+        settings, name = runner.config.mlflow, runner.workspace.instance
         uri = settings.uri
         if uri is None and not mlflow.is_tracking_uri_set():
             # The two characters of a path that mean something else in a URI.
@@ -644,7 +647,7 @@ class TrackioTracker(TrackioMedia):
         project = settings.project or config.lineage
         self.run = trackio.init(
             project=project,
-            name=runner._parts.run_place.instance,
+            name=runner.workspace.instance,
             group=settings.group or config.experiment,
             space_id=settings.space_id,
             server_url=settings.server_url,
@@ -683,24 +686,19 @@ class TrackioTracker(TrackioMedia):
         self.run = None
 
 
-def _jsonl(runner: BaseRunner) -> Tracker:
-    step, mark = runner.state.train.global_step, runner._parts.reporter.trackers.mark
-    return JsonlTracker(runner.workspace.jsonl_file, resume_step=step, resume_mark=mark)
-
-
 BUILT_IN_TRACKERS: Mapping[str, Callable[[BaseRunner], Tracker]] = {
-    "jsonl": _jsonl,
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "trackio": TrackioTracker,
 }
-"""What opens a tracker, by name, in the order in which they are opened: on the main process, when training first begins."""
+"""What opens a tracker, by name, in the order in which they are opened after the file of metrics: on the main process, when training
+first begins."""
 
 
 def is_asked(name: str, runner: BaseRunner) -> bool:
     """Return whether the configuration asks for one of the library's own trackers."""
-    setting: Any = True if name == "jsonl" else runner.config[name]
+    setting: Any = runner.config[name]
     return bool(setting if isinstance(setting, bool) else setting.enabled)
 
 

@@ -45,8 +45,6 @@ from danling.reporting import Tracker, media
 from danling.reporting.trackers import FileMark
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
 from danling.training.run_state import (
-    RunSaver,
-    RunState,
     StatePart,
     check_complete,
     check_given,
@@ -59,6 +57,7 @@ from danling.training.run_state import (
     restore_run,
 )
 from danling.training.session import BY_SIGNAL
+from danling.utils.hooks import is_overridden
 from danling.utils.process import arithmetic
 from danling.workspace import Workspace
 from danling.workspace.workspace import without_places
@@ -181,20 +180,18 @@ class BaseRunner(metaclass=MetaRunner):
         self.carry: Any = None
         self.meters = Meters(reserved=("loss",))
         self.results: Results = {}
-        self.standing = BestScore(self, own=type(self).scores is not BaseRunner.scores)
+        self.standing = BestScore(self, own=is_overridden(self, "scores"))
         self._seed_is_drawn = False
         # Overrides of `init_distributed` and the log read both before the process group is there.
         self.launch = LaunchEnvironment.read()
         if self.config.deterministic:
             set_cublas_workspace()
         self.device = select_device(self.launch.local_rank)
-        self.run_state = RunState(self)
-        self.saver = RunSaver(self)
-        self._parts.open(own_accum_steps=type(self).accum_steps is not BaseRunner.accum_steps)
+        self._parts.open()
+        self.run_state, self.saver = self._parts.run_state, self._parts.saver
         self.init_distributed()
         if "world" not in vars(self):
             self.world = world_of(self.world_size, self.device)
-        self._parts.watch_calls()
         self._check_ranks_alike()
         self.state.elastic = ElasticState(world_size=self.world_size, restart_count=self.launch.restart_count)
         self.placement = self.build_placement()
@@ -202,7 +199,8 @@ class BaseRunner(metaclass=MetaRunner):
             group = self.config.ft.replica_id, self.config.ft.group_size
             self.placement = replace(self.placement, replica_group=group)
         # Must precede `set_seed`: a seed that is drawn there must not enter the run's id. Nothing is written yet.
-        place = self._parts.find_place()
+        self._parts.join()
+        place = self._parts.run_place
         self.id, self.timestamp = place.id, place.timestamp
         self.code_id, self.config_id = place.code_id, place.config_id
         self.workspace: Workspace = place.workspace(self.timestamp)
@@ -262,8 +260,9 @@ class BaseRunner(metaclass=MetaRunner):
         self._check_sources_alike()
         self.prepare_components()
         self.open_workspace()
-        if self._parts.is_copied:
-            self._parts.remote.bring_files()
+        stores = self._parts.stores
+        if stores is not None:
+            stores.bring_files()
         if self._heartbeat_settings != (self.workspace.dir, *self.config.heartbeat.items()):
             self.init_heartbeat()
         self.init_garbage_collection()
@@ -274,17 +273,17 @@ class BaseRunner(metaclass=MetaRunner):
                 "write no checkpoints sets checkpoint.load_only=true."
             )
         self.checkpoint_manager.after_save = self._parts.data.commit_saved
-        if self._parts.is_copied:
-            self._parts.remote.claim()
+        if stores is not None:
+            stores.claim()
         self.saver.loaded.append(self._parts.data.commit_loaded)
         if is_asked("torchft", self.config):
-            load("torchft").keep_own_positions(self)
+            load("torchft").keep_own_positions(self, self._parts.data, self._parts.closers)
         self.state.elastic.data_replicas = self.placement.data_replicas
         self._parts.keys.between_updates()
         self._parts.attributes.begin()
         self.restore()
-        if self._parts.is_copied:
-            self._parts.remote.start_mirroring()
+        if stores is not None:
+            stores.start_mirroring()
         self._write_metadata()
         self._parts.closers.callback(self._parts.data.close)
         self._parts.closers.callback(self._parts.session.end)
@@ -440,7 +439,7 @@ class BaseRunner(metaclass=MetaRunner):
         stored = None
         if source is not None or self.config.auto_resume:
             stored = stored_seed(self.workspace.checkpoints, source)
-            if stored is None and (self._parts.is_copied or "://" in (source or "")):
+            if stored is None and (self._parts.stores is not None or "://" in (source or "")):
                 stored = self._parts.remote.stored_seed(source)
         return secrets.randbits(31) if stored is None else int(stored)
 
@@ -918,7 +917,9 @@ class BaseRunner(metaclass=MetaRunner):
         self.checkpoint_manager.planned_history = lambda: (
             ((self.steps if self.is_step_mode else self.epochs) or 0) // self.checkpoint_interval
         )
-        self.checkpoint_manager.checkpoints.look_in(lambda: self._parts.remote.sources, own=self._parts.is_copied)
+        self.checkpoint_manager.checkpoints.look_in(
+            lambda: self._parts.remote.sources, own=self._parts.stores is not None
+        )
         self._parts.closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
 
     def remote_credentials(self) -> Mapping[str, Any] | None:
@@ -1005,7 +1006,7 @@ class BaseRunner(metaclass=MetaRunner):
             **self.run_state.components(self.component_states()),
             **self._parts.attributes.state(),
             **self._parts.observer_states.state(),
-            "dataloaders": loader_states(self, self._parts.data.trained_sources()),
+            "dataloaders": loader_states(self, self._parts.data.trained_sources(), self._parts.data.named_changes),
         }
 
     def broadcast_buffers(self) -> None:
@@ -1041,14 +1042,6 @@ class BaseRunner(metaclass=MetaRunner):
         scored = not isinstance(parts, TorchParts) or parts.results.scored_at == self.state.train.global_step
         is_best = save_best and scored and self.is_best and self.standing.latest_index == self.index
         self.saver.save(history=history, best=is_best)
-
-    def _unsaved_updates(self) -> int | None:
-        """Return how many updates are made at most until the first of them is on the disk; `None` where no save is due within a pass."""
-        settings = self.config.checkpoint
-        if not self.is_step_mode or settings.load_only:
-            return None
-        # A save in the background may wait for the one before it, and is on the disk an interval later then.
-        return self.checkpoint_interval * (2 if CheckpointSettings.from_config(settings).is_async else 1)
 
     # Loading
 
@@ -1141,7 +1134,7 @@ class BaseRunner(metaclass=MetaRunner):
         Args:
             states: State by split; `None` for a split that starts from the beginning.
         """
-        restore_positions(self, states)
+        restore_positions(self, self._parts.data, states)
 
     # Sources
 

@@ -59,6 +59,7 @@ from danling.training.batches import (
     takes_aligned_labels,
 )
 from danling.training.model_states import ModelStates
+from danling.utils.hooks import is_overridden
 from danling.utils.tensors import floating_dtype
 
 from .torch_runner import TorchRunner
@@ -150,7 +151,9 @@ class ParallelRunner(TorchRunner):
         self._check_divided(parts)
         for part in parts:
             self._place(part)
-        asked = self.config.parallel.activation_checkpointing and not self._overrides("apply_activation_checkpointing")
+        asked = self.config.parallel.activation_checkpointing and not is_overridden(
+            self, "apply_activation_checkpointing"
+        )
         wraps = any(self.pipeline_domain.gather_objects(recomputes(parts)))
         self.preparation.recomputes = wraps or not asked
         self.model = ModelParts(parts) if is_cut else parts[0]
@@ -201,7 +204,7 @@ class ParallelRunner(TorchRunner):
     def _check_offload(self) -> None:
         """Refuse to initialise shards in host memory under a mesh of accelerators."""
         is_loaded = bool(self.config.resume or self.config.pretrained)
-        if not is_meta(self.model) or is_loaded or self._overrides("initialize_part"):
+        if not is_meta(self.model) or is_loaded or is_overridden(self, "initialize_part"):
             return
         is_offloaded = self.topology.degree("shard") > 1 and self.build_offload_policy() is not None
         # A random operation of DTensor on such a shard puts the stream of the CPU back afterwards, so that all draw the same numbers.
@@ -281,7 +284,7 @@ class ParallelRunner(TorchRunner):
         found = set().union(*self.pipeline_domain.gather_objects(mine))
         whole = [axis for axis in wanted if axis not in found]
         if whole:
-            hook = "parallelize_model" if self._overrides("parallelize_model") else "parallelize"
+            hook = "parallelize_model" if is_overridden(self, "parallelize_model") else "parallelize"
             raise ValueError(
                 f"Expected `{hook}` to divide parameters over {', '.join(whole)}. Received: a model none of whose parameters is a "
                 f"DTensor over the mesh of {whole[0]!r}; {self.topology.axes.describe()}. Divide some, or set the degree to 1."
@@ -381,7 +384,7 @@ class ParallelRunner(TorchRunner):
         schedule = self.build_pipeline_schedule()
         if schedule is None:
             raise _returned_nothing("build_pipeline_schedule", "a schedule class of torch.distributed.pipelining", None)
-        return Pipeline(self, parts, schedule)
+        return Pipeline(self, self._parts.keys, parts, schedule)
 
     # Optimizer
 
@@ -483,7 +486,8 @@ class ParallelRunner(TorchRunner):
     # One update
 
     def build_reduction(self) -> GradientReduction:
-        return (MeshReduction if self._parts.canonical is None else CanonicalMeshReduction)(self)
+        canonical = self._parts.canonical
+        return MeshReduction(self) if canonical is None else CanonicalMeshReduction(self, canonical, self._exchanges)
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         """Run one micro-batch forward and backward. See `TorchRunner.train_step`.
@@ -547,7 +551,7 @@ class ParallelRunner(TorchRunner):
             self._handed_on.append(scaled)  # the schedule runs the backward
 
     def _run_evaluate_step(self, step: Callable[[Any], Any], data: Any) -> Any:
-        if self.pipeline is None or not self._overrides("evaluate_step"):
+        if self.pipeline is None or not is_overridden(self, "evaluate_step"):
             return step(data)
         self.pipeline.open(self._inputs(step, data, whole=True))
         with self.forward_context() or nullcontext():

@@ -6,28 +6,30 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from danling.config.lock import SettingsLock
 from danling.data.run_data import RunData
 from danling.distributed import CollectiveCalls, collective_timeout
 from danling.metrics import Meters, MetricSet, TrainMetrics
-from danling.metrics.scores import infer_mode, metric_of
-from danling.optim.registry import scheduler_interval
 from danling.reporting import Reporter
-from danling.training import PassAgreement, TrainingSession
+from danling.reporting.record import RunRecorder
+from danling.training import TrainingSession
 from danling.training.attributes import KeptAttributes
-from danling.training.batches import BatchLoss, criterion_setting
-from danling.training.checks import ComponentChecks, FiniteWeights
-from danling.training.evaluation import Evaluator, RunResults
+from danling.training.batches import BatchLoss
+from danling.training.checks import ComponentChecks, FiniteWeights, FirstGradients
+from danling.training.evaluation import Evaluator
+from danling.training.extension import Extension
 from danling.training.keys import RandomKeys
 from danling.training.loop import TrainingLoop
 from danling.training.model_states import FrozenWeights
 from danling.training.observer_states import ObserverStates
-from danling.training.phases import Phases
-from danling.training.recompute import Recompute
+from danling.training.phases import Phases, phases_of
+from danling.training.recompute import Recompute, SkippedUpdates
 from danling.training.reduction import CanonicalSum
+from danling.training.results import RunResults
+from danling.training.run_state import RunSaver, RunState
+from danling.training.schedule import Schedule
 from danling.training.update import RunWindow, UpdateStep
+from danling.utils.hooks import is_overridden
 from danling.workspace.workspace import RunPlace
 
 from .extensions import is_asked, load
@@ -55,66 +57,63 @@ class Closers(ExitStack):
 class Parts:
     """The collaborators of every runner, in the order in which they are made.
 
-    `open` and `join` are called in `BaseRunner.__init__`, before that of the user goes on: `join` when the process group is there.
+    `BaseRunner.__init__` calls `open`, and `join` when the process group is there; then the `__init__` of the user continues.
     """
 
-    calls: CollectiveCalls | None = None
-    """Names the method that waits for other ranks; `None` until the process group is there."""
-    run_place: RunPlace
     settings_lock: SettingsLock
+    """Which settings may still change."""
+    calls: CollectiveCalls | None = None
+    """Which method each rank has called; `None` until the process group is there."""
 
     def __init__(self, runner: BaseRunner) -> None:
         self.owner = runner
         self.closers = Closers()
         self.session = TrainingSession()
+        self.extensions: list[Extension] = []
+        """What takes part in a training."""
 
-    def open(self, *, own_accum_steps: bool) -> None:
+    def open(self) -> None:
         """Make what needs the configuration and the device."""
-        owner, audit = self.owner, self.owner.config.audit
-        divided = load("audit").divide_for_check(owner) if audit.gradients.dir is not None else None
-        self.data = RunData(owner, own_accum_steps=own_accum_steps, divided=divided)
-        self.keys = RandomKeys(owner)
+        owner, session, closers = self.owner, self.session, self.closers
+        is_recorded = owner.config.audit.gradients.dir is not None
+        divided = load("audit").divide_for_check(owner, closers) if is_recorded else None
+        own_accum_steps = is_overridden(owner, "accum_steps")
+        self.data = RunData(owner, session, own_accum_steps=own_accum_steps, divided=divided)
+        self.keys = RandomKeys(owner, session, self.extensions)
         self.attributes = KeptAttributes(owner)
-        self.observer_states = ObserverStates(owner)
-        self.reporter = Reporter(owner)
-        self.session.observers.extend([self.reporter.telemetry, self.reporter])
+        self.observer_states = ObserverStates(owner, session.observers)
+        self.reporter = Reporter(owner, session, self.data, closers)
+        self.stores = self.remote if is_asked("remote", owner.config) else None
+        self.run_state = RunState(owner)
+        self.saver = RunSaver(owner, session, self.extensions, self.stores)
+        session.observers.extend([self.reporter.telemetry, self.reporter])
 
-    def watch_calls(self) -> None:
-        """Note from now on which method each rank has called. The process group is there."""
+    @cached_property
+    def remote(self) -> RemoteStores:
+        """The object stores that the run and URLs name; the extension is loaded here. `stores` is the same where the run is copied."""
+        stores: RemoteStores = load("remote").RemoteStores(self.owner, self.reporter)
+        return stores
+
+    def join(self) -> None:
+        """Make what needs the other ranks. Called on all ranks."""
         owner = self.owner
         self.calls = CollectiveCalls.of(
             owner.world.rank, owner.world.size, limit=lambda: collective_timeout(owner.device)
         )
-
-    def find_place(self) -> RunPlace:
-        """Return the directory of the run, which is chosen here. Called on all ranks."""
-        self.run_place = RunPlace(self.owner)
+        self.run_place = RunPlace(owner, self.stores)
+        if self.stores is not None:
+            self.stores.place = self.run_place
         self.closers.callback(self.run_place.release)
         # Trackers that were added but never opened are closed too, before the right to write into the run directory is given up.
         self.closers.callback(self.reporter.trackers.close)
-        return self.run_place
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether the run is copied to an object store."""
-        return is_asked("remote", self.owner.config)
-
-    @cached_property
-    def remote(self) -> RemoteStores:
-        """The object stores of the run, and those of URLs; the extension is loaded here."""
-        stores: RemoteStores = load("remote").RemoteStores(self.owner)
-        return stores
 
 
 class TorchParts(Parts):
-    """The parts of a torch runner; what the user's `__init__` decides is made when it is first asked for."""
+    """The collaborators that train, in the order in which they are made.
 
-    metrics: MetricSet
-    train_metrics: TrainMetrics | None = None
-    built_optimizer: Any = None
-    """What `build_optimizer` returned."""
-    built_scheduler: Any = None
-    """What `build_scheduler` returned."""
+    `TorchRunner.prepare_components` calls `prepare` when the `__init__` of the user has set the components, and `complete` when these are
+    prepared.
+    """
 
     phases: Phases | None = None
     """The updates of several optimizers by name; `None` for a single optimizer."""
@@ -123,86 +122,100 @@ class TorchParts(Parts):
         super().__init__(runner)
         self.runner = runner
 
-    def open(self, *, own_accum_steps: bool) -> None:
-        super().open(own_accum_steps=own_accum_steps)
+    def open(self) -> None:
+        super().open()
         runner = self.runner
-        self.checks = ComponentChecks(runner)
+        self.checks = ComponentChecks(runner, self.session, self.data)
         self.frozen = FrozenWeights(runner)
         self.finite = FiniteWeights(runner)
-        self.loss = BatchLoss(runner)
-        self.recompute = Recompute(runner)
+        self.loss = BatchLoss(runner, self.data)
         self.losses = Meters()
         """Loss of the open epoch, or since the last evaluation in step mode."""
-        self.loop = TrainingLoop(runner)
-        self.results = RunResults(runner)
+        self.built_optimizer: Any = None
+        """What `build_optimizer` returned."""
 
-    @cached_property
-    def audits(self) -> Audits | None:
-        """What checks updates while they are made; `None` where no setting of `audit` asks for it."""
+    def prepare(self) -> None:
+        """Make what sums gradients and metrics. The components are known, and not prepared yet."""
+        runner, config = self.runner, self.runner.config
+        is_exact = config.gradient_sum == "canonical"
+        self.metrics = MetricSet.wrap(
+            runner.metrics, domain=runner.placement.metrics, device=runner.device, exact=is_exact
+        )
+        asked = config.train_metrics
+        self.train_metrics = TrainMetrics(self.metrics, asked, runner.meters) if asked else None
+        self.recompute = Recompute(runner, self.attributes, self.train_metrics)
+        self.canonical = CanonicalSum(runner, self.attributes, self.recompute) if is_exact else None
+        self.audits = self._audits()
+        self.recorder = None if self.audits is None else self.audits.recorder
+        if self.recorder is not None:
+            self.recorder.prepare(runner.model, runner.criterion)
+
+    def _audits(self) -> Audits | None:
+        """Return what checks updates while they are made; `None` where no setting of `audit` asks for it."""
         if not is_asked("audit", self.runner.config):
             return None
-        audits: Audits = load("audit").Audits(self.runner)
+        audits: Audits = load("audit").Audits(self.runner, self.session, self.recompute, self.closers, self.extensions)
         return audits
 
-    def scheduler_interval(self) -> str:
-        """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`."""
-        config = self.runner.config
-        return scheduler_interval(config.scheduler if "scheduler" in config else {}, self.runner.scheduler)
-
-    @property
-    def score_path(self) -> str:
-        """Dotted path of the score, such as `val.loss`."""
-        return f"{self.runner.score_split}.{metric_of(self.runner.config.score_name, self.runner.score_split)}"
-
-    def mode_of_schedule(self) -> str:
-        """Return which value of the metric that a schedule follows is the better one: that of the score, or by the name of another one."""
-        config = self.runner.config
-        monitor = (config.get("scheduler", None) or {}).get("monitor", None)
-        if monitor and monitor != self.score_path:
-            return infer_mode(str(monitor).partition(".")[2])
-        return config.score_mode.lower() if config.score_mode else infer_mode(self.score_path.partition(".")[2])
-
-    @property
-    def sums_loss(self) -> bool:
-        """Whether the criterion sums instead of averaging, so that its gradient is not divided."""
-        return criterion_setting(self.runner.criterion, "reduction") == "sum"
-
-    @property
-    def may_divide_by_zero(self) -> bool:
-        """Whether the mean over no target at all may have a gradient of NaN: not that of torch's criterions without class weights."""
-        runner = self.runner
-        own = self.loss.own_loss or runner._overrides("train_step")
-        plain = runner.criterion is None or type(runner.criterion) in (nn.CrossEntropyLoss, nn.NLLLoss)
-        return own or not plain or criterion_setting(runner.criterion, "weight") is not None
-
-    @cached_property
-    def agreement(self) -> PassAgreement:
-        """How the ranks end a pass together."""
-        return self.runner.build_agreement()
-
-    @cached_property
-    def evaluator(self) -> Evaluator:
-        """What evaluates and predicts whole splits."""
-        return Evaluator(self.runner)
-
-    @cached_property
-    def canonical(self) -> CanonicalSum | None:
-        """What adds in one order; `None` unless `gradient_sum: canonical`."""
-        return CanonicalSum(self.runner) if self.runner.config.gradient_sum == "canonical" else None
-
-    @cached_property
-    def update(self) -> UpdateStep:
-        """What makes updates."""
-        update = UpdateStep(self.runner)
-        if self.runner.fault_tolerance is not None or self.runner.config.audit.replay_interval is not None:
-            update.recompute = self.recompute
+    def complete(self) -> None:
+        """Make what trains and evaluates. Model, optimizer, schedule and loaders are prepared."""
+        runner, session = self.runner, self.session
+        self.phases = phases_of(runner, session, self.data)
+        self.schedule = Schedule(runner, counts_by_optimizer=self.phases is not None)
+        self.agreement = runner.build_agreement()
+        self.skipped = SkippedUpdates(runner, self.attributes, self.train_metrics)
+        self.update = UpdateStep(
+            runner,
+            session,
+            self.keys,
+            self.data,
+            self.loss,
+            losses=self.losses,
+            metrics=self.train_metrics,
+            schedule=self.schedule,
+            phases=self.phases,
+            agreement=self.agreement,
+            canonical=self.canonical,
+            recompute=self.recompute,
+            skipped=self.skipped,
+        )
+        self.evaluator = Evaluator(
+            runner, session, self.keys, self.data, self.loss, self.metrics, self.update, self.recompute
+        )
+        self.results = RunResults(runner, session, self.schedule, self.reporter)
+        self.loop = TrainingLoop(
+            runner,
+            session,
+            self.keys,
+            self.data,
+            attributes=self.attributes,
+            observer_states=self.observer_states,
+            reporter=self.reporter,
+            closers=self.closers,
+            calls=self.calls,
+            checks=self.checks,
+            loss=self.loss,
+            train_metrics=self.train_metrics,
+            agreement=self.agreement,
+            update=self.update,
+            run_window=self._run_window(),
+            evaluator=self.evaluator,
+            results=self.results,
+            extensions=self.extensions,
+        )
+        self.saver.checks += [self.update.raise_pending_error, self.finite.check]
+        self.keys.called = (self.phases, self.audits, self.train_metrics)
+        observers = [self.checks, FirstGradients(runner, has_phases=self.phases is not None)]
+        session.observers.extend([*observers, RunRecorder(runner, self.data)])
         if self.audits is not None:
-            self.audits.see_updates(update)
-        return update
+            self.audits.observe()
 
-    @cached_property
-    def run_window(self) -> RunWindow:
-        """What runs the micro-batches of an update."""
-        fits = not self.data.finds_micro_batch_size
-        run_window = self.update.run_window if fits else self.update.run_window_that_fits
-        return run_window if self.audits is None else self.audits.around(run_window)
+    def _run_window(self) -> RunWindow:
+        """Return what runs the micro-batches of an update."""
+        update, config = self.update, self.runner.config
+        update.keeps_batches = self.runner.fault_tolerance is not None or config.audit.replay_interval is not None
+        run_window = update.run_window_that_fits if self.data.finds_micro_batch_size else update.run_window
+        if self.audits is None:
+            return run_window
+        self.audits.see_updates(update)
+        return self.audits.around(run_window)

@@ -25,20 +25,18 @@ from danling.config.checks import endless_streams, idle_settings
 from danling.config.lock import BUDGET
 from danling.data import LoaderSettings, move_to_device
 from danling.distributed import StepTotals
-from danling.metrics import Meters, MetricSet, TrainMetrics
+from danling.metrics import Meters
 from danling.optim import JointOptimizer, JointScheduler
 from danling.optim.registry import build_optimizer, build_scheduler, load_schedule, without_fused
 from danling.optim.state import (
     adopt_options,
     enter_training,
     evaluation_weights,
-    modal,
     options_of,
     rebuilt,
     warn_if_replaced,
 )
 from danling.reporting import device_peak_flops
-from danling.reporting.record import RunRecorder
 from danling.supervision import Profiler
 from danling.training import (
     EMA,
@@ -56,14 +54,24 @@ from danling.training import (
     unpack_batch,
 )
 from danling.training.batches import is_pair, returned_loss
-from danling.training.checks import FirstGradients, check_components, misnamed, untied
+from danling.training.checks import (
+    check_components,
+    check_modes,
+    check_reduced,
+    check_retries,
+    check_settings,
+    misnamed,
+    untied,
+)
 from danling.training.evaluation import EvaluationForward
 from danling.training.model_states import ModelStates
-from danling.training.phases import PhasedModel, phases_of
+from danling.training.phases import PhasedModel
 from danling.training.preparation import ModelPreparation, settle_buckets
 from danling.training.progress_file import ProgressFile
 from danling.training.reduction import CanonicalReduction, no_autocast
 from danling.training.run_state import StatePart, component_parts, progress_parts
+from danling.training.schedule import mode_of_schedule
+from danling.utils.hooks import is_overridden
 from danling.utils.tensors import canonical_name
 
 from .base_runner import BaseRunner, Results, SplitNames
@@ -126,70 +134,50 @@ class TorchRunner(BaseRunner):
 
         Bad input is refused before the first file is written.
         """
-        in_pipeline = int(self.config.parallel.axes.pipeline) != 1 and self.stack == "parallel"
-        if self.config.checkpoint.trainable_only and (in_pipeline or self.stack == "deepspeed"):
-            received = "parallel.axes.pipeline above 1" if in_pipeline else "stack='deepspeed'"
-            raise ValueError(
-                "Expected a stack on which every rank knows all weights for checkpoint.trainable_only=true. Received: "
-                f"{received}. Leave it out there; for adapters alone call `runner.save_pretrained(directory)`."
-            )
+        check_settings(self)
         self.preparation = self.build_preparation()
-        if isinstance(self.optimizer, Mapping):
-            self.optimizer = JointOptimizer(**self.optimizer)
-        if isinstance(self.scheduler, Mapping):
-            self.scheduler = JointScheduler(**self.scheduler)
+        self._join_components()
         check_components(self)
-        recorder = None if self._parts.audits is None else self._parts.audits.recorder
-        if recorder is not None:
-            recorder.prepare(self.model, self.criterion)
+        self._parts.prepare()
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
-        retries = self._parts.data.finds_micro_batch_size
-        reason = self.preparation.forward_communicates(self.unwrapped_model) if retries else None
-        if reason is not None:
-            raise ValueError(
-                "Expected dataloader.micro_batch_size to be a number where forward or backward communicate: a rank that is out of memory "
-                f"would leave the others waiting. Received: dataloader.micro_batch_size='auto' with {reason}. Set the most samples that "
-                "fit a rank."
-            )
+        check_retries(self, finds_micro_batch_size=self._parts.data.finds_micro_batch_size)
         self.materialize_model()
-        if recorder is not None:
-            recorder.divided()
+        if self._parts.recorder is not None:
+            self._parts.recorder.divided()
         if self.config.checkpoint.trainable_only:
-            # Also trained where it is frozen before the first save.
-            self._parts.frozen.note_trained()
-        if self.stack == "ddp":
-            trains = any(parameter.requires_grad for _, parameter in self.named_parameters())
-            own = any(self._overrides(hook) for hook in ("build_reduction", "complete_gradients", "unscale_gradients"))
-            self.preparation.check_reduced(self.model, trains=trains, reduced_by_user=own)
-        if self.optimizer is None and (self.config.get("optim", None) or self._overrides("build_optimizer")):
-            self.optimizer = self._parts.built_optimizer = self.build_optimizer()
+            self._parts.frozen.note_trained()  # also what is frozen before the first save
+        check_reduced(self)
+        self._build_optimizer()
         self.build_dataloaders()
         self._parts.data.agree_lengths()
         self.bind_optimizer()
-        asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
-        if self.scheduler is None and self.optimizer is not None and asked:
-            self.scheduler = self._parts.built_scheduler = self.build_scheduler()
-        self._parts.phases = phases_of(self)
+        self._build_scheduler()
         self._parts.keys.see_early_steps(self.optimizer, self._parts.closers)
-        if modal(self.optimizer) and not self.model_states.keeps_modes:
-            raise ValueError(
-                f"Expected an optimizer with one set of weights on the stack {self.stack!r}. Received: a {type(self.optimizer).__name__}, "
-                "whose train() and eval() exchange them. Train on 'ddp', or take another optimizer."
-            )
+        check_modes(self)
         enter_training(self.optimizer)
         self._open_sources()
         if self._parts.canonical is not None:
             self._parts.canonical.check()
-        self._parts.metrics = MetricSet.wrap(
-            self.metrics, domain=self.placement.metrics, device=self.device, exact=self._parts.canonical is not None
-        )
-        if self.config.train_metrics:
-            self._parts.train_metrics = TrainMetrics(self._parts.metrics, self.config.train_metrics, self.meters)
-        self._parts.session.observers.extend([self._parts.checks, FirstGradients(self), RunRecorder(self)])
-        if self._parts.audits is not None:
-            self._parts.audits.observe()
+        self._parts.complete()
+
+    def _join_components(self) -> None:
+        """Make one optimizer and one schedule of several by name."""
+        if isinstance(self.optimizer, Mapping):
+            self.optimizer = JointOptimizer(**self.optimizer)
+        if isinstance(self.scheduler, Mapping):
+            self.scheduler = JointScheduler(**self.scheduler)
+
+    def _build_optimizer(self) -> None:
+        asked = self.config.get("optim", None) or is_overridden(self, "build_optimizer")
+        if self.optimizer is None and asked:
+            self.optimizer = self._parts.built_optimizer = self.build_optimizer()
+
+    def _build_scheduler(self) -> None:
+        asked = self.config.get("scheduler", None) or is_overridden(self, "build_scheduler")
+        if self.scheduler is None and self.optimizer is not None and asked:
+            self.scheduler = self._parts.checks.built_scheduler = self.build_scheduler()
 
     def __post_init__(self) -> None:
         """Finish construction, restore the checkpoint, and warn of settings without an effect."""
@@ -206,7 +194,7 @@ class TorchRunner(BaseRunner):
         """Create the run directory, open its log, and begin `progress.json`, on the main process."""
         super().open_workspace()
         if self.is_main_process and not self.config.checkpoint.load_only:
-            progress = ProgressFile(self)
+            progress = ProgressFile(self, self._parts.session)
             self._parts.session.observers.append(progress)
             self._parts.closers.callback(progress.close)
 
@@ -233,12 +221,8 @@ class TorchRunner(BaseRunner):
             *splits.idle_settings(),
             *self.preparation.idle_settings(),
             *([] if self.is_step_mode else endless_streams(trained, splits.lengths or {})),
-            *misnamed(self),
+            *misnamed(self, self._parts.built_optimizer, self._parts.checks.built_scheduler),
         ]
-
-    def _overrides(self, hook: str) -> bool:
-        """Whether a hook is the user's own."""
-        return not getattr(getattr(type(self), hook), "__module__", "").startswith("danling.")
 
     def _is_plain(self, *hooks: str) -> bool:
         """Whether hooks are those of `TorchRunner`, neither the user's nor another stack's."""
@@ -381,18 +365,18 @@ class TorchRunner(BaseRunner):
     def build_scheduler(self) -> Any:
         """Return the scheduler of `config.scheduler`; schedules over the whole run get its length."""
         settings = self.config.get("scheduler", None) or {}
-        mode = self._parts.mode_of_schedule()
+        mode = mode_of_schedule(self)
         return build_scheduler(settings, self.optimizer, steps=self.steps, epochs=self.epochs, mode=mode)
 
     def _follow_setting(self, key: str) -> None:
         """Follow the change of a live setting: with another budget, the schedule has the shape that it has after a resume with it."""
         super()._follow_setting(key)
-        parts = self._parts
-        parts.loop.read_intervals()
+        checks = self._parts.checks
+        self._parts.loop.read_intervals()
         if key not in BUDGET or self.scheduler is None or self.config[key] is None:
             return
-        if self.scheduler is parts.built_scheduler:
-            self.scheduler = parts.built_scheduler = rebuilt(self.scheduler, self.optimizer, self.build_scheduler)
+        if self.scheduler is checks.built_scheduler:
+            self.scheduler = checks.built_scheduler = rebuilt(self.scheduler, self.optimizer, self.build_scheduler)
         elif self.is_main_process:
             logger.warning(
                 "The budget is now %s=%s. `self.scheduler` was made by your program and keeps its length. Return it from "
@@ -489,7 +473,9 @@ class TorchRunner(BaseRunner):
             FileNotFoundError: If the run has no checkpoint.
             ValueError: If it has none at one of these updates, or is training.
         """
-        result: AuditResult = load("audit").audit_runner(self, from_checkpoint, to_checkpoint, scratch)
+        result: AuditResult = load("audit").audit_runner(
+            self, from_checkpoint, to_checkpoint, scratch, is_training=self._parts.session.running
+        )
         return result
 
     def on_pass_start(self, split: str) -> None:
@@ -648,7 +634,7 @@ class TorchRunner(BaseRunner):
                 f"Expected optimizers by name for optimizing({name!r}). Received: a {type(self.optimizer).__name__}. Assign "
                 f"self.optimizer = {{{name!r}: ..., ...}} in __init__."
             )
-        return self._parts.phases.optimizing(name, every=every, weight=weight)
+        return self._parts.phases.optimizing(self._parts.update, name, every=every, weight=weight)
 
     def _back_propagate(self, scaled: Tensor) -> None:
         self.reduction.backward(scaled, last=self.window.reduces)
@@ -674,9 +660,12 @@ class TorchRunner(BaseRunner):
     def init_fault_tolerance(self) -> None:
         if not self.config.ft.enabled:
             return
-        member: ReplicaMember = load("torchft").ReplicaMember(self)
+        parts = self._parts
+        member: ReplicaMember = load("torchft").ReplicaMember(
+            self, parts.session, parts.attributes, parts.data, parts.observer_states, parts.recompute
+        )
         self.fault_tolerance = member
-        member.join_training()
+        member.join_training(parts.extensions)
         self._parts.closers.callback(member.close)
         # Every forward waits for the other groups.
         self.preparation.communication = "ft.enabled=True"
@@ -700,7 +689,7 @@ class TorchRunner(BaseRunner):
             or getattr(type(self.reduction), "context", None) is not GradientReduction.context
             or self.precision.autocast is not no_autocast
         )
-        self._parts.update.skipped.bind()
+        self._parts.skipped.bind()
         if self._parts.phases is not None:
             self._parts.phases.bind()
 
@@ -711,9 +700,14 @@ class TorchRunner(BaseRunner):
 
     def build_reduction(self) -> GradientReduction:
         """Return the component that completes, measures, clips and applies the gradient; override it in your own stack."""
-        if self._parts.canonical is not None:
-            return CanonicalReduction(self)
-        return (DDPReduction if isinstance(self.model, DistributedDataParallel) else GradientReduction)(self)
+        parts = self._parts
+        if parts.canonical is not None:
+            return CanonicalReduction(self, parts.canonical)
+        if not isinstance(self.model, DistributedDataParallel):
+            return GradientReduction(self)
+        if parts.phases is not None:
+            return DDPReduction(self, averages="optimizer")
+        return DDPReduction(self, averages="all" if parts.data.finds_micro_batch_size else "criterion")
 
     def train_context(self) -> AbstractContextManager[object]:
         """Return the context of the forward and backward of one micro-batch; gradients are reduced on the last one only."""
@@ -933,10 +927,14 @@ class TorchRunner(BaseRunner):
 
     def component_parts(self) -> list[StatePart]:
         """Return model, criterion, EMA, optimizer and scheduler, in the order in which they are restored."""
-        return component_parts(self)
+        return component_parts(self, self._parts.frozen)
 
     def progress_parts(self) -> list[StatePart]:
-        return [*super().progress_parts(), *progress_parts(self)]
+        parts = self._parts
+        own = progress_parts(
+            self, parts.results, parts.loss, parts.losses, parts.train_metrics, parts.phases, parts.extensions
+        )
+        return [*super().progress_parts(), *own]
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the parameters and persistent buffers of the unwrapped model, by name without wrapper prefixes."""

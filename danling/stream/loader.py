@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from danling.checkpoints import CheckpointSettings
 from danling.data import PLACEHOLDER, Batch, Division, ReaderPlace, WindowLoader, derive_seed
 from danling.data.randomness import seed_host_streams
 
@@ -70,6 +71,15 @@ _POLL_SECONDS = (0.001, 0.05)
 
 _FREED_AT_ONCE = 1024
 """Samples whose references are read at a time while they are freed."""
+
+
+def unsaved_updates(runner: BaseRunner) -> int | None:
+    """Return how many updates are made at most until the first of them is on the disk; `None` where no save is due within a pass."""
+    settings = runner.config.checkpoint
+    if not runner.is_step_mode or settings.load_only:
+        return None
+    # A save in the background may wait for the one before it, and is on the disk an interval later then.
+    return runner.checkpoint_interval * (2 if CheckpointSettings.from_config(settings).is_async else 1)
 
 
 class StreamLoader(WindowLoader):
@@ -208,8 +218,8 @@ class StreamLoader(WindowLoader):
                     self.channel.name,
                     self.channel.published(),
                 )
-            if self._runner is not None:
-                self._runner._parts.session.leave_pass()  # at the same update on all ranks
+            if self._place.session is not None:
+                self._place.session.leave_pass()  # at the same update on all ranks
             return
         if self.retain != "all":
             self._check_gap()
@@ -376,8 +386,8 @@ class StreamLoader(WindowLoader):
             if not self._opened:
                 # A producer that is allowed less than an update never comes to the end of one.
                 self._check_credit(self.channel.read(start, start + 1), waits=True)
-            if self._runner is not None:
-                self._runner._parts.session.leave_wait(start, self._runner.placement.optimizer)
+            if self._place.session is not None and self._runner is not None:
+                self._place.session.leave_wait(start, self._runner.placement.optimizer)
             if self.pump is not None and self.pump():
                 grown, pause = time.monotonic(), _POLL_SECONDS[0]
             else:
@@ -385,8 +395,8 @@ class StreamLoader(WindowLoader):
                 pause = min(pause * 2, _POLL_SECONDS[1])
             self._waited += time.monotonic() - now
         self._published = published
-        if self._waited > before and self._runner is not None:
-            self._runner._parts.session.end_wait(self._runner.placement.optimizer)
+        if self._waited > before and self._place.session is not None and self._runner is not None:
+            self._place.session.end_wait(self._runner.placement.optimizer)
         return stop
 
     def _check_credit(self, refs: Sequence[SampleRef], *, waits: bool = False) -> None:
@@ -399,7 +409,7 @@ class StreamLoader(WindowLoader):
         samples = self._division.samples
         updates: int | None = 1
         if self.retain == "checkpoint":
-            updates = None if self._runner is None else self._runner._unsaved_updates()
+            updates = None if self._runner is None else unsaved_updates(self._runner)
         if updates is None:
             needed = "any number of samples"
             why = "there is no save within a pass, as checkpoint.interval counts epochs without `steps`"

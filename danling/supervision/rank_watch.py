@@ -37,7 +37,10 @@ from danling.utils.files import write_atomically
 from danling.utils.observers import Observer
 
 if TYPE_CHECKING:
+    from danling.distributed import CollectiveCalls
+    from danling.reporting import Reporter
     from danling.runners.torch_runner import TorchRunner
+    from danling.training.session import TrainingSession
 
 logger = logging.getLogger("danling")
 
@@ -128,14 +131,27 @@ class RankWatch(Observer):
 
     Args:
         runner: The runner that trains, in the thread that calls this.
+        session: Its session.
+        reporter: What reports the times of the ranks.
+        calls: Which method each rank has called.
         seconds: From one look to the next, on average; `None` is 0.05, and 1 where only hangs are looked for.
         clock: Seconds, monotonic.
     """
 
     def __init__(
-        self, runner: TorchRunner, *, seconds: float | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        runner: TorchRunner,
+        session: TrainingSession,
+        reporter: Reporter,
+        calls: CollectiveCalls | None,
+        *,
+        seconds: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner, self._train, self._clock = runner, runner.state.train, clock
+        self._session = session
+        self._reporter = reporter
+        self._calls = calls
         self._domain, self._rank = runner.placement.optimizer, runner.placement.optimizer.rank
         self._share, self._least = runner.config.comm.slow_rank_share, runner.config.comm.hang_warning_seconds
         self._seconds = seconds or (_SECONDS_BETWEEN_LOOKS if self._share is not None else _SECONDS_BETWEEN_CHECKS)
@@ -165,22 +181,24 @@ class RankWatch(Observer):
         self._watcher = threading.Thread(target=context.run, args=(self._run,), name="danling-rank-watch", daemon=True)
 
     @classmethod
-    def of(cls, runner: TorchRunner) -> RankWatch | None:
+    def of(
+        cls, runner: TorchRunner, session: TrainingSession, reporter: Reporter, calls: CollectiveCalls | None
+    ) -> RankWatch | None:
         """Return the watch of a training that begins, for the thread that calls this; `None` without other ranks, or where it is off."""
         settings = runner.config.comm
         is_off = settings.slow_rank_share is None and settings.hang_warning_seconds is None
-        return None if runner.placement.optimizer.size == 1 or is_off else cls(runner)
+        return None if runner.placement.optimizer.size == 1 or is_off else cls(runner, session, reporter, calls)
 
     # Events
 
     def training_started(self) -> None:
         self.hosts = self._domain.gather_objects((socket.gethostname(), os.getpid()))
         if self._share is not None:
-            self._runner._parts.reporter.rank_times = RankTimes(self, self._share)
+            self._reporter.rank_times = RankTimes(self, self._share)
         self._watcher.start()
 
     def training_ended(self) -> None:
-        self._runner._parts.reporter.rank_times = None
+        self._reporter.rank_times = None
         if not self._stopping.is_set():
             self._stopping.set()
             # A store that does not answer must not hold up the end.
@@ -209,7 +227,7 @@ class RankWatch(Observer):
     def _part(self) -> str:
         """Return the part of the training that is under way; before the first update and after the last one that is `checkpointing`."""
         parts = self._parts
-        return parts[-1] if parts else "computing" if self._runner._parts.session.running else "checkpointing"
+        return parts[-1] if parts else "computing" if self._session.running else "checkpointing"
 
     # Looks, of which times are made
 
@@ -345,7 +363,7 @@ class RankWatch(Observer):
             head += f"; now it is {limit:g} s" if limit is not None else ""
         silent = {rank: self._fate(rank, states[rank]) for rank, sign in signs.items() if sign is None}
         there = [sign for sign in signs.values() if sign is not None]
-        calls = self._runner._parts.calls
+        calls = self._calls
         apart = calls.differences(self._opened_store()[0]) if calls is not None else ""
         if apart:
             head += f". The ranks are in different calls: {apart}. Make each of them on all ranks"
@@ -400,7 +418,7 @@ class RankWatch(Observer):
             store: Any = default_store()
             self._store = store.clone()
             self._store.set_timeout(timedelta(seconds=_GRACE_SECONDS))
-        return self._store, f"danling/watch/{self._runner._parts.session.training}/"
+        return self._store, f"danling/watch/{self._session.training}/"
 
     def _tell(self, key: str, text: str) -> None:
         store, prefix = self._opened_store()

@@ -16,6 +16,9 @@ from .member import ReplicaMember as ReplicaMember
 from .member import position_owner
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from danling.data.run_data import RunData
     from danling.runners.base_runner import BaseRunner
 
 
@@ -40,11 +43,11 @@ def check_config(config: RunnerConfig, stack: str) -> None:
         )
 
 
-def keep_own_positions(runner: BaseRunner) -> None:
+def keep_own_positions(runner: BaseRunner, data: RunData, closers: ExitStack) -> None:
     """Save the loader states of a replica group with every checkpoint, and resume from them. Called on all ranks of the group."""
     if position_owner(runner.config) is not None:
-        positions = OwnPositions(runner)
-        runner._parts.closers.callback(positions.manager.close)
+        positions = OwnPositions(runner, data)
+        closers.callback(positions.manager.close)
         runner.saver.before.append(positions.save)
         runner.saver.loaded.append(positions.load)
 
@@ -55,9 +58,10 @@ class OwnPositions:
     They are in `{checkpoints}/{checkpoint.ft_dataloader_checkpoint_prefix}-{replica}/`. Call every method on all ranks of the group.
     """
 
-    def __init__(self, runner: BaseRunner) -> None:
+    def __init__(self, runner: BaseRunner, data: RunData) -> None:
         settings, replica = runner.config.checkpoint, position_owner(runner.config)
         self._runner = runner
+        self._data = data
         self.manager = FileCheckpointManager(
             runner.workspace.checkpoints / f"{settings.ft_dataloader_checkpoint_prefix}-{replica}",
             domain=runner.world,
@@ -70,10 +74,10 @@ class OwnPositions:
     def save(self) -> None:
         """Save the loader states that belong to the state that is saved next."""
         runner, train = self._runner, self._runner.state.train
-        sources = runner._parts.data.trained_sources()
+        sources = self._data.trained_sources()
         payload = {
             "format_version": FORMAT_VERSION,
-            "dataloaders": loader_states(runner, sources, read_only=False),
+            "dataloaders": loader_states(runner, sources, self._data.named_changes, read_only=False),
             "global_step": train.global_step,
         }
         self.manager.save_checkpoint(payload, epoch=train.epoch, global_step=train.global_step, history=True)

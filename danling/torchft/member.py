@@ -20,10 +20,15 @@ from torch.utils._pytree import tree_map_only
 
 from danling.checkpoints.manager import convert
 from danling.config import RunnerConfig
+from danling.data.run_data import RunData
 from danling.distributed import StepTotals
+from danling.training.attributes import KeptAttributes
 from danling.training.extension import Extension, StateReplaced, Totals
+from danling.training.observer_states import ObserverStates
+from danling.training.recompute import Recompute
 from danling.training.reduction import GradientReduction
 from danling.training.run_state import StatePart
+from danling.training.session import TrainingSession
 from danling.utils.locks import FileLock
 from danling.utils.observers import Observer
 from danling.utils.tensors import bucketed, flattened, local_part, scatter, with_local_part
@@ -95,7 +100,15 @@ class ReplicaMember(Extension):
         QuorumError: If nothing answers at its address.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(
+        self,
+        runner: TorchRunner,
+        session: TrainingSession,
+        attributes: KeptAttributes,
+        data: RunData,
+        observer_states: ObserverStates,
+        recompute: Recompute,
+    ) -> None:
         try:
             import torchft  # noqa: F401
         except ImportError as error:
@@ -103,6 +116,11 @@ class ReplicaMember(Extension):
                 f"Expected torchft to be installed for ft.enabled. Received: {error}. Install it with `pip install torchft-nightly`."
             ) from error
         self._runner = runner
+        self._session = session
+        self._attributes = attributes
+        self._data = data
+        self._observer_states = observer_states
+        self._recompute = recompute
         ft = self.settings = runner.config.ft
         if ft.process_group == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise ValueError(
@@ -180,7 +198,7 @@ class ReplicaMember(Extension):
 
     def keeps_waiting(self, waits: bool) -> bool:
         """Return whether a rank of this group still waits for the quorum. Call on all ranks of the group."""
-        stops = waits and self._runner._parts.session.asked_to_stop()
+        stops = waits and self._session.asked_to_stop()
         votes = torch.tensor([float(waits), float(stops)], dtype=torch.float64)
         waiting, stopping = self._runner.world.all_reduce(votes).tolist()
         if stopping:
@@ -189,9 +207,9 @@ class ReplicaMember(Extension):
 
     # A training
 
-    def join_training(self) -> None:
+    def join_training(self, extensions: list[Extension]) -> None:
         """Have the loop of the runner ask this group before each update, and leave the other groups where a training ends."""
-        self._runner._parts.loop.extensions.append(self)
+        extensions.append(self)
         self._runner.observers.append(GroupAttendance(self))
 
     def begin_training(self) -> None:
@@ -218,7 +236,7 @@ class ReplicaMember(Extension):
             self._has_joined = True
             moved_in_data = self._catch_up()
             replaced = moved_in_data or replaced
-        self._take_back = self._runner._parts.recompute.remember()
+        self._take_back = self._recompute.remember()
         return StateReplaced(moved_in_data) if replaced else None
 
     def _meet(self) -> bool:
@@ -448,13 +466,11 @@ class ReplicaMember(Extension):
         runner = self._runner
         progress = runner.run_state.progress(alone=True)
         payload: dict[str, Any] = {
-            **runner._parts.attributes.of_rank(),
-            **runner._parts.observer_states.of_rank(),
+            **self._attributes.of_rank(),
+            **self._observer_states.of_rank(),
             **runner.run_state.components(),
             "state": {name: part for name, part in progress.items() if name != "rng"},
-            "dataloaders": {
-                split: source.state_dict() for split, source in runner._parts.data.trained_sources().items()
-            },
+            "dataloaders": {split: source.state_dict() for split, source in self._data.trained_sources().items()},
         }
         changing = {buffer.data_ptr() for buffer in runner.unwrapped_model.buffers()}
 
@@ -471,16 +487,16 @@ class ReplicaMember(Extension):
         runner = self._runner
         elastic, reference = copy(runner.state.elastic), runner.window.agreed_reference
         # In the order of a resume.
-        runner._parts.attributes.take_over("requires_grad", state)
+        self._attributes.take_over("requires_grad", state)
         runner.run_state.load_components(self._laid_out(state), frozenset())
-        runner._parts.attributes.take_over("buffers", state)
-        sources = runner._parts.data.trained_sources()
+        self._attributes.take_over("buffers", state)
+        sources = self._data.trained_sources()
         for split, position in state["dataloaders"].items():
             if not (sources[split].is_rank_local and position_owner(runner.config) is not None):
                 sources[split].load_state_dict(position)
-        runner._parts.attributes.take_over("attributes", state)
+        self._attributes.take_over("attributes", state)
         runner.run_state.load_progress(state["state"])
-        runner._parts.observer_states.load(state)
+        self._observer_states.load(state)
         # Those are of the group: ranks of one group may heal from different ones.
         runner.state.elastic, runner.window.agreed_reference = elastic, reference
         if runner.is_main_process:

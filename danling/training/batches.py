@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from danling.data import PLACEHOLDER, Batch
 from danling.data.collation import collate
+from danling.data.run_data import RunData
+from danling.utils.hooks import is_overridden
 from danling.utils.tensors import WIDE_UNSIGNED, as_signed, shapes_of
 
 from .keys import preserved_streams
@@ -527,13 +529,27 @@ class BatchLoss:
         own_loss: Whether `compute_loss` is overridden.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: TorchRunner, data: RunData) -> None:
         self.targetless: bool | None = None
-        self.own_loss = runner._overrides("compute_loss")
+        self.own_loss = is_overridden(runner, "compute_loss")
         self._runner = runner
+        self._data = data
         # A step of the user's own takes batches apart in its own way.
-        self._learns = not runner._overrides("train_step")
-        self._warns = runner.is_main_process and not runner._overrides("batch_weight")
+        self._learns = not is_overridden(runner, "train_step")
+        self._warns = runner.is_main_process and not is_overridden(runner, "batch_weight")
+
+    @property
+    def sums(self) -> bool:
+        """Whether the criterion sums instead of averaging, so that its gradient is not divided."""
+        return criterion_setting(self._runner.criterion, "reduction") == "sum"
+
+    @property
+    def may_divide_by_zero(self) -> bool:
+        """Whether the mean over no target at all may have a gradient of NaN: not that of torch's criterions without class weights."""
+        criterion = self._runner.criterion
+        own = self.own_loss or is_overridden(self._runner, "train_step")
+        plain = criterion is None or type(criterion) in (nn.CrossEntropyLoss, nn.NLLLoss)
+        return own or not plain or criterion_setting(criterion, "weight") is not None
 
     def weigh(self, batch: Batch, data: object, *, training: bool = False) -> tuple[float | Tensor, float]:
         """Return the weight and the number of samples of a batch; both are 0 for padding and for data that only other ranks read.
@@ -600,7 +616,7 @@ class BatchLoss:
         split = next((name for name in runner.train_splits if name in runner.datasets and name in runner.sources), None)
         if split is None or not self._learns:
             return
-        options = runner._parts.data.settings(split)
+        options = self._data.settings(split)
         # Files that workers are to open stay closed here, and a dataset may have other keys than positions.
         if runner.sources[split].kind != "position" or options.get("num_workers") or options.get("collate_fn"):
             return

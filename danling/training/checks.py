@@ -19,16 +19,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, slip_of
 from danling.optim import JointScheduler
 from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule, is_stuck, needs_metric
-from danling.optim.state import rates_of
+from danling.optim.state import modal, rates_of
 from danling.optim.warmup import WarmupScheduler
+from danling.utils.hooks import is_overridden
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name
 
+from .schedule import interval_of, score_path
 from .update import NonFiniteError
 
 if TYPE_CHECKING:
+    from danling.data.run_data import RunData
     from danling.distributed import StepTotals
     from danling.runners.torch_runner import TorchRunner
+
+    from .session import TrainingSession
 
 logger = logging.getLogger("danling")
 
@@ -129,7 +134,7 @@ def is_columns(data: tuple[object, ...]) -> bool:
     return len({shape[0] for shape in shapes}) == 1 and len(kinds) > 1
 
 
-def misnamed(runner: TorchRunner) -> list[str]:
+def misnamed(runner: TorchRunner, built_optimizer: object, built_scheduler: object) -> list[str]:
     """Return a sentence for every method and attribute of the user's that looks like one of the library's and is not."""
     library, own = set[str](), set[str]()
     for kind in type(runner).__mro__:
@@ -140,7 +145,7 @@ def misnamed(runner: TorchRunner) -> list[str]:
         }
         (library if kind.__module__.startswith("danling.") else own).update(names)
     has_data = bool(runner.datasets or runner.dataloaders)
-    own_loss = runner._overrides("compute_loss") or runner._overrides("train_step")
+    own_loss = is_overridden(runner, "compute_loss") or is_overridden(runner, "train_step")
     given = {
         "criterion": runner.criterion is not None or own_loss,
         "optimizer": runner.optimizer is not None,
@@ -149,11 +154,12 @@ def misnamed(runner: TorchRunner) -> list[str]:
         "dataloaders": has_data,
     }
     # A program that sets a component may call such a method of its own for it.
-    parts = runner._parts
     set_by_program = {
-        "build_optimizer": runner.optimizer is not None and runner.optimizer is not parts.built_optimizer,
-        "build_scheduler": runner.scheduler is not None and runner.scheduler is not parts.built_scheduler,
-        "self.metrics": runner.metrics is not None or any(map(runner._overrides, ("summarize", "evaluate_step"))),
+        "build_optimizer": runner.optimizer is not None and runner.optimizer is not built_optimizer,
+        "build_scheduler": runner.scheduler is not None and runner.scheduler is not built_scheduler,
+        "self.metrics": runner.metrics is not None
+        or is_overridden(runner, "summarize")
+        or is_overridden(runner, "evaluate_step"),
     }
     sentences = []
     for name in sorted(own - library):
@@ -181,6 +187,51 @@ def listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 5 else f"{shown}, ... ({len(names)} in all)"
 
 
+# Preparation
+
+
+def check_settings(runner: TorchRunner) -> None:
+    """Refuse settings that the stack cannot do. May be called on one rank."""
+    config = runner.config
+    in_pipeline = int(config.parallel.axes.pipeline) != 1 and runner.stack == "parallel"
+    if config.checkpoint.trainable_only and (in_pipeline or runner.stack == "deepspeed"):
+        received = "parallel.axes.pipeline above 1" if in_pipeline else "stack='deepspeed'"
+        raise ValueError(
+            "Expected a stack on which every rank knows all weights for checkpoint.trainable_only=true. Received: "
+            f"{received}. Leave it out there; for adapters alone call `runner.save_pretrained(directory)`."
+        )
+
+
+def check_retries(runner: TorchRunner, *, finds_micro_batch_size: bool) -> None:
+    """Refuse to look for the size of micro-batches where a rank that is out of memory would leave others waiting."""
+    reason = runner.preparation.forward_communicates(runner.unwrapped_model) if finds_micro_batch_size else None
+    if reason is not None:
+        raise ValueError(
+            "Expected dataloader.micro_batch_size to be a number where forward or backward communicate: a rank that is out of memory "
+            f"would leave the others waiting. Received: dataloader.micro_batch_size='auto' with {reason}. Set the most samples that "
+            "fit a rank."
+        )
+
+
+def check_reduced(runner: TorchRunner) -> None:
+    """Refuse a model on the stack `ddp` whose gradients nothing would reduce over the ranks."""
+    if runner.stack != "ddp":
+        return
+    trains = any(parameter.requires_grad for _, parameter in runner.named_parameters())
+    hooks = ("build_reduction", "complete_gradients", "unscale_gradients")
+    reduced_by_user = any(is_overridden(runner, hook) for hook in hooks)
+    runner.preparation.check_reduced(runner.model, trains=trains, reduced_by_user=reduced_by_user)
+
+
+def check_modes(runner: TorchRunner) -> None:
+    """Refuse an optimizer that exchanges the weights between training and evaluation on a stack that cannot keep both."""
+    if modal(runner.optimizer) and not runner.model_states.keeps_modes:
+        raise ValueError(
+            f"Expected an optimizer with one set of weights on the stack {runner.stack!r}. Received: a "
+            f"{type(runner.optimizer).__name__}, whose train() and eval() exchange them. Train on 'ddp', or take another optimizer."
+        )
+
+
 # A run
 
 
@@ -188,10 +239,16 @@ class ComponentChecks(Observer):
     """Checks a run before it trains, and names once what its program changes while it trains without meaning to.
 
     It looks where passes, evaluations and saves are, never in an update but the first one.
+
+    Attributes:
+        built_scheduler: What `build_scheduler` of the runner returned.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: TorchRunner, session: TrainingSession, data: RunData) -> None:
+        self.built_scheduler: object = None
         self._runner = runner
+        self._session = session
+        self._data = data
         self._warned: set[str] = set()
         self._left_out: set[str] = set()
         self._groups = sys.maxsize
@@ -201,7 +258,7 @@ class ComponentChecks(Observer):
     def check_optimizer_given(self) -> None:
         """Refuse to train without an optimizer. May be called on one rank."""
         if self._runner.optimizer is None:
-            built = "`build_optimizer` returned none. " if self._runner._overrides("build_optimizer") else ""
+            built = "`build_optimizer` returned none. " if is_overridden(self._runner, "build_optimizer") else ""
             raise ValueError(
                 f"Expected an optimizer. Received: optimizer=None. {built}Assign `self.optimizer` in __init__, several as one "
                 "dl.optim.JointOptimizer, or set `optim.type`."
@@ -214,7 +271,7 @@ class ComponentChecks(Observer):
         kind = type(run.optimizer).__name__
         closure = inspect.signature(run.optimizer.step).parameters.get("closure")
         needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-        if needs_closure and not (run._overrides("step") and run._overrides("optimizer_step")):
+        if needs_closure and not (is_overridden(run, "step") and is_overridden(run, "optimizer_step")):
             raise ValueError(
                 f"Expected an optimizer whose step takes the gradient as it is. Received: {kind}, whose step calls a closure again and "
                 "again. Override both `step` and `optimizer_step` for it, or choose another."
@@ -254,7 +311,7 @@ class ComponentChecks(Observer):
     def check_schedule(self, *, evaluates: bool) -> None:
         """Refuse a schedule that goes by a metric, if no evaluation computes one. May be called on one rank."""
         runner = self._runner
-        interval, monitors = runner._parts.scheduler_interval(), "monitor" in runner.config.get("scheduler", {})
+        interval, monitors = interval_of(runner), "monitor" in runner.config.get("scheduler", {})
         check_metric_of_schedule(runner.scheduler, interval=interval, evaluates=evaluates, monitors=monitors)
         if runner.is_main_process and runner.scheduler is not None and needs_metric(runner.scheduler):
             self._check_mode(runner.scheduler)
@@ -267,8 +324,8 @@ class ComponentChecks(Observer):
         monitor = section.get("monitor", None)
         if mode not in names:
             return
-        if monitor and monitor != runner._parts.score_path:
-            if mode == "max" and section.get("mode", None) is None and scheduler is runner._parts.built_scheduler:
+        if monitor and monitor != score_path(runner):
+            if mode == "max" and section.get("mode", None) is None and scheduler is self.built_scheduler:
                 logger.info(
                     "%s follows the highest %s; set scheduler.mode if lower is better.",
                     type(scheduler).__name__,
@@ -278,7 +335,7 @@ class ComponentChecks(Observer):
             logger.warning(
                 "Expected the %s to have the mode of the score %s, of which the %s is the best. Received: mode=%r. Make it with mode=%r "
                 "(scheduler.mode), or set score_mode=%r.",
-                *(type(scheduler).__name__, runner._parts.score_path, names[board.mode], mode, board.mode, mode),
+                *(type(scheduler).__name__, score_path(runner), names[board.mode], mode, board.mode, mode),
             )
 
     # Events
@@ -297,9 +354,9 @@ class ComponentChecks(Observer):
             )
         is_of_run = isinstance(scheduler, (WarmupScheduler, OneCycleSchedule)) or not isinstance(scheduler, LRScheduler)
         is_asked = "interval" in (runner.config.get("scheduler", None) or {})
-        advances = not (runner.is_step_mode or is_asked or is_of_run) and runner._parts.scheduler_interval() == "step"
+        advances = not (runner.is_step_mode or is_asked or is_of_run) and interval_of(runner) == "step"
         if advances and runner.is_main_process:
-            updates = runner._parts.data.updates_of_epoch
+            updates = self._data.updates_of_epoch
             logger.info(
                 "%s advances after every update%s. Where it counts epochs, set scheduler.interval=epoch; scheduler.interval=step keeps it, "
                 "and leaves this line out.",
@@ -314,7 +371,7 @@ class ComponentChecks(Observer):
     def results_needed(self) -> None:
         """Look at modes, parameters, the schedule's optimizer and the learning rate, within a training."""
         runner, scheduler = self._runner, self._runner.scheduler
-        if not runner._parts.session.running:
+        if not self._session.running:
             return
         self._look_at_rate()
         added = len(runner.optimizer.param_groups) - self._groups
@@ -388,8 +445,9 @@ class FirstGradients(Observer):
     a gradient that neither the model nor an optimizer has.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: TorchRunner, *, has_phases: bool) -> None:
         self._runner = runner
+        self._has_phases = has_phases
 
     def gradients_ready(self, totals: StepTotals, norm: Tensor) -> None:
         """Look at the gradients. Called on all ranks."""
@@ -399,7 +457,7 @@ class FirstGradients(Observer):
         runner.observers.remove(self)
         optimized = runner.preparation.optimized_parameters(runner.optimizer)
         self._name_unknown(optimized)
-        if runner._parts.phases is not None:
+        if self._has_phases:
             return
         mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
         missing = dict.fromkeys(name for names in runner.world.gather_objects(mine) for name in names)

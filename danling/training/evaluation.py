@@ -1,4 +1,4 @@
-"""Evaluation and inference of whole splits, with the state of training unchanged; the record of metrics, and what follows from a score."""
+"""Evaluation and inference of whole splits, with the state of training unchanged."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
+from danling.data.run_data import RunData
 from danling.distributed import Domain, all_arrive
-from danling.metrics import Meters, ScoreBoard, as_number
-from danling.optim import needs_metric
-from danling.optim.registry import is_told_its_place, refuse_new_groups
+from danling.metrics import Meters, MetricSet
 from danling.optim.state import evaluation_weights
-from danling.utils.tensors import canonical_name
 
 from .batches import (
+    BatchLoss,
     call_model,
     check_returned,
     count_samples,
@@ -32,7 +31,11 @@ from .batches import (
     prediction_of,
     unpack_batch,
 )
-from .recompute import BufferCopies, remember_figures
+from .keys import RandomKeys
+from .recompute import Recompute
+from .results import checked_figures
+from .session import TrainingSession
+from .update import UpdateStep
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -82,9 +85,27 @@ class Evaluator:
         batch_weight: Weight of the batch that is evaluated, or was last.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(
+        self,
+        runner: TorchRunner,
+        session: TrainingSession,
+        keys: RandomKeys,
+        data: RunData,
+        loss: BatchLoss,
+        metrics: MetricSet,
+        update: UpdateStep,
+        recompute: Recompute,
+    ) -> None:
         self.runner = runner
         self.forward = runner.build_forward()
+        self._session = session
+        self._keys = keys
+        self._data = data
+        self._loss = loss
+        self._metrics = metrics
+        self._update = update
+        self._recompute = recompute
+        self._run_step = runner._run_evaluate_step
         self.batch_weight: float | Tensor = 1.0
         self.exact = runner.config.gradient_sum == "canonical"
         """Whether an evaluation has the same bits at any number of ranks."""
@@ -98,7 +119,7 @@ class Evaluator:
     def evaluate(self, split: str, limit: int | None) -> dict[str, float]:
         """Return the metrics of a split, or of its first `limit` batches."""
         runner = self.runner
-        runner._parts.data.check(split)
+        self._data.check(split)
         quick = runner.config.audit.quick
         if quick is not None:
             limit = quick if limit is None else min(limit, quick)
@@ -128,7 +149,7 @@ class Evaluator:
             return
         samples = loader.order.length
         first = samples if limit is None else min(samples, limit * loader.order.division.samples)
-        settings = runner._parts.data.settings_of_training(split)
+        settings = self._data.settings_of_training(split)
         if first == samples and not settings:
             return
         self._logged_orders.add(split)
@@ -153,10 +174,10 @@ class Evaluator:
         """Return the batches of a split. For a split to train on it is a separate pass, which does not move its position."""
         runner = self.runner
         if split not in runner.train_splits:
-            return runner._parts.data.begin(split)
+            return self._data.begin(split)
         if split in runner.datasets:
-            with runner._parts.data.reading_once():
-                source = runner._parts.data.open(split, runner.build_dataloader(split, runner.datasets[split]))
+            with self._data.reading_once():
+                source = self._data.open(split, runner.build_dataloader(split, runner.datasets[split]))
             source.tell_epoch()
             return source
         if runner.source(split).consumed:
@@ -165,28 +186,31 @@ class Evaluator:
                 f"its position. Received: {type(runner.dataloaders[split]).__name__} in `self.dataloaders`. Put a dataset into "
                 "`self.datasets` instead, or a second loader under another split name."
             )
-        return runner._parts.data.open(split, runner.dataloaders[split])
+        return self._data.open(split, runner.dataloaders[split])
 
     def _sums(self, split: str, limit: int | None, source: BatchSource) -> tuple[Meters, bool, float]:
         """Evaluate a pass, or its first batches: return sums by metric, whether there was a loss, and the samples that have any result.
 
         What a step adds to `meters` belongs to the evaluation, not to the open epoch.
         """
-        runner, metrics, totals = self.runner, self.runner._parts.metrics, Meters(exact=self.exact)
+        runner, metrics, totals = self.runner, self._metrics, Meters(exact=self.exact)
         scored, evaluated = False, 0.0
         metrics.reset()
         with runner.meters.aside(exact=self.exact):
             with self._entered(split, "evaluate"), torch.no_grad():
-                for batch in runner._parts.session.between_batches(runner, split, self._pass_over(source, limit)):
-                    runner._parts.keys.begin_batch("evaluate", split, batch.place)
+                batches = self._session.between_batches(
+                    split, self._pass_over(source, limit), sync=self._update.sync, domain=runner.placement.optimizer
+                )
+                for batch in batches:
+                    self._keys.begin_batch("evaluate", split, batch.place)
                     data = runner.to_device(batch.data)
-                    weight, samples = runner._parts.loss.weigh(batch, data)
+                    weight, samples = self._loss.weigh(batch, data)
                     self.batch_weight = weight
                     pred, loss = self._evaluated(split, data)
                     if loss is not None and samples:
                         totals.expect("loss")
                     if loss is not None and (isinstance(weight, Tensor) or weight):
-                        if runner._parts.sums_loss:
+                        if self._loss.sums:
                             totals.add_totals("loss", loss, weight)
                         else:
                             totals.update({"loss": loss}, weight)
@@ -200,7 +224,7 @@ class Evaluator:
     def _evaluated(self, split: str, data: object) -> tuple[Any, Any]:
         """Return the prediction and the loss of a batch."""
         try:
-            returned = self.runner._run_evaluate_step(self.runner.evaluate_step, data)
+            returned = self._run_step(self.runner.evaluate_step, data)
             check_returned(returned, "evaluate_step")
         except Exception as error:
             note_batch(error, "evaluate_step", split, data)
@@ -219,19 +243,19 @@ class Evaluator:
         try:
             yield from batches
         finally:
-            self.runner._parts.data.end_evaluation(source)
+            self._data.end_evaluation(source)
         source.rewind()
 
     @contextmanager
     def _entered(self, split: str, mode: EvaluationMode) -> Iterator[None]:
         """Evaluation mode on the bare model, with averaged weights if there are any; on exit all is as it was."""
-        runner, preparation, session = self.runner, self.runner.preparation, self.runner._parts.session
+        runner, preparation, session = self.runner, self.runner.preparation, self._session
         wrapped, bare = runner.model, runner.unwrap(runner.model)
         before = wrapped, runner.mode, runner.carry
         with ExitStack() as stack:
             if mode == "evaluate" and split:
                 stack.enter_context(session.evaluating(split))
-            stack.enter_context(runner._parts.keys.evaluating())
+            stack.enter_context(self._keys.evaluating())
             stack.enter_context(preparation.evaluating(wrapped))
             stack.enter_context(evaluation_weights(runner.optimizer))
             was_training, modes = wrapped.training, [(module, module.training) for module in wrapped.modules()]
@@ -281,9 +305,9 @@ class Evaluator:
         source = self._source(split)
         if not source.can_restart:
             return
-        with source.peek(), self._preserved():
+        with source.peek(), self._recompute.preserved():
             # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
-            opened = source if source.kind == "position" else runner._parts.data.open(split, source.loader)
+            opened = source if source.kind == "position" else self._data.open(split, source.loader)
             totals, scored, _ = self._sums(split, 1, opened)
             try:
                 metrics = checked_figures("summarize", split, runner.summarize(split, totals))
@@ -303,25 +327,7 @@ class Evaluator:
                 if board is not None and is_of_split and not (board.name == "loss" and scored):
                     board.check({split: metrics})
             finally:
-                runner._parts.metrics.reset()
-
-    @contextmanager
-    def _preserved(self) -> Iterator[None]:
-        """Put back on exit what an evaluation may change: buffers and their averages, meters, the carry, attributes and metrics."""
-        runner = self.runner
-        averages = getattr(runner.ema, "weights", {})
-        names = {canonical_name(name) for name, _ in runner.unwrapped_model.named_buffers()}
-        averaged = [(tensor, tensor.clone()) for name, tensor in averages.items() if name in names]
-        buffers, put_figures_back = BufferCopies(runner), remember_figures(runner)
-        buffers.take()
-        try:
-            with runner._parts.attributes.preserved():
-                yield
-        finally:
-            buffers.put_back()
-            put_figures_back()
-            for tensor, before in averaged:
-                tensor.copy_(before)
+                self._metrics.reset()
 
     # A step that a user calls
 
@@ -329,9 +335,9 @@ class Evaluator:
         """Run a step that a user calls directly, as in an evaluation: in evaluation mode, without gradients, on the device."""
         runner = self.runner
         with self._entered("", mode), torch.no_grad():
-            runner._parts.keys.begin_batch(mode, "", (runner.placement.data.rank,))
+            self._keys.begin_batch(mode, "", (runner.placement.data.rank,))
             moved = runner.to_device(data)
-            return runner._run_evaluate_step(step, moved) if mode == "evaluate" else step(moved)
+            return self._run_step(step, moved) if mode == "evaluate" else step(moved)
 
     # Predictions
 
@@ -349,7 +355,7 @@ class Evaluator:
         self._log_order(split, None, source)
         batches = self._pass_over(source)
         while True:
-            with self.runner._parts.keys.evaluating():
+            with self._keys.evaluating():
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -359,7 +365,7 @@ class Evaluator:
 
     def _predict(self, split: str, batch: Batch) -> list[object]:
         runner = self.runner
-        runner._parts.keys.begin_batch("infer", split, batch.place)
+        self._keys.begin_batch("infer", split, batch.place)
         data = runner.to_device(batch.data)
         try:
             with torch.no_grad():
@@ -445,158 +451,3 @@ def _has_rows(value: Any, samples: int, parts: Sequence[int] | None) -> bool:
     if not (is_rows or isinstance(value, list)):
         return False
     return len(value) == samples or (is_rows and parts is not None and len(value) == sum(parts))
-
-
-def checked_figures(hook: str, split: str, figures: object) -> dict[str, float]:
-    """Return the figures of a hook for a split as floats: checkpoints and files store nothing else."""
-    if not isinstance(figures, Mapping):
-        raise ValueError(
-            f"Expected `{hook}` to return metrics by name. Received: {figures!r} ({type(figures).__name__}) for split {split!r}. Return "
-            f"those of super().{hook}(...), or a mapping such as {{'loss': 0.5}}."
-        )
-    return {str(name): as_number(f"{split}/{name}", value) for name, value in figures.items()}
-
-
-# The record of an epoch or an evaluation
-
-Boundary = Literal["epoch", "validation", "pass", "alone"]
-"""The end of an epoch, a validation of step mode, the end of a pass of step mode, or the end of an epoch that the user trains directly,
-without an evaluation."""
-
-
-class RunResults:
-    """Metrics of the epoch or the evaluation that is under way, and their record.
-
-    Attributes:
-        open: Metrics by split that are not recorded yet.
-        scored_at: Updates committed at the last record.
-    """
-
-    def __init__(self, runner: TorchRunner) -> None:
-        self.open: dict[str, dict[str, float]] = {}
-        self.scored_at: int | None = None
-        self._runner = runner
-        self._has_warned = False
-
-    def check(self) -> None:
-        """Refuse metrics without the score, or without the metric of the schedule, before anything is counted by them."""
-        standing, scheduler = self._runner.standing, self._runner.scheduler
-        if standing.board is not None and standing.board.split in self.open and not standing.own:
-            standing.board.check(self.open)
-        by_epochs = scheduler is not None and not self._runner._parts.update.steps_scheduler
-        if by_epochs and needs_metric(scheduler) and (self._monitor() or not standing.own):
-            self._monitored(self.open)
-
-    def close(self, boundary: Boundary) -> None:
-        """Record the metrics, and do what follows from them; the same on all ranks."""
-        runner, standing = self._runner, self._runner.standing
-        result, self.open = self.open, {}
-        index, self.scored_at = runner.index, runner.state.train.global_step
-        runner.results[index] = result
-        board = standing.board
-        if board is not None and not (board.split in result if board.split else index in standing.scores):
-            board = None
-        if board is not None and board.split and (board.finds(result) or not standing.own):
-            self._compare_samples(board, index)
-            board.record(index, result)
-            score = board.scores[index]
-            if not math.isfinite(score) and not self._has_warned and runner.is_main_process:
-                self._has_warned = True
-                logger.warning(
-                    "Expected the score %s.%s to be finite. Received: %s at %d. NaN is never the best, and counts against patience. See "
-                    "to it that the metric is defined on the whole split, or set score_name to another metric.",
-                    *(board.split, board.name, score, index),
-                )
-        self.advance_schedule(boundary, result)
-        if board is not None and self.patience_exhausted():
-            runner._parts.session.stop_reason, waited = "patience", standing.evaluations_since_best
-            best = "NaN" if runner.best_score is None else f"{runner.best_score:.4g}"
-            logger.info(
-                "Stopping early: no better score than %s in %d evaluation%s.", best, waited, "s" * (waited != 1)
-            )
-        self.write()
-        ended = runner.progress >= 1 or runner._parts.loop.data_ended or runner._parts.session.stop_reason is not None
-        runner._parts.reporter.log_result(runner, result, last=ended)
-        runner._parts.reporter.trackers.release_mark()
-
-    def patience_exhausted(self) -> bool:
-        """Whether the run is to stop, since its score has not become better for too long."""
-        standing = self._runner.standing
-        since_best = standing.evaluations_since_best if standing.board is not None else 0
-        return 0 < since_best >= self._runner.config.patience
-
-    # The schedule
-
-    def advance_schedule(self, boundary: Boundary, metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """Advance a schedule that goes by epochs or validations, where it is time to."""
-        scheduler, parts = self._runner.scheduler, self._runner._parts
-        if scheduler is None or parts.update.steps_scheduler:
-            return
-        by_metric = needs_metric(scheduler)
-        by_evaluation = by_metric or parts.scheduler_interval() == "validation"
-        if boundary not in (("epoch", "validation") if by_evaluation else ("epoch", "pass", "alone")):
-            return
-        arguments: list[float] = [self._runner.state.train.epoch] if is_told_its_place(scheduler) else []
-        if by_metric:
-            arguments = [self._monitored(metrics)]
-        try:
-            scheduler.step(*arguments)
-        except (ValueError, KeyError, IndexError) as error:
-            refuse_new_groups(scheduler, error)
-            raise
-        parts.update.note_schedule()
-
-    def _monitor(self) -> str | None:
-        return (self._runner.config.get("scheduler", None) or {}).get("monitor", None)
-
-    def _monitored(self, metrics: Mapping[str, Mapping[str, float]]) -> float:
-        """Return the metric that the schedule goes by: the score, or what `scheduler.monitor` names."""
-        runner, path, scores = self._runner, self._monitor(), self._runner.standing.scores
-        if not path and runner.index in scores:
-            return scores[runner.index]
-        path = path or runner._parts.score_path
-        split, _, name = path.partition(".")
-        if name not in metrics.get(split, {}):
-            present = [f"{key}.{metric}" for key, of_split in metrics.items() for metric in of_split]
-            raise ValueError(
-                f"Expected scheduler.monitor to name one of {present}. Received: scheduler.monitor={path!r}."
-            )
-        return metrics[split][name]
-
-    # What follows from a score
-
-    def _compare_samples(self, board: ScoreBoard, index: int) -> None:
-        """Warn where a score is of another number of samples than the one before it, as after a resume with another batch size."""
-        before = next(reversed([each for each in board.scores if each != index]), None)
-        results = self._runner.results
-        counts = [results.get(each or 0, {}).get(board.split, {}).get("samples") for each in (before, index)]
-        if None not in counts and counts[0] != counts[1] and self._runner.is_main_process:
-            logger.warning(
-                "The score %s.%s of step %d is of %.0f samples, that of step %d of %.0f: they are compared all the same. They are those of "
-                "steps // 20 batches of each rank; keep `steps`, the batch size and the number of ranks, or override `evaluate_steps`.",
-                board.split,
-                board.name,
-                index,
-                counts[1],
-                before,
-                counts[0],
-            )
-
-    def write(self) -> None:
-        """Write the metrics of the run, its last ones and its best ones, on the main process."""
-        runner = self._runner
-        if not runner.is_main_process:
-            return
-        weights = "trained" if runner.ema is None else "averaged"
-        latest = {"index": runner.index, "weights": weights, "result": runner.latest_result}
-        best_of_split = (runner.best_result or {}).get(runner.score_split or "", {})
-        is_here = runner.best_index is None or runner.best_index != runner.saver.best_elsewhere
-        best = {
-            "index": runner.best_index,
-            "weights": weights,
-            "score": runner.best_score,
-            **({"samples": best_of_split["samples"]} if "samples" in best_of_split else {}),
-            "result": runner.best_result,
-            "checkpoint_is_here": is_here,
-        }
-        runner.workspace.write_results(runner.results, latest, best)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
     from danling.runners.torch_runner import TorchRunner
 
+    from .session import TrainingSession
+
 try:
     import numpy
 except ImportError:
@@ -42,14 +44,18 @@ class RandomKeys:
     what the uninterrupted one draws, and noise does not depend on the rank that draws it. `docs/guides/data.md` has the table of keys.
     """
 
-    def __init__(self, runner: BaseRunner) -> None:
+    def __init__(self, runner: BaseRunner, session: TrainingSession, extensions: Sequence[object]) -> None:
         self._runner = runner
+        self._session = session
+        self._extensions = extensions
         self.key = 0
         """Key of the open micro-batch or of the batch that is evaluated."""
         self._ordinal = self._phase = 0
         self._places: dict[int, tuple[int, ...]] = {}
         self.in_update = False
         """Whether an optimizer step of the runner is under way."""
+        self.called: tuple[object, ...] = ()
+        """What an update calls besides model, criterion, optimizer and schedule; `None` for each that the run does not have."""
         self._generators: list[tuple[Any, int]] | None = None
         self._only_torch = False
         """Whether nothing in an update of the loop under way can draw from NumPy's stream or from that of `random`."""
@@ -63,7 +69,8 @@ class RandomKeys:
     def begin_pass(self, split: str) -> None:
         """Seed where a pass begins, or goes on after a restore: `(seed, "pass", split, pass)`."""
         self._look_for_generators()
-        self._only_torch = not runs_user_code(cast("TorchRunner", self._runner))  # which alone has passes
+        runner = cast("TorchRunner", self._runner)  # which alone has passes
+        self._only_torch = not runs_user_code(runner, (*self.called, *self._extensions))
         base, number = _base(self._runner.seed, "pass", split), self._runner.source(split).epoch
         seed_streams(mix_seed(base, number), self._runner.device)
 
@@ -78,7 +85,7 @@ class RandomKeys:
         self._ordinal, self._phase = ordinal, 0
         if self._generators is None or self._generators:
             self._seed_generators()
-        seed = seed_torch if self._only_torch and runner._parts.session.running else seed_streams
+        seed = seed_torch if self._only_torch and self._session.running else seed_streams
         seed(self.key, runner.device)
 
     def begin_update(self) -> None:
@@ -99,7 +106,7 @@ class RandomKeys:
 
         Refuses a step there of the runner's own optimizer, but for that of a phase: the runner has not weighed its gradient yet.
         """
-        session = self._runner._parts.session
+        session = self._session
         refused = {id(own), *(id(member) for member in getattr(own, "optimizers", ()))}
 
         def before(optimizer: Optimizer, *_: Any) -> None:

@@ -10,19 +10,39 @@ from typing import TYPE_CHECKING, Literal
 
 from danling.checkpoints import CheckpointManager
 from danling.data import PLACEHOLDER, Batch, BatchSource
-from danling.distributed import Domain, agree, set_collective_timeout
-from danling.optim.registry import is_told_its_place
+from danling.data.run_data import RunData
+from danling.distributed import CollectiveCalls, Domain, agree, set_collective_timeout
+from danling.metrics import TrainMetrics
 from danling.optim.state import enter_training
+from danling.reporting import Reporter
 from danling.supervision import RankWatch, is_out_of_memory, write_memory_snapshot
+from danling.utils.hooks import is_overridden
 from danling.utils.observers import Observer
 
-from .evaluation import Boundary, checked_figures
+from .attributes import KeptAttributes
+from .batches import BatchLoss
+from .checks import ComponentChecks
+from .evaluation import Evaluator
 from .extension import Extension, StateReplaced
-from .session import BY_SIGNAL, DataEnded, EvaluationStopped, IntactStateError, PassLeft, TrainingAbandoned, first_stop
-from .update import UNCOMMITTED, UpdateOutcome
+from .keys import RandomKeys
+from .observer_states import ObserverStates
+from .results import RunResults, checked_figures
+from .schedule import Boundary
+from .session import (
+    BY_SIGNAL,
+    DataEnded,
+    EvaluationStopped,
+    IntactStateError,
+    PassLeft,
+    TrainingAbandoned,
+    TrainingSession,
+    first_stop,
+)
+from .update import UNCOMMITTED, RunWindow, UpdateOutcome, UpdateStep
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import SplitNames
+    from danling.runners.parts import Closers
     from danling.runners.torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
@@ -93,15 +113,50 @@ class TrainingLoop:
     Attributes:
         extensions: Take part in the training.
         has_jumped: Whether the state was replaced by one of another pass, so that the loops must leave the pass.
-        data_ended: Whether the last training ended with its stream of samples.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
-        self.extensions: list[Extension] = []
+    def __init__(
+        self,
+        runner: TorchRunner,
+        session: TrainingSession,
+        keys: RandomKeys,
+        data: RunData,
+        *,
+        attributes: KeptAttributes,
+        observer_states: ObserverStates,
+        reporter: Reporter,
+        closers: Closers,
+        calls: CollectiveCalls | None,
+        checks: ComponentChecks,
+        loss: BatchLoss,
+        train_metrics: TrainMetrics | None,
+        agreement: PassAgreement,
+        update: UpdateStep,
+        run_window: RunWindow,
+        evaluator: Evaluator,
+        results: RunResults,
+        extensions: list[Extension],
+    ) -> None:
+        self.extensions = extensions
         self.has_jumped = False
-        self.data_ended = False
+        self.run_window = run_window
+        self._bind_reduction = runner._bind_reduction
         self._runner = runner
-        self._session = runner._parts.session
+        self._session = session
+        self._keys = keys
+        self._data = data
+        self._attributes = attributes
+        self._observer_states = observer_states
+        self._reporter = reporter
+        self._closers = closers
+        self._calls = calls
+        self._checks = checks
+        self._loss = loss
+        self._train_metrics = train_metrics
+        self._agreement = agreement
+        self._update = update
+        self._evaluator = evaluator
+        self._results = results
         self._last_split: str | None = None
         self._evaluate_every = self._checkpoint_every = 1
 
@@ -115,17 +170,17 @@ class TrainingLoop:
             raise ValueError(
                 "Expected a budget: `steps` (optimizer updates) or `epochs`. Received: steps=None, epochs=None. Set one of them."
             )
-        splits, evaluated = runner._parts.data.choose(train_splits, runner.train_splits, "train on"), list[str]()
+        splits, evaluated = self._data.choose(train_splits, runner.train_splits, "train on"), list[str]()
         if runner.evaluate_splits if evaluate_splits is None else evaluate_splits:
-            evaluated = runner._parts.data.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
+            evaluated = self._data.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
         else:
-            runner._parts.checks.check_schedule(evaluates=False)
+            self._checks.check_schedule(evaluates=False)
         if unit != set_unit:
             raise ValueError(
                 f"Expected a budget of {unit} for `train_{unit}`. Received: {set_unit}={getattr(runner, set_unit)}. Call `train()` or "
                 f"`train_{set_unit}()`, or set `{unit}` instead."
             )
-        results = runner._parts.results
+        results = self._results
         nothing = None
         if self._is_used_up() and not (runner.is_step_mode and results.open):
             done = runner.state.train.global_step if runner.is_step_mode else runner.state.train.epoch
@@ -138,21 +193,21 @@ class TrainingLoop:
             return
         with self.training():
             # One batch of each split before the first update, unless an evaluation is under way, or is the user's own.
-            own = runner._overrides("evaluate_steps" if runner.is_step_mode else "evaluate_epoch")
-            if runner.config.try_evaluation and not (own or runner._overrides("evaluate") or results.open):
-                runner._parts.evaluator.try_once(evaluated)
+            own = is_overridden(runner, "evaluate_steps" if runner.is_step_mode else "evaluate_epoch")
+            if runner.config.try_evaluation and not (own or is_overridden(runner, "evaluate") or results.open):
+                self._evaluator.try_once(evaluated)
             (self._train_steps if runner.is_step_mode else self._train_epochs)(splits, evaluated)
 
     def check_trainable(self) -> None:
         """Refuse a closed runner, and an optimizer that does not take the gradient as it is. Called on all ranks."""
         runner = self._runner
-        if runner._parts.closers.closed:
+        if self._closers.closed:
             raise ValueError(
                 "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it anew; "
                 "auto_resume goes on from its last checkpoint."
             )
         runner._check_settings()
-        runner._parts.checks.check_optimizer()
+        self._checks.check_optimizer()
         if isinstance(runner.checkpoint_manager, CheckpointManager):
             runner.checkpoint_manager.check_weights(runner.named_parameters())
 
@@ -171,8 +226,9 @@ class TrainingLoop:
         session.running = True
         with ExitStack() as stack:
             stack.callback(session.leave)
-            stack.enter_context(runner._parts.reporter.speaking())
-            attached = [each for each in (runner.build_profiler(), RankWatch.of(runner)) if each is not None]
+            stack.enter_context(self._reporter.speaking())
+            watch = RankWatch.of(runner, session, self._reporter, self._calls)
+            attached = [each for each in (runner.build_profiler(), watch) if each is not None]
             runner.observers.extend(attached)
             stack.callback(self._detach, attached)
             stack.enter_context(session.observed())
@@ -180,8 +236,8 @@ class TrainingLoop:
             runner.model.train()
             runner.open_trackers()
             runner.init_signal_handlers()
-            runner._parts.reporter.begin(runner)
-            stack.enter_context(runner._parts.reporter.trackers.telling_status(whole=whole))
+            self._reporter.begin(runner, self._update, sums_loss=self._loss.sums)
+            stack.enter_context(self._reporter.trackers.telling_status(whole=whole))
             try:
                 try:
                     yield
@@ -192,9 +248,9 @@ class TrainingLoop:
                 except TrainingAbandoned:
                     session.apply_requests(agree(runner.placement.optimizer, session.local_requests()))
                 session.running = False
-                runner._parts.update.raise_pending_error()
+                self._update.raise_pending_error()
                 # Requests of the last update, which an accelerator hands out with the next one.
-                late = first_stop(runner._parts.update.sync.take_pending_requests())
+                late = first_stop(self._update.sync.take_pending_requests())
                 session.stop_reason = session.stop_reason or late
                 if session.stop_reason is not None or whole:
                     self._finish()
@@ -204,8 +260,8 @@ class TrainingLoop:
             finally:
                 session.leave()
                 session.uninstall_signals(keep=runner.placement.optimizer.size > 1)
-                runner._parts.reporter.end()
-                for loader in runner._parts.data.windows().values():
+                self._reporter.end()
+                for loader in self._data.windows().values():
                     loader.free()
             session.redeliver_signal()
 
@@ -216,22 +272,21 @@ class TrainingLoop:
 
     def begin_updates(self) -> None:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
-        runner, update = self._runner, self._runner._parts.update
-        runner._bind_reduction()
+        runner = self._runner
+        self._bind_reduction()
         runner.window.reduces = True
-        runner.window.sum_reduced = runner._parts.sums_loss
-        runner.window.may_divide_by_zero = runner._parts.may_divide_by_zero
+        runner.window.sum_reduced = self._loss.sums
+        runner.window.may_divide_by_zero = self._loss.may_divide_by_zero
         self.read_intervals()
-        update.steps_scheduler = runner.scheduler is not None and runner._parts.scheduler_interval() == "step"
-        update.tells_place = is_told_its_place(runner.scheduler)
+        self._update.schedule.begin()
         enter_training(runner.optimizer)
-        runner._parts.attributes.before_training()
-        runner._parts.observer_states.warn_of_others()
+        self._attributes.before_training()
+        self._observer_states.warn_of_others()
 
     def read_intervals(self) -> None:
         """Read the intervals, which may follow from the budget."""
         runner = self._runner
-        runner._parts.update.log_every = runner.log_interval
+        self._update.log_every = runner.log_interval
         self._checkpoint_every = runner.checkpoint_interval
         self._evaluate_every = runner.config.evaluate_interval or self._checkpoint_every
 
@@ -240,11 +295,11 @@ class TrainingLoop:
         saved = runner.saver.save_last(signalled=session.stop_reason in BY_SIGNAL)
         if session.stop_reason is None and runner.config.checkpoint.last_save_model_only:
             runner.saver.export()
-        runner._parts.results.write()
+        self._results.write()
         # On all ranks, so that an error of the background writer is raised on all of them.
         manager.wait()
         manager.wait_for_mirror()
-        runner._parts.reporter.say_ending(session.hear_late_signals(runner.placement.optimizer))
+        self._reporter.say_ending(session.hear_late_signals(runner.placement.optimizer))
         session.exit_if_signalled(runner.state.train.global_step, saved=saved)
         for extension in self.extensions:
             extension.training_finished()
@@ -264,19 +319,19 @@ class TrainingLoop:
         if is_out_of_memory(error):
             directory = runner.workspace.dir / runner.config.profiling.trace_dir
             write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
-        runner._parts.reporter.say_ending(f"Failed with {type(error).__name__}")
+        self._reporter.say_ending(f"Failed with {type(error).__name__}")
 
     # By epochs
 
     def _train_epochs(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
         """Train epoch by epoch."""
-        runner, counters, self.data_ended = self._runner, self._runner.state.train, False
+        runner, counters, self._session.data_ended = self._runner, self._runner.state.train, False
         try:
             while counters.epoch < (runner.epochs or 0) and not self._session.stop_reason:
                 self.has_jumped = False
                 for split in splits:
                     if not self._is_trained(split):
-                        runner._parts.keys.begin_pass(split)
+                        self._keys.begin_pass(split)
                         self._keep(split, runner.train_epoch(split))
                     if self._is_interrupted():
                         break
@@ -293,7 +348,7 @@ class TrainingLoop:
         for split in splits:
             self._runner.source(split).finish_pass()
         self._runner.state.train.epoch += 1
-        self._runner._parts.results.close(boundary)
+        self._results.close(boundary)
 
     def train_epoch(self, split: str) -> dict[str, float]:
         """Train the rest of one pass over one split, and return its metrics; none where it was left half-way."""
@@ -303,13 +358,13 @@ class TrainingLoop:
                 return {}
         if self.has_jumped:
             return {}
-        metrics = self._runner._parts.results.open[split] = self._trained_metrics()
+        metrics = self._results.open[split] = self._trained_metrics()
         return metrics
 
     def train_epoch_directly(self, split: str, train_epoch: Callable[[], object], splits: Sequence[str]) -> object:
         """Train a pass that no loop has asked for; the epoch is counted where every split to train on has had its pass."""
-        runner, results, self.has_jumped = self._runner, self._runner._parts.results, False
-        runner._parts.keys.begin_pass(split)
+        runner, results, self.has_jumped = self._runner, self._results, False
+        self._keys.begin_pass(split)
         metrics = train_epoch()
         self._keep(split, metrics)
         if not self._is_interrupted():
@@ -321,7 +376,7 @@ class TrainingLoop:
         return metrics
 
     def _keep(self, split: str, metrics: object) -> None:
-        results = self._runner._parts.results
+        results = self._results
         if self._is_interrupted():
             return  # half-way through the pass
         if metrics is None:
@@ -337,7 +392,7 @@ class TrainingLoop:
 
     def _train_steps(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
         """Train update by update, pass after pass over the data. If stopped during an evaluation, resume starts with that evaluation."""
-        runner, counters, results = self._runner, self._runner.state.train, self._runner._parts.results
+        runner, counters, results = self._runner, self._runner.state.train, self._results
         begun_at = counters.global_step
         if begun_at and begun_at not in runner.results and self._evaluation_is_due(begun_at) and not results.open:
             # The state was saved in an override of `step`, before the evaluation that follows its update.
@@ -345,7 +400,7 @@ class TrainingLoop:
             results.open[split] = self._trained_metrics()
         if results.open:
             self._validate(evaluated, final=begun_at == runner.steps)
-        self.data_ended = False
+        self._session.data_ended = False
         try:
             while counters.global_step < (runner.steps or 0) and not self._session.stop_reason:
                 if self._train_pass(splits, evaluated):
@@ -359,7 +414,7 @@ class TrainingLoop:
                 self._validate(evaluated, final=True)
 
     def _note_end_of_data(self, where: str) -> None:
-        self.data_ended = True
+        self._session.data_ended = True
         if self._runner.is_main_process:
             logger.warning("The stream of samples ended at %s: the run ends there.", where)
 
@@ -369,20 +424,20 @@ class TrainingLoop:
         for split in splits:
             if self._is_trained(split):
                 continue
-            runner._parts.keys.begin_pass(split)
+            self._keys.begin_pass(split)
             for outcome in self._updates(split):
                 self._last_split = split
                 self._after_update(outcome)
                 step = runner.state.train.global_step
                 final = step == runner.steps  # the budget may change at any time
-                if outcome.committed and final and runner._parts.agreement.is_over(runner.source(split)):
+                if outcome.committed and final and self._agreement.is_over(runner.source(split)):
                     # Before the last evaluation and save: no loop reaches the end of this pass any more.
                     runner.source(split).finish_pass()
                     if split == splits[-1]:
                         self._count_pass()
                 is_due = final or step % self._evaluate_every == 0
                 if outcome.committed and is_due and runner.is_step_mode:
-                    runner._parts.results.open[split] = self._trained_metrics()
+                    self._results.open[split] = self._trained_metrics()
                     self._validate(evaluated, final=final)
                 elif outcome.committed and (step % self._checkpoint_every == 0 or step in runner.results):
                     self._save_if_due(step, final=False)
@@ -395,7 +450,7 @@ class TrainingLoop:
 
     def _count_pass(self) -> None:
         self._runner.state.train.epoch += 1
-        self._runner._parts.results.advance_schedule("pass", {})
+        self._update.schedule.advance("pass", {})
 
     def _evaluation_is_due(self, step: int) -> bool:
         return self._runner.is_step_mode and (step == self._runner.steps or step % self._evaluate_every == 0)
@@ -403,7 +458,7 @@ class TrainingLoop:
     def _validate(self, evaluated: Sequence[str], *, final: bool) -> None:
         """Evaluate in step mode, and save what follows from it; `final` where the run ends here."""
         self._evaluate(evaluated, "evaluate_steps")
-        self._runner._parts.results.close("validation")
+        self._results.close("validation")
         self._save_if_due(self._runner.state.train.global_step, final=final)
         self._note_evaluation_saved()
 
@@ -420,18 +475,18 @@ class TrainingLoop:
             return True
         if runner.is_step_mode:
             return runner.source(split).epoch > runner.state.train.epoch
-        return split in runner._parts.results.open
+        return split in self._results.open
 
     def _updates(self, split: str) -> Iterator[UpdateOutcome]:
         """Yield the outcome of every update in the rest of a pass: the one batch loop.
 
         The position of the source moves when an update is decided, even if it was skipped.
         """
-        runner, session, agreement = self._runner, self._session, self._runner._parts.agreement
-        run_window, update = runner._parts.run_window, runner._parts.update
-        source = runner._parts.data.begin(split)
+        runner, session, agreement = self._runner, self._session, self._agreement
+        run_window, update = self.run_window, self._update
+        source = self._data.begin(split)
         source.note_dataset()
-        runner._bind_reduction()
+        self._bind_reduction()
         update.split = split
         runner.observers.notify("pass_started", split)
 
@@ -450,7 +505,7 @@ class TrainingLoop:
 
         def move() -> None:
             if source.reads:
-                runner._parts.data.check_unchanged(split)
+                self._data.check_unchanged(split)
             source.commit(consumed)
 
         compared, begins = False, source.consumed == 0
@@ -458,8 +513,8 @@ class TrainingLoop:
         if begins and source.kind != "window":
             runner.on_pass_start(split)
             begins = False
-            source = runner._parts.data.begin(split)  # it may have replaced or extended the dataset
-        runner._parts.data.agree_lengths()
+            source = self._data.begin(split)  # it may have replaced or extended the dataset
+        self._data.agree_lengths()
         batches, ends_alike, found = read(), agreement.ends_alike(source), source.consumed > 0
         while True:
             batch = next(batches, None)
@@ -473,8 +528,8 @@ class TrainingLoop:
             replaced = self._replaced_state() if self.extensions else None
             if replaced is not None:
                 # Other parameters may be frozen now.
-                runner._bind_reduction()
-                runner._parts.reporter.forget_samples(runner.state.train.samples)
+                self._bind_reduction()
+                self._reporter.forget_samples(runner.state.train.samples)
                 self.has_jumped = self._is_trained(split)
                 if self.has_jumped:
                     return
@@ -516,8 +571,8 @@ class TrainingLoop:
 
     def _trained_metrics(self) -> dict[str, float]:
         """Return the metrics of the training batches since the last call, over all ranks and all that train together."""
-        runner, losses, trained = self._runner, self._runner._parts.losses, self._runner._parts.train_metrics
-        runner._parts.update.raise_pending_error()
+        runner, losses, trained = self._runner, self._update.losses, self._train_metrics
+        self._update.raise_pending_error()
         metrics = losses.averages()
         # Always, since what this rank has seen says nothing of the others.
         totals = runner.meters.totals(runner.placement.metrics)
@@ -535,8 +590,8 @@ class TrainingLoop:
         """Evaluate what was trained up to here; if the evaluation fails, it is saved, and a resumed run begins with this evaluation."""
         if not splits:
             return
-        results, keys = self._runner._parts.results, self._runner._parts.keys
-        self._runner._parts.reporter.trackers.hold_mark()
+        results, keys = self._results, self._keys
+        self._reporter.trackers.hold_mark()
         # As in a run that is resumed here.
         keys.between_updates()
         with self._runner.saver.keeping_trained(passing=(EvaluationStopped, TrainingAbandoned)):

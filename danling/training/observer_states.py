@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from danling.checkpoints.errors import restoring
 from danling.utils.encoding import MISSING
+from danling.utils.observers import Observers
 
 from .attribute_restore import Decoder
 from .attribute_snapshot import AttributeSnapshot, Entry, Key
@@ -30,9 +31,9 @@ class ObserverStates:
     An observer that is appended after a checkpoint was loaded gets its state then.
     """
 
-    def __init__(self, runner: BaseRunner) -> None:
+    def __init__(self, runner: BaseRunner, observers: Observers) -> None:
         self._runner = runner
-        self._observers = runner.observers
+        self._observers = observers
         self._observers.on_added = self._restore_added
         self._waiting: dict[str, object] = {}
         """States of the loaded checkpoint, encoded, whose observers the program has not appended yet."""

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from danling.data.run_data import RunData
 from danling.optim import JointOptimizer, JointScheduler
 
 from .reduction import GradientReduction
+from .session import TrainingSession
 from .update import UpdateOutcome, UpdateStep, Window
 
 if TYPE_CHECKING:
@@ -68,8 +70,9 @@ class Phases:
     it. The update of a phase is made at the end of its block in the last micro-batch of a window. `step` then closes the window.
     """
 
-    def __init__(self, runner: TorchRunner, optimizer: JointOptimizer) -> None:
+    def __init__(self, runner: TorchRunner, optimizer: JointOptimizer, session: TrainingSession) -> None:
         self._runner = runner
+        self._session = session
         self._phases = {name: Phase(name, member, runner) for name, member in optimizer.named.items()}
         self.current: Phase | None = None
         self._used: list[Phase] = []
@@ -88,7 +91,7 @@ class Phases:
             runner.optimizer, runner.precision.scaler = joint, scaler
 
     @contextmanager
-    def optimizing(self, name: str, *, every: int, weight: float | Tensor | None) -> Iterator[bool]:
+    def optimizing(self, update: UpdateStep, name: str, *, every: int, weight: float | Tensor | None) -> Iterator[bool]:
         """See `TorchRunner.optimizing`."""
         runner, window = self._runner, self._runner.window
         phase = self._checked(name, every)
@@ -112,7 +115,7 @@ class Phases:
             with runner.train_context():
                 yield phase.is_due
             if phase.is_due:
-                self._end(phase, last=window.reduces)
+                self._end(phase, update, last=window.reduces)
         finally:
             self.current = None
             runner.window, runner.reduction = window, whole
@@ -126,7 +129,7 @@ class Phases:
             raise ValueError(
                 f"Expected every to be at least 1, an integer. Received: optimizing({name!r}, every={every!r})."
             )
-        if self.current is not None or not self._runner._parts.session.in_step:
+        if self.current is not None or not self._session.in_step:
             where = f"inside of optimizing({self.current.name!r})" if self.current else "outside of train_step"
             raise ValueError(
                 f"optimizing({name!r}) was called {where}. Call it in train_step, one block after another."
@@ -150,7 +153,7 @@ class Phases:
             "optimizer that the loss is for."
         )
 
-    def _end(self, phase: Phase, *, last: bool) -> None:
+    def _end(self, phase: Phase, update: UpdateStep, *, last: bool) -> None:
         """End a block that is due: make the update of the phase in the last micro-batch, else keep its gradient."""
         runner, window = self._runner, phase.window
         if window.unscaled:
@@ -171,14 +174,13 @@ class Phases:
                     f"Expected the loss in the block of optimizing({phase.name!r}) to depend on a parameter of that optimizer. Received: "
                     "a loss without a gradient for any. Compute it from these parameters, or name the optimizer that it is for."
                 )
-        update: UpdateStep = runner._parts.update
         phase.outcome, requests = update.decide()
         self._requests |= requests
         outcome = phase.outcome
         if outcome.committed:
             phase.skips = 0
             update.losses.add_totals(f"{phase.name}_loss", outcome.loss_sum, outcome.weight)
-            if isinstance(runner.scheduler, JointScheduler) and update.steps_scheduler:
+            if isinstance(runner.scheduler, JointScheduler) and update.schedule.by_update:
                 runner.scheduler.step_of(phase.name)
             return
         phase.skips += 1
@@ -186,7 +188,7 @@ class Phases:
         update.skipped.put_buffers_back()
         update.warn_of_skip(f" of the optimizer {phase.name!r}", phase.skips, outcome.reason)
 
-    def close(self) -> tuple[UpdateOutcome, frozenset[str]] | None:
+    def close(self, update: UpdateStep) -> tuple[UpdateOutcome, frozenset[str]] | None:
         """Close the window: return what its phases come to together, and the requests of the ranks; `None` where it had no phases.
 
         The loss is the sum of the mean losses. The outcome is committed unless every phase was skipped.
@@ -195,7 +197,7 @@ class Phases:
         self._used, self._requests = [], frozenset()
         if not used:
             return None
-        window, update = self._runner.window, self._runner._parts.update
+        window = self._runner.window
         made = [phase.outcome for phase in used if phase.outcome is not None]
         for phase in used:
             phase.outcome = None
@@ -235,7 +237,7 @@ class Phases:
                 phase.scaler.load_state_dict(stored["scaler"])
 
 
-def phases_of(runner: TorchRunner) -> Phases | None:
+def phases_of(runner: TorchRunner, session: TrainingSession, data: RunData) -> Phases | None:
     """Return the phases of a runner whose optimizers have names, `None` for any other."""
     optimizer = runner.optimizer
     if not isinstance(optimizer, JointOptimizer) or not optimizer.named:
@@ -245,7 +247,7 @@ def phases_of(runner: TorchRunner) -> Phases | None:
         f"stack={runner.stack!r}": runner.stack not in ("ddp", "parallel"),
         "parallel.axes.pipeline": config.parallel.axes.pipeline > 1,
         "ft.enabled=true": config.ft.enabled,
-        "dataloader.micro_batch_size='auto'": runner._parts.data.finds_micro_batch_size,
+        "dataloader.micro_batch_size='auto'": data.finds_micro_batch_size,
         "gradient_sum='canonical'": config.gradient_sum == "canonical",
         "audit.replay_interval": config.audit.replay_interval is not None,
     }
@@ -256,4 +258,4 @@ def phases_of(runner: TorchRunner) -> Phases | None:
             f"Received: {found} with the optimizers {', '.join(optimizer.named)}. Change it, or step them together in one "
             "dl.optim.JointOptimizer(first, second)."
         )
-    return Phases(runner, optimizer)
+    return Phases(runner, optimizer, session)

@@ -14,7 +14,7 @@ from danling.checkpoints import CheckpointError, CheckpointManager
 from danling.utils.files import write_atomically
 from danling.utils.observers import Observer
 
-from .session import BY_SIGNAL
+from .session import BY_SIGNAL, TrainingSession
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -39,8 +39,9 @@ class ProgressFile(Observer):
     Only the main process has one.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: TorchRunner, session: TrainingSession) -> None:
         self._runner = runner
+        self._session = session
         self._due = -math.inf
         self._is_training = False
         self._has_warned = False
@@ -95,18 +96,18 @@ class ProgressFile(Observer):
         now = time.monotonic()
         if self._is_training and now >= self._due:
             self._due = now + SECONDS_BETWEEN_WRITES
-            is_stopping = self._runner._parts.session.stop_reason is not None
-            self._write("stopping" if is_stopping else state, self._runner._parts.session.stop_reason)
+            is_stopping = self._session.stop_reason is not None
+            self._write("stopping" if is_stopping else state, self._session.stop_reason)
 
     def _ending(self) -> tuple[str, str | None]:
         """Return the last state of this training, and why it ended there."""
-        runner, reason = self._runner, self._runner._parts.session.stop_reason
+        runner, reason = self._runner, self._session.stop_reason
         if self._failure is not None:
             return "failed", self._failure
         if reason in (*BY_SIGNAL, "stop"):
             return "stopped", reason
         has_budget = runner.steps is not None or runner.epochs is not None
-        is_over = runner.progress >= 1 or runner._parts.loop.data_ended or reason == "patience"
+        is_over = runner.progress >= 1 or self._session.data_ended or reason == "patience"
         if has_budget and not is_over:
             # An interrupt of the program, or a pass that it has asked for alone.
             return "stopped", reason

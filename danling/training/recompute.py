@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from danling.utils.tensors import local_part
+from danling.metrics import TrainMetrics
+from danling.utils.tensors import canonical_name, local_part
 from danling.utils.trees import tensors
+
+from .attributes import KeptAttributes
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -29,8 +33,10 @@ class Recompute:
     refused.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: TorchRunner, attributes: KeptAttributes, train_metrics: TrainMetrics | None) -> None:
         self._runner = runner
+        self._attributes = attributes
+        self._train_metrics = train_metrics
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}
 
     def remember(self, *, window: bool = True) -> Callable[[], None]:
@@ -39,7 +45,8 @@ class Recompute:
         self._versions = {}
         buffers = BufferCopies(runner)
         buffers.take()
-        put_figures_back, put_attributes_back = remember_figures(runner), runner._parts.attributes.remember()
+        put_figures_back = remember_figures(runner, self._train_metrics)
+        put_attributes_back = self._attributes.remember()
         micro_step = runner.state.train.micro_step
 
         def take_back() -> None:
@@ -52,6 +59,24 @@ class Recompute:
             runner.state.train.micro_step = micro_step
 
         return take_back
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Put back on exit what an evaluation may change: buffers and their averages, meters, the carry, attributes and metrics."""
+        runner = self._runner
+        averages = getattr(runner.ema, "weights", {})
+        names = {canonical_name(name) for name, _ in runner.unwrapped_model.named_buffers()}
+        averaged = [(tensor, tensor.clone()) for name, tensor in averages.items() if name in names]
+        buffers, put_figures_back = BufferCopies(runner), remember_figures(runner, self._train_metrics)
+        buffers.take()
+        try:
+            with self._attributes.preserved():
+                yield
+        finally:
+            buffers.put_back()
+            put_figures_back()
+            for tensor, before in averaged:
+                tensor.copy_(before)
 
     def check(self, data: object) -> None:
         """Note the version of the tensors of a batch before it is run, and refuse one that was changed since it was run before."""
@@ -74,8 +99,10 @@ class SkippedUpdates:
     this process, in which all are compared: no later update looks at others. So what hooks count, such as skipped updates, stays.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: TorchRunner, attributes: KeptAttributes, train_metrics: TrainMetrics | None) -> None:
         self._runner = runner
+        self._attributes = attributes
+        self._train_metrics = train_metrics
         self._buffers = BufferCopies(runner)
         self._watched = 0
         """Updates in which attributes were compared."""
@@ -98,18 +125,18 @@ class SkippedUpdates:
             return
         is_watched = self._watched < _WATCHED
         if is_watched:
-            self.before = runner._parts.attributes.digests()
+            self.before = self._attributes.digests()
         self._buffers.take()
         self._put_back = (
-            remember_figures(runner),
-            runner._parts.attributes.remember(None if is_watched else self._found),
+            remember_figures(runner, self._train_metrics),
+            self._attributes.remember(None if is_watched else self._found),
         )
 
     def look(self) -> None:
         """Find the attributes that a micro-batch has changed, in the first updates. Called after each micro-batch."""
         if self.before is None:
             return
-        now = self._runner._parts.attributes.digests()
+        now = self._attributes.digests()
         self._found |= {name for name, digest in now.items() if self.before.get(name, digest) != digest}
 
     def end(self, *, put_back: bool) -> None:
@@ -126,7 +153,7 @@ class SkippedUpdates:
             self.before = None
             self._watched += 1
             if self._watched == _WATCHED and self._found:
-                self._runner._parts.attributes.note_put_back(self._found)
+                self._attributes.note_put_back(self._found)
 
     def put_buffers_back(self) -> None:
         """Put the buffers back where one of several optimizers skips its update."""
@@ -134,9 +161,9 @@ class SkippedUpdates:
             self._buffers.put_back()
 
 
-def remember_figures(runner: TorchRunner) -> Callable[[], None]:
+def remember_figures(runner: TorchRunner, metrics: TrainMetrics | None) -> Callable[[], None]:
     """Return what puts meters, metrics of training and the carry back to what they are now. No communication."""
-    metrics, carry = runner._parts.train_metrics, map_carry(runner.carry, Tensor.clone)
+    carry = map_carry(runner.carry, Tensor.clone)
     put_meters_back = runner.meters.remember()
     put_metrics_back = metrics.remember() if metrics is not None else None
 

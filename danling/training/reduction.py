@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_float
 from functools import lru_cache, partial, reduce
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, s
 if TYPE_CHECKING:
     from danling.data import Batch
     from danling.runners.torch_runner import TorchRunner
+
+    from .attributes import KeptAttributes
+    from .recompute import Recompute
+    from .update import UpdateStep
 
 logger = logging.getLogger("danling")
 
@@ -188,8 +192,11 @@ class GradientReduction:
 class DDPReduction(GradientReduction):
     """The gradient of a model in DistributedDataParallel, which takes the mean over the ranks in the last backward of a window."""
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(
+        self, runner: TorchRunner, *, averages: Literal["criterion", "optimizer", "all"] = "criterion"
+    ) -> None:
         super().__init__(runner)
+        self.averages = averages
         self.model: Any = runner.model
         self.domain = runner.data_domain
         self.mean_over = self.domain.size
@@ -199,14 +206,14 @@ class DDPReduction(GradientReduction):
         return context
 
     def complete(self) -> None:
-        """Average what the wrapper does not: the criterion's gradient; all, if memory may run out or the optimizer is one of several.
+        """Average what the wrapper does not: gradients of the criterion's parameters, of the optimizer's, or all.
 
         A gradient that some ranks lack is zero there; one that all lack stays away.
         """
         runner = self.runner
-        if runner._parts.phases is not None:
+        if self.averages == "optimizer":
             left = self.parameters
-        elif runner._parts.data.finds_micro_batch_size:
+        elif self.averages == "all":
             left = [parameter for _, parameter in runner.named_parameters()]
         else:
             left = list(runner.criterion.parameters()) if isinstance(runner.criterion, nn.Module) else []
@@ -403,7 +410,7 @@ def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: D
 class CanonicalSum:
     """Runs the micro-batches of an update and adds what comes of them in the order of the tree, within this rank and between ranks."""
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: TorchRunner, attributes: KeptAttributes, recompute: Recompute) -> None:
         self.domain: Domain = runner.data_domain
         self.slot = -1
         """Number of the open micro-batch among those of this rank; -1 outside."""
@@ -412,6 +419,8 @@ class CanonicalSum:
         self.ended: list[Callable[[], None]] = []
         """Called after each micro-batch, empty ones included."""
         self._runner = runner
+        self._attributes = attributes
+        self._recompute = recompute
         self._tree = Tree(add_gradients)
         self._losses: dict[int, tuple[float | Tensor, float | Tensor]] = {}
         self._sums: Tensor | None = None
@@ -486,7 +495,7 @@ class CanonicalSum:
 
     # An update
 
-    def run(self, batch: Batch, step: Callable[[Any], object]) -> None:
+    def run(self, update: UpdateStep, batch: Batch, step: Callable[[Any], object]) -> None:
         """Run a micro-batch and take its gradient and loss; an empty one changes nothing. Called on all ranks, equally often."""
         runner, window = self._runner, self._runner.window
         assert batch.ordinal is not None
@@ -494,13 +503,13 @@ class CanonicalSum:
         self.slot = window.count
         if self.slot == 0:
             self._micro_step = runner.state.train.micro_step
-        put_back = runner._parts.recompute.remember(window=False) if batch.samples == 0 else None
+        put_back = self._recompute.remember(window=False) if batch.samples == 0 else None
         # Looked at once in a process. Batch normalization does not increase the version of what it changes.
         buffers = None if self._checked else {name: b.clone() for name, b in runner.unwrapped_model.named_buffers()}
         values = None if self._checked else self._values_of_program()
         before, window.loss = window.loss, 0.0
         try:
-            runner._parts.update.run(batch, step)
+            update.run(batch, step)
         finally:
             self.slot = -1
         own, window.loss = window.loss, before + window.loss
@@ -551,7 +560,7 @@ class CanonicalSum:
     def _values_of_program(self) -> dict[str, object]:
         """Return what tells whether attributes of the runner, and plain ones of the model's modules, change."""
         runner = self._runner
-        found: dict[str, object] = {f"self.{name}": value for name, value in runner._parts.attributes.digests().items()}
+        found: dict[str, object] = {f"self.{name}": value for name, value in self._attributes.digests().items()}
         for path, module in runner.unwrapped_model.named_modules():
             for name, value in vars(module).items():
                 if not name.startswith("_") and isinstance(value, (bool, int, float, str)):
@@ -664,10 +673,9 @@ class CanonicalReduction(GradientReduction):
 
     keeps_gradients = False
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: TorchRunner, sums: CanonicalSum) -> None:
         super().__init__(runner)
-        assert runner._parts.canonical is not None
-        self.sums = runner._parts.canonical
+        self.sums = sums
 
     def begin(self) -> None:
         self.sums.check_open()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,8 +31,18 @@ from .recompute import map_carry
 from .update import NonFiniteError
 
 if TYPE_CHECKING:
+    from danling.data.run_data import RunData
+    from danling.metrics import Meters, TrainMetrics
+    from danling.remote.attach import RemoteStores
     from danling.runners.base_runner import BaseRunner
     from danling.runners.torch_runner import TorchRunner
+
+    from .batches import BatchLoss
+    from .extension import Extension
+    from .model_states import FrozenWeights
+    from .phases import Phases
+    from .results import RunResults
+    from .session import TrainingSession
 
 logger = logging.getLogger("danling")
 
@@ -192,9 +202,8 @@ def _by_name(parts: Iterable[StatePart]) -> dict[str, StatePart]:
 # The parts of a training
 
 
-def component_parts(runner: TorchRunner) -> list[StatePart]:
+def component_parts(runner: TorchRunner, frozen: FrozenWeights) -> list[StatePart]:
     """Return frozen weights, model, criterion, averages, optimizer and scheduler."""
-    frozen = runner._parts.frozen
 
     def load_model(state: Mapping[str, object], excluded: Collection[str]) -> None:
         state = frozen.loadable(state, runner.model_state_dict)
@@ -236,20 +245,26 @@ def component_parts(runner: TorchRunner) -> list[StatePart]:
     return parts
 
 
-def progress_parts(runner: TorchRunner) -> list[StatePart]:
+def progress_parts(
+    runner: TorchRunner,
+    results: RunResults,
+    loss: BatchLoss,
+    losses: Meters,
+    train_metrics: TrainMetrics | None,
+    phases: Phases | None,
+    extensions: Iterable[Extension],
+) -> list[StatePart]:
     """Return what a training adds to the entry `state` of a checkpoint."""
-    parts = runner._parts
-    trained = parts.train_metrics
 
     def load_counters(stored: Mapping[str, object], _: Collection[str]) -> None:
         runner.state.train.load(stored)
         runner.window.agreed_reference = runner.state.train.weight_reference
 
     def load_open(stored: Mapping[str, Any], _: Collection[str]) -> None:
-        parts.results.open = dict(stored)
+        results.open = dict(stored)
 
     def load_targetless(known: bool | None, _: Collection[str]) -> None:
-        parts.loss.targetless = known
+        loss.targetless = known
 
     def load_sums(meters: Any) -> Callable[[Any, Collection[str]], None]:
         # Sums over all ranks were saved, so only one of the ranks whose sums are added may restore them.
@@ -265,28 +280,28 @@ def progress_parts(runner: TorchRunner) -> list[StatePart]:
     found = [
         # Takes the place of the part `train` of `BaseRunner`, which knows no window and so no reference weight.
         StatePart("train", counters, load_counters),
-        StatePart("open_result", lambda: dict(parts.results.open), load_open, default=dict),
-        StatePart("bare", lambda: parts.loss.targetless, load_targetless, default=lambda: None),
+        StatePart("open_result", lambda: dict(results.open), load_open, default=dict),
+        StatePart("bare", lambda: loss.targetless, load_targetless, default=lambda: None),
         StatePart("meters", meters, load_sums(runner.meters), default=dict, alone=dict),
     ]
-    if trained is not None:
+    if train_metrics is not None:
 
         def metrics() -> Any:
-            return trained.state_dict(runner.placement.metrics)
+            return train_metrics.state_dict(runner.placement.metrics)
 
-        found.append(StatePart("train_metrics", metrics, load_sums(trained), default=dict, alone=dict))
+        found.append(StatePart("train_metrics", metrics, load_sums(train_metrics), default=dict, alone=dict))
 
     def load_carry(stored: Mapping[str, Any] | None, _: Collection[str]) -> None:
         _load_carry(runner, stored)
 
     found += [
         StatePart("carry", lambda: carry_of_all(runner), load_carry, default=lambda: None, alone=lambda: None),
-        stateful("losses", parts.losses, resets=True),
+        stateful("losses", losses, resets=True),
         stateful("scores", runner.standing.board),
         stateful("scaler", runner.precision.scaler),
-        stateful("phases", parts.phases),
+        stateful("phases", phases),
     ]
-    for extension in parts.loop.extensions:
+    for extension in extensions:
         found += extension.progress_parts()
     return found
 
@@ -319,9 +334,16 @@ def _load_carry(runner: TorchRunner, stored: Mapping[str, Any] | None) -> None:
 
 
 def loader_states(
-    runner: BaseRunner, sources: Mapping[str, BatchSource], *, read_only: bool = True
+    runner: BaseRunner, sources: Mapping[str, BatchSource], named_changes: set[str], *, read_only: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Return the saved state of the loaders of some splits. Called on all ranks."""
+    """Return the saved state of the loaders of some splits. Called on all ranks.
+
+    Args:
+        runner: The runner.
+        sources: The batches of the splits.
+        named_changes: Sentences about changes of datasets that were logged; new ones are logged and added.
+        read_only: Whether a loader that no batch was read of is left out, if each rank has its own state.
+    """
     own = {
         split: source.state_dict()
         for split, source in sources.items()
@@ -330,8 +352,8 @@ def loader_states(
     changes = [sentence for source in sources.values() if source.reads for sentence in source.unsaved_changes()]
     gathered = runner.world.gather_objects((runner.data_domain.rank, own, changes))[::-1]
     for sentence in dict.fromkeys(sentence for *_, found in gathered for sentence in found):
-        if runner.is_main_process and sentence not in runner._parts.data.named_changes:
-            runner._parts.data.named_changes.add(sentence)
+        if runner.is_main_process and sentence not in named_changes:
+            named_changes.add(sentence)
             logger.warning("%s", sentence)
     # The first rank of several that read the same data counts.
     ranks = [(replica, states) for replica, states, _ in gathered]
@@ -343,7 +365,7 @@ def loader_states(
     }
 
 
-def restore_positions(runner: BaseRunner, states: Mapping[str, Mapping[str, object] | None]) -> None:
+def restore_positions(runner: BaseRunner, data: RunData, states: Mapping[str, Mapping[str, object] | None]) -> None:
     """Restore the positions of this rank in the loaders of the splits to train on."""
     for split in runner.train_splits:
         if split not in states:
@@ -354,7 +376,7 @@ def restore_positions(runner: BaseRunner, states: Mapping[str, Mapping[str, obje
         stored = states[split]
         own = share_of_rank(runner, split, stored) if stored is not None else None
         if own is not None:
-            runner._parts.data.restore(split, own)
+            data.restore(split, own)
 
 
 def share_of_rank(runner: BaseRunner, split: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -479,12 +501,24 @@ class RunSaver:
         before: Called before a save; what they raise refuses it.
         saved: Called after a save.
         loaded: Called after the run was restored from a checkpoint on disk.
+        checks: Called before the state is read for a save; what they raise refuses it.
         saved_at: Updates, epochs and attempted updates at the last save.
         best_elsewhere: Index of the best score, where its checkpoint is not among the run's own.
     """
 
-    def __init__(self, runner: BaseRunner) -> None:
+    def __init__(
+        self,
+        runner: BaseRunner,
+        session: TrainingSession,
+        extensions: Sequence[Extension],
+        stores: RemoteStores | None,
+    ) -> None:
         self._runner: Any = runner
+        self._session = session
+        self._extensions = extensions
+        self._stores = stores
+        """Object stores, where the run is copied to one."""
+        self.checks: list[Callable[[], None]] = []
         self.before: list[Callable[[], None]] = []
         self.saved: list[Callable[[], None]] = []
         self.loaded: list[Callable[[], None]] = []
@@ -510,9 +544,8 @@ class RunSaver:
     def save(self, *, history: bool = False, best: bool = False) -> None:
         """Save the full state. Called on all ranks."""
         runner = self._runner
-        with runner._parts.session.saving():
-            self._check_weights()
-            for check in self.before:
+        with self._session.saving():
+            for check in (*self.checks, *self.before):
                 check()
             step, epoch = self.at
             if self._writes():
@@ -542,21 +575,10 @@ class RunSaver:
                 return False
         return True
 
-    def _check_weights(self) -> None:
-        """Refuse to save weights that are not finite. Called on all ranks."""
-        parts = self._runner._parts
-        if hasattr(parts, "finite"):  # else a runner with its own loop
-            # The check of the last update may be pending.
-            parts.update.raise_pending_error()
-            parts.finite.check()
-
     def _writes(self) -> bool:
         """Whether this replica group writes; another one may."""
-        loop = getattr(self._runner._parts, "loop", None)
-        if loop is None:
-            return True
         # Each one is asked, since it may agree with other ranks.
-        answers = [extension.saves() for extension in loop.extensions]
+        answers = [extension.saves() for extension in self._extensions]
         return all(answers)
 
     def export(self) -> None:
@@ -585,7 +607,9 @@ class RunSaver:
     def note_loaded(self, source: object) -> None:
         """Note that the run was restored from a checkpoint on disk. Called on all ranks."""
         # The store is asked by one rank, and fails all of them where it fails that one.
-        self.best_elsewhere = self._runner.world.on_first(lambda: warn_if_best_is_elsewhere(self._runner, source))
+        self.best_elsewhere = self._runner.world.on_first(
+            lambda: warn_if_best_is_elsewhere(self._runner, source, self._stores)
+        )
         self.saved_at = self._position
         for action in self.loaded:
             action()
@@ -629,8 +653,9 @@ class RunSaver:
             alone = hasattr(manager, "save_alone")
             if alone or (settings.before_evaluation and hasattr(manager, "save_ahead")):
                 # Gathered now, since a rank that fails finds no other rank to gather it from.
-                with runner._parts.session.saving():
-                    self._check_weights()
+                with self._session.saving():
+                    for check in self.checks:
+                        check()
                     payload = runner.checkpoint_state()
                     if not alone:
                         manager.save_ahead(payload, epoch=epoch, global_step=step)
@@ -687,14 +712,14 @@ def _load_first(runner: BaseRunner) -> None:
         runner.load_pretrained(config.pretrained)
 
 
-def warn_if_best_is_elsewhere(runner: BaseRunner, source: object) -> int | None:
+def warn_if_best_is_elsewhere(runner: BaseRunner, source: object, stores: RemoteStores | None) -> int | None:
     """Return the index of the best score if its checkpoint is next to the one that was loaded, not among the run's own, and log it.
 
     May be called on one rank, which asks the object store.
     """
     index = runner.best_index
     here = any((runner.workspace.checkpoints / name).exists() for name in ("best", "best.pth"))
-    if index is None or here or (runner._parts.is_copied and runner._parts.remote.has("best")):
+    if index is None or here or (stores is not None and stores.has("best")):
         return None
     if runner.is_main_process:
         logger.info(

@@ -9,16 +9,13 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
-from danling.distributed import Domain, JointLeave, agree, default_store
+from danling.distributed import Domain, JointLeave, StepSync, agree, default_store
 from danling.supervision.signals import EXIT_CODES, SignalWatcher
 from danling.utils.observers import Observers
 
 from .update import UNCOMMITTED, UpdateOutcome
-
-if TYPE_CHECKING:
-    from danling.runners.torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
 
@@ -78,6 +75,7 @@ class TrainingSession:
             The same on all ranks.
         save_requested: Whether a checkpoint was asked for. The same on all ranks.
         updated_once: Whether this process has made its first update.
+        data_ended: Whether the last training ended with its stream of samples.
         in_step: Whether a `train_step` is under way.
         in_update: Whether a `step` is under way.
         signals: Watches for signals while a training runs; else `None`.
@@ -90,6 +88,7 @@ class TrainingSession:
         self.stop_reason: str | None = None
         self.save_requested = False
         self.updated_once = False
+        self.data_ended = False
         self.in_step = False
         self.in_update = False
         self.signals: SignalWatcher | None = None
@@ -265,8 +264,8 @@ class TrainingSession:
         finally:
             self.observers.notify("save_ended")
 
-    def between_batches(self, runner: TorchRunner, split: str, batches: Iterator[_T]) -> Iterator[_T]:
-        """Yield the batches of an evaluation; in a training, all ranks agree before each one whether to go on.
+    def between_batches(self, split: str, batches: Iterator[_T], *, sync: StepSync, domain: Domain) -> Iterator[_T]:
+        """Yield the batches of an evaluation; in a training, all ranks of a domain agree before each one whether to continue.
 
         A rank whose batches have come to their end goes on voting until those of all ranks have. When one was asked to stop, all of them
         raise `EvaluationStopped`; not within `train_step`, whose update is made first.
@@ -275,7 +274,7 @@ class TrainingSession:
         # Half of an update would be lost, and be trained again after a resume.
         may_stop = self.running and not self.in_step
         if may_stop:
-            pending = runner._parts.update.sync.take_pending_requests()
+            pending = sync.take_pending_requests()
             self._requested |= pending & {"save"}
         for number in itertools.count():
             batch = next(batches, None)
@@ -285,7 +284,7 @@ class TrainingSession:
                 votes = {"continue"} if goes_on else set[str]()
                 if may_stop:
                     votes |= self._requested.intersection(STOPS)
-                agreed = agree(runner.placement.optimizer, votes)
+                agreed = agree(domain, votes)
                 stop = first_stop({*agreed, *pending, self.stop_reason}) if may_stop else None
                 if stop is not None:
                     self.stop_reason = stop

@@ -22,21 +22,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
+from danling.data.run_data import RunData
 from danling.distributed import Domain, GradientNorms, HostCopy, StepSync, StepTotals
-from danling.metrics import TrainMetrics
+from danling.metrics import Meters, TrainMetrics
 from danling.optim import JointScheduler
-from danling.optim.registry import refuse_new_groups
 from danling.optim.state import rates_of
 from danling.supervision.failures import is_out_of_memory
 from danling.utils.devices import free_unused_memory
+from danling.utils.hooks import is_overridden
 from danling.utils.tensors import local_part
 
 from .bad_samples import GivenBatches
-from .batches import check_returned, not_one_loss, note_batch, peek_target, prediction_of
+from .batches import BatchLoss, check_returned, not_one_loss, note_batch, peek_target, prediction_of
 from .recompute import Recompute, SkippedUpdates, map_carry
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
+
+    from .keys import RandomKeys
+    from .loop import PassAgreement
+    from .phases import Phases
+    from .reduction import CanonicalSum
+    from .schedule import Schedule
+    from .session import TrainingSession
 
 logger = logging.getLogger("danling")
 
@@ -287,15 +295,40 @@ class UpdateStep:
     Everything that counts updates advances with an update, or, if it is skipped, nothing does. All methods are called on all ranks,
     unless they say otherwise.
 
-    Args:
-        runner: The runner, after its model is prepared.
+    The collaborators are those of `danling.runners.parts`, which makes this one when the model of the runner is prepared.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(
+        self,
+        runner: TorchRunner,
+        session: TrainingSession,
+        keys: RandomKeys,
+        data: RunData,
+        loss: BatchLoss,
+        *,
+        losses: Meters,
+        metrics: TrainMetrics | None,
+        schedule: Schedule,
+        phases: Phases | None,
+        agreement: PassAgreement,
+        canonical: CanonicalSum | None,
+        recompute: Recompute,
+        skipped: SkippedUpdates,
+    ) -> None:
         placement, spread = runner.placement, runner.config.audit.gradient_spread
         self._runner = runner
-        self._session = runner._parts.session
-        self._keys = runner._parts.keys
+        self._session = session
+        self._keys = keys
+        self._data = data
+        self._loss = loss
+        self.losses = losses
+        self.metrics = metrics
+        self.schedule = schedule
+        self._phases = phases
+        self._agreement = agreement
+        self.canonical = canonical
+        self.recompute = recompute
+        self.skipped = skipped
         self.sync = StepSync(
             placement.optimizer, runner.device, reports=(placement.counts_loss, placement.counts_samples)
         )
@@ -305,28 +338,21 @@ class UpdateStep:
             wraps = isinstance(runner.model, DistributedDataParallel)
             self.norms = GradientNorms(placement.optimizer, runner.device, spread, is_wrapped=wraps)
             self.sync.riders.append(self.norms)
-        self.canonical = runner._parts.canonical
         if self.canonical is not None:
             self.sync.riders.append(self.canonical)
-        self.recompute: Recompute | None = None
-        """What refuses a batch that was changed in place, where micro-batches may be run again."""
-        self.skipped = SkippedUpdates(runner)
+        self.keeps_batches = False
+        """Whether a batch that was changed in place is refused, since its micro-batch may be run again."""
         self.recorder: Any = None
         """What records the first updates; see `danling.audit.layout_record`."""
-        self.metrics: TrainMetrics | None = runner._parts.train_metrics
-        self.losses = runner._parts.losses
-        self.split, self.reduces_later = "", runner._parts.data.finds_micro_batch_size
+        self.split = ""
+        self.reduces_later = data.finds_micro_batch_size
         self.log_every = 1024
-        self.steps_scheduler = self.tells_place = False
         self.rates: list[float | None] = []
         self.move_source: Callable[[], None] | None = None
         """What moves the position of the data past the batches of the open update; `None` in a loop by hand."""
-        self._own_backward = runner._overrides("backward")
+        self._run_step = runner._run_train_step
+        self._own_backward = is_overridden(runner, "backward")
         self._moves_batches = runner.device.type != "cpu" or not runner._is_plain("to_device")
-        self._schedule_at: int | None = None
-        self._schedule_left: tuple[object, int, int] | None = None
-        """The schedule, the number of updates and the schedule's position, when the library advanced it last."""
-        """Where the schedule was when the open window began; `None` if it does not say, or counts by optimizer."""
         self._gradients: WindowGradients | None = None
         """What looks whether the gradients of the open window are still there."""
         self._samples_on_device: Tensor | None = None
@@ -341,8 +367,10 @@ class UpdateStep:
     def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
         """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run."""
         runner, window = self._runner, self._runner.window
-        size, agreement = runner._parts.data.undivided(), runner._parts.agreement
-        run = self.run if self.canonical is None else self.canonical.run
+        size, agreement = self._data.undivided(), self._agreement
+        run: Callable[[Batch, Callable[[Any], object]], object] = self.run
+        if self.canonical is not None:
+            run = partial(self.canonical.run, self)
         batch = next(batches, None)
         while batch is not None:
             consumed.append(batch)
@@ -373,7 +401,7 @@ class UpdateStep:
         if held == 1:
             # Nothing is left to halve: the user gets the error with its traceback.
             return self.run_window(source, batches, consumed)
-        take_back, failed = runner._parts.recompute.remember(), False
+        take_back, failed = self.recompute.remember(), False
         try:
             self.run_window(source, batches, consumed)
         except Exception as error:
@@ -388,7 +416,7 @@ class UpdateStep:
         gc.collect()
         free_unused_memory(runner.device)
         runner.state.elastic.micro_batch_size = held // 2
-        runner._parts.data.hold_at_most(held // 2)
+        self._data.hold_at_most(held // 2)
         if runner.is_main_process:
             logger.warning(
                 "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "
@@ -407,18 +435,16 @@ class UpdateStep:
             runner.reduction.begin()
             self._gradients = self.move_source = None
             self._given = []
-            self._schedule_at = getattr(runner.scheduler, "last_epoch", None) if runner._parts.phases is None else None
-            if self._schedule_left is not None and self._schedule_at is not None:
-                self._check_schedule_left(*self._schedule_left)
+            self.schedule.begin_update()
             session.observers.notify("update_started")
         self._given.append(batch)
-        if self.recompute is not None:
+        if self.keeps_batches:
             self.recompute.check(batch.data)
         self._keys.begin_micro_batch(batch.data, batch.place, window.count)
         data = runner.to_device(batch.data) if self._moves_batches else batch.data
         if self.recorder is not None:
             data = self.recorder.took(data)
-        weight, samples = runner._parts.loss.weigh(batch, data, training=True)
+        weight, samples = self._loss.weigh(batch, data, training=True)
         window.begin_microbatch(weight, samples)
         if window.count == 1 and data is not PLACEHOLDER:
             self.skipped.begin(window.current)
@@ -429,9 +455,9 @@ class UpdateStep:
         try:
             if window.weighs_nothing:
                 with self._cut_forward():
-                    returned = runner._run_train_step(step, data)
+                    returned = self._run_step(step, data)
             else:
-                returned = runner._run_train_step(step, data)
+                returned = self._run_step(step, data)
             if self.metrics is not None:
                 self._measure(self.metrics, returned, data, samples)
         except Exception as error:
@@ -466,7 +492,7 @@ class UpdateStep:
             nonlocal depth
             depth -= 1
             # In a phase the weight is its own.
-            if depth == 0 and (runner._parts.phases is None or runner._parts.phases.current is not None):
+            if depth == 0 and (self._phases is None or self._phases.current is not None):
                 runner.window.cut(output)
 
         handles: list[Any] = []
@@ -474,10 +500,11 @@ class UpdateStep:
         if getattr(runner, "pipeline", None) is None:
             handles += [module.register_forward_pre_hook(enter) for module in modules]
             handles += [module.register_forward_hook(leave, always_call=True) for module in modules]
+            criterion = runner.criterion if self._phases is None else None
             handles += [
                 parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-                for parameter in runner._criterion_tensors("parameters")
-                if parameter.requires_grad and runner._parts.phases is None
+                for parameter in (criterion.parameters() if isinstance(criterion, nn.Module) else ())
+                if parameter.requires_grad
             ]
         try:
             yield
@@ -499,7 +526,7 @@ class UpdateStep:
         if self._gradients is not None:
             self._gradients.check(runner.named_parameters(), window.count)
         runner._back_propagate(scaled)
-        is_last = window.reduces or runner._parts.phases is not None
+        is_last = window.reduces or self._phases is not None
         if is_last or not self._session.in_step or not runner.reduction.keeps_gradients:
             return
         # A pipeline goes on adding to them. Those of a window without weight so far are zero anyway.
@@ -508,34 +535,11 @@ class UpdateStep:
         if is_whole and weighs:
             self._gradients = WindowGradients(runner.reduction.parameters)
 
-    def note_schedule(self) -> None:
-        """Remember where the library leaves the schedule: no one else advances it before the next update."""
-        scheduler = self._runner.scheduler
-        at = getattr(scheduler, "last_epoch", None) if self._runner._parts.phases is None else None
-        self._schedule_left = None if at is None else (scheduler, self._runner.state.train.global_step, at)
-
-    def _check_schedule_left(self, scheduler: object, step: int, at: int) -> None:
-        """Refuse a schedule that was advanced between two updates, as in an override of `step`."""
-        is_same = scheduler is self._runner.scheduler and step == self._runner.state.train.global_step
-        # A program may set a schedule back, and a restore may set it anywhere.
-        if is_same and self._schedule_at is not None and self._schedule_at > at:
-            raise self._advanced_schedule("your program", at)
-
-    def _advanced_schedule(self, who: str, before: int) -> ValueError:
-        """Return the error of a program that advances the schedule, which every update advances."""
-        scheduler = self._runner.scheduler
-        return ValueError(
-            f"Expected {who} to leave the schedule to the runner, which advances it. Received: a {type(scheduler).__name__} that was "
-            f"advanced {scheduler.last_epoch - before} times in an update. Remove scheduler.step(); scheduler.interval says when the "
-            "runner advances it."
-        )
-
     # The update
 
     def make(self) -> UpdateOutcome:
         """Close the window: agree on its weight and whether it is finite, scale the gradient, decide the update, apply it, count it."""
         runner, window, session = self._runner, self._runner.window, self._session
-        schedule_at = self._schedule_at
         if window.count == 0 and not session.running:
             window.check_open()
         if window.unscaled and not self._own_backward:
@@ -543,13 +547,11 @@ class UpdateStep:
                 f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {window.unscaled} of {window.count} "
                 "without. Call self.backward(loss) before you return; a loss that is only returned, or `loss.backward()`, is not weighed."
             )
-        if schedule_at is not None and getattr(runner.scheduler, "last_epoch", schedule_at) != schedule_at:
-            raise self._advanced_schedule("`train_step`", schedule_at)
+        self.schedule.check("`train_step`")
         self._gradients = None
-        of_phases = runner._parts.phases.close() if runner._parts.phases is not None else None
+        of_phases = self._phases.close(self) if self._phases is not None else None
         outcome, requests = of_phases or self.decide()
-        if schedule_at is not None and getattr(runner.scheduler, "last_epoch", schedule_at) != schedule_at:
-            raise self._advanced_schedule("`optimizer_step`", schedule_at)
+        self.schedule.check("`optimizer_step`")
         self._given = []
         self.skipped.end(put_back=not outcome.committed and outcome.reason != UNCOMMITTED)
         if outcome.reason == UNCOMMITTED:
@@ -690,17 +692,6 @@ class UpdateStep:
             f"{where}. {mend}"
         )
 
-    def _step_schedule(self) -> None:
-        scheduler = self._runner.scheduler
-        if self.tells_place:
-            scheduler.step_update(self._runner.state.train.global_step)
-            return
-        try:
-            scheduler.step()
-        except (ValueError, KeyError, IndexError) as error:
-            refuse_new_groups(scheduler, error)
-            raise
-
     def _conclude(self, outcome: UpdateOutcome, *, steps_schedule: bool) -> None:
         """Advance everything that moves with an update, or nothing."""
         runner, train = self._runner, self._runner.state.train
@@ -715,9 +706,7 @@ class UpdateStep:
             train.consecutive_skips = 0
             if train.global_step % self.log_every == 0:
                 self.rates = rates_of(runner.optimizer)
-            if runner.scheduler is not None and self.steps_scheduler and steps_schedule:
-                self._step_schedule()
-            self.note_schedule()
+            self.schedule.after_update(advances=steps_schedule)
             if runner.ema is not None:
                 runner.preparation.update_averages(runner.ema, runner.unwrapped_model)
             self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)

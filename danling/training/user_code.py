@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,29 +25,30 @@ _SCHEDULERS = frozenset(
 """Schedules that take no function of the user's."""
 
 
-def runs_user_code(runner: TorchRunner) -> bool:
+def runs_user_code(runner: TorchRunner, called: Iterable[object]) -> bool:
     """Whether an update in a loop of the library may run code of the user's, other than the reading of its batches.
 
     It does not if all of this is so: model, criterion, optimizer and schedule are of classes of torch, or the criterion is a function of
     `torch.nn.functional`, without hooks and functions of the user's in them; the runner overrides no method; only the library observes
     the run; and the run is one of the stack `ddp` on one process, without extensions that an update calls.
+
+    Args:
+        runner: The runner.
+        called: What else an update calls; `None` for each that the run does not have.
     """
-    parts = runner._parts
-    extensions = (parts.phases, parts.audits, parts.train_metrics, runner.compilation)
-    is_extended = bool(parts.loop.extensions) or any(each is not None for each in extensions)
-    if runner.stack != "ddp" or runner.distributed or is_extended:
+    if runner.stack != "ddp" or runner.distributed or any(each is not None for each in (*called, runner.compilation)):
         return True
     modules = list(runner.model.modules())
     if isinstance(runner.criterion, nn.Module):
         modules += runner.criterion.modules()
     elif runner.criterion not in _FUNCTIONS:
         return True
-    called = (runner.ema, *runner.observers, *runner._parts.reporter.trackers.opened)
+    watching = (runner.ema, *runner.observers, *runner.trackers)
     is_known = (
         all(_is_of(type(module), "torch.nn.modules.") for module in modules)
         and type(runner.optimizer) in _OPTIMIZERS
         and (type(runner.scheduler) in _SCHEDULERS or _is_of(type(runner.scheduler), "danling.optim.warmup"))
-        and all(each is None or _is_of(each, "danling.") for each in (*called, *_global_hooks()))
+        and all(each is None or _is_of(each, "danling.") for each in (*watching, *_global_hooks()))
     )
     if not is_known or _overrides_methods(runner):
         return True

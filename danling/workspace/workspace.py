@@ -25,6 +25,7 @@ from .run_directory import RunDirectory, absolute, make_directory, number_of
 
 if TYPE_CHECKING:
     from danling.config import RunnerConfig
+    from danling.remote.attach import RemoteStores
     from danling.runners.base_runner import BaseRunner
 
 logger = logging.getLogger("danling")
@@ -169,9 +170,12 @@ class Workspace:
         checkpoint_dir_name: str = "checkpoints",
         log_file: PathLike | None = None,
         part: str | None = None,
+        instance: str = "",
     ) -> None:
         self.is_main = is_main
         run_dir = absolute(dir)
+        self.instance = instance or run_dir.name
+        """Name of the run among those of one id, under which trackers have it."""
         self.dir = run_dir / part if part else run_dir
         self.checkpoints = absolute(checkpoint_dir or run_dir / checkpoint_dir_name)
         self.log_file = absolute(log_file or self.dir / "logs" / f"{timestamp}.log")
@@ -296,8 +300,10 @@ class RunPlace:
     Every method but `workspace`, `confirm` and `release` is called on all ranks: the main process acts, the others are told the result.
     """
 
-    def __init__(self, runner: BaseRunner) -> None:
+    def __init__(self, runner: BaseRunner, stores: RemoteStores | None) -> None:
         self._runner = runner
+        self._stores = stores
+        """Object stores, where the run is copied to one."""
         self._directory: RunDirectory | None = None
         """On the main process."""
         world, replicas = runner.world, runner.placement.data_replicas
@@ -333,8 +339,7 @@ class RunPlace:
         return chosen.dir, chosen.id, chosen.notice
 
     def _numbers_in_store(self) -> list[int]:
-        runner = self._runner
-        names = runner._parts.remote.runs(self.family, self.id) if runner._parts.is_copied else ()
+        names = self._stores.runs(self.family, self.id) if self._stores is not None else ()
         return sorted(number for name in names if (number := number_of(name, self.id)) is not None)
 
     def _part(self) -> str | None:
@@ -381,6 +386,7 @@ class RunPlace:
             checkpoint_dir_name=config.checkpoint.dir_name,
             log_file=config.get("log_file", None),
             part=self._part(),
+            instance=self.instance,
         )
 
     @property

@@ -16,6 +16,7 @@ from danling.data import PLACEHOLDER, build_dataloader, open_source
 from danling.data.run_data import RunData
 from danling.distributed import LocalDomain, Placement
 from danling.stream import MemoryChannel, MemoryStore, StreamLoader
+from danling.training import TrainingSession
 
 
 class Settings(dict[str, Any]):
@@ -43,8 +44,7 @@ class Run:
         domain.size = ranks
         self.placement = Placement.alike(domain)
         self.sampler: Any = None
-        self._unsaved_updates = lambda: None
-        self.data = RunData(self)  # type: ignore[arg-type]
+        self.data = RunData(self, TrainingSession())  # type: ignore[arg-type]
 
     @property
     def train_splits(self) -> list[str]:

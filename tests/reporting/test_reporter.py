@@ -131,7 +131,7 @@ def test_results_are_printed_at_their_pace_and_the_last_one_always(
 ) -> None:
     with Small(settings(tmp_path, steps=150, log_seconds=3600.0)) as runner:
         reporter = runner._parts.reporter
-        reporter.begin(runner)
+        reporter.begin(runner, runner._parts.update, sums_loss=False)
         caplog.clear()
         with caplog.at_level(logging.INFO, "danling"):
             for step in range(150):
@@ -168,7 +168,7 @@ def test_unreadable_files_do_not_hide_the_end_of_a_training(
 ) -> None:
     with Small(settings(tmp_path / "run", steps=1)) as runner:
         runner.train()
-        runner._parts.reporter.begin(runner)
+        runner._parts.reporter.begin(runner, runner._parts.update, sums_loss=False)
         (gone := tmp_path / "gone").mkdir()
         monkeypatch.chdir(gone)
         gone.rmdir()

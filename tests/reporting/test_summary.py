@@ -49,11 +49,11 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
         standing = SimpleNamespace(board=board, evaluations_since_best=2)
         given = {"is_step_mode": False, "steps": None, "epochs": 10, "progress": 1.0, "world_size": 1, "stack": "ddp"}
         paths = SimpleNamespace(dir=run, checkpoints=run / "checkpoints")
-        session = SimpleNamespace(stop_reason=more.pop("stop_reason", None))
+        stop_reason = more.pop("stop_reason", None)
         best = {"best_score": 0.98333, "best_index": 7}
-        made = {"workspace": paths, "standing": standing, "config": config, "_parts": SimpleNamespace(session=session)}
+        made = {"workspace": paths, "standing": standing, "config": config}
         runner: Any = Mine(**{**given, **best, **more}, **made)
-        return describe_end(runner)
+        return describe_end(runner, stop_reason)
 
 
 @pytest.mark.parametrize(

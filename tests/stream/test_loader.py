@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.streams import Draft, Stopped, assert_same, publish, settings
 
+from danling.config import RunnerConfig
 from danling.data import Batch, ReaderPlace, Share
 from danling.stream import (
     DirectoryStore,
@@ -31,11 +32,14 @@ def stream(samples: int, *, end: bool = True, **meta: Any) -> tuple[MemoryStore,
     return store, channel
 
 
-def runner(unsaved: int | None = None, waiting: Any = lambda place, ranks: None) -> Any:
-    session = SimpleNamespace(leave_wait=waiting, end_wait=lambda ranks: None, leave_pass=lambda: None)
-    placement = SimpleNamespace(optimizer=None)
+def runner(interval: int | None = None) -> Any:
+    """Return a run that saves, not in the background, every so many updates; `None` saves between passes only."""
     return SimpleNamespace(
-        id="a run", _parts=SimpleNamespace(session=session), _unsaved_updates=lambda: unsaved, placement=placement
+        id="a run",
+        config=RunnerConfig({"checkpoint": {"async_enabled": False}}),
+        is_step_mode=interval is not None,
+        checkpoint_interval=interval,
+        placement=SimpleNamespace(optimizer=None),
     )
 
 
@@ -106,7 +110,8 @@ def test_a_window_opens_only_when_the_log_holds_all_of_it() -> None:
             publish(store, channel, range(3, 6), end=False)
 
     loader = StreamLoader(store, channel, 2, collate_fn=as_they_are)
-    loader.take_place(ReaderPlace(accum_steps=2), runner(waiting=waiting))
+    session: Any = SimpleNamespace(leave_wait=waiting, end_wait=lambda ranks: None, leave_pass=lambda: None)
+    loader.take_place(ReaderPlace(accum_steps=2, session=session), runner())
     batches = loader.micro_batches(read=True)
     assert ids_of([next(batches)]) == [["0", "1"]]
     assert looks == [3, 3, 3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from danling.runners.base_runner import Closers
+from danling.runners.parts import Closers
 
 
 def test_everything_is_closed_once_in_reverse_and_an_error_keeps_nothing_open() -> None:

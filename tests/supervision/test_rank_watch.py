@@ -37,11 +37,10 @@ def watched(directory: Path, seconds: float = 0.001, **more: Any) -> RankWatch:
         state=SimpleNamespace(train=TrainState()),
         device=torch.device("cpu"),
         workspace=SimpleNamespace(dir=directory),
-        _parts=SimpleNamespace(
-            session=SimpleNamespace(training=3, running=True), reporter=SimpleNamespace(rank_times=None)
-        ),
     )
-    return RankWatch(runner, seconds=seconds, **more)
+    session: Any = SimpleNamespace(training=3, running=True)
+    reporter: Any = SimpleNamespace(rank_times=None)
+    return RankWatch(runner, session, reporter, None, seconds=seconds, **more)
 
 
 def test_events_tell_the_current_phase_of_a_training(tmp_path: Path) -> None:
@@ -58,7 +57,7 @@ def test_events_tell_the_current_phase_of_a_training(tmp_path: Path) -> None:
     watch.save_ended()
     watch.evaluation_ended("val")
     assert watch.look() == "computing"
-    watch._runner._parts.session.running = False  # what is written at the end may take any time
+    watch._session.running = False  # what is written at the end may take any time
     assert watch.look() == "checkpointing"
     assert watch.take() == ([1.0, 2.0, 0.0, 2.0, 1.0], 6) and watch.take()[1] == 0
 
@@ -66,7 +65,7 @@ def test_events_tell_the_current_phase_of_a_training(tmp_path: Path) -> None:
 def test_looks_add_up_until_the_end_also_after_a_fork(tmp_path: Path) -> None:
     watch = watched(tmp_path)
     watch.training_started()
-    assert watch._runner._parts.reporter.rank_times is not None and watch.hosts[1] == ("other", 12)
+    assert watch._reporter.rank_times is not None and watch.hosts[1] == ("other", 12)
     until(lambda: watch.take()[1] > 2)
     for _ in range(5):
         child = os.fork()
@@ -76,7 +75,7 @@ def test_looks_add_up_until_the_end_also_after_a_fork(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     watch.training_ended()
     watch.training_ended()
-    assert watch._runner._parts.reporter.rank_times is None
+    assert watch._reporter.rank_times is None
     assert not [thread for thread in threading.enumerate() if thread.name == "danling-rank-watch"]
 
 

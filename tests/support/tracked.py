@@ -13,6 +13,7 @@ def tracked(directory: Path = Path(), step: int = 0, *, run: str = "abc-00ff", m
     """Return a runner in a directory that has made so many steps."""
     workspace = SimpleNamespace(
         dir=directory,
+        instance=run,
         tensorboard_dir=directory / "tb",
         jsonl_file=directory / "metrics.jsonl",
         latest_tensorboard_dir=lambda: directory / "tb",
@@ -22,8 +23,4 @@ def tracked(directory: Path = Path(), step: int = 0, *, run: str = "abc-00ff", m
         workspace=workspace,
         state=SimpleNamespace(train=SimpleNamespace(global_step=step)),
         is_main_process=main,
-        _parts=SimpleNamespace(
-            run_place=SimpleNamespace(instance=run),
-            reporter=SimpleNamespace(trackers=SimpleNamespace(mark=None)),
-        ),
     )

@@ -11,6 +11,7 @@ from support.language import Encoding, Output, TinyForCausalLM, TinyForMaskedLM,
 from torch import Tensor, nn
 
 from danling.data import PLACEHOLDER, Batch
+from danling.runners import TorchRunner
 from danling.training import (
     TARGET_NAMES,
     count_samples,
@@ -165,9 +166,8 @@ def test_a_batch_of_graphs_is_handed_over_whole_or_by_its_tensors() -> None:
 
 def batch_loss(*overridden: str, targetless: bool | None = None, **runner: Any) -> BatchLoss:
     """Return the weights of a run whose hooks of these names are the user's; a batch weighs as many as its target has."""
+    data: Any = SimpleNamespace(settings=lambda split: {})
     given: dict[str, Any] = {
-        "_overrides": lambda hook: hook in overridden,
-        "_data": SimpleNamespace(settings=lambda split: {}),
         "is_main_process": True,
         "criterion": None,
         "device": torch.device("cpu"),
@@ -177,7 +177,12 @@ def batch_loss(*overridden: str, targetless: bool | None = None, **runner: Any) 
         "batch_weight": lambda data, target: 10.0 if target is None else float(len(target)),
         "compute_loss": lambda pred, target: torch.tensor(7.0),
     }
-    found = BatchLoss(SimpleNamespace(**{**given, **runner}))  # type: ignore[arg-type]
+    hooks: dict[str, Any] = {
+        name: getattr(TorchRunner, name) for name in ("compute_loss", "train_step", "batch_weight")
+    }
+    hooks.update({name: lambda self, *arguments: None for name in overridden})
+    made: Any = type("Run", (SimpleNamespace,), hooks)
+    found = BatchLoss(made(**{**given, **runner}), data)
     found.targetless = targetless
     return found
 

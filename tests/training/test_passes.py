@@ -101,14 +101,14 @@ def test_uncommitted_update_is_repeated_from_the_same_batches(tmp_path: Path) ->
 
 def test_too_large_window_is_read_again(tmp_path: Path) -> None:
     with Passes(tmp_path, 4) as run:
-        run_window, fits = run._parts.run_window, [True, False, True]
+        run_window, fits = run._parts.loop.run_window, [True, False, True]
 
         def run_or_fail(source: Any, batches: Any, consumed: Any) -> bool:
             if fits.pop(0):
                 return run_window(source, batches, consumed)
             return next(batches) is None
 
-        run._parts.run_window = run_or_fail
+        run._parts.loop.run_window = run_or_fail
         assert len(list(run.updates())) == 2 and run.seen() == [[0, 1], [2, 3]]
         assert run.read.count(2) == 2
 

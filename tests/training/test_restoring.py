@@ -95,7 +95,7 @@ def test_best_in_another_directory_is_remembered(tmp_path: Path, caplog: pytest.
     begun.workspace.checkpoints = tmp_path
 
     def elsewhere() -> int | None:
-        return warn_if_best_is_elsewhere(begun, "there")  # type: ignore[arg-type]
+        return warn_if_best_is_elsewhere(begun, "there", None)  # type: ignore[arg-type]
 
     with caplog.at_level(logging.INFO, "danling"):
         assert elsewhere() is None

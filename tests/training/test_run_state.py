@@ -46,8 +46,7 @@ class Run:
         self.progress_parts = lambda: [self.part(name) for name in progress]
         self.state = SimpleNamespace(state_dict=lambda: dict(self.added), load_state_dict=self.added.update)
         self.run_state = RunState(self)  # type: ignore[arg-type]
-        data = SimpleNamespace(restore=lambda split, state: self.source(split).load_state_dict(state))
-        self._parts = SimpleNamespace(data=data)
+        self.data = SimpleNamespace(restore=lambda split, state: self.source(split).load_state_dict(state))
 
     def part(self, name: str) -> StatePart:
         def restore(value: Any, excluded: Collection[str]) -> None:
@@ -160,7 +159,7 @@ def test_states_of_each_replica_are_handed_back_to_it(caplog: pytest.LogCaptureF
     # Ranks 0 and 1 read the same data.
     others: list[Any] = [(0, {"train": {"other": 1}}, []), (1, {"train": {"second": 2}}, [])]
     run.world = SimpleNamespace(gather_objects=lambda mine: [mine, *others])
-    state = loader_states(run, {"train": source})["train"]
+    state = loader_states(run, {"train": source}, set())["train"]
     assert state == {"ranks": {"0": source.state_dict(), "1": {"second": 2}}}
     run.data_domain = SimpleNamespace(rank=1, size=2)
     assert share_of_rank(run, "train", state) == {"second": 2}
@@ -179,11 +178,11 @@ def test_positions_of_the_splits_to_train_on_are_put_back() -> None:
     before.commit([next(iter(before.batches()))])
     run: Any = Run()
     run.source, run.train_splits = sources.__getitem__, ["train", "more"]
-    restore_positions(run, {"train": before.state_dict(), "more": None})
+    restore_positions(run, run.data, {"train": before.state_dict(), "more": None})
     assert (sources["train"].consumed, sources["more"].consumed) == (1, 0)
     run.train_splits = ["val"]
     with pytest.raises(CheckpointMismatch, match=r"state of split 'val'.*\['more', 'train'\]"):
-        restore_positions(run, {"train": None, "more": None})
+        restore_positions(run, run.data, {"train": None, "more": None})
 
 
 def test_paths_excluded_from_a_load_have_one_reader() -> None:

@@ -32,13 +32,10 @@ class Kept:
             fault_tolerance=None,
             checkpoint_state=lambda: {"step": self.position.global_step},
             save_checkpoint=lambda *, save_best: self.calls.append("save"),
-            _parts=SimpleNamespace(
-                update=SimpleNamespace(raise_pending_error=lambda: self.calls.append("settle")),
-                finite=SimpleNamespace(check=lambda: None),
-                session=SimpleNamespace(saving=nullcontext),
-            ),
         )
-        self.saver = runner.saver = RunSaver(runner)
+        session: Any = SimpleNamespace(saving=nullcontext)
+        self.saver = runner.saver = RunSaver(runner, session, [], None)
+        self.saver.checks.append(lambda: self.calls.append("settle"))
 
 
 AT = {"epoch": 1, "global_step": 3}

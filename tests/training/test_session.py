@@ -69,11 +69,9 @@ def test_batches_pass_while_nobody_asks_and_a_stop_leaves_the_evaluation() -> No
     session.observers.append(Numbering())
 
     def evaluate(pending: frozenset[str] = frozenset(), stop_after: int = 9) -> Iterator[int]:
-        update = SimpleNamespace(sync=SimpleNamespace(take_pending_requests=lambda: pending))
-        placement = SimpleNamespace(optimizer=LocalDomain())
-        runner: Any = SimpleNamespace(placement=placement, _parts=SimpleNamespace(update=update))
+        sync: Any = SimpleNamespace(take_pending_requests=lambda: pending)
         session.running = True
-        for batch in session.between_batches(runner, "val", iter([5, 6, 7])):
+        for batch in session.between_batches("val", iter([5, 6, 7]), sync=sync, domain=LocalDomain()):
             yield batch
             if batch == stop_after:
                 session.request("stop")

@@ -1,0 +1,163 @@
+"""When the learning-rate schedule of a run advances: after updates, epochs, passes or evaluations, and by which metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from danling.metrics.scores import infer_mode, metric_of
+from danling.optim import needs_metric
+from danling.optim.registry import is_told_its_place, refuse_new_groups, scheduler_interval
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+
+Boundary = Literal["epoch", "validation", "pass", "alone"]
+"""The end of an epoch, a validation of step mode, the end of a pass of step mode, or the end of an epoch that the user trains directly,
+without an evaluation."""
+
+
+def interval_of(runner: TorchRunner) -> str:
+    """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`."""
+    config = runner.config
+    return scheduler_interval(config.scheduler if "scheduler" in config else {}, runner.scheduler)
+
+
+def monitor_of(runner: TorchRunner) -> str | None:
+    """Return the path of the metric that `scheduler.monitor` names."""
+    return (runner.config.get("scheduler", None) or {}).get("monitor", None)
+
+
+def score_path(runner: TorchRunner) -> str:
+    """Return the dotted path of the score, such as `val.loss`."""
+    return f"{runner.score_split}.{metric_of(runner.config.score_name, runner.score_split)}"
+
+
+def mode_of_schedule(runner: TorchRunner) -> str:
+    """Return which value of the metric that a schedule follows is the better one: that of the score, or by the name of another one."""
+    monitor, path = monitor_of(runner), score_path(runner)
+    if monitor and monitor != path:
+        return infer_mode(monitor.partition(".")[2])
+    mode = runner.config.score_mode
+    return mode.lower() if mode else infer_mode(path.partition(".")[2])
+
+
+class Schedule:
+    """Advances the schedule of a run, and refuses a program that advances it too.
+
+    Attributes:
+        by_update: Whether the schedule advances after every update.
+
+    Args:
+        runner: The runner, whose present `scheduler` is advanced.
+        counts_by_optimizer: Whether a schedule has a position for each of several optimizers.
+    """
+
+    def __init__(self, runner: TorchRunner, *, counts_by_optimizer: bool) -> None:
+        self.by_update = False
+        self._passes_step = False
+        """Whether the schedule takes the number of the update, as those of timm do."""
+        self._runner = runner
+        self._counts_by_optimizer = counts_by_optimizer
+        self._at: int | None = None
+        """Where the schedule was when the open window began; `None` if it does not say, or counts by optimizer."""
+        self._left: tuple[object, int, int] | None = None
+        """The schedule, the number of updates and the schedule's position, when the library advanced it last."""
+
+    def begin(self) -> None:
+        """Look at the schedule that a training begins with."""
+        scheduler = self._runner.scheduler
+        self.by_update = scheduler is not None and interval_of(self._runner) == "step"
+        self._passes_step = is_told_its_place(scheduler)
+
+    def _position(self) -> int | None:
+        return None if self._counts_by_optimizer else getattr(self._runner.scheduler, "last_epoch", None)
+
+    # An update
+
+    def begin_update(self) -> None:
+        """Note the position of the schedule, and refuse one that was advanced between two updates, as in an override of `step`."""
+        self._at = self._position()
+        if self._left is None or self._at is None:
+            return
+        scheduler, step, at = self._left
+        is_same = scheduler is self._runner.scheduler and step == self._runner.state.train.global_step
+        # A program may set a schedule back, and a restore may set it anywhere.
+        if is_same and self._at > at:
+            raise self._advanced_by("your program", at)
+
+    def check(self, who: str) -> None:
+        """Refuse a schedule that was advanced since the update began; `who` did it."""
+        if self._at is not None and getattr(self._runner.scheduler, "last_epoch", self._at) != self._at:
+            raise self._advanced_by(who, self._at)
+
+    def _advanced_by(self, who: str, before: int) -> ValueError:
+        """Return the error of a program that advances the schedule, which every update advances."""
+        scheduler = self._runner.scheduler
+        return ValueError(
+            f"Expected {who} to leave the schedule to the runner, which advances it. Received: a {type(scheduler).__name__} that was "
+            f"advanced {scheduler.last_epoch - before} times in an update. Remove scheduler.step(); scheduler.interval says when the "
+            "runner advances it."
+        )
+
+    def after_update(self, *, advances: bool) -> None:
+        """Advance a schedule that goes by updates, unless each of several optimizers has advanced its own. An update was made."""
+        scheduler = self._runner.scheduler
+        if scheduler is not None and self.by_update and advances:
+            if self._passes_step:
+                scheduler.step_update(self._runner.state.train.global_step)
+            else:
+                self._step(scheduler)
+        self.note_position()
+
+    def note_position(self) -> None:
+        """Remember where the library leaves the schedule: only an update advances it before the next one."""
+        at = self._position()
+        self._left = None if at is None else (self._runner.scheduler, self._runner.state.train.global_step, at)
+
+    def _step(self, scheduler: Any, *arguments: float) -> None:
+        try:
+            scheduler.step(*arguments)
+        except (ValueError, KeyError, IndexError) as error:
+            refuse_new_groups(scheduler, error)
+            raise
+
+    # Epochs, passes and evaluations
+
+    def advance(self, boundary: Boundary, metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Advance a schedule that goes by epochs or evaluations, where it is due."""
+        scheduler = self._runner.scheduler
+        if scheduler is None or self.by_update:
+            return
+        by_metric = needs_metric(scheduler)
+        by_evaluation = by_metric or interval_of(self._runner) == "validation"
+        if boundary not in (("epoch", "validation") if by_evaluation else ("epoch", "pass", "alone")):
+            return
+        if by_metric:
+            self._step(scheduler, self._metric(metrics))
+        elif is_told_its_place(scheduler):
+            self._step(scheduler, self._runner.state.train.epoch)
+        else:
+            self._step(scheduler)
+        self.note_position()
+
+    def check_metrics(self, metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Refuse the metrics of an evaluation without the one that the schedule follows."""
+        runner = self._runner
+        by_metric = runner.scheduler is not None and not self.by_update and needs_metric(runner.scheduler)
+        if by_metric and (monitor_of(runner) or not runner.standing.own):
+            self._metric(metrics)
+
+    def _metric(self, metrics: Mapping[str, Mapping[str, float]]) -> float:
+        """Return the metric that the schedule follows: the score, or what `scheduler.monitor` names."""
+        runner, path, scores = self._runner, monitor_of(self._runner), self._runner.standing.scores
+        if not path and runner.index in scores:
+            return scores[runner.index]
+        path = path or score_path(runner)
+        split, _, name = path.partition(".")
+        if name not in metrics.get(split, {}):
+            present = [f"{key}.{metric}" for key, of_split in metrics.items() for metric in of_split]
+            raise ValueError(
+                f"Expected scheduler.monitor to name one of {present}. Received: scheduler.monitor={path!r}."
+            )
+        return metrics[split][name]
