@@ -15,6 +15,7 @@ from danling.reporting.record import RunRecorder
 from danling.training import TrainingSession
 from danling.training.attributes import KeptAttributes
 from danling.training.batches import BatchLoss
+from danling.training.canonical_sum import CanonicalSum
 from danling.training.checks import ComponentChecks, FiniteWeights, FirstGradients
 from danling.training.evaluation import Evaluator
 from danling.training.extension import Extension
@@ -24,7 +25,6 @@ from danling.training.model_states import FrozenWeights
 from danling.training.observer_states import ObserverStates
 from danling.training.phases import Phases, phases_of
 from danling.training.recompute import Recompute, SkippedUpdates
-from danling.training.reduction import CanonicalSum
 from danling.training.results import RunResults
 from danling.training.run_state import RunSaver, RunState
 from danling.training.schedule import Schedule

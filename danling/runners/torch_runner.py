@@ -54,6 +54,7 @@ from danling.training import (
     unpack_batch,
 )
 from danling.training.batches import is_pair, returned_loss
+from danling.training.canonical_sum import CanonicalReduction
 from danling.training.checks import (
     check_components,
     check_modes,
@@ -68,7 +69,7 @@ from danling.training.model_states import ModelStates
 from danling.training.phases import PhasedModel
 from danling.training.preparation import ModelPreparation, settle_buckets
 from danling.training.progress_file import ProgressFile
-from danling.training.reduction import CanonicalReduction, no_autocast
+from danling.training.reduction import no_autocast
 from danling.training.run_state import StatePart, component_parts, progress_parts
 from danling.training.schedule import mode_of_schedule
 from danling.utils.hooks import is_overridden

@@ -39,10 +39,10 @@ from .recompute import Recompute, SkippedUpdates, map_carry
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
+    from .canonical_sum import CanonicalSum
     from .keys import RandomKeys
     from .loop import PassAgreement
     from .phases import Phases
-    from .reduction import CanonicalSum
     from .schedule import Schedule
     from .session import TrainingSession
 

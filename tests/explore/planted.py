@@ -24,12 +24,13 @@ from danling.runners.base_runner import BaseRunner
 from danling.runners.torch_runner import TorchRunner
 from danling.training.attribute_snapshot import AttributeSnapshot
 from danling.training.attributes import KeptAttributes
+from danling.training.canonical_sum import CanonicalSum
 from danling.training.checks import FiniteWeights
 from danling.training.ema import EMA
 from danling.training.keys import RandomKeys
 from danling.training.recompute import SkippedUpdates
-from danling.training.reduction import CanonicalSum
-from danling.training.update import UpdateStep, Window, WindowGradients
+from danling.training.schedule import Schedule
+from danling.training.update import Window, WindowGradients
 
 Switch = AbstractContextManager[None]
 
@@ -94,7 +95,7 @@ def zero_grad_in_train_step_is_unseen() -> Switch:
 def schedule_advances_twice() -> Switch:
     """Let `train_step` advance the schedule too."""
     unknown = property(lambda self: None, _nothing)
-    return _replacing((UpdateStep, "_schedule_at", unknown))
+    return _replacing((Schedule, "_at", unknown))
 
 
 # Averages

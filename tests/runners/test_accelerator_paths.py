@@ -21,7 +21,8 @@ import danling as dl
 from danling.checkpoints.manager import SnapshotBuffers
 from danling.data.build import build_dataloader
 from danling.distributed import Domain
-from danling.training.reduction import order_free_norm, scale_gradients, total_norm
+from danling.training.canonical_sum import order_free_norm
+from danling.training.reduction import scale_gradients, total_norm
 from danling.utils.devices import pinned_block
 from danling.utils.tensors import local_part
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from danling.training import GradientReduction
-from danling.training.reduction import clip_coefficient, order_free_norm
+from danling.training.canonical_sum import order_free_norm
+from danling.training.reduction import clip_coefficient
 
 
 def model() -> nn.Module:
