@@ -61,9 +61,10 @@ from danling.utils.trees import tensors
 from . import storage
 from .directory import SUMS
 from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError
-from .manager import CollectiveCheckpointManager, SnapshotBuffers, count_bytes, to_host
+from .manager import CollectiveCheckpointManager
 from .manifest import Manifest, Record, archive_complaints, find_problems, read_manifest
 from .reading import READ_WHOLE, Entry, Outline, without_tensors
+from .snapshot import SnapshotBuffers, count_bytes, to_host
 from .torch_files import check_format, check_values, why_unreadable
 from .writer_process import Address, WriterProcess
 

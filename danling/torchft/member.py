@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.utils._pytree import tree_map_only
 
-from danling.checkpoints.manager import convert
+from danling.checkpoints.snapshot import convert
 from danling.config import RunnerConfig
 from danling.data.run_data import RunData
 from danling.distributed import StepTotals

@@ -34,9 +34,9 @@ from danling.checkpoints import (
     read_model,
     storage,
 )
-from danling.checkpoints.manager import SnapshotBuffers, to_host
 from danling.checkpoints.manifest import Manifest, Record
 from danling.checkpoints.reading import read_payload
+from danling.checkpoints.snapshot import SnapshotBuffers, to_host
 from danling.distributed import Domain
 
 FIXTURES = Path(__file__).parent / "fixtures"

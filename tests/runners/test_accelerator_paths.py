@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.checkpoints.manager import SnapshotBuffers
+from danling.checkpoints.snapshot import SnapshotBuffers
 from danling.data.build import build_dataloader
 from danling.distributed import Domain
 from danling.training.canonical_sum import order_free_norm
