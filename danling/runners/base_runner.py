@@ -63,18 +63,9 @@ from danling.workspace import Workspace
 from danling.workspace.workspace import without_places
 
 from .extensions import is_asked, load
-from .meta import (
-    GUARDED,
-    SETTABLE,
-    MetaRunner,
-    begin,
-    check_assignment,
-    check_method,
-    close_after_error,
-    guard,
-    instead_of,
-)
+from .meta import MetaRunner, close_after_error
 from .parts import Parts, TorchParts
+from .reserved_names import GUARDED, SETTABLE, begin, check_assignment, check_method, guard, instead_of
 from .state import ElasticState, RngState, RunnerState, TrainState
 
 if TYPE_CHECKING:
@@ -148,7 +139,7 @@ class BaseRunner(metaclass=MetaRunner):
     # A default for overrides of `set_seed` that do not set it.
     seed: int = 0
 
-    # None of them is there before the user sets it; see `danling.runners.meta`.
+    # None of them is there before the user sets it; see `danling.runners.reserved_names`.
     model: Any
     ema: Any
     # `Any` rather than `Callable | None`, so that a step can call it without a check for `None`.

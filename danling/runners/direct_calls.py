@@ -1,0 +1,105 @@
+"""Methods of a runner that a program calls itself: they prepare what a loop of the library would, on all ranks together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from danling.data import Batch
+
+from .parts import TorchParts
+from .reserved_names import GUARDED
+
+if TYPE_CHECKING:
+    from .torch_runner import TorchRunner
+
+VERBS = ("train_epoch", "train_step", "step", "evaluate_step", "infer_step")
+"""Verbs around which the loops prepare something: a session, a micro-batch of the window, an update, evaluation mode."""
+
+
+def preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
+    """Return a verb that prepares itself when no loop has called it. A runner without a loop of the library prepares nothing."""
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> object:
+        parts = self._parts
+        session = parts.session
+        # The loops are here already: in an update, this wrapper costs no more than that.
+        if session.in_step or not isinstance(parts, TorchParts) or (verb == "step" and session.in_update):
+            return function(self, *args, **kwargs)
+        call = functools.partial(function, self)
+        if verb == "step":
+            if session.running or parts.calls is None:
+                return session.update(call)
+            with parts.calls.explaining():
+                return session.update(call)
+        if verb == "train_epoch" and not session.running:
+            return _train_epoch(self, call, *args, **kwargs)
+        if verb == "train_step":
+            return _train_step(self, call, *args, **kwargs)
+        if verb in ("evaluate_step", "infer_step") and self.mode == "train":
+            return parts.evaluator.call("evaluate" if verb == "evaluate_step" else "infer", call, *args, **kwargs)
+        return call(*args, **kwargs)
+
+    return method
+
+
+def met(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
+    """Return a verb that all ranks begin together, and whose error says so if they do not."""
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> object:
+        if GUARDED in vars(self):
+            raise ValueError(
+                f"Expected `{verb}` to be called on a constructed runner: model, optimizer and loaders are prepared when __init__ has "
+                f"ended. Received: a call in __init__, which is too early. Call runner.{verb}() after the construction."
+            )
+        if args and verb == "save_checkpoint" and _is_own(function):
+            raise TypeError(
+                f"Expected save_checkpoint() without a name: it saves the full state as `latest`, and as history and best where that "
+                f"applies. Received: {args[0]!r}. For the weights in a file of your choice call runner.save_pretrained(directory), or run "
+                "`danling export CHECKPOINT FILE`."
+            )
+        calls = self._parts.calls
+        if calls is None:
+            return function(self, *args, **kwargs)
+        return calls.run(verb, functools.partial(function, self, *args, **kwargs))
+
+    return method
+
+
+def _is_own(function: Callable[..., object]) -> bool:
+    return function.__module__.startswith("danling.")
+
+
+def _train_step(runner: TorchRunner, call: Callable[[Any], Any], data: object) -> Any:
+    parts = runner._parts
+    parts.checks.check_optimizer_given()
+    if not parts.session.running:
+        if runner.fault_tolerance is not None:
+            raise ValueError(
+                "Expected a loop around `train_step` with ft.enabled, which agrees on each update with the other replica groups. "
+                "Received: a call of `train_step` alone. Call `train_epoch(split)` or `train()`."
+            )
+        if runner.window.count == 0:
+            if parts.calls is not None:
+                parts.calls.note_loop()
+            parts.session.start()
+            parts.loop.begin_updates()
+            if not runner.model.training:
+                runner.model.train()
+    batch = Batch(data, None, None)
+    if parts.calls is None:
+        return parts.update.run(batch, call)
+    with parts.calls.explaining():
+        return parts.update.run(batch, call)
+
+
+def _train_epoch(runner: TorchRunner, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
+    loop, data = runner._parts.loop, runner._parts.data
+    loop.check_trainable()
+    data.check(split)
+    data.agree_lengths()
+    with loop.training(whole=False):
+        return loop.train_epoch_directly(split, functools.partial(call, split, *args, **kwargs), runner.train_splits)
