@@ -393,6 +393,8 @@ class FileCheckpointManager(CheckpointManager):
     Each file can be read by `torch.load(path, weights_only=True)`.
     """
 
+    saves_on_main_only: ClassVar[bool] = True
+    """Whether rank 0 alone can write a state that all ranks have gathered."""
     store_class: ClassVar[type[FileStore]] = FileStore
     store: FileStore
 
@@ -412,7 +414,13 @@ class FileCheckpointManager(CheckpointManager):
         is_reliable = names != ["latest"]
         self._executor.submit(partial(self._write, copied, records), reliable=is_reliable, release=release)
 
-    def save_alone(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> bool:
+    def prepare_emergency_save(
+        self, payload: Mapping[str, object], *, epoch: int, global_step: int
+    ) -> Callable[[], bool]:
+        """Return what saves a state after a failure of this rank, and returns whether it did. Call on all ranks."""
+        return partial(self.save_on_main_only, payload, epoch=epoch, global_step=global_step)
+
+    def save_on_main_only(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> bool:
         """Save a full state as `latest` now, on rank 0, without communication: the other ranks may be in any other code."""
         if self.domain.rank == 0 and not self.settings.load_only:
             self._executor.wait()
@@ -432,14 +440,22 @@ class CollectiveCheckpointManager(CheckpointManager):
 
     store_class: ClassVar[type[TargetStore]] = TargetStore
     store: TargetStore
+    saves_on_main_only: ClassVar[bool] = False
     _ahead: object | None = None
     """What the next save takes over from the last one, where that one was made ahead of an evaluation."""
 
-    def save_ahead(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
+    def prepare_emergency_save(
+        self, payload: Mapping[str, object], *, epoch: int, global_step: int
+    ) -> Callable[[], bool]:
+        """Save a state, and return what says after a failure of this rank whether that save is complete. Call on all ranks."""
+        self.save_before_evaluation(payload, epoch=epoch, global_step=global_step)
+        return self.is_saved_before_evaluation
+
+    def save_before_evaluation(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
         """Save a state as `latest` before an evaluation; the save after it writes again only what has changed. Call on all ranks."""
         self._save(payload, ["latest"], epoch=epoch, global_step=global_step, ahead=True)
 
-    def is_saved_ahead(self) -> bool:
+    def is_saved_before_evaluation(self) -> bool:
         """Whether the last save was one ahead and is complete, which is waited for. No communication: may be called on one rank."""
         self._executor.wait()
         return self._ahead is not None

@@ -26,7 +26,8 @@ from danling.training.observer_states import ObserverStates
 from danling.training.phases import Phases, phases_of
 from danling.training.recompute import Recompute, SkippedUpdates
 from danling.training.results import RunResults
-from danling.training.run_state import RunSaver, RunState
+from danling.training.run_state import RunState
+from danling.training.saving import RunSaver
 from danling.training.schedule import Schedule
 from danling.training.update import RunWindow, UpdateStep
 from danling.utils.hooks import is_overridden

@@ -83,9 +83,9 @@ def _ahead(manager: Any, step: int) -> tuple[dict[str, Any], Path]:
     """Save ahead, and return the payload and its target."""
     payload = _payload(step)
     payload["model"]["1.weight"] = torch.arange(50_000.0)
-    manager.save_ahead(payload, epoch=0, global_step=step)
+    manager.save_before_evaluation(payload, epoch=0, global_step=step)
     manager.wait()
-    assert manager.is_saved_ahead()
+    assert manager.is_saved_before_evaluation()
     return payload, _targets(manager.directory)[-1]
 
 
@@ -97,9 +97,9 @@ def test_lost_stale_or_reshaped_data_is_written_again(tmp_path: Path) -> None:
     assert differences(_manager(tmp_path).load_checkpoint("latest"), payload) == []
     payload, _ = _ahead(manager, 4)
     manager.save_checkpoint(payload, epoch=0, global_step=5)
-    assert not manager.is_saved_ahead()
+    assert not manager.is_saved_before_evaluation()
     for changed in (torch.zeros(5, 3), torch.zeros(3, 5), torch.zeros(3, 5, dtype=torch.int32)):
-        manager.save_ahead(payload, epoch=0, global_step=6)
+        manager.save_before_evaluation(payload, epoch=0, global_step=6)
         payload["model"]["0.weight"] = changed
     manager.save_checkpoint(payload, epoch=0, global_step=6, history=True)
     assert differences(_manager(tmp_path).load_checkpoint("ckpt-s000000000006"), payload) == []

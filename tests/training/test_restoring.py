@@ -11,7 +11,8 @@ import pytest
 
 from danling.checkpoints import CheckpointDamaged, CheckpointDiskError, CheckpointNotFound
 from danling.config import RunnerConfig
-from danling.training.run_state import restore_run, warn_if_best_is_elsewhere
+from danling.training.run_state import restore_run
+from danling.training.saving import warn_if_best_is_elsewhere
 
 
 class Begun:

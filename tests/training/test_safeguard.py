@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from danling.training.run_state import RunSaver
+from danling.training.saving import RunSaver
 
 
 class Kept:
-    """A keeper over a manager that can do some of what managers can."""
+    """A saver over a manager that writes a gathered state on rank 0 alone, or before the evaluation, or can do neither."""
 
-    def __init__(self, *abilities: str, several: bool = True, ahead: bool = True, writes: bool = True) -> None:
+    def __init__(self, ability: str = "", *, several: bool = True, before: bool = True, writes: bool = True) -> None:
         self.calls: list[Any] = []
         self.position = SimpleNamespace(global_step=3, epoch=1, attempted=3)
         manager = SimpleNamespace(wait=lambda: self.calls.append("wait"))
-        if "alone" in abilities:
-            manager.save_alone = lambda payload, **at: self.calls.append(("alone", payload, at)) is None
-        if "ahead" in abilities:
-            manager.save_ahead = lambda payload, **at: self.calls.append(("ahead", payload, at))
-            manager.is_saved_ahead = lambda: True
+        if ability:
+            manager.saves_on_main_only = ability == "main only"
+            manager.prepare_emergency_save = self.prepare
         runner: Any = SimpleNamespace(
             checkpoint_manager=manager,
             state=SimpleNamespace(train=self.position),
-            config=SimpleNamespace(checkpoint=SimpleNamespace(load_only=not writes, before_evaluation=ahead)),
+            config=SimpleNamespace(checkpoint=SimpleNamespace(load_only=not writes, before_evaluation=before)),
             world_size=2 if several else 1,
             fault_tolerance=None,
             checkpoint_state=lambda: {"step": self.position.global_step},
@@ -37,39 +36,40 @@ class Kept:
         self.saver = runner.saver = RunSaver(runner, session, [], None)
         self.saver.checks.append(lambda: self.calls.append("settle"))
 
+    def prepare(self, payload: dict[str, int], **at: int) -> Callable[[], bool]:
+        self.calls.append((payload, at))
+        return lambda: True
+
 
 AT = {"epoch": 1, "global_step": 3}
 
 
-def test_rank_able_to_save_alone_gathers_the_state_before_the_evaluation() -> None:
-    kept = Kept("alone", "ahead")
-    save = kept.saver.make_ready()
-    assert kept.calls == ["settle"]
+@pytest.mark.parametrize("ability", ["main only", "before"])
+def test_state_of_several_ranks_is_handed_over_before_the_evaluation(ability: str) -> None:
+    kept = Kept(ability)
+    save = kept.saver.prepare_emergency_save()
     kept.position.global_step = 9
-    assert save() and kept.calls == ["settle", ("alone", {"step": 3}, AT)]
+    assert save() and kept.calls == ["settle", ({"step": 3}, AT)]
 
 
-def test_collective_save_is_made_ahead_unless_switched_off() -> None:
-    kept = Kept("ahead")
-    save = kept.saver.make_ready()
-    assert kept.calls == ["settle", ("ahead", {"step": 3}, AT)] and save()
-    without = Kept("ahead", ahead=False)
-    save = without.saver.make_ready()
+def test_save_before_each_evaluation_can_be_switched_off() -> None:
+    without = Kept("before", before=False)
+    save = without.saver.prepare_emergency_save()
     assert without.calls == [] and save() and without.calls == ["save", "wait"]
 
 
 def test_one_process_saves_after_the_failure() -> None:
-    kept = Kept("alone", "ahead", several=False)
-    save = kept.saver.make_ready()
+    kept = Kept("main only", several=False)
+    save = kept.saver.prepare_emergency_save()
     assert kept.calls == [] and save() and kept.calls == ["save", "wait"]
 
 
 def test_saved_or_read_only_state_is_left_alone() -> None:
-    kept = Kept("alone")
+    kept = Kept("main only")
     kept.saver.saved_at = (*kept.saver.at, 3)
-    assert kept.saver.make_ready()() is True and kept.calls == []
-    looking = Kept("alone", writes=False)
-    assert looking.saver.make_ready()() is False and looking.calls == []
+    assert kept.saver.prepare_emergency_save()() is True and kept.calls == []
+    looking = Kept("main only", writes=False)
+    assert looking.saver.prepare_emergency_save()() is False and looking.calls == []
 
 
 @pytest.mark.parametrize(
