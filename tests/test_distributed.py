@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import TCPStore
 
 import danling as dl
-from danling.distributed import JointLeave, LocalDomain, Placement, all_arrive, domain, environment, world_of
+from danling.distributed import LocalDomain, Placement, all_arrive, domain, environment, world_of
+from danling.stream.waits import CollectiveExit
 from danling.utils.process import held_port
 
 
@@ -141,10 +142,10 @@ def test_late_rank_learns_of_being_given_up(stores: threading.local) -> None:
     assert [all_arrive("there", seconds=-1) for _ in range(2)] == [False, False]
 
 
-def rounds(size: int) -> list[JointLeave]:
+def rounds(size: int) -> list[CollectiveExit]:
     """Return what each rank holds of one wait."""
     store = HashStore()
-    return [JointLeave(store, "here", rank=rank, size=size) for rank in range(size)]
+    return [CollectiveExit(store, "here", rank=rank, size=size) for rank in range(size)]
 
 
 def test_all_leave_when_the_last_one_has_joined() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .calls import FAMILIES, CollectiveCallError, CollectiveCalls
-from .domain import Domain, JointLeave, LocalDomain, Placement, all_arrive, default_store, world_of
+from .domain import Domain, LocalDomain, Placement, all_arrive, default_store, world_of
 from .environment import (
     LaunchEnvironment,
     check_tasks,
@@ -23,7 +23,6 @@ __all__ = [
     "Domain",
     "GradientNorms",
     "HostCopy",
-    "JointLeave",
     "LaunchEnvironment",
     "LocalDomain",
     "Placement",

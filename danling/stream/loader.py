@@ -17,10 +17,12 @@ from torch.utils.data import Dataset, default_collate
 from danling.checkpoints import CheckpointSettings
 from danling.data import PLACEHOLDER, Batch, Division, ReaderPlace, WindowLoader, derive_seed
 from danling.data.randomness import seed_host_streams
+from danling.training.session import DataEnded
 
 from .channel import RefChannel, standing
 from .refs import SampleRef
 from .store import FeatureStore
+from .waits import Waits
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -156,6 +158,7 @@ class StreamLoader(WindowLoader):
         """Brings the log forward from within a wait, where producer and trainer share a process; returns whether it did."""
         self._place = ReaderPlace()
         self._runner: BaseRunner | None = None
+        self._waits: Waits | None = None
         self._last_id = ""
         self._opened: deque[tuple[int, str, int]] = deque()
         """Of each window that is opened and not consumed: the place behind it, its last sample, and its micro-batches on a rank."""
@@ -186,6 +189,9 @@ class StreamLoader(WindowLoader):
                 "split in train_splits."
             )
         self._place, self._runner = place, runner
+        self._waits = None
+        if runner is not None and place.session is not None:
+            self._waits = Waits(place.session, runner.placement.optimizer)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the data of the micro-batches of this rank, and move the position behind each update."""
@@ -218,8 +224,8 @@ class StreamLoader(WindowLoader):
                     self.channel.name,
                     self.channel.published(),
                 )
-            if self._place.session is not None:
-                self._place.session.leave_pass()  # at the same update on all ranks
+            if self._place.session is not None and self._place.session.running:
+                raise DataEnded  # at the same update on all ranks
             return
         if self.retain != "all":
             self._check_gap()
@@ -386,8 +392,8 @@ class StreamLoader(WindowLoader):
             if not self._opened:
                 # A producer that is allowed less than an update never comes to the end of one.
                 self._check_credit(self.channel.read(start, start + 1), waits=True)
-            if self._place.session is not None and self._runner is not None:
-                self._place.session.leave_wait(start, self._runner.placement.optimizer)
+            if self._waits is not None:
+                self._waits.leave_if_asked(start)
             if self.pump is not None and self.pump():
                 grown, pause = time.monotonic(), _POLL_SECONDS[0]
             else:
@@ -395,8 +401,8 @@ class StreamLoader(WindowLoader):
                 pause = min(pause * 2, _POLL_SECONDS[1])
             self._waited += time.monotonic() - now
         self._published = published
-        if self._waited > before and self._place.session is not None and self._runner is not None:
-            self._place.session.end_wait(self._runner.placement.optimizer)
+        if self._waited > before and self._waits is not None:
+            self._waits.end()
         return stop
 
     def _check_credit(self, refs: Sequence[SampleRef], *, waits: bool = False) -> None:

@@ -23,6 +23,7 @@ from .channel import RefChannel, standing
 from .loader import StreamLoader
 from .refs import SampleRef, TensorSpec
 from .store import FeatureStore, check_tensors, describe, specs_of
+from .waits import Waits
 
 logger = logging.getLogger("danling")
 
@@ -101,6 +102,8 @@ class Production:
         """Samples that it has appended, and those that it has not made, since the log had them or they were twice in their batch."""
         self.waited = 0.0
         self.gave_up = False
+        self.waits: Waits | None = None
+        """Those of a rank that ends its waits together with others."""
         self._store = store
         self._channel = channel
         self._batches = batches
@@ -394,6 +397,8 @@ class FeatureProducer(Runner):
             named = self._parts.data.to_infer(self._asked_for or self.evaluate_splits) or self._parts.data.names[:1]
             batches = self._captured(self._parts.data.choose(split, named, "produce")[0])
         self._production = Production(self.store, self.channel, batches, max_in_flight=self.max_in_flight)
+        if self._goes_together:
+            self._production.waits = Waits(self._parts.session, self.placement.optimizer)
         self._write_standing()
         return self._production
 
@@ -477,8 +482,9 @@ class FeatureProducer(Runner):
 
     def _hears_of_stop(self) -> bool:
         # A rank that waits for credit does not come to the next collective, where ranks agree to stop: the others tell it by the store.
-        if self._goes_together:
-            return self._parts.session.hears_of_stop(0, self.placement.optimizer)
+        waits = None if self._production is None else self._production.waits
+        if waits is not None:
+            return waits.stops(0)
         return self._parts.session.asked_to_stop()
 
     def _captured(self, split: str) -> Iterator[list[Captured]]:

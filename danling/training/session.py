@@ -9,9 +9,9 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
-from danling.distributed import Domain, JointLeave, StepSync, agree, default_store
+from danling.distributed import Domain, StepSync, agree
 from danling.supervision.signals import EXIT_CODES, SignalWatcher
 from danling.utils.observers import Observers
 
@@ -35,9 +35,6 @@ ENDINGS = {
     "patience": "Stopped early",
 }
 """The message about a training that ended for a reason."""
-
-_SECONDS_BETWEEN_LOOKS = 0.5
-"""How often a rank that waits looks whether another one was asked to stop."""
 
 _TRAININGS = itertools.count(1)
 
@@ -95,8 +92,6 @@ class TrainingSession:
         self.observers = Observers()
         self._requested: set[str] = set()
         self._deadline = math.inf
-        self._leaving: tuple[str, JointLeave] | None = None
-        self._looks_again = -math.inf
         self._is_observed = self._evaluates = self._updated = False
 
     # Requests
@@ -133,64 +128,6 @@ class TrainingSession:
         self._requested -= asked
         self.stop_reason = first_stop(agree(domain, asked)) or self.stop_reason
         return self.stop_reason is not None
-
-    # Waits for a stream
-
-    def leave_wait(self, place: int, domain: Domain) -> None:
-        """Leave a wait for batches that a rank was asked to stop in, where all ranks wait for the same ones. May be called on one rank."""
-        if self.running and domain.size == 1:
-            if self.asked_to_stop():
-                self._leave(domain)
-        elif self.running:
-            leave = self._leave_of(place, domain)
-            if self._hears(leave) and leave.join():
-                self._leave(domain)
-
-    def hears_of_stop(self, place: int, domain: Domain) -> bool:
-        """Return whether this rank was asked to stop, which it says to the others, or another one has said so. May be called on one rank.
-
-        For ranks that come to one place by themselves, where they agree on it: one that waits for something on its way must not keep the
-        others waiting there.
-        """
-        if domain.size == 1:
-            return self.asked_to_stop()
-        leave = self._leave_of(place, domain)
-        heard = self._hears(leave)
-        if heard and not leave.joined:
-            leave.join()
-        return heard
-
-    def _hears(self, leave: JointLeave) -> bool:
-        if self.asked_to_stop() or leave.joined:
-            return True
-        # The store is one process for all ranks: they do not all ask it at every look.
-        now = time.monotonic()
-        if now < self._looks_again:
-            return False
-        self._looks_again = now + _SECONDS_BETWEEN_LOOKS
-        return leave.is_asked_for()
-
-    def end_wait(self, domain: Domain) -> None:
-        """Go on after a wait, unless all ranks have agreed to leave it meanwhile. May be called on one rank."""
-        leave, self._leaving = self._leaving, None
-        if leave is not None and leave[1].joined and not leave[1].go_on():
-            self._leave(domain)
-
-    def _leave_of(self, place: int, domain: Domain) -> JointLeave:
-        name = f"{self.training}/{place}"
-        if self._leaving is None or self._leaving[0] != name:
-            self._leaving = name, JointLeave(default_store(), name, rank=domain.rank, size=domain.size)
-        return self._leaving[1]
-
-    def _leave(self, domain: Domain) -> NoReturn:
-        # All ranks are here now.
-        self.apply_requests(agree(domain, self.local_requests()))
-        raise PassLeft
-
-    def leave_pass(self) -> None:
-        """End the training between two updates, where every rank knows by itself that there is nothing left to train on."""
-        if self.running:
-            raise DataEnded
 
     # Events
 

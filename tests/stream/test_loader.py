@@ -15,6 +15,7 @@ from support.streams import Draft, Stopped, assert_same, publish, settings
 
 from danling.config import RunnerConfig
 from danling.data import Batch, ReaderPlace, Share
+from danling.distributed import LocalDomain
 from danling.stream import (
     DirectoryStore,
     FeatureDataset,
@@ -24,6 +25,7 @@ from danling.stream import (
     Sample,
     StreamLoader,
 )
+from danling.training import TrainingSession
 
 
 def stream(samples: int, *, end: bool = True, **meta: Any) -> tuple[MemoryStore, MemoryChannel]:
@@ -39,7 +41,7 @@ def runner(interval: int | None = None) -> Any:
         config=RunnerConfig({"checkpoint": {"async_enabled": False}}),
         is_step_mode=interval is not None,
         checkpoint_interval=interval,
-        placement=SimpleNamespace(optimizer=None),
+        placement=SimpleNamespace(optimizer=LocalDomain()),
     )
 
 
@@ -103,14 +105,16 @@ def test_a_window_opens_only_when_the_log_holds_all_of_it() -> None:
     store, channel = stream(3, end=False)
     looks: list[int] = []
 
-    def waiting(place: int, ranks: object) -> None:
-        assert place == 0
-        looks.append(channel.published())
-        if len(looks) == 3:
-            publish(store, channel, range(3, 6), end=False)
+    class Looking(TrainingSession):
+        def asked_to_stop(self) -> bool:
+            looks.append(channel.published())
+            if len(looks) == 3:
+                publish(store, channel, range(3, 6), end=False)
+            return False
 
     loader = StreamLoader(store, channel, 2, collate_fn=as_they_are)
-    session: Any = SimpleNamespace(leave_wait=waiting, end_wait=lambda ranks: None, leave_pass=lambda: None)
+    session = Looking()
+    session.running = True
     loader.take_place(ReaderPlace(accum_steps=2, session=session), runner())
     batches = loader.micro_batches(read=True)
     assert ids_of([next(batches)]) == [["0", "1"]]

@@ -13,7 +13,7 @@ from torch import nn
 
 from danling import TorchRunner
 from danling.distributed.step_sync import REQUESTS, HostCopy
-from danling.training.session import EvaluationStopped, IntactStateError, TrainingAbandoned
+from danling.training.session import DataEnded, EvaluationStopped, IntactStateError, TrainingAbandoned
 
 
 class Told(TorchRunner):
@@ -159,7 +159,7 @@ class Ending:
     def __iter__(self) -> Iterator[Any]:
         self.passes += 1
         if self.passes > 1:
-            self.run._parts.session.leave_pass()
+            raise DataEnded
         return iter([(torch.ones(1, 1), torch.ones(1, 1))] * 3)
 
 

@@ -12,6 +12,7 @@ import pytest
 from support.processes import run_processes
 
 from danling.distributed import Domain, LocalDomain
+from danling.stream.waits import Waits
 from danling.supervision import SignalWatcher
 from danling.training import TrainingSession, UpdateOutcome
 from danling.training.session import EvaluationStopped, PassLeft
@@ -39,11 +40,12 @@ def _waits_in_two_trainings() -> list[str]:
         session = TrainingSession()
         session.begin()
         session.running = True
+        waits = Waits(session, world)
         if asked and world.rank == 1:
             session.request("stop")
         try:
             for _ in range(60_000 if asked else 3):  # a minute at least, since the other rank may be slow
-                session.leave_wait(4, world)
+                waits.leave_if_asked(4)
                 time.sleep(0.001)
             ends.append("waits")
         except PassLeft:
