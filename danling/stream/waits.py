@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from danling.distributed import Domain, agree, default_store
-from danling.training.session import PassLeft, TrainingSession
+from danling.training.session import EndOfPass, TrainingSession
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -83,7 +83,7 @@ class Waits:
     def _leave(self) -> NoReturn:
         # All ranks are here now.
         self._session.apply_requests(agree(self._domain, self._session.local_requests()))
-        raise PassLeft
+        raise EndOfPass
 
 
 class CollectiveExit:

@@ -31,9 +31,9 @@ from .schedule import Boundary
 from .session import (
     BY_SIGNAL,
     DataEnded,
+    EndOfPass,
     EvaluationStopped,
     IntactStateError,
-    PassLeft,
     TrainingAbandoned,
     TrainingSession,
     first_stop,
@@ -241,7 +241,7 @@ class TrainingLoop:
             try:
                 try:
                     yield
-                except PassLeft:
+                except EndOfPass:
                     logger.debug("A pass was left between two updates.")
                 except EvaluationStopped:
                     logger.debug("An evaluation was left; it is made anew when the run is resumed.")

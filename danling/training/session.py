@@ -51,11 +51,11 @@ class IntactStateError(RuntimeError):
     """An error that leaves all ranks together between two updates, with a state that may be saved. An extension raises it."""
 
 
-class PassLeft(Exception):
+class EndOfPass(Exception):
     """Leaves a pass between two updates: every rank knows that it ends here, or the only one was asked to stop while it waited."""
 
 
-class DataEnded(PassLeft):
+class DataEnded(EndOfPass):
     """Leaves a pass where nothing is left to train on, now or later, before the budget is used up."""
 
 

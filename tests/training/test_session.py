@@ -15,7 +15,7 @@ from danling.distributed import Domain, LocalDomain
 from danling.stream.waits import Waits
 from danling.supervision import SignalWatcher
 from danling.training import TrainingSession, UpdateOutcome
-from danling.training.session import EvaluationStopped, PassLeft
+from danling.training.session import EndOfPass, EvaluationStopped
 from danling.utils.observers import Observer
 
 # Requests
@@ -48,7 +48,7 @@ def _waits_in_two_trainings() -> list[str]:
                 waits.leave_if_asked(4)
                 time.sleep(0.001)
             ends.append("waits")
-        except PassLeft:
+        except EndOfPass:
             ends.append(f"left: {session.stop_reason}")
         world.barrier()
     return ends
