@@ -306,7 +306,7 @@ class DataLoader(KeyedLoader):
         is_full = order.length - order.consumed >= order.division.samples
         return order.division.largest(order.division.samples if is_full else order.tail(order.consumed))
 
-    def hold_at_most(self, samples: int) -> None:
+    def limit_micro_batch(self, samples: int) -> None:
         """Cut updates into micro-batches of at most so many samples, from the next iterator on. Call on all ranks."""
         self.order.division = self.order.division.capped(samples)
         self.__dict__.update(batch_size=self.order.division.micro_batch_size)

@@ -259,14 +259,14 @@ class RunData:
         built = [split for split in self._run.train_splits if split in self._run.datasets] if self.names else []
         return any(self.settings(split).get("micro_batch_size") == AUTO for split in built)
 
-    def hold_at_most(self, samples: int | None) -> None:
+    def limit_micro_batch(self, samples: int | None) -> None:
         """Cut updates so that a rank holds at most so many samples at once, where their size is to be found."""
         if samples is None or not self.finds_micro_batch_size:
             return
         for split in self._run.train_splits:
             loader = self._run.dataloaders.get(split)
             if isinstance(loader, DataLoader) and loader.division is not None:
-                loader.hold_at_most(samples or 1)
+                loader.limit_micro_batch(samples or 1)
 
     # Lengths
 

@@ -952,7 +952,7 @@ class BaseRunner(metaclass=MetaRunner):
 
         def load_attempts(stored: Mapping[str, Any], _: Collection[str]) -> None:
             self.state.elastic.load(stored)
-            self._parts.data.hold_at_most(self.state.elastic.micro_batch_size)
+            self._parts.data.limit_micro_batch(self.state.elastic.micro_batch_size)
             here, before = arithmetic(self.device), stored.get("arithmetic", {})
             names = [name for name in here if before.get(name, here[name]) != here[name]]
             if names and self.is_main_process:

@@ -416,7 +416,7 @@ class UpdateStep:
         gc.collect()
         free_unused_memory(runner.device)
         runner.state.elastic.micro_batch_size = held // 2
-        self._data.hold_at_most(held // 2)
+        self._data.limit_micro_batch(held // 2)
         if runner.is_main_process:
             logger.warning(
                 "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "

@@ -181,8 +181,8 @@ def test_micro_batch_is_reduced_only_if_its_size_is_automatic() -> None:
         run = Run("train", dataloader=settings)
         run.dataloaders.update(train=built(settings), train_more=[1, 2])
         assert run.data.finds_micro_batch_size is (micro == "auto")
-        run.data.hold_at_most(None)
-        run.data.hold_at_most(3)
+        run.data.limit_micro_batch(None)
+        run.data.limit_micro_batch(3)
         assert run.data.batch_size == held
     assert not Run("train", dataloader={"batch_size": 8}).data.finds_micro_batch_size
 
