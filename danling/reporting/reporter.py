@@ -117,7 +117,7 @@ class Reporter(Observer):
             for line in describe_training(runner, self._data.division()):
                 logger.info("%s", line)
 
-    def say_ending(self, ending: str) -> None:
+    def log_end(self, ending: str) -> None:
         """Log on the main process how a training ended, such as `Finished`, and what it did.
 
         Files that cannot be looked up, such as in a working directory that was removed, are no error: the training is over.

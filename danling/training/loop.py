@@ -299,7 +299,7 @@ class TrainingLoop:
         # On all ranks, so that an error of the background writer is raised on all of them.
         manager.wait()
         manager.wait_for_mirror()
-        self._reporter.say_ending(session.hear_late_signals(runner.placement.optimizer))
+        self._reporter.log_end(session.hear_late_signals(runner.placement.optimizer))
         session.exit_if_signalled(runner.state.train.global_step, saved=saved)
         for extension in self.extensions:
             extension.training_finished()
@@ -319,7 +319,7 @@ class TrainingLoop:
         if is_out_of_memory(error):
             directory = runner.workspace.dir / runner.config.profiling.trace_dir
             write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
-        self._reporter.say_ending(f"Failed with {type(error).__name__}")
+        self._reporter.log_end(f"Failed with {type(error).__name__}")
 
     # By epochs
 
