@@ -299,7 +299,7 @@ class TrainingLoop:
         # On all ranks, so that an error of the background writer is raised on all of them.
         manager.wait()
         manager.wait_for_mirror()
-        self._reporter.log_end(session.hear_late_signals(runner.placement.optimizer))
+        self._reporter.log_end(session.apply_late_signals(runner.placement.optimizer))
         session.exit_if_signalled(runner.state.train.global_step, saved=saved)
         for extension in self.extensions:
             extension.training_finished()

@@ -247,7 +247,7 @@ class TrainingSession:
         """End a training: requests by time or within waits do not apply any more."""
         self.running, self._deadline = False, math.inf
 
-    def hear_late_signals(self, domain: Domain) -> str:
+    def apply_late_signals(self, domain: Domain) -> str:
         """Apply a signal that came after the last boundary, as in the last save, and return how the training ended."""
         received = self.signals.request if self.signals is not None else None
         late = agree(domain, () if received is None else (received,))

@@ -97,10 +97,10 @@ def test_a_signal_ends_the_process_with_its_code_and_one_in_the_last_save_too() 
     for number, code, said in ((signal.SIGTERM, 143, "Stopped by SIGTERM"), (signal.SIGINT, 130, "Stopped by SIGINT")):
         session = TrainingSession()
         with SignalWatcher() as session.signals:
-            assert session.hear_late_signals(LocalDomain()) == "Finished"
+            assert session.apply_late_signals(LocalDomain()) == "Finished"
             session.exit_if_signalled(3)
             signal.raise_signal(number)
-            assert session.hear_late_signals(LocalDomain()) == said
+            assert session.apply_late_signals(LocalDomain()) == said
             with pytest.raises(SystemExit) as end:
                 session.exit_if_signalled(3)
         assert end.value.code == code
