@@ -241,7 +241,7 @@ def _leaves(root: type[Config], prefix: str = "") -> Mapping[str, list[str]]:
     return places
 
 
-def slip_of(name: object, known: Iterable[str]) -> str | None:
+def closest_typo(name: object, known: Iterable[str]) -> str | None:
     """Return the known key that `name` is one slip away from, `None` for a known key or a truly different name.
 
     A slip is one letter more, less or other, two letters swapped, or other capitals, dashes or underscores. Very short keys

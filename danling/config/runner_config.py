@@ -22,7 +22,7 @@ from danling.utils.secrets import hide_secrets, without_secrets
 from . import identity
 from .checks import check_sections, idle_keys_of_stack
 from .inputs import SettingsLoader, as_mapping, help_text, read_settings, set_option, split_options, usage_errors
-from .names import ALIASES, FILE_SECTIONS, OLDER_KEYS, place_of, refusal, slip_of, warn_elsewhere, warn_older
+from .names import ALIASES, FILE_SECTIONS, OLDER_KEYS, closest_typo, place_of, refusal, warn_elsewhere, warn_older
 from .schema import TopLevelConfig
 from .sections import Field, Section, fields_of
 
@@ -104,7 +104,7 @@ class RunnerConfig(TopLevelConfig):
     def declare(self, names: Iterable[str]) -> None:
         """Accept names as keys of the user's own, also those that other trainers have."""
         for name in (name.partition(".")[0] for name in names):
-            if name not in self and name not in OLDER_KEYS and slip_of(name, fields_of(RunnerConfig)) is None:
+            if name not in self and name not in OLDER_KEYS and closest_typo(name, fields_of(RunnerConfig)) is None:
                 self._store(name, None)
 
     def _assign(self, name: Any, value: Any) -> None:
@@ -124,7 +124,7 @@ class RunnerConfig(TopLevelConfig):
     def _check_key(self, name: object, received: str) -> None:
         if name in fields_of(RunnerConfig) or name in OLDER_KEYS:
             return
-        slip = slip_of(name, fields_of(RunnerConfig))
+        slip = closest_typo(name, fields_of(RunnerConfig))
         if slip:
             raise ValueError(
                 f"Expected a key of the configuration, or your own key with a name less close to {slip!r}. Received: "
@@ -142,7 +142,7 @@ class RunnerConfig(TopLevelConfig):
             return self[OLDER_KEYS[name]]
         if name in fields_of(RunnerConfig):
             return super().__missing__(name)
-        slip = slip_of(name, fields_of(RunnerConfig))
+        slip = closest_typo(name, fields_of(RunnerConfig))
         if slip:
             raise KeyError(f"no key {name!r}. Did you mean {slip!r}?")
         if name in fields_of(type(self)):
@@ -166,7 +166,7 @@ class RunnerConfig(TopLevelConfig):
                 received = source
             if not dot and not isinstance(value, Mapping):
                 raise ValueError(refusal(head, received, RunnerConfig, known, secrets))
-            slip = slip_of(head, [key for key in known if isinstance(dict.get(self, key), Mapping)])
+            slip = closest_typo(head, [key for key in known if isinstance(dict.get(self, key), Mapping)])
             if slip:
                 received = hide_secrets(received, secrets)
                 raise ValueError(f"Expected keys that are read. Received: {received}. Did you mean {slip!r}?")

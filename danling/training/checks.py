@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, slip_of
+from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, closest_typo
 from danling.optim import JointScheduler
 from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule, is_stuck, needs_metric
 from danling.optim.state import modal, rates_of
@@ -163,7 +163,7 @@ def misnamed(runner: TorchRunner, built_optimizer: object, built_scheduler: obje
     }
     sentences = []
     for name in sorted(own - library):
-        meant = METHODS_ELSEWHERE.get(name) or slip_of(name, sorted(library))
+        meant = METHODS_ELSEWHERE.get(name) or closest_typo(name, sorted(library))
         if meant is not None and meant not in own and not set_by_program.get(meant, False):
             sentences.append(f"The library does not call the method {name!r}: did you mean `{meant}`?")
     for component in (name for name, is_given in given.items() if not is_given):
@@ -176,7 +176,7 @@ def _did_you_mean(component: str, present: Iterable[str]) -> str:
     for name in present:
         if name in _ASSIGNED or name == "mode" or name.startswith("_"):
             continue
-        if ATTRIBUTES_ELSEWHERE.get(name) == component or slip_of(name, [component]) == component:
+        if ATTRIBUTES_ELSEWHERE.get(name) == component or closest_typo(name, [component]) == component:
             return f" You have set `self.{name}`: did you mean `self.{component}`?"
     return ""
 
