@@ -308,7 +308,7 @@ def is_plain_loader(loader: Any) -> bool:
     return bool(getattr(loader, "in_order", True)) or not loader.num_workers
 
 
-def keyed_twin(loader: Any, share: Share) -> LibraryLoader | None:
+def as_keyed_loader(loader: Any, share: Share) -> LibraryLoader | None:
     """Return a loader that reads what a loader of the user's does, in the order of its sampler, with randomness keyed.
 
     The user's own is not touched: its dataset, samplers and functions are used as they are. `None` where nothing is known of its order.

@@ -27,7 +27,7 @@ from .dataset_state import (
 from .keyed import draws_nothing
 from .loader import PLACEHOLDER, KeyedLoader, StreamLoader
 from .randomness import Generators, derive_seed, mix_seed
-from .sampled import divides_evenly, keyed_twin, of_torchdata, order_of
+from .sampled import as_keyed_loader, divides_evenly, of_torchdata, order_of
 from .sampler import Batch, Share
 from .workers import end_with_process, kept_from_group_signals, shut_down_workers
 
@@ -101,7 +101,7 @@ def open_source(
             )
         if own_state:
             _check_own_state(loader, share)
-        twin = keyed_twin(loader, share) if not own_state else None
+        twin = as_keyed_loader(loader, share) if not own_state else None
         read = loader if twin is None else twin
         if not isinstance(read, KeyedLoader):
             read = LiveLoader(read, share)
