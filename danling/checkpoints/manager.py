@@ -195,7 +195,7 @@ class CheckpointManager(ABC):
         try:
             storage.require_space(self.directory, needed)
         except CheckpointError:
-            given_up = self.mirror.let_go() if self.mirror is not None else []
+            given_up = self.mirror.drop_pending() if self.mirror is not None else []
             if not given_up:
                 raise
             logger.warning(

@@ -262,7 +262,7 @@ class RunMirror:
             put_off = {self._put_off.sequence} if self._put_off is not None else set()
         return frozenset({upload.saved.sequence for upload in uploads} | put_off)
 
-    def let_go(self) -> list[str]:
+    def drop_pending(self) -> list[str]:
         """Give up saves that wait, since the disk has no room for the next one; return their names."""
         with self._changed:
             given_up, self._waiting = self._waiting, deque()
@@ -309,7 +309,7 @@ class RunMirror:
             self.wait(timeout)
         with self._changed:
             left, failure = not self._is_idle or self._put_off is not None, self._failure
-            self.let_go()
+            self.drop_pending()
             self._closed = True
             self._changed.notify_all()
         if not left and failure is None:
