@@ -162,13 +162,13 @@ _NEVER_OBEYED = frozenset({"checkpoint.trust", "compile.precompile_artifact_dir"
 _COMPILER = "compile.options."
 
 
-def obeyed(stored: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def without_untrusted_settings(stored: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return the settings of a checkpoint without those by which a file could declare itself trusted or name code to run."""
     kept: dict[str, Any] = {}
     for name, value in stored.items():
         key = f"{prefix}{name}"  # a name may be dotted itself
         if isinstance(value, Mapping):
-            kept[name] = obeyed(value, f"{key}.")
+            kept[name] = without_untrusted_settings(value, f"{key}.")
         elif key.startswith(_COMPILER) and not (value is None or isinstance(value, (bool, int, float))):
             logger.warning(
                 "%s of the checkpoint is left out, since it could name a program to run. Set it again if you want it.",

@@ -19,7 +19,14 @@ from torch import nn
 
 from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
 from danling.checkpoints.errors import CheckpointNotFound, restoring
-from danling.checkpoints.reading import CHECKSUMS, ExcludedFromLoading, content_of, manager_named, obeyed, stored_seed
+from danling.checkpoints.reading import (
+    CHECKSUMS,
+    ExcludedFromLoading,
+    content_of,
+    manager_named,
+    stored_seed,
+    without_untrusted_settings,
+)
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
 from danling.config.agreement import check_alike, content_differs
@@ -1149,7 +1156,7 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             CheckpointNotFound: If there is none.
         """
-        stored = obeyed(without_places(cls.read_config(checkpoint)))
+        stored = without_untrusted_settings(without_places(cls.read_config(checkpoint)))
         own = continued(stored, config, cls.config_class)
         own.resume = str(checkpoint)
         if not attributes:

@@ -16,7 +16,7 @@ from support.recorded import command, record_run
 from support.toys import TracingRunner
 
 from danling.checkpoints import CheckpointError, read_config
-from danling.checkpoints.reading import obeyed, read_payload
+from danling.checkpoints.reading import read_payload, without_untrusted_settings
 from danling.cli.main import main
 from danling.workspace.workspace import without_places
 
@@ -166,7 +166,7 @@ def test_checkpoint_cannot_declare_itself_trusted(recorded: dict[str, Path], tmp
     ],
 )
 def test_names_with_dots_say_no_more_than_others(planted: dict[str, Any]) -> None:
-    config = TracingRunner.config_class(obeyed(without_places(planted)))
+    config = TracingRunner.config_class(without_untrusted_settings(without_places(planted)))
     assert config.checkpoint.trust is False and config.compile.precompile_artifact_dir is None
     assert config.compile.options in (None, {}, {"cpp": {}})
 
