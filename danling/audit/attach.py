@@ -92,7 +92,7 @@ class Audits:
         """Let the recorder change batches, and digests travel with the collective of each update."""
         update.recorder = self.recorder
         if self.digests is not None:
-            update.sync.riders.append(self.digests)
+            update.sync.extra_reductions.append(self.digests)
 
     def around(self, run_window: RunWindow) -> RunWindow:
         """Return what runs the micro-batches of an update, and runs them again where that is asked for."""

@@ -13,7 +13,7 @@ from .environment import (
     select_device,
     set_collective_timeout,
 )
-from .step_sync import REQUESTS, GradientNorms, HostCopy, ReplicaDriftError, Rider, StepSync, StepTotals, agree
+from .step_sync import REQUESTS, ExtraReduction, GradientNorms, HostCopy, ReplicaDriftError, StepSync, StepTotals, agree
 
 __all__ = [
     "FAMILIES",
@@ -21,13 +21,13 @@ __all__ = [
     "CollectiveCallError",
     "CollectiveCalls",
     "Domain",
+    "ExtraReduction",
     "GradientNorms",
     "HostCopy",
     "LaunchEnvironment",
     "LocalDomain",
     "Placement",
     "ReplicaDriftError",
-    "Rider",
     "StepSync",
     "StepTotals",
     "agree",

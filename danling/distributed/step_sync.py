@@ -59,7 +59,7 @@ class HostCopy:
         return found
 
 
-class Rider(Protocol):
+class ExtraReduction(Protocol):
     """Sums numbers over the ranks in the collective of an update."""
 
     def values(self) -> Tensor | None:
@@ -180,14 +180,14 @@ class StepSync:
     same requests at the same update.
 
     Attributes:
-        riders: What else travels with the collective.
+        extra_reductions: What else is summed in the collective of an update.
     """
 
     def __init__(self, domain: Domain, device: torch.device, *, reports: tuple[bool, bool] = (True, True)) -> None:
         self.domain = domain
         self.device = device
         self.reports_loss, self.reports_samples = reports
-        self.riders: list[Rider] = []
+        self.extra_reductions: list[ExtraReduction] = []
         self._in_flight: HostCopy | None = None
 
     def reduce(self, own: StepTotals) -> StepTotals:
@@ -204,11 +204,11 @@ class StepSync:
             own.samples if self.reports_samples else 0.0,
             own.nonfinite,
         ]
-        riding = [(rider, values) for rider in self.riders if (values := rider.values()) is not None]
+        extras = [(extra, values) for extra in self.extra_reductions if (values := extra.values()) is not None]
         if self.device.type == "cpu":
             flags = [float(name in own.requests) for name in REQUESTS]
             flat = torch.tensor([*map(float, mine), *flags], dtype=torch.float64)
-            weight, loss, samples, nonfinite, *counts = self._sum(flat, riding).tolist()
+            weight, loss, samples, nonfinite, *counts = self._sum(flat, extras).tolist()
             return StepTotals(weight, loss, samples, nonfinite, _names(counts))
         heard = self.take_pending_requests()
         # Numbers are made on the device: for the copy of one, the host would wait.
@@ -221,17 +221,17 @@ class StepSync:
         asked = torch.zeros(len(REQUESTS), dtype=torch.float64, device=self.device)
         for name in own.requests:
             asked[REQUESTS.index(name)].fill_(1.0)
-        sums = self._sum(torch.cat([torch.stack(scalars), asked]), riding)
+        sums = self._sum(torch.cat([torch.stack(scalars), asked]), extras)
         self._in_flight = HostCopy(sums[4:])
         return StepTotals(sums[0], sums[1], sums[2], sums[3], heard)
 
-    def _sum(self, own: Tensor, riding: list[tuple[Rider, Tensor]]) -> Tensor:
-        """Return the sums of `own` over the ranks, and hand the riders theirs."""
-        total = self.domain.all_reduce(torch.cat([own, *(values for _, values in riding)]) if riding else own)
+    def _sum(self, own: Tensor, extras: list[tuple[ExtraReduction, Tensor]]) -> Tensor:
+        """Return the sums of `own` over the ranks, and give each extra reduction its share."""
+        total = self.domain.all_reduce(torch.cat([own, *(values for _, values in extras)]) if extras else own)
         end = len(own)
-        for rider, values in riding:
+        for extra, values in extras:
             begin, end = end, end + len(values)
-            rider.take(total[begin:end])
+            extra.take(total[begin:end])
         return total[: len(own)]
 
     def take_pending_requests(self) -> frozenset[str]:

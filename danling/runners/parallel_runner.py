@@ -170,7 +170,7 @@ class ParallelRunner(TorchRunner):
             rebind_optimizer(self.optimizer, names, self.model, whole.values(), pipeline=self.pipeline_domain)
         if self.topology.degree("shard") > 1:
             self.preparation.order = UnitOrder(self.model, self.topology)
-            self.preparation.riders.append(self.preparation.order)
+            self.preparation.extra_reductions.append(self.preparation.order)
             self._parts.session.observers.append(self.preparation.order)
         if self._parts.canonical is not None:
             self._exchanges = exchange_shards(self.model, self._parts.canonical)

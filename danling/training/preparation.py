@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from danling.distributed import Domain, Rider
+from danling.distributed import Domain, ExtraReduction
 from danling.utils.tensors import local_part
 
 from .ema import EMA
@@ -31,7 +31,7 @@ class ModelPreparation:
         self.world = world
         self.communication = communication
         self.wrapper = DistributedDataParallel
-        self.riders: list[Rider] = []
+        self.extra_reductions: list[ExtraReduction] = []
         """What travels with the one collective of an update."""
         self.broadcasts_buffers = False
         """Whether the buffers of the first rank go to the others before an update, where the wrapper must not do it."""

@@ -332,14 +332,14 @@ class UpdateStep:
         self.sync = StepSync(
             placement.optimizer, runner.device, reports=(placement.counts_loss, placement.counts_samples)
         )
-        self.sync.riders.extend(runner.preparation.riders)
+        self.sync.extra_reductions.extend(runner.preparation.extra_reductions)
         self.norms: GradientNorms | None = None
         if spread is not None:
             wraps = isinstance(runner.model, DistributedDataParallel)
             self.norms = GradientNorms(placement.optimizer, runner.device, spread, is_wrapped=wraps)
-            self.sync.riders.append(self.norms)
+            self.sync.extra_reductions.append(self.norms)
         if self.canonical is not None:
-            self.sync.riders.append(self.canonical)
+            self.sync.extra_reductions.append(self.canonical)
         self.keeps_batches = False
         """Whether a batch that was changed in place is refused, since its micro-batch may be run again."""
         self.recorder: Any = None
