@@ -174,7 +174,7 @@ class Meters:
         self._expected.clear()
 
     @contextmanager
-    def aside(self, *, exact: bool = False) -> Iterator[None]:
+    def isolated(self, *, exact: bool = False) -> Iterator[None]:
         """Put aside what was taken in so far: inside, the meters begin empty, and on exit they are what they were.
 
         Args:

@@ -196,7 +196,7 @@ class Evaluator:
         runner, metrics, totals = self.runner, self._metrics, Meters(exact=self.exact)
         scored, evaluated = False, 0.0
         metrics.reset()
-        with runner.meters.aside(exact=self.exact):
+        with runner.meters.isolated(exact=self.exact):
             with self._entered(split, "evaluate"), torch.no_grad():
                 batches = self._session.between_batches(
                     split, self._pass_over(source, limit), sync=self._update.sync, domain=runner.placement.optimizer
