@@ -113,7 +113,7 @@ class KeyedLoader(LibraryLoader):
     ) -> None:
         self.order, self.split, self.keyed = order, order.split, keyed
         self.kind: str = order.kind
-        self.foreseen: bool = order.foreseen
+        self.length_is_known: bool = order.length_is_known
         self._own_collate = collate_fn
         draws_nothing(dataset)  # refuses a declaration that is none
         self.stateful = stateful_parts(dataset)
@@ -132,7 +132,7 @@ class KeyedLoader(LibraryLoader):
     @property
     def is_rank_local(self) -> bool:
         """Whether each rank has its own state to save: that of a sampler of the user's, or of the dataset."""
-        return not self.foreseen or bool(self.stateful)
+        return not self.length_is_known or bool(self.stateful)
 
     def micro_batches(self, *, read: bool) -> Iterator[Batch]:
         """Return the batches from the position on, with their sample counts and places. Padding has 0 samples.
@@ -141,7 +141,7 @@ class KeyedLoader(LibraryLoader):
             read: Whether their data is needed; else it is `PLACEHOLDER`, without end where a user's sampler gives the order.
         """
         left = self.order.remaining_batches()
-        if left == 0 and (read or self.foreseen):
+        if left == 0 and (read or self.length_is_known):
             return iter(())
         batches: Iterator[Batch] = self.order.batches(iter(self) if read else repeat(PLACEHOLDER))
         if self.batch_size is None:  # only the dataset knows how many samples an item holds

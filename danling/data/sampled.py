@@ -66,7 +66,7 @@ class SampledBatches(Sampler[BatchKey]):
     """
 
     kind = "sampled"
-    foreseen = False
+    length_is_known = False
 
     def __init__(
         self,

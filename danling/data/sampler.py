@@ -239,7 +239,7 @@ class PositionedBatchSampler(Sampler[BatchKey]):
     """
 
     kind = "position"
-    foreseen = True
+    length_is_known = True
     ranks = ()
 
     def __init__(

@@ -160,7 +160,7 @@ class BatchSource:
         reads: Whether batches are read on this rank.
         kind: How the loader is positioned.
         is_rank_local: Whether each rank has its own state to save.
-        foreseen: Whether a rank that reads nothing knows the batches, and the end of a pass, as those do that read.
+        length_is_known: Whether a rank that reads nothing knows the batches, and the end of a pass, as those do that read.
     """
 
     def __init__(self, loader: Any, read: Any, share: Share, *, reads: bool) -> None:
@@ -170,7 +170,7 @@ class BatchSource:
         self.split, self.world_size, self.reads = share.split, share.world_size, reads
         self.kind: str = read.kind
         self.is_rank_local: bool = read.is_rank_local
-        self.foreseen: bool = read.foreseen
+        self.length_is_known: bool = read.length_is_known
         self.restored: Mapping[str, Any] | None = None
         """The state that was loaded, until a batch is read behind it."""
         self.misfit: ValueError | None = None
@@ -228,7 +228,7 @@ class BatchSource:
     @property
     def even(self) -> bool:
         """Whether every rank is known to get the same number of batches."""
-        return (self.reads or self.foreseen) and bool(self.position.is_even())
+        return (self.reads or self.length_is_known) and bool(self.position.is_even())
 
     def remaining_batches(self) -> int | None:
         """Return the batches from the position to the end of the pass on this rank, `None` if unknown."""
@@ -289,7 +289,7 @@ class BatchSource:
             ValueError: If it was saved by another kind of loader, or does not fit this one.
         """
         self.restored, self.misfit = state, None
-        if not (self.reads or self.foreseen):  # the state of the loader itself is for the ranks that read it
+        if not (self.reads or self.length_is_known):  # the state of the loader itself is for the ranks that read it
             self.set_epoch(int(state["epoch"]))
             self.position.advance(int(state["consumed"]))
             return
@@ -374,7 +374,7 @@ class LiveLoader:
     """
 
     is_rank_local = True
-    foreseen = False
+    length_is_known = False
 
     def __init__(self, loader: Any, share: Share) -> None:
         self.loader = loader
@@ -631,7 +631,7 @@ class WindowLoader(ABC):
 
     kind = "window"
     is_rank_local = False
-    foreseen = True
+    length_is_known = True
     set_by_epoch: frozenset[str] = frozenset()
     epoch: int
     consumed: int

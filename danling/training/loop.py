@@ -70,7 +70,7 @@ class PassAgreement:
 
     def ends_alike(self, source: BatchSource) -> bool:
         """Whether every rank is known to see the end of a pass at the same batch; the same answer on all ranks."""
-        return self.domain.size == 1 or (source.even and (source.foreseen or not self.blind))
+        return self.domain.size == 1 or (source.even and (source.length_is_known or not self.blind))
 
     def all_have(self, source: BatchSource, batch: Batch | None) -> bool:
         """Return whether every rank has a batch. A small collective, where the end cannot be known otherwise."""
