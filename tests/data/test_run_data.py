@@ -268,7 +268,7 @@ def test_loader_of_windows_gets_its_place() -> None:
     loader = run.dataloaders["train"] = StreamLoader(MemoryStore(), MemoryChannel(), 2)
     assert run.data.open("train", loader).kind == "window"
     place = loader._place
-    assert place == (("train", 1, 2, 4), 3, True, True) and loader._runner is run  # type: ignore[comparison-overlap]
+    assert place[:4] == (("train", 1, 2, 4), 3, True, True) and loader._runner is run
 
 
 def test_changing_replica_groups_cannot_divide_a_stream() -> None:

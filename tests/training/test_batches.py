@@ -164,9 +164,11 @@ def test_a_batch_of_graphs_is_handed_over_whole_or_by_its_tensors() -> None:
 # What a batch weighs, and which batches have a loss
 
 
-def batch_loss(*overridden: str, targetless: bool | None = None, **runner: Any) -> BatchLoss:
+def batch_loss(
+    *overridden: str, targetless: bool | None = None, options: dict[str, Any] | None = None, **runner: Any
+) -> BatchLoss:
     """Return the weights of a run whose hooks of these names are the user's; a batch weighs as many as its target has."""
-    data: Any = SimpleNamespace(settings=lambda split: {})
+    data: Any = SimpleNamespace(settings=lambda split: options or {})
     given: dict[str, Any] = {
         "is_main_process": True,
         "criterion": None,
@@ -285,7 +287,7 @@ def test_the_first_sample_to_train_on_is_looked_at_without_moving_the_streams(
         train_splits=["other", "train"],
         sources={"train": source},
         datasets={"train": dataset, "val": Drawing(PAIR)},
-        _data=SimpleNamespace(settings=lambda split: options),
+        options=options,
     )
     torch.manual_seed(3)
     expected_draw = torch.rand(2)
