@@ -187,7 +187,7 @@ def test_only_the_stream_of_torch_is_seeded_if_nothing_else_can_draw(
 
     found, only_torch = weights(tmp_path / "one")
     assert only_torch
-    monkeypatch.setattr(keys, "runs_user_code", lambda runner: True)
+    monkeypatch.setattr(keys, "runs_user_code", lambda runner, called: True)
     expected, only_torch = weights(tmp_path / "other")
     assert not only_torch
     assert all(map(torch.equal, found, expected))
