@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from support.processes import run_processes
-from support.toys import Line
+from support.toys import Line, line_of
 from support.toys import settings as toy_settings
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -261,22 +263,6 @@ def test_sampler_over_other_ranks_than_the_reading_ones_is_refused(tmp_path: Pat
         run_processes(build_with_sampler, settings(tmp_path / "mesh", **parallel), world_size=2)
 
 
-def test_overridden_builders_need_no_section(tmp_path: Path) -> None:
-    class Built(Story):
-        def build_optimizer(self) -> Any:
-            return torch.optim.Adagrad(self.model.parameters(), lr=0.01)
-
-        def build_scheduler(self) -> Any:
-            return torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
-
-    config = settings(tmp_path)
-    del config["optim"]
-    with Built(config) as runner:
-        runner.train()
-        assert isinstance(runner.optimizer, torch.optim.Adagrad)
-        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**6)
-
-
 def two_runners(root: Path) -> int:
     first, second = Story(settings(root / "a")), Story(settings(root / "b"))
     first.close()
@@ -363,3 +349,124 @@ def test_names_of_other_trainers_are_pointed_out(tmp_path: Path, caplog: Any) ->
     assert "The library does not call the method 'training_step': did you mean `train_step`?" in said
     assert "The library does not call the method 'evalute_step': did you mean `evaluate_step`?" in said
     assert "You have set `self.dataset`: did you mean `self.datasets`?" in said
+
+
+# Configurations, budgets and loaders
+
+
+class Made(Line):
+    def __init__(self, root: Path) -> None:
+        super().__init__(dl.RunnerConfig(toy_settings(root, epochs=2, stack="parallel")))
+
+
+class WithModel(Line):
+    def __init__(self, model: Mapping[str, Any], config: Any) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(**model)
+
+
+def file_of(config: Mapping[str, Any], root: Path) -> str:
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(dict(config)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda config, root: Made(root),
+        lambda config, root: WithModel({"in_features": 3, "out_features": 1}, config),
+        lambda config, root: WithModel({"in_features": 3, "out_features": 1}, dl.RunnerConfig(config)),
+        lambda config, root: Line(file_of(config, root)),
+        lambda config, root: Line(Namespace(**config)),
+        lambda config, root: Line(config=config),
+    ],
+    ids=["made", "mapping", "RunnerConfig", "file", "namespace", "keyword"],
+)
+def test_the_stack_is_found_wherever_the_configuration_comes_from(build: Any, tmp_path: Path) -> None:
+    with build(toy_settings(tmp_path / "run", epochs=2, stack="parallel"), tmp_path) as runner:
+        assert isinstance(runner, dl.ParallelRunner)
+        assert runner.topology.axes.world_size == 1
+        runner.train()
+        assert runner.state.train.epoch == 2
+
+
+class Owned(dl.RunnerConfig):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.net.width = 5
+
+    def area(self) -> int:
+        return int(self.net.width**2)
+
+
+class OwnConfig(Line):
+    """Reads its configuration in `__init__`, and notes where its run will lie."""
+
+    config_class = Owned
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.area = self.config.area()
+        self.vocabulary = self.workspace.dir / "vocabulary"
+        assert not self.dir.exists()
+
+
+def test_a_configuration_is_of_its_class_from_a_mapping_and_from_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with OwnConfig(toy_settings(run, epochs=2, net={"width": 3})) as runner:
+        assert runner.area == 9 and runner.vocabulary == run / "vocabulary"
+        runner.train()
+    # The difference from the defaults names single settings, those of the class among them.
+    assert yaml.safe_load((run / "metadata" / "config.diff.yaml").read_text())["net"] == {"width": 3}
+    checkpoint = run / "checkpoints" / "latest.pth"
+    with OwnConfig.from_checkpoint(checkpoint, {"dir": str(tmp_path / "second"), "epochs": 3}) as runner:
+        assert runner.area == 9 and runner.epochs == 3
+    given = Owned(toy_settings(tmp_path / "third", net={"width": 3}, epochs=4))
+    with Line.from_checkpoint(checkpoint, given) as runner:
+        assert isinstance(runner.config, Owned) and runner.epochs == 4
+
+
+def test_split_without_an_evaluation_gives_no_score(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="score_split='train', which is trained on"):
+        Line(toy_settings(tmp_path, epochs=2, score_split="train"))
+    with Line(toy_settings(tmp_path, epochs=2, score_split="train", evaluate_splits=["train", "val"])) as runner:
+        results = runner.train()
+        assert runner.latest_score == results[2]["train"]["loss"]
+        inputs, targets = runner.datasets["train"].tensors
+        with torch.no_grad():
+            evaluated = float(runner.criterion(runner.unwrapped_model(inputs), targets))
+        assert runner.latest_score == pytest.approx(evaluated, rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [(50, 5), (3, 5), (8, 5)])
+def test_budget_of_steps_may_change_during_training(before: int, after: int, tmp_path: Path) -> None:
+    class Changing(Line):
+        def step(self) -> Any:
+            if self.state.train.global_step == 2:
+                self.config.steps = after
+            return super().step()
+
+    with Changing(toy_settings(tmp_path, steps=before)) as runner:
+        runner.train()
+        assert runner.state.train.global_step == after
+        assert list(runner.results)[-1] == after
+        assert runner.read_checkpoint("latest")["state"]["train"]["global_step"] == after
+
+
+def own_loader(root: str) -> None:
+    loader = DataLoader(line_of(8), batch_size=4, num_workers=1)
+
+    class Own(Line):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.datasets, self.dataloaders = {}, {"train": loader}
+
+    with Own(toy_settings(root, steps=2)) as runner:
+        runner.train()
+    assert loader.worker_init_fn is None
+    next(iter(loader))
+
+
+def test_a_loader_of_ones_own_is_left_as_it_was_and_lets_the_program_end(tmp_path: Path) -> None:
+    run_processes(own_loader, str(tmp_path), world_size=1)

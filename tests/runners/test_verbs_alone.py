@@ -1,4 +1,4 @@
-"""Every verb of the contract called by itself on a runner that was just constructed, and every hook overridden with little or nothing."""
+"""Every verb of the contract called by itself on a runner that was just constructed, in the library's and in own loops."""
 
 from __future__ import annotations
 
