@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked import child
 from support.patience import until
+from support.processes import child
 from support.saves import KINDS, go_on, load, make_manager, record_saves
 
 from danling.checkpoints import CheckpointDamaged, storage

@@ -12,8 +12,8 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from support.forked import child
 from support.patience import until
+from support.processes import child
 from support.toys import Small
 from torch import nn
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked import child, hold
 from support.patience import until
 from support.process_tree import descendants, kill_all
-from support.processes import run_processes
+from support.processes import child, hold, run_processes
 from support.programs import python, run_python
 from support.toys import Small
 from support.toys import settings as toy_settings

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support import device
-from support.forked import fork, kill
 from support.patience import patience, until
-from support.processes import free_port, run_outcomes, run_processes
+from support.processes import fork, free_port, kill, run_outcomes, run_processes
 from support.toys import settings
 from torch import Tensor, nn
 from torch import distributed as dist

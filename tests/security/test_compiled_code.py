@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked import fork, wait
+from support.processes import fork, wait
 from support.toys import Small
 from support.toys import settings as toy_settings
 

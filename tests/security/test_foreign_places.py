@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.canary import look_at
-from support.forked import child, fork, hold, wait
 from support.patience import until
+from support.processes import child, fork, hold, wait
 from support.toys import Small
 from support.toys import settings as toy_settings
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.forked import fork, kill, wait
 from support.patience import patience
+from support.processes import fork, kill, wait
 
 from danling.stream import DirectoryStore, FileChannel, RefChannel, SampleRef, SQLiteChannel, StreamEnd, TensorSpec
 

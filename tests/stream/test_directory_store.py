@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.forked import fork, kill, wait
+from support.processes import fork, kill, wait
 from support.streams import reference
 
 from danling.stream import DirectoryStore

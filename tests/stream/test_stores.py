@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.forked import fork, wait
 from support.mooncake import WHY_NOT, mooncake_master
+from support.processes import fork, wait
 from support.streams import reference
 from torch import Tensor
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.forked import fork, wait
 from support.patience import until
+from support.processes import fork, wait
 
 from danling.config import RunnerConfig
 from danling.runners.state import TrainState

@@ -8,6 +8,10 @@
     def test_sum() -> None:
         assert run_processes(_sum_of_ranks, 10, world_size=2) == [..., ...]     # values by rank
 
+Whatever has to start a process quickly starts it here: `run_processes` calls a function of a test module in new ranks; `fork` calls one,
+or a closure, with all objects of the test, in a process that SIGKILL meets alone. `support.warm` runs programs by their names (`python`,
+`torchrun`, `danling`) in forks of the same server.
+
 The processes are forked from a server that has torch loaded: itself a fork of pytest with all test files loaded (`fork_server`), or
 else a process that takes ten seconds to start, once for a whole test session. Arguments and values are pickled; a child starts with the
 environment and the working directory of the test.
@@ -37,6 +41,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -405,3 +410,55 @@ def _load(module: str, file: str) -> ModuleType:
     sys.modules[module] = loaded
     spec.loader.exec_module(loaded)
     return loaded
+
+
+# Forks of the test itself
+
+
+def fork(function: Callable[..., Any], *args: Any) -> int:
+    """Call a function in a fork, which ends with 0 when it returns and with 1, after a traceback, when it raises; return the process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent()
+        function(*args)
+        code = 0
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
+def wait(pid: int) -> int:
+    """Wait for the end of a fork and return its exit code; a negative one is a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill(pid: int) -> int:
+    """Send SIGKILL to a fork and return its exit code, which is another one where it had ended by itself."""
+    os.kill(pid, signal.SIGKILL)
+    return wait(pid)
+
+
+@contextlib.contextmanager
+def child(body: Callable[[], None]) -> Iterator[int]:
+    """Run `body` in a fork, which ends by a kill."""
+    pid = fork(body)
+    try:
+        yield pid
+    finally:
+        kill(pid)
+
+
+def hold(file: Path, marker: Path) -> None:
+    """Take a lock, and keep it until the process is killed."""
+    from danling.utils.locks import FileLock
+
+    lock = FileLock(file)
+    assert lock.acquire()
+    marker.touch()
+    time.sleep(60)

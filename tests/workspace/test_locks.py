@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.forked import child, hold
 from support.patience import until
+from support.processes import child, hold
 
 from danling.utils import locks
 from danling.utils.locks import FileLock
