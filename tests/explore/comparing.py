@@ -17,7 +17,7 @@ MOVED = 1e-3
 NOISE = 16.0
 """And by so many times the difference that the dtypes of the program make in the reference itself."""
 
-ROUNDING = 1e-7
+ROUNDING = 1e-6
 """And by this: an optimizer that divides by its gradient makes much of the rounding of one that is zero."""
 
 
