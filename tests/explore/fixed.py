@@ -12,6 +12,18 @@ FOUND: dict[str, str] = {
         '{"data": {"train": 4}, "model": {"dtype": "float16"}, "optimizer": {"by_config": false, "fused": true}, '
         '"settings": {"batch_size": 1, "epochs": null, "steps": 1}}'
     ),
+    "evaluation-after-a-save-in-step-is-not-left-out": (
+        '{"data": {"train": 8, "val": 7}, "events": [{"at": 0, "kind": "checkpoint"}, {"kind": "kill"}], "optimizer": {"kind": '
+        '"adam", "lr": 0.01}, "settings": {"epochs": null, "evaluate_interval": 1, "seed": 3, "steps": 3}}'
+    ),
+    "evaluation-within-a-step-does-not-leave-the-update": (
+        '{"data": {"train": 9, "val": 1}, "events": [{"at": 2, "kind": "evaluate"}, {"at": 2, "kind": "stop"}], "model": '
+        '{"parts": [{"kind": "dropout", "p": 0.2}]}, "settings": {"accum_steps": 3, "batch_size": 1, "epochs": null, "steps": 4}}'
+    ),
+    "buffers-of-a-mesh-are-those-of-the-first-rank": (
+        '{"data": {"train": 8}, "events": [{"kind": "stop"}], "model": {"parts": [{"kind": "running"}, {"kind": "linear"}]}, '
+        '"settings": {"batch_size": 1}, "stack": {"kind": "parallel", "ranks": 2, "shard": 2}}'
+    ),
     "resumed-run-of-three-ranks-has-the-same-bits": (
         '{"criterion": {"kind": "in_model"}, "data": {"form": "keywords", "inputs": "tokens", "source": "list", "train": 16}, '
         '"events": [{"kind": "kill"}], "model": {"dtype": "float64", "per_position": true}, "settings": {"batch_size": 3, '
