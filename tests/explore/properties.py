@@ -213,7 +213,7 @@ def nothing_between_updates(runs: Runs) -> list[str]:
 
 def looking_changes_nothing(runs: Runs) -> list[str]:
     """Without record, evaluations, predictions and saves by hand, trial and log lines, the run is bitwise the same."""
-    unseen = {"record": False, "try_evaluation": False, "log_interval": 1}
+    unseen: dict[str, Any] = {"record": False, "try_evaluation": False, "log_interval": 1}
     counts_evaluations = any(state.where == "evaluation" for state in runs.program.state)
     looks = () if counts_evaluations else ("evaluate", "infer", "checkpoint")
     plain = runs.run(without_events(runs.plain, *looks) if looks else runs.plain, **unseen)

@@ -311,7 +311,7 @@ def all_settings(draw: Any, model: Model, criterion: Criterion, data: Data, opti
 @st.composite
 def states(draw: Any, data: Data) -> tuple[State, ...]:
     """Draw what the user counts."""
-    found = []
+    found: list[State] = []
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         # A dataset that has a state and is read by workers is refused: rarely.
         has_one = any(state.where == "dataset" for state in found)
