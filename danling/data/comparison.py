@@ -79,7 +79,7 @@ def _spread_of_array(value: Any) -> list[object]:
     """Return some values of a tensor or array, each read by its place: another form of the whole may be a copy of it."""
     size = math.prod(value.shape)
     places = range(0, size, _step(size))
-    index = []
+    index: list[list[int]] = []
     for length in reversed(value.shape):
         index.insert(0, [place % length for place in places])
         places = [place // length for place in places]  # type: ignore[assignment]
