@@ -326,6 +326,11 @@ def refuse(layout: Update, distinct: int) -> None:
     Raises:
         NotChecked: With the reason.
     """
+    if layout.first["has_runner"]:
+        raise NotChecked(
+            "the script trains by a runner of danling, which divides the samples over its ranks by itself. Check it by "
+            "`danling check-layout LAYOUT -- python ...`"
+        )
     norms = sorted({name for rank in layout.ranks for name in rank["batch_norm"]})
     if norms and distinct > 1:
         raise NotChecked(

@@ -71,6 +71,32 @@ REFUSED = {
 }
 
 
+RUNNER = """
+import torch
+from torch import nn
+
+import danling as dl
+
+
+class Runner(dl.Runner):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.criterion = nn.MSELoss()
+        self.datasets = {"train": torch.utils.data.TensorDataset(torch.ones(64, 2), torch.ones(64, 1))}
+
+
+with Runner(dl.RunnerConfig({"epochs": 1, "dataloader": {"batch_size": 4}})) as runner:
+    runner.train()
+"""
+
+
+def test_program_of_the_library_is_left_to_its_own_check(tmp_path: Path) -> None:
+    code, report = proved(tmp_path, script=RUNNER)
+    assert code == 2 and "danling check-layout" in report["summary"], report
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_uncomparable_script_is_not_judged(case: str, tmp_path: Path) -> None:
     code, report = proved(tmp_path, case)

@@ -332,6 +332,7 @@ class Recorder:
         record = {
             "rank": rank,
             "has_group": stacks.has_group(),
+            "has_runner": stacks.has_runner(),
             "gradients": gradients,
             "start": self._held,
             "weights": weights,

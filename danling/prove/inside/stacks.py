@@ -32,6 +32,12 @@ def has_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def has_runner() -> bool:
+    """Whether the script trains by a runner of danling, which divides samples over the ranks by itself."""
+    kind = getattr(sys.modules.get("danling.runners.base_runner"), "BaseRunner", None)
+    return kind is not None and any(issubclass(type(each), kind) for each in gc.get_objects())
+
+
 def clean(name: str) -> str:
     """Return the name of a parameter without those of wrappers."""
     for part in _WRAPPERS:
