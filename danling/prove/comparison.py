@@ -229,9 +229,10 @@ class Report:
     def _lines(self) -> Iterator[str]:
         head = f"{self.processes} process{'es' if self.processes != 1 else ''}"
         if self.verdict == "same":
+            compared = f"the first {self.updates} updates are those" if self.updates > 1 else "the first update is that"
             yield (
-                f"{head}: the first {self.updates} updates are those of one process, in losses, weights, and whole gradients of "
-                f"{self.parameters} parameters; {self.samples} samples each"
+                f"{head}: {compared} of one process, in losses, weights, and whole gradients of {self.parameters} parameters; "
+                f"{self.samples} samples each"
             )
         elif self.verdict == "different":
             yield f"{head}: update {self.step} is not that of one process"
