@@ -690,6 +690,9 @@ class TorchRunner(BaseRunner):
             or getattr(type(self.reduction), "context", None) is not GradientReduction.context
             or self.precision.autocast is not no_autocast
         )
+        # Once the program has been able to set a method on the runner.
+        is_plain = type(self).to_device is TorchRunner.to_device and "to_device" not in vars(self)
+        self._parts.update.moves_batches = self.device.type != "cpu" or not is_plain
         self._parts.skipped.bind()
         if self._parts.phases is not None:
             self._parts.phases.bind()

@@ -462,7 +462,10 @@ def criterion_setting(criterion: object, name: str) -> object:
         return None
     if isinstance(criterion, partial) and name in criterion.keywords:
         return criterion.keywords[name]
-    return _defaults(_function(criterion)).get(name)
+    called: Any = _function(criterion)
+    if not (isinstance(called, type) or inspect.isroutine(called)):
+        called = called.__call__  # the object may have no hash, as that of a dataclass
+    return _defaults(called).get(name)
 
 
 def _function(criterion: object) -> object:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -85,7 +85,11 @@ class RandomKeys:
         self._ordinal, self._phase = ordinal, 0
         if self._generators is None or self._generators:
             self._seed_generators()
-        seed = seed_torch if self._only_torch and self._session.running else seed_streams
+        only_torch = self._only_torch and self._session.running
+        if only_torch and type(data) is not Tensor:
+            # A tensor of a class of the user's runs its code.
+            only_torch = type(data) in (tuple, list) and {*map(type, cast("Sequence[object]", data))} == {Tensor}
+        seed = seed_torch if only_torch else seed_streams
         seed(self.key, runner.device)
 
     def begin_update(self) -> None:

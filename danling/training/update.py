@@ -352,7 +352,8 @@ class UpdateStep:
         """What moves the position of the data past the batches of the open update; `None` in a loop by hand."""
         self._run_step = runner._run_train_step
         self._own_backward = is_overridden(runner, "backward")
-        self._moves_batches = runner.device.type != "cpu" or not runner._is_plain("to_device")
+        self.moves_batches = True
+        """Whether `to_device` does something."""
         self._gradients: WindowGradients | None = None
         """What looks whether the gradients of the open window are still there."""
         self._samples_on_device: Tensor | None = None
@@ -441,7 +442,7 @@ class UpdateStep:
         if self.keeps_batches:
             self.recompute.check(batch.data)
         self._keys.begin_micro_batch(batch.data, batch.place, window.count)
-        data = runner.to_device(batch.data) if self._moves_batches else batch.data
+        data = runner.to_device(batch.data) if self.moves_batches else batch.data
         if self.recorder is not None:
             data = self.recorder.took(data)
         weight, samples = self._loss.weigh(batch, data, training=True)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from functools import cached_property
+from types import FunctionType
 from typing import TYPE_CHECKING
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from danling.utils.observers import EVENTS
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
-_FUNCTIONS = frozenset(value for value in vars(functional).values() if callable(value))
+_FUNCTIONS = {id(value): value for value in vars(functional).values() if callable(value)}
 _OPTIMIZERS = frozenset(value for value in vars(optim).values() if isinstance(value, type))
 _SCHEDULERS = frozenset(
     {lr_scheduler.ConstantLR, lr_scheduler.CosineAnnealingLR, lr_scheduler.CosineAnnealingWarmRestarts}
@@ -25,12 +32,16 @@ _SCHEDULERS = frozenset(
 """Schedules that take no function of the user's."""
 
 
+_PACKAGES = frozenset({"torch", "danling", "typing_extensions", *sys.stdlib_module_names})
+"""Whose functions, or decorators of functions, classes of torch and the library have."""
+
+
 def runs_user_code(runner: TorchRunner, called: Iterable[object]) -> bool:
     """Whether an update in a loop of the library may run code of the user's, other than the reading of its batches.
 
     It does not if all of this is so: model, criterion, optimizer and schedule are of classes of torch, or the criterion is a function of
-    `torch.nn.functional`, without hooks and functions of the user's in them; the runner overrides no method; only the library observes
-    the run; and the run is one of the stack `ddp` on one process, without extensions that an update calls.
+    `torch.nn.functional`, without hooks, functions and kinds of tensors of the user's in them; the runner overrides no method; only the
+    library observes the run; and the run is one of the stack `ddp` on one process, without extensions that an update calls.
 
     Args:
         runner: The runner.
@@ -41,18 +52,28 @@ def runs_user_code(runner: TorchRunner, called: Iterable[object]) -> bool:
     modules = list(runner.model.modules())
     if isinstance(runner.criterion, nn.Module):
         modules += runner.criterion.modules()
-    elif runner.criterion not in _FUNCTIONS:
+    elif id(runner.criterion) not in _FUNCTIONS:  # it may have no hash
         return True
-    watching = (runner.ema, *runner.observers, *runner.trackers)
+    observers = list(runner.observers)
+    for observer in observers:
+        if not vars(observer).keys().isdisjoint(EVENTS):
+            return True
+    watching = (runner.ema, *observers, *runner.trackers)
     is_known = (
         all(_is_of(type(module), "torch.nn.modules.") for module in modules)
         and type(runner.optimizer) in _OPTIMIZERS
         and (type(runner.scheduler) in _SCHEDULERS or _is_of(type(runner.scheduler), "danling.optim.warmup"))
         and all(each is None or _is_of(each, "danling.") for each in (*watching, *_global_hooks()))
     )
-    if not is_known or _overrides_methods(runner):
+    if not is_known or _overrides_methods(runner) or _is_within_modes():
         return True
-    return any(map(_holds_functions, (*modules, runner.optimizer, runner.scheduler)))
+    together = (*modules, runner.optimizer, runner.scheduler)
+    kinds: set[type] = set()
+    for part in together:
+        kinds.update(type(part).__mro__)
+    if _has_functions_of_others([vars(functional), *map(vars, kinds)]):
+        return True
+    return any(map(_holds_functions, together))
 
 
 def _overrides_methods(runner: TorchRunner) -> bool:
@@ -76,8 +97,30 @@ def _holds_functions(part: object) -> bool:
             return True
         if callable(value) and not _is_of(value, "torch."):
             return True
-    parameters = part.parameters(recurse=False) if isinstance(part, nn.Module) else ()
-    return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
+    if not isinstance(part, nn.Module):
+        return False
+    tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    return any(
+        type(each) not in (Tensor, nn.Parameter) or each._backward_hooks or each._post_accumulate_grad_hooks
+        for each in tensors
+    )
+
+
+def _has_functions_of_others(namespaces: Iterable[Mapping[str, object]]) -> bool:
+    """Whether a function in classes and a module of torch was replaced by one of the user's."""
+    for namespace in namespaces:
+        for value in namespace.values():
+            function = getattr(value, "__func__", value)
+            is_known = not isinstance(function, FunctionType)
+            if not (is_known or function.__globals__["__name__"].partition(".")[0] in _PACKAGES):
+                return True
+    return False
+
+
+def _is_within_modes() -> bool:
+    """Whether a context is open in which a function of its own runs with each operation, or with each tensor that is kept for backward."""
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    return bool(modes) or _top_saved_tensors_default_hooks(False) is not None
 
 
 def _global_hooks() -> list[object]:
@@ -86,8 +129,12 @@ def _global_hooks() -> list[object]:
 
 
 def _is_of(value: object, package: str) -> bool:
-    """Whether a function, or the class of an object, is defined in a package."""
+    """Whether a function, with those that it wraps, or the class of an object, is defined in a package."""
     function = getattr(value, "__func__", value)
-    # What functools.wraps has copied is the module of the wrapped function.
-    names = getattr(function, "__globals__", {"__name__": getattr(value, "__module__", None)})
-    return str(names["__name__"]).startswith(package)
+    while function is not None:
+        # What functools.wraps has copied is the module of the wrapped function.
+        names = getattr(function, "__globals__", {"__name__": getattr(function, "__module__", None)})
+        if not str(names["__name__"]).startswith(package):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True

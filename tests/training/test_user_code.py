@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import danling as dl
@@ -101,6 +105,82 @@ def set_method(runner: Any) -> None:
     runner.clip_gradients = drawing(runner.clip_gradients)
 
 
+def replace(place: Any, name: str) -> Callable[[Any], None]:
+    """Return what replaces a method of a class, or a function of a module, until the runner is closed."""
+
+    def change(runner: Any) -> None:
+        function = getattr(place, name)
+        setattr(place, name, drawing(function))
+        runner._parts.closers.callback(setattr, place, name, function)
+
+    return change
+
+
+def set_event(runner: Any) -> None:
+    observer: Any = Observer()
+    observer.update_ended = draw
+    runner.observers.append(observer)
+
+
+def replace_step(runner: Any) -> None:
+    replace(torch.optim.AdamW, "step")(runner)
+    # A schedule has the step of before.
+    runner.optimizer, runner.scheduler = torch.optim.AdamW(runner.model.parameters()), None
+
+
+def enter(context: Callable[[], AbstractContextManager[object]]) -> Callable[[Any], None]:
+    return lambda runner: runner._parts.closers.enter_context(context())
+
+
+def drawn_relu(input: Tensor) -> Tensor:
+    draw()
+    return functional.relu(input)
+
+
+@dataclass
+class Criterion:
+    """Has no hash."""
+
+    reduction: str = "mean"
+
+    def __call__(self, pred: Tensor, target: Tensor) -> Tensor:
+        draw()
+        return functional.cross_entropy(pred, target)
+
+
+class DrawingTensor(Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draw()
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class DrawingWeight(DrawingTensor, nn.Parameter):
+    pass
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draw()
+        return function(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draw()
+        return function(*args, **(kwargs or {}))
+
+
+def drawn_and_kept(value: Tensor) -> Tensor:
+    draw()
+    return value
+
+
+def set_tensor(runner: Any) -> None:
+    runner.model[0].weight = DrawingWeight(runner.model[0].weight.detach())
+    runner.optimizer, runner.scheduler = torch.optim.AdamW(runner.model.parameters(), foreach=False), None
+
+
 PLACES: dict[str, Callable[[Any], object]] = {
     "a function as criterion": lambda r: setattr(r, "criterion", drawing(functional.cross_entropy)),
     "a module of the model": set_model,
@@ -117,7 +197,22 @@ PLACES: dict[str, Callable[[Any], object]] = {
     "a hook of an optimizer": lambda r: r.optimizer.register_step_post_hook(draw),
     "a schedule": set_scheduler,
     "an observer": lambda r: r.observers.append(Watching()),
+    "an event in an attribute of an observer": set_event,
     "a method on the runner": set_method,
+    "to_device on the runner": lambda r: setattr(r, "to_device", drawing(r.to_device)),
+    "an object as criterion": lambda r: setattr(r, "criterion", Criterion()),
+    "a function that torch has wrapped": lambda r: setattr(r.model[1], "activation", torch.no_grad()(drawn_relu)),
+    "a forward of a class": replace(nn.Linear, "forward"),
+    "a call of all modules": replace(nn.Module, "__call__"),
+    "a step of a class of optimizers": replace_step,
+    "a step of a class of schedules": replace(torch.optim.lr_scheduler.LinearLR, "get_lr"),
+    "a function of torch": replace(functional, "linear"),
+    "a kind of tensors": set_tensor,
+    "a mode of functions": enter(FunctionMode),
+    "a mode of operations": enter(DispatchMode),
+    "hooks of saved tensors": enter(
+        lambda: torch.autograd.graph.saved_tensors_hooks(drawn_and_kept, lambda value: value)
+    ),
 }
 METHODS = (
     "train_step",
@@ -167,6 +262,30 @@ def test_draws_in_an_update_are_the_same_after_a_resume(place: str, tmp_path: Pa
     # A schedule draws once when it is made.
     assert whole[-4:] == resumed[-4:]
     assert len(set(whole)) == len(whole)
+
+
+@pytest.mark.parametrize(
+    "as_batch", [lambda x, y: (x, y), lambda x, y: {"input": x, "target": y}], ids=["pair", "mapping"]
+)
+def test_draws_of_tensors_in_a_batch_are_the_same_after_a_resume(as_batch: Any, tmp_path: Path) -> None:
+    def collate(samples: Any) -> Any:
+        inputs, targets = torch.utils.data.default_collate(samples)
+        return as_batch(inputs.as_subclass(DrawingTensor), targets)
+
+    def change(runner: Any) -> None:
+        data = runner.datasets.pop("train")
+        runner.dataloaders = {"train": torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate)}
+
+    def drawn(directory: Path, *steps: int) -> list[tuple[float, float]]:
+        DRAWN.clear()
+        for step in steps:
+            with Plain(settings(directory, step), change) as runner:
+                runner.train()
+        return list(DRAWN)
+
+    whole = drawn(tmp_path / "whole", 9)
+    assert len(whole) > 4
+    assert whole[-4:] == drawn(tmp_path / "resumed", 4, 9)[-4:]
 
 
 @pytest.mark.parametrize("name", METHODS)
