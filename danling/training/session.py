@@ -135,6 +135,7 @@ class TrainingSession:
         """Tell the observers that a training begins, unless they have been told."""
         if not self._is_observed:
             self._is_observed = True
+            self.observers.bind_events()
             self.observers.notify("training_started")
 
     def end(self) -> None:

@@ -146,7 +146,8 @@ class Observers(MutableSequence[Observer]):
     """The observers of a runner, in the order in which they are called.
 
     Attributes:
-        heard: The methods to call by event: without the events that no observer overrides. Made when observers are added or removed.
+        heard: The methods to call by event: without the events that no observer overrides. Made when observers are added or removed,
+            and when a training begins.
         with_state: Observers with a state that is saved, by name.
         on_added: Called with the names of the observers with a state that are new in the list.
     """
@@ -170,22 +171,28 @@ class Observers(MutableSequence[Observer]):
         if observer.critical:
             raise error
         logger.error("The observer %s failed and is dropped.", type(observer).__name__, exc_info=error)
-        self.remove(observer)
+        if any(each is observer for each in self._observers):  # it may have removed itself
+            self.remove(observer)
 
     def _bind(self, observers: list[Observer]) -> None:
         """Take a list of observers, and look which of them override which events."""
         known = self.with_state
         self.with_state = _by_name(observers)
         self._observers = observers
-        self.heard = {}
-        for event in EVENTS:
-            base = getattr(Observer, event)
-            listening = [each for each in self._observers if getattr(type(each), event) is not base]
-            if listening:
-                self.heard[event] = tuple((each, getattr(each, event)) for each in listening)
+        self.bind_events()
         added = [name for name, each in self.with_state.items() if known.get(name) is not each]
         if added:
             self.on_added(added)
+
+    def bind_events(self) -> None:
+        """Look which observers override which events, in their class or in an attribute of their own."""
+        self.heard = {}
+        for event in EVENTS:
+            calls = [(each, getattr(each, event)) for each in self._observers]
+            base = getattr(Observer, event)
+            listening = tuple((each, call) for each, call in calls if getattr(call, "__func__", call) is not base)
+            if listening:
+                self.heard[event] = listening
 
     # A sequence
 
@@ -213,9 +220,20 @@ class Observers(MutableSequence[Observer]):
 
     def insert(self, index: int, value: Observer) -> None:
         """Add an observer before another one."""
+        if not isinstance(value, Observer):
+            raise TypeError(
+                f"Expected an Observer. Received: {value!r}. Derive its class from danling.utils.observers.Observer."
+            )
         observers = list(self._observers)
         observers.insert(index, value)
         self._bind(observers)
+
+    def remove(self, value: Observer) -> None:
+        """Remove this very observer: another one may be equal, as those of a dataclass are."""
+        places = [index for index, each in enumerate(self._observers) if each is value]
+        if not places:
+            raise ValueError(f"Expected an observer of the list to remove. Received: {value!r}.")
+        del self[places[0]]
 
     def __repr__(self) -> str:
         return repr(self._observers)

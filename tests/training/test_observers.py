@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,57 @@ def test_critical_observer_ends_the_training(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="no space left"):
             runner.train()
         assert runner.state.train.global_step == 1
+
+
+@pytest.mark.parametrize("when", ["before it is appended", "after it is appended"])
+def test_event_in_an_attribute_of_an_observer_is_called(when: str, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    with Program(tmp_path) as runner:
+        observer: Any = Observer()
+        if when == "before it is appended":
+            observer.update_ended = seen.append
+        runner.observers.append(observer)
+        observer.update_ended = seen.append
+        runner.train()
+    assert [outcome.committed for outcome in seen] == [True, True]
+
+
+def test_event_of_a_class_that_is_replaced_before_a_training_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    with Program(tmp_path) as runner:
+        runner.observers.append(Failing())
+        monkeypatch.setattr(Failing, "update_ended", lambda self, outcome: seen.append(outcome))
+        runner.train()
+    assert len(seen) == 2
+
+
+@dataclass
+class Equal(Observer):
+    """One is equal to any other."""
+
+    def __post_init__(self) -> None:
+        self.updates = 0
+        self.fails = False
+
+    def update_ended(self, outcome: Any) -> None:
+        self.updates += 1
+        if self.fails:
+            raise OSError("no space left")
+
+
+def test_observer_that_fails_is_dropped_and_not_one_that_is_equal(tmp_path: Path) -> None:
+    first, second = Equal(), Equal()
+    second.fails = True
+    with Program(tmp_path) as runner:
+        runner.observers.extend([first, second])
+        runner.train()
+        assert any(each is first for each in runner.observers)
+        assert not any(each is second for each in runner.observers)
+    assert (first.updates, second.updates) == (2, 1)
+
+
+def test_object_that_is_no_observer_is_refused(tmp_path: Path) -> None:
+    with Program(tmp_path) as runner, pytest.raises(TypeError, match="Expected an Observer. Received: <object"):
+        runner.observers.append(object())  # type: ignore[arg-type]
