@@ -75,6 +75,7 @@ class TrainingSession:
         data_ended: Whether the last training ended with its stream of samples.
         in_step: Whether a `train_step` is under way.
         in_update: Whether a `step` is under way.
+        concluded: An update that is made, as long as the observers have not been told of it.
         signals: Watches for signals while a training runs; else `None`.
         observers: Are told of the events of a training.
     """
@@ -88,11 +89,14 @@ class TrainingSession:
         self.data_ended = False
         self.in_step = False
         self.in_update = False
+        self.concluded: UpdateOutcome | None = None
         self.signals: SignalWatcher | None = None
         self.observers = Observers()
         self._requested: set[str] = set()
         self._deadline = math.inf
         self._is_observed = self._evaluates = self._updated = False
+        self._was_told = False
+        """Whether the observers were told of an update within the `step` that is under way, or was last."""
 
     # Requests
 
@@ -160,6 +164,7 @@ class TrainingSession:
     def update(self, step: Callable[[], UpdateOutcome]) -> UpdateOutcome:
         """Make one update, and tell the observers of it."""
         self.in_update = True
+        self.concluded, self._was_told = None, False
         try:
             outcome = step()
         finally:
@@ -169,7 +174,9 @@ class TrainingSession:
                 f"Expected `step` to return an UpdateOutcome. Received: {outcome!r}. Return that of super().step()."
             )
         self._updated = True
-        if outcome.reason != UNCOMMITTED:
+        is_told = self._was_told and self.concluded is None
+        self.concluded = None
+        if outcome.reason != UNCOMMITTED and not is_told:
             self.observers.notify("update_ended", outcome)
         return outcome
 
@@ -195,7 +202,11 @@ class TrainingSession:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Tell the observers of the save inside."""
+        """Tell the observers of the save inside, and before it of the update that it is made after, in an override of `step`."""
+        outcome, self.concluded = self.concluded, None
+        if outcome is not None:
+            self._was_told = True
+            self.observers.notify("update_ended", outcome)
         try:
             self.observers.notify("save_started")
             yield
@@ -239,7 +250,7 @@ class TrainingSession:
 
     def begin(self, *, max_seconds: float | None = None) -> None:
         """Begin a training: forget how an earlier one ended."""
-        self.stop_reason = None
+        self.stop_reason = self.concluded = None
         self.save_requested = False
         self.training = next(_TRAININGS)
         self._deadline = time.monotonic() + max_seconds if max_seconds is not None else math.inf

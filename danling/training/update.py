@@ -564,6 +564,7 @@ class UpdateStep:
         self.end_batches()
         if requests:
             session.apply_requests(requests)
+        session.concluded = outcome
         return outcome
 
     def end_batches(self) -> None:

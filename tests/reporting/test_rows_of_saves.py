@@ -17,6 +17,7 @@ from support.toys import Line, Small, settings
 
 from danling.reporting import JsonlTracker, read_jsonl
 from danling.reporting.trackers import FileMark
+from danling.utils.observers import Observer
 
 
 class KilledBeforeItSaves(Line):
@@ -60,6 +61,57 @@ def test_kill_between_row_and_save_leaves_every_row_once_on_two_ranks(stack: str
     ], "the row is written before the kill"
     run_processes(train, sharded(tmp_path / "killed", stack))
     run_processes(train, sharded(tmp_path / "alone", stack))
+    assert rows(tmp_path / "killed") == rows(tmp_path / "alone")
+
+
+class Counting(Observer):
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.events = runner, list[tuple[str, int]]()
+
+    def update_ended(self, outcome: Any) -> None:
+        self.events.append(("update", self.runner.train_state.global_step))
+
+    def save_started(self) -> None:
+        self.events.append(("save", self.runner.train_state.global_step))
+
+
+class SavesInStep(Small):
+    """Saves within `step`, where the update is made, and is killed there."""
+
+    not_saved = ("ends",)
+    ends = False
+
+    def step(self) -> Any:
+        outcome = super().step()
+        if self.train_state.global_step == 3:
+            self.save_checkpoint()
+            self.checkpoint_manager.wait()
+            if self.ends:
+                os._exit(3)
+        return outcome
+
+
+def save_in_step(config: Mapping[str, Any], ends: bool = False) -> list[tuple[str, int]]:
+    with SavesInStep(config) as runner:
+        runner.ends = ends
+        observer = Counting(runner)
+        runner.observers.append(observer)
+        runner.train()
+        return observer.events
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_kill_behind_a_save_in_step_leaves_every_row_once(world_size: int, tmp_path: Path) -> None:
+    more = {"steps": 6, "log_interval": 1, "auto_resume": True, "checkpoint": {"interval": 6}}
+    config = settings(tmp_path / "killed", **more)
+    killed = run_outcomes(save_in_step, config, True, world_size=world_size)
+    assert {outcome.exit_code for outcome in killed} == {3}
+    for of_rank in run_processes(save_in_step, config, world_size=world_size):
+        assert of_rank == [("update", 4), ("update", 5), ("update", 6), ("save", 6)]
+    for of_rank in run_processes(save_in_step, settings(tmp_path / "alone", **more), world_size=world_size):
+        # An update is told of once, before the save that has it.
+        assert of_rank == [*(("update", step) for step in (1, 2, 3)), ("save", 3), *of_rank[4:]]
+        assert of_rank[4:] == [("update", 4), ("update", 5), ("update", 6), ("save", 6)]
     assert rows(tmp_path / "killed") == rows(tmp_path / "alone")
 
 
