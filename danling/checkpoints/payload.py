@@ -421,6 +421,7 @@ _SECTIONS: Mapping[str, Check] = {
             "scores": _scores,
             "open_result": _named(_mapping),
             "metrics_mark": _optional(_mark),
+            "metric_attributes": _named(_named(_named(_mapping))),
         }
     ),
     "dataloaders": _named(_position),

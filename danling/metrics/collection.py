@@ -17,6 +17,9 @@ from .meters import Meters
 # Updates seen, and the states by name, on the CPU.
 _State = tuple[int, dict[str, Any]]
 _CPU = torch.device("cpu")
+# What the library saves or restores in another way, or torchmetrics computes again.
+_MANAGED = frozenset({"_update_count", "_computed", "_forward_cache", "_cache", "_to_sync", "training"})
+_LARGEST_ATTRIBUTE = 2**16
 
 
 class MetricSet:
@@ -42,6 +45,7 @@ class MetricSet:
                 )
         self._functions = {name: metric for name, metric in metrics.items() if not hasattr(metric, "compute")}
         self._objects = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
+        self._begun = {name: _attributes_of(metric) for name, metric in self._objects.items()}
         self._meters = Meters()
         self._has_seen = False
 
@@ -76,6 +80,11 @@ class MetricSet:
 
     def __bool__(self) -> bool:
         return bool(self._functions or self._objects)
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether there are metrics other than callables."""
+        return bool(self._objects)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -112,6 +121,56 @@ class MetricSet:
         result = self._meters.averages(domain) | self.compute_objects(domain)
         _check_names(result)
         return result
+
+    # What `reset` leaves, or what is no state of torchmetrics
+
+    def attributes(self, domain: Domain | None = None) -> dict[str, dict[str, dict[str, Any]]]:
+        """Return the numbers and small tensors in attributes of the objects that have changed since the set was made.
+
+        Such as the place of `torchmetrics.wrappers.Running` in its window, and the extremes of `MinMaxMetric`. What differs between
+        members is left out. Call on all members.
+        """
+        own = {
+            name: {
+                part: {key: value for key, value in held.items() if not _is_same(value, begun.get(part, {}).get(key))}
+                for part, held in _attributes_of(self._objects[name]).items()
+            }
+            for name, begun in self._begun.items()
+        }
+        own = {name: {part: held for part, held in parts.items() if held} for name, parts in own.items()}
+        if domain is None or domain.size == 1:
+            return own
+        others = domain.gather_objects(own)
+        return {
+            name: {
+                part: {
+                    key: value
+                    for key, value in held.items()
+                    if all(_is_same(value, other.get(name, {}).get(part, {}).get(key)) for other in others)
+                }
+                for part, held in parts.items()
+            }
+            for name, parts in own.items()
+        }
+
+    def load_attributes(self, state: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+        """Restore what `attributes` returned, on every member; what an object lacks now is left out."""
+        for name, metric in self._objects.items():
+            for path, part in _parts_of(metric).items():
+                held = vars(part)
+                for key, value in state.get(name, {}).get(path, {}).items():
+                    if key not in held or not _is_attribute(part, key, held[key]):
+                        continue
+                    if isinstance(value, Tensor) != isinstance(held[key], Tensor) or not _is_attribute(
+                        part, key, value
+                    ):
+                        continue
+                    device = held[key].device if isinstance(held[key], Tensor) else _CPU
+                    setattr(part, key, _moved(value, device))
+
+    def counts(self) -> dict[str, object]:
+        """Return by object what tells whether it has had updates since; 0 where it has had none. May be called on one rank."""
+        return {name: _count_of(metric) for name, metric in self._objects.items()}
 
     def compute_objects(self, domain: Domain | None = None) -> dict[str, float]:
         """Return the metrics of objects over the domain; see `compute`. Call on all members."""
@@ -160,18 +219,20 @@ class TrainMetrics(MetricSet):
 
     def reset(self) -> None:
         """Forget what the objects have seen; the meters of the run are reset with the loss."""
+        self._has_seen = False
         for metric in self._objects.values():
             metric.reset()
 
     def state_dict(self, domain: Domain | None = None) -> dict[str, Any]:
         """Return what the objects have seen on all members, as tensors and plain values. Call on all members."""
-        return {name: merged_state(metric, domain) for name, metric in self._objects.items()}
+        return {name: merged_state(metric, domain, seen=self._has_seen) for name, metric in self._objects.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, on one member; the others load an empty mapping."""
         self.reset()
         for name, metric in self._objects.items():
             load_state(metric, state.get(name, {}))
+            self._has_seen = self._has_seen or bool(state.get(name))
 
     def remember(self) -> Callable[[], None]:
         """Remember what the objects have seen, and return what puts it back, as often as it is called. No communication."""
@@ -185,6 +246,7 @@ class TrainMetrics(MetricSet):
         ]
         parts = [part for metric in self._objects.values() for part in holders(metric).values()]
         counts, has_seen = [(part, part._update_count, part._computed) for part in parts], self._has_seen
+        attributes = {name: _attributes_of(metric) for name, metric in self._objects.items()}
 
         def put_back() -> None:
             for part, name, value, before in kept:
@@ -195,6 +257,7 @@ class TrainMetrics(MetricSet):
                 setattr(part, name, value)
             for part, count, computed in counts:
                 part._update_count, part._computed = count, computed
+            self.load_attributes(attributes)
             self._has_seen = has_seen
 
         return put_back
@@ -276,14 +339,55 @@ def holders(metric: object) -> dict[str, Any]:
     return {name: part for name, part in metric.named_modules() if isinstance(getattr(part, "_reductions", None), dict)}
 
 
+def _parts_of(metric: object) -> dict[str, Any]:
+    return holders(metric) or ({"": metric} if hasattr(metric, "__dict__") else {})
+
+
+def _attributes_of(metric: object) -> dict[str, dict[str, Any]]:
+    """Return by part copies of the numbers and small tensors in attributes, without states of torchmetrics."""
+    return {
+        path: {
+            key: value.detach().clone().cpu() if isinstance(value, Tensor) else value
+            for key, value in vars(part).items()
+            if _is_attribute(part, key, value)
+        }
+        for path, part in _parts_of(metric).items()
+    }
+
+
+def _is_attribute(part: object, key: str, value: object) -> bool:
+    if key in _MANAGED or key in getattr(part, "_defaults", ()):
+        return False
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.layout == torch.strided and value.nbytes <= _LARGEST_ATTRIBUTE
+    return type(value) in (bool, int, float)
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+def _count_of(metric: object) -> object:
+    parts = holders(metric)
+    if parts:
+        return sum(part._update_count for part in parts.values())
+    return tuple(
+        (key, value._version if isinstance(value, Tensor) else len(value) if hasattr(value, "__len__") else value)
+        for key, value in getattr(metric, "__dict__", {}).items()
+        if isinstance(value, (Tensor, bool, int, float, list, dict))
+    )
+
+
 def compute_metric(metric: Any, domain: Domain | None, *, seen: bool) -> object:
     """Compute a metric object over a domain, and leave its own states as they are; `None` where nothing was seen. Call on all members."""
     parts, several = holders(metric), domain if domain is not None and domain.size > 1 else None
     if not parts:
         return _compute_merged(metric, several, seen) if several is not None else metric.compute() if seen else None
     owners = _owners(metric)
-    members = {} if several is None else _states_of_all(owners, several)
-    if not any(members.values() if several is not None else (part._update_count for part in owners.values())):
+    members = {} if several is None else _states_of_all(owners, several, seen)
+    if not any(members.values() if several is not None else (_updates_of(part, seen) for part in owners.values())):
         return None
     synced = [(part, part._to_sync, part._computed) for part in parts.values()]
     own = [
@@ -317,10 +421,11 @@ def _compute_merged(metric: Any, domain: Domain, seen: bool) -> object:
     return first.compute()
 
 
-def merged_state(metric: Any, domain: Domain | None) -> dict[str, list[Any]]:
+def merged_state(metric: Any, domain: Domain | None, *, seen: bool) -> dict[str, list[Any]]:
     """Return what all members have seen: by part, the number of updates and the states on the CPU. Call on all members."""
     owners = _owners(metric)
-    merged = {name: _merged(owners[name], seen) for name, seen in _states_of_all(owners, domain).items() if seen}
+    ranks = _states_of_all(owners, domain, seen)
+    merged = {name: _merged(owners[name], states) for name, states in ranks.items() if states}
     return {name: [count, _moved(states, _CPU)] for name, (count, states) in merged.items()}
 
 
@@ -348,11 +453,17 @@ def _owners(metric: nn.Module) -> dict[str, Any]:
     return {name: parts[name] for name in owners.values()}
 
 
-def _states_of_all(owners: Mapping[str, Any], domain: Domain | None) -> dict[str, list[_State]]:
+def _updates_of(part: Any, seen: bool) -> int:
+    """Return how many updates a part has had; at least 1 of one that does not count them, where the metric has had some."""
+    is_counted = hasattr(vars(part).get("update"), "__wrapped__")  # not of `torchmetrics.wrappers.Running`
+    return int(part._update_count) or int(seen and not is_counted)
+
+
+def _states_of_all(owners: Mapping[str, Any], domain: Domain | None, seen: bool) -> dict[str, list[_State]]:
     """Return the states of the members that have seen something, by part. Call on all members."""
     mine: dict[str, _State] = {}
     for name, part in owners.items():
-        count = int(part._update_count)
+        count = _updates_of(part, seen)
         mine[name] = count, {key: _moved(getattr(part, key), _CPU) for key in part._reductions} if count else {}
     gathered = [mine] if domain is None else domain.gather_objects(mine)
     return {name: [states[name] for states in gathered if states[name][0]] for name in owners}

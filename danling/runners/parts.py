@@ -16,7 +16,7 @@ from danling.training import TrainingSession
 from danling.training.attributes import KeptAttributes
 from danling.training.batches import BatchLoss
 from danling.training.canonical_sum import CanonicalSum
-from danling.training.checks import ComponentChecks, FiniteWeights, FirstGradients
+from danling.training.checks import ComponentChecks, FiniteWeights, FirstGradients, MetricsInTraining
 from danling.training.evaluation import Evaluator
 from danling.training.extension import Extension
 from danling.training.keys import RandomKeys
@@ -208,6 +208,8 @@ class TorchParts(Parts):
         self.keys.called = (self.phases, self.audits, self.train_metrics)
         observers = [self.checks, FirstGradients(runner, has_phases=self.phases is not None)]
         session.observers.extend([*observers, RunRecorder(runner, self.data)])
+        if self.metrics.has_objects:
+            session.observers.append(MetricsInTraining(session, self.metrics, is_main=runner.is_main_process))
         if self.audits is not None:
             self.audits.observe()
 

@@ -936,7 +936,14 @@ class TorchRunner(BaseRunner):
     def progress_parts(self) -> list[StatePart]:
         parts = self._parts
         own = progress_parts(
-            self, parts.results, parts.loss, parts.losses, parts.train_metrics, parts.phases, parts.extensions
+            self,
+            parts.results,
+            parts.loss,
+            parts.losses,
+            parts.metrics,
+            parts.train_metrics,
+            parts.phases,
+            parts.extensions,
         )
         return [*super().progress_parts(), *own]
 

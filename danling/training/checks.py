@@ -31,6 +31,7 @@ from .update import NonFiniteError
 if TYPE_CHECKING:
     from danling.data.run_data import RunData
     from danling.distributed import StepTotals
+    from danling.metrics import MetricSet
     from danling.runners.torch_runner import TorchRunner
 
     from .session import TrainingSession
@@ -491,6 +492,51 @@ class FirstGradients(Observer):
                 "optimizer updates and no checkpoint has by name. Make the modules part of self.model (lists of layers as nn.ModuleList), "
                 "or freeze them with requires_grad_(False).",
                 listed(names),
+            )
+
+
+class MetricsInTraining(Observer):
+    """Warns once of objects in `self.metrics` that the program updates in training: evaluations reset them, and no checkpoint has them."""
+
+    def __init__(self, session: TrainingSession, metrics: MetricSet, *, is_main: bool) -> None:
+        self._session = session
+        self._metrics = metrics
+        self._is_main = is_main
+        self._noted: dict[str, object] = {}
+        self._named: set[str] = set()
+
+    def training_started(self) -> None:
+        self._note()
+
+    def pass_started(self, split: str) -> None:
+        self._note()
+
+    def evaluation_started(self, split: str) -> None:
+        self._check()
+
+    def evaluation_ended(self, split: str) -> None:
+        self._note()
+
+    def save_started(self) -> None:
+        self._check()
+
+    def _note(self) -> None:
+        self._noted = self._metrics.counts()
+
+    def _check(self) -> None:
+        if not self._session.running:
+            return  # a loop by hand may evaluate by hand too
+        now = self._metrics.counts()
+        # One that the program has reset since has nothing to lose.
+        changed = {name for name, count in now.items() if count and count != self._noted.get(name, count)} - self._named
+        self._named |= changed
+        if changed and self._is_main:
+            names = listed([f"self.metrics[{name!r}]" if name else "self.metrics" for name in sorted(changed)])
+            logger.warning(
+                "%s had updates outside of an evaluation. Evaluations reset what is in self.metrics, and no checkpoint has it. Set "
+                "train_metrics for metrics of training, or keep another object in an attribute of its own, such as self.trained, which is "
+                "saved.",
+                names,
             )
 
 

@@ -22,13 +22,14 @@ from danling.checkpoints.reading import USERS_OWN, ExcludedFromLoading
 from danling.checkpoints.torch_files import CHANGED_SINCE, FORMAT_VERSION
 from danling.config import identity
 from danling.data import BatchSource, DataLoader
+from danling.distributed import Domain
 from danling.optim.joint import OWN, SHARED
 
 from .recompute import map_carry
 
 if TYPE_CHECKING:
     from danling.data.run_data import RunData
-    from danling.metrics import Meters, TrainMetrics
+    from danling.metrics import Meters, MetricSet, TrainMetrics
     from danling.runners.base_runner import BaseRunner
     from danling.runners.torch_runner import TorchRunner
 
@@ -242,6 +243,7 @@ def progress_parts(
     results: RunResults,
     loss: BatchLoss,
     losses: Meters,
+    evaluated: MetricSet,
     train_metrics: TrainMetrics | None,
     phases: Phases | None,
     extensions: Iterable[Extension],
@@ -287,6 +289,8 @@ def progress_parts(
         _load_carry(runner, stored)
 
     found += [
+        # After the metrics of training, whose restore resets them.
+        _attributes_part(runner, evaluated, train_metrics),
         StatePart("carry", lambda: carry_of_all(runner), load_carry, default=lambda: None, alone=lambda: None),
         stateful("losses", losses, resets=True),
         stateful("scores", runner.standing.board),
@@ -296,6 +300,26 @@ def progress_parts(
     for extension in extensions:
         found += extension.progress_parts()
     return found
+
+
+def _attributes_part(runner: TorchRunner, evaluated: MetricSet, trained: TrainMetrics | None) -> StatePart:
+    """Return what metrics keep in attributes, beyond what an evaluation or a pass resets."""
+    sets = {"evaluation": evaluated, **({} if trained is None else {"training": trained})}
+
+    def read(domain: Domain | None) -> dict[str, Any]:
+        return {name: metrics.attributes(domain) for name, metrics in sets.items()}
+
+    def load(stored: Mapping[str, Any], _: Collection[str]) -> None:
+        for name, metrics in sets.items():
+            metrics.load_attributes(stored.get(name, {}))
+
+    return StatePart(
+        "metric_attributes",
+        lambda: read(runner.placement.metrics),
+        load,
+        default=dict,
+        alone=lambda: read(None),
+    )
 
 
 def carry_of_all(runner: TorchRunner) -> dict[str, Any] | None:

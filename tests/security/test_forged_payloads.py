@@ -209,6 +209,7 @@ FORMS: dict[str, Callable[[dict[str, Any]], None]] = {
     "results by names": put({"a": {}}, "state", "results"),
     "a result that is a number": put({"1": {"val": 5}}, "state", "results"),
     "an open result that is a number": put({"val": 5}, "state", "open_result"),
+    "attributes of a metric that are a number": put({"evaluation": {"acc": 5}}, "state", "metric_attributes"),
     "a mark of texts": put(["a", "b"], "state", "metrics_mark"),
     "a position that is a number": put(5, "dataloaders", "train"),
     "a seed that is a text": put("abc", "runner", "seed"),
