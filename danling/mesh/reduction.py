@@ -18,6 +18,7 @@ from danling.distributed import StepTotals
 from danling.training.canonical_sum import CanonicalSum, Tree, order_free_norm
 from danling.training.checks import listed
 from danling.training.reduction import GradientReduction, scale_gradients
+from danling.utils.devices import sent
 from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter, with_local_part
 
 from .axes import axes_with
@@ -203,8 +204,8 @@ class MeshReduction(GradientReduction):
             shared = [1.0 / number for parameter, number in self.copies.items() if parameter.grad is not None]
             squares = torch.stack([n.to(total.device, torch.float64) for n in torch._foreach_norm(held)]).square_()
             if self._shared != shared:
-                # Once, and again where a parameter has a gradient for the first time: the host waits for a copy to a device.
-                self._shared, self._shares = shared, torch.tensor(shared, dtype=torch.float64, device=total.device)
+                # Once in a pass, and again where a parameter has a gradient for the first time.
+                self._shared, self._shares = shared, sent(torch.tensor(shared, dtype=torch.float64), total.device)
             total = (squares * self._shares).sum()
         norm = self.topology.optimizer.all_reduce(total).sqrt()
         if self.scaler is not None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from danling.distributed import HostCopy
+from danling.utils.devices import sent
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name
 
@@ -188,8 +189,8 @@ class UnitOrder(Observer):
         if any(unit.unused - unit.used for unit in self.units if unit.unused):
             mine = [float(n in unit.used) for unit in self.units for n in range(len(unit.places))]
             used = torch.zeros_like(self._all_used)
-            used[self._mine] = torch.tensor(mine, dtype=torch.float64).to(self._device)
-        return torch.cat([self._figures().to(self._device, non_blocking=True), used])
+            used[self._mine] = sent(torch.tensor(mine, dtype=torch.float64), self._device)
+        return torch.cat([sent(self._figures(), self._device), used])
 
     def take(self, sums: Tensor) -> None:
         """Take their sums. Called on all ranks.

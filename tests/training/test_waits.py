@@ -123,7 +123,10 @@ _CASES: dict[str, tuple[type[Classes], dict[str, Any]]] = {
 _ON_TWO = ["cross-entropy", "MSE", "accumulation", "two optimizers", "digests", "may skip"]
 
 
-def _waits(root: Path, names: list[str]) -> dict[str, dict[str, int]]:
+_SHARDED = ["cross-entropy", "MSE", "clipping", "EMA", "accumulation", "bf16", "digests", "may skip"]
+
+
+def _waits(root: Path, names: list[str], layout: dict[str, Any]) -> dict[str, dict[str, int]]:
     """Return by case the waits in six updates, by line."""
     device.use()
     found = {}
@@ -132,7 +135,7 @@ def _waits(root: Path, names: list[str]) -> dict[str, dict[str, int]]:
         settings = {"dir": str(root / str(number)), "seed": 1, "log_interval": 1000, "steps": 8, "log": False}
         settings |= {"checkpoint": {"interval": 100}, "dataloader": {"batch_size": 4}}
         settings |= {"optim": {"type": "adamw", "lr": 0.01}, "try_evaluation": False}
-        with kind({**settings, **more}) as runner, device.watched() as watch:
+        with kind({**settings, **layout, **more}) as runner, device.watched() as watch:
             runner.watch = watch
             runner.train()
         found[name] = dict(Counter(map(str, watch.between(2, 8))))
@@ -143,10 +146,18 @@ _WAITING = {"may skip": 1, "fp16": 1, "may skip, two optimizers": 2}
 """Waits of an update: one for each optimizer whose step may be left out."""
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_update_does_not_wait_for_the_device(tmp_path: Path, world_size: int) -> None:
-    names = list(_CASES) if world_size == 1 else _ON_TWO
-    for found in run_processes(_waits, tmp_path, names, world_size=world_size, timeout=120.0):
+_LAYOUTS = {
+    "one": (list(_CASES), {}),
+    "copies": (_ON_TWO, {}),
+    "shards": (_SHARDED, {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}),
+}
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_update_does_not_wait_for_the_device(tmp_path: Path, layout: str) -> None:
+    names, settings = _LAYOUTS[layout]
+    world_size = 1 if layout == "one" else 2
+    for found in run_processes(_waits, tmp_path, names, settings, world_size=world_size, timeout=120.0):
         for name, waits in found.items():
             assert sum(waits.values()) == 6 * _WAITING.get(name, 0), (name, waits)
             assert len(waits) <= 1, (name, waits)
