@@ -180,6 +180,7 @@ class TorchParts(Parts):
             recompute=self.recompute,
             skipped=self.skipped,
         )
+        self.closers.callback(self.update.log_pending_error)
         self.evaluator = Evaluator(
             runner, session, self.keys, self.data, self.loss, self.metrics, self.update, self.recompute
         )

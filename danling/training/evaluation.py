@@ -120,6 +120,7 @@ class Evaluator:
         """Return the metrics of a split, or of its first `limit` batches."""
         runner = self.runner
         self._data.check(split)
+        self._update.check_made()  # its weights may be NaN
         quick = runner.config.audit.quick
         if quick is not None:
             limit = quick if limit is None else min(limit, quick)
@@ -343,6 +344,7 @@ class Evaluator:
 
     def infer(self, split: str) -> list[Any]:
         """Return the predictions of a split in the order of the dataset, the same on all ranks."""
+        self._update.check_made()
         with self._entered(split, "infer"):
             source = self._source(split)
             self._log_order(split, None, source)
@@ -351,6 +353,7 @@ class Evaluator:
 
     def stream_batches(self, split: str) -> Iterator[list[Any]]:
         """Yield the predictions of this rank by batch. Between two batches the caller may train or stop."""
+        self._update.check_made()
         source = self._source(split)
         self._log_order(split, None, source)
         batches = self._pass_over(source)

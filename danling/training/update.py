@@ -11,7 +11,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -740,10 +740,27 @@ class UpdateStep:
     def raise_pending_error(self) -> None:
         """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated."""
         self.read_samples()
+        self.check_made()
+        self._session.observers.notify("results_needed")
+
+    def check_made(self) -> None:
+        """Raise what updates have left to be checked, before their weights are evaluated. Called on all ranks."""
         self._check_before(None)
         if self.norms is not None:
             self.norms.settle()
-        self._session.observers.notify("results_needed")
+
+    def log_pending_error(self) -> None:
+        """Log what would be raised with the next update, where none follows. May be called on one rank."""
+        left, self._unchecked = self._unchecked, []
+        with suppress(RuntimeError):  # a device that has failed cannot be asked
+            bad = next((each.step for each in left if not each.checks.read()[0]), None)
+            if bad is not None:
+                logger.error(
+                    "The loss or the gradient of update %d was not finite. It was made, and nothing has been saved or evaluated since. "
+                    "Resume from the last checkpoint; lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave "
+                    "such updates out.",
+                    bad,
+                )
 
 
 def _checks_on_device(totals: StepTotals, grad_norm: Tensor) -> Tensor:

@@ -199,6 +199,39 @@ def test_nonfinite_update_is_neither_saved_nor_evaluated(tmp_path: Path, interva
         assert saved == 3 // interval * interval
 
 
+def _ends_by_hand(root: Path, verb: str) -> tuple[str, list[str]]:
+    """Make updates by hand, the last of which is not finite, and use the model or close; return the error, and what was logged."""
+    device.use()
+    handler, error = logging.handlers.BufferingHandler(1000), ""
+    logging.getLogger("danling").addHandler(handler)
+    with Digits(_settings("digits", root, steps=9)) as runner:
+        images = _draws(3, 16).to(runner.device)
+        targets = images[:, :4].argmax(1)
+        for factor in (1.0, math.inf):
+            runner.train_step((images * factor, targets))
+            runner.step()
+        if verb:
+            with pytest.raises(NonFiniteError) as raised:
+                list(runner.infer("val", stream=True)) if verb == "stream" else getattr(runner, verb)("val")
+            error = str(raised.value)
+    return error, [record.getMessage() for record in handler.buffer if record.levelno == logging.ERROR]
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "infer", "stream"])
+def test_model_of_an_update_that_is_not_finite_is_not_used(verb: str, tmp_path: Path) -> None:
+    [(error, logged)] = run_processes(_ends_by_hand, tmp_path, verb, world_size=1)
+    assert "Expected a finite loss and gradient at step 2" in error
+    assert logged == []
+
+
+def test_last_update_that_is_not_finite_is_named_when_the_runner_is_closed(tmp_path: Path) -> None:
+    [(_, logged)] = run_processes(_ends_by_hand, tmp_path, "", world_size=1)
+    assert len(logged) == 1
+    assert logged[0].startswith(
+        "The loss or the gradient of update 2 was not finite. It was made, and nothing has been saved"
+    )
+
+
 class Weightless(Digits):
     """Has no target in its second update and its third."""
 
