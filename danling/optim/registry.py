@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -166,15 +167,22 @@ def _with_tuples(builder: Callable[..., object], options: Mapping[str, object]) 
 
 
 def is_stuck(optimizer: object) -> bool:
-    """Whether an optimizer leaves most of its weights where they are: torch's fused SGD does, of half precision on the CPU.
-
-    Of torch 2.11 to 2.13 at least: what fills a vector register is computed and not written back.
-    """
+    """Whether an optimizer leaves most of its weights where they are: torch's fused SGD may, of half precision on the CPU."""
     if not isinstance(optimizer, torch.optim.SGD):
         return False
     groups = [group for group in optimizer.param_groups if group.get("fused")]
     tensors = [tensor for group in groups for tensor in group["params"]]
-    return any(each.device.type == "cpu" and each.dtype in (torch.bfloat16, torch.float16) for each in tensors)
+    on_host = {each.dtype for each in tensors if each.device.type == "cpu"}
+    return any(map(_fused_sgd_is_stuck, on_host & {torch.bfloat16, torch.float16}))
+
+
+@lru_cache
+def _fused_sgd_is_stuck(dtype: torch.dtype) -> bool:
+    """Whether this torch computes what fills a vector register and does not write it back. Of 2.11 to 2.13, it does not."""
+    weights = torch.zeros(256, dtype=dtype, requires_grad=True)
+    weights.grad = torch.ones_like(weights)
+    torch.optim.SGD([weights], lr=1.0, fused=True).step()
+    return bool((weights == 0).any())
 
 
 def _can_fuse(builder: object, entries: Sequence[object], options: Mapping[str, object]) -> bool:
