@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -21,7 +21,13 @@ _ITEMS = 8
 
 def describe(value: Any, depth: int = _DEPTH) -> object:
     """Return the plain values in something, and the first ones of its tensors and arrays, to compare it with another."""
-    if isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "ravel")):
+    if isinstance(value, Tensor) and not _is_strided(value):
+        return str(value.dtype), str(value.layout)
+    if isinstance(value, Tensor) or type(value).__module__ == "numpy":
+        if hasattr(value, "shape"):
+            size = math.prod(value.shape)
+            return str(value.dtype), tuple(value.shape), _values_at(value, range(min(size, _VALUES)))
+    elif hasattr(value, "dtype") and hasattr(value, "ravel"):  # a column of a table
         return str(value.dtype), tuple(value.shape), value.ravel()[:_VALUES].tolist()
     if isinstance(value, (str, bytes, bool, int, float, range, type(None), os.PathLike)):
         return repr(value)
@@ -76,13 +82,19 @@ def _step(length: int) -> int:
 
 
 def _spread_of_array(value: Any) -> list[object]:
-    """Return some values of a tensor or array, each read by its place: another form of the whole may be a copy of it."""
+    """Return some values of a tensor or array, spread evenly."""
     size = math.prod(value.shape)
-    places = range(0, size, _step(size))
+    return _values_at(value, range(0, size, _step(size)))
+
+
+def _values_at(value: Any, places: Sequence[int]) -> list[object]:
+    """Return values of a tensor or array, each read by its place: another form of the whole may be a copy of it."""
+    if not value.shape:
+        return [value.tolist()]
     index: list[list[int]] = []
     for length in reversed(value.shape):
         index.insert(0, [place % length for place in places])
-        places = [place // length for place in places]  # type: ignore[assignment]
+        places = [place // length for place in places]
     values: list[object] = value[tuple(index)].tolist()
     return values
 
@@ -95,6 +107,9 @@ def _plain(value: object) -> object:
 
 def _is_array(value: Any) -> bool:
     if isinstance(value, Tensor):
-        is_strided = value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)
-        return is_strided and is_plain_tensor(value) and value.dim() > 0
+        return _is_strided(value) and is_plain_tensor(value) and value.dim() > 0
     return type(value).__module__ == "numpy" and hasattr(value, "reshape") and value.ndim > 0
+
+
+def _is_strided(value: Tensor) -> bool:
+    return value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)

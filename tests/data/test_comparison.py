@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import danling as dl
-from danling.data.comparison import series_of
+from danling.data.comparison import describe, series_of
 
 SAMPLES = torch.arange(48.0).reshape(24, 2)
 
@@ -153,6 +153,29 @@ def test_nested_tensor_is_no_error() -> None:
     holder = Files("", [])
     holder.value = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])  # type: ignore[attr-defined]
     assert "dataset.value" not in series_of(holder)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support", "ignore:.*quantize"
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.ones(2, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    ],
+    ids=["sparse", "rows", "nested", "meta", "quantized"],
+)
+def test_batch_with_a_tensor_that_is_not_strided_is_no_error(make: Any) -> None:
+    assert describe((make(), 1)) == describe((make(), 1)) != describe((make(), 2))
+
+
+@pytest.mark.parametrize("value", [np.arange(6).reshape(2, 3).T, torch.arange(6).reshape(2, 3).t(), np.float32(2)])
+def test_batch_is_described_by_its_first_values(value: Any) -> None:
+    assert describe(value) == (str(value.dtype), tuple(value.shape), np.asarray(value).reshape(-1).tolist())
 
 
 @pytest.mark.parametrize("transposed", [np.transpose, torch.t], ids=["numpy", "torch"])
