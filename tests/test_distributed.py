@@ -275,3 +275,29 @@ def test_error_of_one_rank_reaches_all_with_its_text(world_size: int) -> None:
         assert [told.partition(":")[0] for told in each["raised as"]] == ["OSError"] * len(KINDS)
     if world_size > 1:
         assert {each["unsendable"] for each in found} <= {"PicklingError", "AttributeError"}
+
+
+def _viewed(kind: str, rank: int) -> torch.Tensor:
+    values = torch.arange(6.0).reshape(2, 3) + 10 * rank
+    made = {
+        "conjugate": lambda: torch.complex(values, values + 1).conj(),
+        "negative": lambda: torch.complex(values, values + 1).conj().imag,
+        "transposed": lambda: values.t(),
+        "part": lambda: values[:, 1:],
+    }
+    return made[kind]()
+
+
+def _move(kind: str) -> list[torch.Tensor]:
+    world = world_of(2, torch.device("cpu"))
+    found = [_viewed(kind, world.rank), _viewed(kind, world.rank)]
+    world.broadcast(found[0], source=1)
+    world.all_reduce(found[1])
+    return [each.clone() for each in found]
+
+
+@pytest.mark.parametrize("kind", ["conjugate", "negative", "transposed", "part"])
+def test_views_of_tensors_are_sent_with_their_values(kind: str) -> None:
+    for sent, summed in run_processes(_move, kind, init_process_group=True):
+        assert torch.equal(sent, _viewed(kind, 1))
+        assert torch.equal(summed, _viewed(kind, 0) + _viewed(kind, 1))

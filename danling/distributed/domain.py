@@ -77,7 +77,10 @@ class Domain:
         return tensor if moved is tensor else tensor.copy_(moved)
 
     def _reachable(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` where the group's backend moves tensors of its device, else a copy on the device of collectives."""
+        """Return `tensor` where the group's backend moves tensors of its device and kind, else a copy on the device of collectives."""
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()  # a view whose memory has other values
+        tensor = tensor.contiguous()  # gloo would move as many elements that follow each other in memory
         kind = tensor.device.type
         if kind == self.device.type or f"{kind}:" in dist.get_backend_config(self.group):
             return tensor
