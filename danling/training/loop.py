@@ -141,6 +141,8 @@ class TrainingLoop:
         self.has_jumped = False
         self.run_window = run_window
         self._bind_reduction = runner._bind_reduction
+        self._has_pass_hook = True
+        """Whether `on_pass_start` may do something."""
         self._runner = runner
         self._session = session
         self._keys = keys
@@ -274,6 +276,7 @@ class TrainingLoop:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
         runner = self._runner
         self._bind_reduction()
+        self._has_pass_hook = not runner._is_plain("on_pass_start")
         runner.window.reduces = True
         runner.window.sum_reduced = self._loss.sums
         runner.window.may_divide_by_zero = self._loss.may_divide_by_zero
@@ -511,7 +514,7 @@ class TrainingLoop:
         compared, begins = False, source.consumed == 0
         # Whether there is one more pass over a stream is known only when it is read.
         if begins and source.kind != "window":
-            runner.on_pass_start(split)
+            self._start_pass(split)
             begins = False
             source = self._data.begin(split)  # it may have replaced or extended the dataset
         self._data.agree_lengths()
@@ -540,7 +543,7 @@ class TrainingLoop:
                 batches = chain([batch], batches) if has_own_position else read()
                 continue
             if begins:
-                runner.on_pass_start(split)
+                self._start_pass(split)
                 begins = False
             consumed: list[Batch] = []
             if not run_window(source, chain([batch], batches), consumed):
@@ -568,6 +571,13 @@ class TrainingLoop:
         """Let the extensions begin an update, and return how one of them has replaced the state of the run."""
         found = [extension.before_update() for extension in self.extensions]
         return next((replaced for replaced in found if replaced is not None), None)
+
+    def _start_pass(self, split: str) -> None:
+        """Call the hook of the beginning of a pass, which may freeze parameters, unfreeze them, or replace the optimizer."""
+        runner = self._runner
+        runner.on_pass_start(split)
+        if self._has_pass_hook:
+            self._bind_reduction()
 
     def _trained_metrics(self) -> dict[str, float]:
         """Return the metrics of the training batches since the last call, over all ranks and all that train together."""
