@@ -111,15 +111,17 @@ def _has_functions_of_others(namespaces: Iterable[Mapping[str, object]]) -> bool
     for namespace in namespaces:
         for value in namespace.values():
             function = getattr(value, "__func__", value)
-            is_known = not isinstance(function, FunctionType)
-            if not (is_known or function.__globals__["__name__"].partition(".")[0] in _PACKAGES):
+            if not isinstance(function, FunctionType):
+                continue
+            if function.__globals__["__name__"].partition(".")[0] not in _PACKAGES:
                 return True
     return False
 
 
 def _is_within_modes() -> bool:
     """Whether a context is open in which a function of its own runs with each operation, or with each tensor that is kept for backward."""
-    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    of_functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = (*of_functions, *_get_current_dispatch_mode_stack())
     return bool(modes) or _top_saved_tensors_default_hooks(False) is not None
 
 
