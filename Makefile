@@ -5,6 +5,7 @@
 #   make test-system   the tests of checkpoints with the system's own Python; make fuzz N=10000 damages so many checkpoints
 #   make test-torch TORCH=2.15.0 [PYTHON=python3.12] [TEST_ARGS=tests/mesh]   the tests with another torch, in an environment that is
 #                kept in the user's cache; make test-versions runs a part of them with the oldest torch and the newest
+#   make test-elastic   the tests of elastic ranks with the newest torch; make chaos-elastic N=200 makes so many faults
 #   make release   build sdist and wheel, install the wheel into a fresh environment and try it there
 #   make explore N=500   try random programs
 #   make chaos   kill runs N times and compare their ends (figures in build/chaos.txt); make bench measures what the library costs (figures in build/bench)
@@ -18,7 +19,7 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := danling examples benchmarks scripts tests
 
-.PHONY: demo train test test-all test-tenth test-system test-torch test-versions release chaos fuzz explore bench lint format docs clean
+.PHONY: demo train test test-all test-tenth test-system test-torch test-versions test-elastic release chaos chaos-elastic fuzz explore bench lint format docs clean
 .DELETE_ON_ERROR:
 
 # Kills a training ten times, and compares the bits.
@@ -52,6 +53,16 @@ test-torch:
 # A version whose environment takes longer than seven minutes to install is left out and named. VERSIONS_ARGS=--install only installs them.
 test-versions:
 	python3 scripts/test_torch.py --python $(PYTHON) --seconds 420 $(VERSIONS_ARGS) --quick
+
+# Elastic ranks need a newer torch than the pinned one.
+NEWEST := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' requirements-newest.txt)
+test-elastic:
+	OMP_NUM_THREADS=1 python3 scripts/test_torch.py --python $(PYTHON) $(NEWEST) tests/elastic $(TEST_ARGS)
+
+chaos-elastic:
+	mkdir -p build
+	OMP_NUM_THREADS=1 CHAOS_KILLS=$(N) CHAOS_REPORT=$(CURDIR)/build/chaos.txt \
+		python3 scripts/test_torch.py --python $(PYTHON) $(NEWEST) tests/elastic/test_chaos.py -s
 
 # dist/ has the files afterwards; README's program and `danling doctor` have run from the installed wheel.
 release: $(VENV)/.dev

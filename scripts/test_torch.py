@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 UNAVAILABLE = 69
 # Their releases follow those of torch: the pins fit the pinned torch only.
 FOLLOW_TORCH = ("torch", "torchvision")
-QUICK = [f"tests/{room}" for room in ("mesh", "checkpoints", "training", "graph", "optim")]
+QUICK = [f"tests/{room}" for room in ("mesh", "checkpoints", "training", "graph", "optim", "elastic")]
 VERSION = "import sys; print('{}.{}'.format(*sys.version_info))"
 
 

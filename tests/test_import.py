@@ -14,6 +14,7 @@ EXTENSIONS_OF_THE_LIBRARY = {
     "remote",
     "stream",
     "torchft",
+    "elastic",
     "mesh",
     "deepspeed",
     "accelerate",

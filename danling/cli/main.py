@@ -31,6 +31,7 @@ from danling.utils.secrets import hide_in_text
 from .output import DAMAGED, INTERRUPTED, MISSING_PACKAGE, NOTHING_THERE, WRONG_USAGE
 
 SUBCOMMANDS = (
+    "run",
     "env",
     "doctor",
     "runs",
@@ -49,9 +50,9 @@ SUBCOMMANDS = (
     "completion",
 )
 """Each has a module of its name, whose docstring says what it does."""
-_TRAINS = frozenset({"train", "fit", "run", "launch", "resume", "evaluate"})
+_TRAINS = frozenset({"train", "fit", "launch", "resume", "evaluate"})
 """What other tools call their command that trains."""
-WITH_PROGRAM = frozenset({"audit", "check-layout", "doctor", "prove"})
+WITH_PROGRAM = frozenset({"audit", "check-layout", "doctor", "prove", "run"})
 """Commands that start the program after `--`, which is in `options.program`."""
 
 
@@ -59,7 +60,7 @@ def parser(chosen: str = "", *, whole: bool = False) -> argparse.ArgumentParser:
     """Return the parser of the command line, with the options of one subcommand, or of all of them."""
     root = argparse.ArgumentParser(
         prog="danling",
-        description="Look at runs and checkpoints. To launch training there is torchrun.",
+        description="Look at runs and checkpoints, and start a training whose ranks may end. Any other training starts with torchrun.",
         epilog="Exit codes: 0 in order, 1 something is wrong, 2 wrong command line, 3 nothing there, 4 an extra is missing.",
     )
     root.add_argument("--version", action="version", version=f"danling {__version__}")

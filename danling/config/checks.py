@@ -105,6 +105,7 @@ def read_memory_policy(policy: str | None) -> tuple[str, float]:
 _SWITCHES = {
     "checkpoint.remote": "url",
     "compile": "enable",
+    "elastic": "enabled",
     "ema": "enabled",
     "ft": "enabled",
     "gc": "interval",

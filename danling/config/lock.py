@@ -23,7 +23,17 @@ LIVE = BUDGET | {
 }
 """Keys and sections that are read where they are used, so that a change counts from then on."""
 READ_FIRST = frozenset(
-    {"stack", "seed", "deterministic", "backend", "init_method", "comm.init_timeout_seconds", "ft", "parallel.axes"}
+    {
+        "stack",
+        "seed",
+        "deterministic",
+        "backend",
+        "init_method",
+        "comm.init_timeout_seconds",
+        "ft",
+        "elastic",
+        "parallel.axes",
+    }
 )
 """Keys and sections that `super().__init__(config)` of a runner reads."""
 

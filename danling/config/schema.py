@@ -372,6 +372,21 @@ class FtConfig(ClosedSection, path="ft"):
     """Healthy replica groups that an update needs."""
 
 
+class ElasticConfig(ClosedSection, path="elastic"):
+    """Ranks that may end while the others continue in place."""
+
+    enabled: bool = False
+    """Leave a rank behind that ends, and take in its replacement; needs torch 2.14, `danling run` and gradient_sum=canonical."""
+    min_ranks: PositiveInt = 1
+    """With fewer ranks the run waits, then saves and ends with exit code 143."""
+    wait_seconds: PositiveFloat = 60.0
+    """How long it waits, and how long a rank that is alive may leave the others without an answer."""
+    fence_seconds: PositiveFloat = 15.0
+    """A rank that is stopped for so long while others wait for it is killed."""
+    replacements: NonNegativeInt | None = None
+    """How many ranks that end are replaced; none is no limit."""
+
+
 class OptimConfig(OpenSection, path="optim"):
     """The optimizer: `type` and its arguments. Open: other keys are passed to its constructor."""
 
@@ -551,5 +566,6 @@ class TopLevelConfig(ClosedSection):
     heartbeat: Nested[HeartbeatConfig]
     audit: Nested[AuditConfig]
     ft: Nested[FtConfig]
+    elastic: Nested[ElasticConfig]
     deepspeed: Nested[DeepSpeedConfig]
     accelerate: Nested[AccelerateConfig]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .calls import FAMILIES, CollectiveCallError, CollectiveCalls
-from .domain import Domain, LocalDomain, Placement, all_arrive, default_store, world_of
+from .domain import Domain, LocalDomain, MembershipChanged, Placement, all_arrive, default_store, world_of
 from .environment import (
     LaunchEnvironment,
     check_tasks,
@@ -26,6 +26,7 @@ __all__ = [
     "HostCopy",
     "LaunchEnvironment",
     "LocalDomain",
+    "MembershipChanged",
     "Placement",
     "ReplicaDriftError",
     "StepSync",

@@ -36,6 +36,13 @@ def _sendable(error: Exception | None) -> Exception | None:
     return error
 
 
+class MembershipChanged(BaseException):
+    """The ranks of the run have changed: what was begun since the last boundary is begun again.
+
+    As `KeyboardInterrupt`, it is no `Exception`: nothing between a collective and the loop may catch it. Only an extension raises it.
+    """
+
+
 class Domain:
     """The ranks of one process group, or this process alone.
 

@@ -14,7 +14,7 @@ from danling.utils.devices import pins_memory
 
 from .domain import Domain
 
-REQUESTS = ("save", "stop", "interrupt", "terminate", "user_signal", "exhausted", "continue")
+REQUESTS = ("save", "stop", "interrupt", "terminate", "user_signal", "exhausted", "continue", "regroup")
 """Requests that a rank can make. They are counted over the ranks, so that all ranks learn of the request of a single one."""
 
 

@@ -50,11 +50,7 @@ class RunLog:
         level = logging.INFO if is_main else logging.WARNING
         self.file_handler: logging.FileHandler | None = None
         if file is not None and is_main:
-            Path(file).parent.mkdir(parents=True, exist_ok=True)
-            self.file_handler = logging.FileHandler(file, encoding="utf-8")
-            self.file_handler.setLevel(level)
-            self.file_handler.setFormatter(logging.Formatter(_FILE_FORMAT))
-            self.file_handler.addFilter(lambda record: _speaking.get() in (None, self))
+            self.file_handler = self._opened(file)
         with _lock:
             if not _open_logs:
                 RunLog._level_before = LOGGER.level
@@ -68,6 +64,25 @@ class RunLog:
             if LOGGER.level == logging.NOTSET or LOGGER.level > level:
                 LOGGER.setLevel(level)
             _open_logs.append(self)
+
+    def _opened(self, file: str | os.PathLike[str]) -> logging.FileHandler:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(file, encoding="utf-8")
+        handler.setLevel(logging.INFO)
+        handler.setFormatter(logging.Formatter(_FILE_FORMAT))
+        handler.addFilter(lambda record: _speaking.get() in (None, self))
+        return handler
+
+    def become_main(self, file: str | os.PathLike[str] | None) -> None:
+        """Speak as the log of the main process does, which this one has become."""
+        with _lock:
+            if file is not None and self.file_handler is None:
+                self.file_handler = self._opened(file)
+                LOGGER.addHandler(self.file_handler)
+            self._console.setLevel(logging.INFO)
+            self._console.setFormatter(logging.Formatter(_CONSOLE_FORMAT, datefmt="%H:%M:%S"))
+            if LOGGER.level > logging.INFO:
+                LOGGER.setLevel(logging.INFO)
 
     @contextmanager
     def speaking(self) -> Iterator[None]:

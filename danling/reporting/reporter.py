@@ -79,6 +79,22 @@ class Reporter(Observer):
         self._log = RunLog(file, is_main=self._owner.is_main_process, rank=self._owner.rank)
         self._closers.callback(self._log.close)
 
+    def become_main(self, file: Path | None) -> None:
+        """Log and show from here on what the main process does, in the place of one that has ended."""
+        if self._log is not None:
+            self._log.become_main(file)
+        if self._runner is not None:
+            self._open_bar(self._runner)
+
+    def _open_bar(self, runner: TorchRunner) -> None:
+        self.bar = Progress(
+            runner.steps,
+            initial=runner.state.train.global_step,
+            desc=_experiment(runner),
+            seconds_between_lines=runner.config.log_seconds,
+        )
+        self.bar.epoch = _epoch(runner)
+
     def speaking(self) -> AbstractContextManager[None]:
         """Return the context in which log messages belong to this run alone."""
         return self._log.speaking() if self._log is not None else nullcontext()
@@ -107,13 +123,7 @@ class Reporter(Observer):
         self._result_lines, self._stream_lines = Paced(seconds, burst=_RESULT_LINES), Paced(seconds)
         if runner.is_main_process:
             self._write_streams(runner)
-            self.bar = Progress(
-                runner.steps,
-                initial=runner.state.train.global_step,
-                desc=_experiment(runner),
-                seconds_between_lines=seconds,
-            )
-            self.bar.epoch = _epoch(runner)
+            self._open_bar(runner)
             for line in describe_training(runner, self._data.division()):
                 logger.info("%s", line)
 
@@ -198,7 +208,7 @@ class Reporter(Observer):
         update.read_samples()
         own = ranks.own(self.telemetry.waited_since_report) if ranks is not None else ()
         pace, rows = self.telemetry.report(runner, own)
-        if not runner.is_main_process:
+        if not runner.is_main_process and self.trackers.recent is None:
             return
         # On an accelerator a window without any weight is noticed only here.
         values = {"loss": float(outcome.loss_sum if self._sums_loss else outcome.loss)}
@@ -231,10 +241,11 @@ class Reporter(Observer):
 
     def log_result(self, runner: TorchRunner, result: Mapping[str, Mapping[str, float]], *, last: bool) -> None:
         """Log the metrics of an epoch or an evaluation by split, on the main process; the last ones are printed at any pace."""
-        if not runner.is_main_process:
+        is_main = runner.is_main_process
+        if not is_main and self.trackers.recent is None:
             return
         step, bar = runner.state.train.global_step, self.bar
-        if self._result_lines.due() or last:
+        if is_main and (self._result_lines.due() or last):
             metrics = "  ".join(f"{split} {format_scores(values)}" for split, values in result.items())
             logger.info("%s %d: %s", "step" if runner.is_step_mode else "epoch", runner.index, metrics)
             if bar is not None:

@@ -43,6 +43,8 @@ class Telemetry(Observer):
         self.samples_at_log = 0
         self._flops: FlopsOfSample | None = None
         self._depth = 0
+        self.adds_ranks = True
+        """Whether the figures of all ranks are added in a collective; elastic ranks report those of the main process."""
         self._clear()
 
     def _clear(self) -> None:
@@ -146,7 +148,7 @@ class Telemetry(Observer):
         train, self._at_report = runner.state.train, now
         samples, self.samples_at_log = train.samples - self.samples_at_log, train.samples
         memory, rows = memory_figures(runner.device), list[list[float]]()
-        if domain.size > 1:
+        if domain.size > 1 and self.adds_ranks:
             mine = [tokens if counts else 0.0, waited, *(memory.get(name, 0.0) for name in _MEMORY), *own]
             # A sum over a row for each rank: sums and maxima in one collective.
             table = torch.zeros(domain.size, len(mine), dtype=torch.float64)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
@@ -100,6 +101,8 @@ class TrackerSet:
         self._resumed: FileMark | None = FileMark(0, 0)
         self._held: FileMark | None = None
         self._is_held = False
+        self.recent: deque[tuple[dict[str, float], int]] | None = None
+        """The last metrics that were logged, where another rank may become the main process and lack them; else `None`."""
 
     # What of metrics.jsonl belongs to a save
 
@@ -112,6 +115,15 @@ class TrackerSet:
         """Note the mark of the save that the run resumes from; `None` for a checkpoint that has none."""
         self._resumed = mark
         self._is_held = False
+
+    def resume_as_main(self) -> None:
+        """Open the trackers on a process that has become the main one, and keep what an earlier one has written."""
+        self.is_open = False
+        self._resumed = None
+        self.open()
+        for tracker in self.opened:
+            if isinstance(tracker, JsonLines):
+                tracker.keep_all()
 
     def hold_mark(self) -> None:
         """An evaluation begins. A run that resumes from a save within it makes it again: what it logs belongs to the save that follows."""
@@ -179,6 +191,8 @@ class TrackerSet:
 
     def log(self, values: Mapping[str, float], step: int, *, beside: Mapping[str, object] | None = None) -> None:
         """Send metrics to every tracker, and plain values `beside` them that are no numbers to the file of metrics alone."""
+        if self.recent is not None:
+            self.recent.append((dict(values), step))
         for tracker in self.opened:
             # A class of the user's that takes the numbers in another way gets these alone.
             if beside and isinstance(tracker, JsonlTracker) and type(tracker).log is JsonlTracker.log:
@@ -318,6 +332,13 @@ class JsonLines:
             raise write_error("a line", self.file, error) from error
         lines = 0 if self.mark is None else self.mark.lines
         self.mark = FileMark(lines + 1, int(str(line["step"])))
+
+    def keep_all(self) -> None:
+        """Append to the file as it is, though this attempt has not written it."""
+        if self.file.exists():
+            lines = list(_steps(self.file))
+            self.mark = FileMark(len(lines), lines[-1][1] if lines else 0)
+        self._resume_step = None
 
     def close(self) -> None:
         """Close the file. A line after it opens it again and appends."""

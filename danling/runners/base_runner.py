@@ -245,6 +245,8 @@ class BaseRunner(metaclass=MetaRunner):
         own.warn_of_idle_settings(self.stack)
         if own.ft.enabled:
             load("torchft").check_config(own, self.stack)
+        if own.elastic.enabled:
+            load("elastic").check_config(own, self.stack)
         return own
 
     def __post_init__(self) -> None:
@@ -253,8 +255,10 @@ class BaseRunner(metaclass=MetaRunner):
         The components are prepared; then the run directory and its log are opened, the checkpoint is restored and the metadata is
         written.
         """
+        joins = self._parts.elastic is not None and self._parts.elastic.joins
         self._check_ranks_alike()  # `__init__` of a subclass may have changed settings
-        self._check_resume()
+        if not joins:
+            self._check_resume()
         self._check_sources_alike()
         self.prepare_components()
         self.open_workspace()
@@ -279,10 +283,13 @@ class BaseRunner(metaclass=MetaRunner):
         self.state.elastic.data_replicas = self.placement.data_replicas
         self._parts.keys.between_updates()
         self._parts.attributes.begin()
-        self.restore()
+        if not joins:  # else the state comes from the other ranks
+            self.restore()
         if stores is not None:
             stores.start_mirroring()
         self._write_metadata()
+        if self._parts.elastic is not None:
+            self._parts.elastic.begin()
         self._parts.closers.callback(self._parts.data.close)
         self._parts.closers.callback(self._parts.session.end)
 
@@ -398,6 +405,9 @@ class BaseRunner(metaclass=MetaRunner):
         check_tasks()
         launch = self.launch = LaunchEnvironment.read()
         self.device = select_device(launch.local_rank)
+        if is_asked("elastic", self.config):
+            self._parts.elastic = load("elastic").ElasticRanks(self)
+            return
         created = init_process_group(
             launch,
             self.device,
@@ -425,6 +435,8 @@ class BaseRunner(metaclass=MetaRunner):
         if config.ft.enabled and config.seed is None:
             # Replica groups must read the same order of samples, and cannot communicate yet.
             config.seed = derive_seed("replica groups", self.config_id) % 2**31
+        if self._parts.elastic is not None and self._parts.elastic.joined_run is not None:
+            config.seed = self._parts.elastic.joined_run.seed
         self._seed_is_drawn = config.seed is None
         if config.seed is None:
             config.seed = self.world.on_first(self._find_seed)
@@ -482,6 +494,16 @@ class BaseRunner(metaclass=MetaRunner):
         self._parts.reporter.open_log(log_file)
         if place.notice is not None:
             logger.info("%s", place.notice)
+
+    def membership_changed(self, before: int, after: int) -> None:
+        """Override it to follow a change of the ranks, with `elastic.enabled`: `rank` and `world_size` change here and nowhere else.
+
+        Called on all ranks between two updates, before the observers are.
+
+        Args:
+            before: Number of ranks before; on a rank that joins, 0.
+            after: Number of ranks now.
+        """
 
     # Verbs that a stack implements
 

@@ -20,6 +20,7 @@ EXTENSIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "remote": ("danling.remote.attach", ("checkpoint.remote.url",)),
     # Also loaded by the stack `graph`.
     "graph": ("danling.graph.compilation", ("compile.enable",)),
+    "elastic": ("danling.elastic.attach", ("elastic.enabled",)),
     "torchft": ("danling.torchft.attach", ("ft.enabled", "checkpoint.enable_ft_dataloader_checkpoints")),
 }
 """By name: the module that attaches an extension to a runner, and the settings that load it. `stream` is loaded by the program that

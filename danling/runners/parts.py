@@ -37,6 +37,7 @@ from .extensions import is_asked, load
 
 if TYPE_CHECKING:
     from danling.audit.attach import Audits
+    from danling.elastic.attach import ElasticRanks
     from danling.remote.attach import RemoteStores
 
     from .base_runner import BaseRunner
@@ -61,6 +62,8 @@ class Parts:
     `BaseRunner.__init__` calls `open`, and `join` when the process group is there; then the `__init__` of the user continues.
     """
 
+    elastic: ElasticRanks | None = None
+    """This rank among others of which any may end; `None` unless `elastic.enabled`."""
     settings_lock: SettingsLock
     """Which settings may still change."""
     calls: CollectiveCalls | None = None
@@ -98,9 +101,11 @@ class Parts:
     def join(self) -> None:
         """Make what needs the other ranks. Called on all ranks."""
         owner = self.owner
-        self.calls = CollectiveCalls.of(
-            owner.world.rank, owner.world.size, limit=lambda: collective_timeout(owner.device)
-        )
+        # A rank that ends is not one that has called another method.
+        if self.elastic is None:
+            self.calls = CollectiveCalls.of(
+                owner.world.rank, owner.world.size, limit=lambda: collective_timeout(owner.device)
+            )
         self.run_place = RunPlace(owner, self.stores)
         if self.stores is not None:
             self.stores.place = self.run_place

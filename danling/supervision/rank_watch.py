@@ -187,6 +187,8 @@ class RankWatch(Observer):
         """Return the watch of a training that begins, for the thread that calls this; `None` without other ranks, or where it is off."""
         settings = runner.config.comm
         is_off = settings.slow_rank_share is None and settings.hang_warning_seconds is None
+        # Its figures take a collective at each log line, in which an elastic rank may end.
+        is_off = is_off or runner._parts.elastic is not None
         return None if runner.placement.optimizer.size == 1 or is_off else cls(runner, session, reporter, calls)
 
     # Events

@@ -318,6 +318,10 @@ class CanonicalSum:
                 ", ".join(changed[:5]),
             )
 
+    def drop(self) -> None:
+        """Forget the open update, which is made again."""
+        self._tree.blocks, self._losses, self._sums, self.slot = {}, {}, None, -1
+
     def values(self) -> Tensor | None:
         """Return losses and weights by micro-batch, and which parameters have a gradient, for the one collective of an update."""
         if self.domain.size == 1:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from danling.checkpoints import CheckpointManager
 from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.data.run_data import RunData
-from danling.distributed import CollectiveCalls, Domain, agree, set_collective_timeout
+from danling.distributed import CollectiveCalls, Domain, MembershipChanged, agree, set_collective_timeout
 from danling.metrics import TrainMetrics
 from danling.optim.state import enter_training
 from danling.reporting import Reporter
@@ -161,6 +162,11 @@ class TrainingLoop:
         self._results = results
         self._last_split: str | None = None
         self._evaluate_every = self._checkpoint_every = 1
+        self._train_on: Callable[[], None] = _nothing
+        self.is_at_boundary = False
+        """Whether the evaluation or the save after the last update is not done yet, in step mode."""
+        self.begun_pass: tuple[str, int] | None = None
+        """The split and pass of which `on_pass_start` was called last."""
 
     # One training
 
@@ -198,7 +204,17 @@ class TrainingLoop:
             own = is_overridden(runner, "evaluate_steps" if runner.is_step_mode else "evaluate_epoch")
             if runner.config.try_evaluation and not (own or is_overridden(runner, "evaluate") or results.open):
                 self._evaluator.try_once(evaluated)
-            (self._train_steps if runner.is_step_mode else self._train_epochs)(splits, evaluated)
+            train = self._train_steps if runner.is_step_mode else self._train_epochs
+            self._train_on, self.is_at_boundary = partial(train, splits, evaluated), False
+            self._through_changes(self._train_on)
+
+    def _through_changes(self, train: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        """Train, and begin again from the state as it is whenever the ranks change, as a resumed run does; then do what follows."""
+        elastic = self._runner._parts.elastic
+        if elastic is not None:
+            elastic.train(train, then)
+        else:
+            (then or train)()
 
     def check_trainable(self) -> None:
         """Refuse a closed runner, and an optimizer that does not take the gradient as it is. Called on all ranks."""
@@ -224,6 +240,11 @@ class TrainingLoop:
     def training(self, *, whole: bool = True) -> Iterator[None]:
         """Train inside: log messages belong to this run, signals are watched, and the end, a stop or a failure is saved."""
         runner, session = self._runner, self._session
+        if runner._parts.elastic is not None and not whole:
+            raise ValueError(
+                "Expected train() with elastic.enabled, which begins again where the ranks change. Received: a call of train_epoch() by "
+                "itself. Call train(), or unset elastic.enabled."
+            )
         session.begin(max_seconds=runner.config.max_time_seconds())
         session.running = True
         with ExitStack() as stack:
@@ -255,7 +276,7 @@ class TrainingLoop:
                 late = first_stop(self._update.sync.take_pending_requests())
                 session.stop_reason = session.stop_reason or late
                 if session.stop_reason is not None or whole:
-                    self._finish()
+                    self._through_changes(self._train_on, self._finish)
             except Exception as error:
                 self._fail(error)
                 raise
@@ -397,12 +418,17 @@ class TrainingLoop:
         """Train update by update, pass after pass over the data. If stopped during an evaluation, resume starts with that evaluation."""
         runner, counters, results = self._runner, self._runner.state.train, self._results
         begun_at = counters.global_step
-        if begun_at and begun_at not in runner.results and self._evaluation_is_due(begun_at) and not results.open:
+        is_due = begun_at and begun_at not in runner.results and self._evaluation_is_due(begun_at)
+        if is_due and not results.open and not self.is_at_boundary:
             # The state was saved in an override of `step`, before the evaluation that follows its update.
             split = next((split for split in splits if not self._is_trained(split)), splits[-1])
             results.open[split] = self._trained_metrics()
         if results.open:
             self._validate(evaluated, final=begun_at == runner.steps)
+        elif self.is_at_boundary:
+            # The ranks have changed there.
+            self._reach_boundary(self._last_split or splits[-1], evaluated, again=True)
+        self.is_at_boundary = False
         self._session.data_ended = False
         try:
             while counters.global_step < (runner.steps or 0) and not self._session.stop_reason:
@@ -438,18 +464,27 @@ class TrainingLoop:
                     runner.source(split).finish_pass()
                     if split == splits[-1]:
                         self._count_pass()
-                is_due = final or step % self._evaluate_every == 0
-                if outcome.committed and is_due and runner.is_step_mode:
-                    self._results.open[split] = self._trained_metrics()
-                    self._validate(evaluated, final=final)
-                elif outcome.committed and (step % self._checkpoint_every == 0 or step in runner.results):
-                    self._save_if_due(step, final=False)
+                if outcome.committed:
+                    self.is_at_boundary = True
+                    self._reach_boundary(split, evaluated)
+                    self.is_at_boundary = False
                 if final or self._session.stop_reason:
                     return False
             if self.has_jumped:
                 return False
             runner.source(split).finish_pass()
         return True
+
+    def _reach_boundary(self, split: str, evaluated: Sequence[str], *, again: bool = False) -> None:
+        """Evaluate and save after an update where it is time to; `again` where the ranks have changed meanwhile."""
+        runner, step = self._runner, self._runner.state.train.global_step
+        final = step == runner.steps
+        is_due = (final or step % self._evaluate_every == 0) and runner.is_step_mode
+        if is_due and not (again and self._results.scored_at == step):
+            self._results.open[split] = self._trained_metrics()
+            self._validate(evaluated, final=final)
+        elif is_due or step % self._checkpoint_every == 0 or step in runner.results:
+            self._save_if_due(step, final=is_due and final)
 
     def _count_pass(self) -> None:
         self._runner.state.train.epoch += 1
@@ -511,11 +546,14 @@ class TrainingLoop:
                 self._data.check_unchanged(split)
             source.commit(consumed)
 
-        compared, begins = False, source.consumed == 0
+        # Where the ranks change in the first update of a pass, it has begun already.
+        is_begun = runner._parts.elastic is not None and self.begun_pass == (split, source.epoch)
+        compared, begins = False, source.consumed == 0 and not is_begun
         # Whether there is one more pass over a stream is known only when it is read.
         if begins and source.kind != "window":
             self._start_pass(split)
             begins = False
+            self.begun_pass = (split, source.epoch)
             source = self._data.begin(split)  # it may have replaced or extended the dataset
         self._data.agree_lengths()
         batches, ends_alike, found = read(), agreement.ends_alike(source), source.consumed > 0
@@ -604,7 +642,7 @@ class TrainingLoop:
         self._reporter.trackers.hold_mark()
         # As in a run that is resumed here.
         keys.between_updates()
-        with self._runner.saver.keeping_trained(passing=(EvaluationStopped, TrainingAbandoned)):
+        with self._runner.saver.keeping_trained(passing=(EvaluationStopped, TrainingAbandoned, MembershipChanged)):
             for split in splits:
                 with self._session.evaluating(split):
                     metrics = getattr(self._runner, verb)(split)
@@ -636,3 +674,7 @@ class TrainingLoop:
         elif requested or (index in runner.results and runner.is_best and runner.standing.latest_index == index):
             runner.save_checkpoint()
         self._session.save_requested = False
+
+
+def _nothing() -> None:
+    """Do nothing: a loop by hand trains by itself."""

@@ -57,6 +57,8 @@ class RunSaver:
         self.saved: list[Callable[[], None]] = []
         self.loaded: list[Callable[[], None]] = []
         self.saved_at: tuple[int, int, int] | None = None
+        self.open: tuple[bool, bool] | None = None
+        """The save that has begun and not ended: whether it has a history name, and whether it is the best."""
         self.best_elsewhere: int | None = None
         self._failures = 0
 
@@ -78,6 +80,7 @@ class RunSaver:
     def save(self, *, history: bool = False, best: bool = False) -> None:
         """Save the full state. Called on all ranks."""
         runner = self._runner
+        self.open = history, best
         with self._session.saving():
             for check in (*self.checks, *self.before):
                 check()
@@ -92,6 +95,7 @@ class RunSaver:
             self.saved_at = self._position
             for action in self.saved:
                 action()
+        self.open = None
 
     def save_last(self, *, signalled: bool) -> bool:
         """Save where a training ends, unless that is saved, and return whether it is. Called on all ranks.

@@ -71,6 +71,7 @@ class TrainingSession:
         stop_reason: Why the training ends after the update that is under way: one of `STOPS`, or `"patience"`; `None` while it goes on.
             The same on all ranks.
         save_requested: Whether a checkpoint was asked for. The same on all ranks.
+        regroup_requested: Whether ranks wait to be taken in at the next boundary. The same on all ranks.
         updated_once: Whether this process has made its first update.
         data_ended: Whether the last training ended with its stream of samples.
         in_step: Whether a `train_step` is under way.
@@ -85,6 +86,7 @@ class TrainingSession:
         self.training = 0
         self.stop_reason: str | None = None
         self.save_requested = False
+        self.regroup_requested = False
         self.updated_once = False
         self.data_ended = False
         self.in_step = False
@@ -124,6 +126,7 @@ class TrainingSession:
         if agreed:
             self.stop_reason = first_stop(agreed)
             self.save_requested = "save" in agreed
+            self.regroup_requested = "regroup" in agreed
 
     def agree_to_stop(self, domain: Domain) -> bool:
         """Return whether any rank was asked to stop: the boundary of a loop by hand. One small collective."""

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.data.run_data import RunData
-from danling.distributed import Domain, GradientNorms, HostCopy, StepSync, StepTotals
+from danling.distributed import Domain, GradientNorms, HostCopy, MembershipChanged, StepSync, StepTotals
 from danling.metrics import Meters, TrainMetrics
 from danling.optim import JointScheduler
 from danling.optim.state import rates_of
@@ -576,7 +576,11 @@ class UpdateStep:
     def agree(self, window: Window) -> StepTotals:
         """Return the sums of a window over all ranks: the one collective of an update."""
         requests = self._session.local_requests()
-        return self.sync.reduce(StepTotals(window.weight, window.loss, window.samples, window.nonfinite, requests))
+        try:
+            return self.sync.reduce(StepTotals(window.weight, window.loss, window.samples, window.nonfinite, requests))
+        except MembershipChanged:
+            self._session.request(*requests)  # the others have not heard of them
+            raise
 
     def decide(self) -> tuple[UpdateOutcome, frozenset[str]]:
         """Make or skip the update of the open window, and drop its gradient; return what the ranks have asked for, too."""

@@ -108,6 +108,14 @@ class Observer:
     def boundary_reached(self) -> None:
         """A loop by hand that does not call `runner.step()` is between two updates: it calls `runner.boundary()`."""
 
+    def membership_changed(self, before: int, after: int) -> None:
+        """The ranks of the run are others than before, with `elastic.enabled`: between two updates.
+
+        Args:
+            before: Number of ranks before; on a rank that joins, 0.
+            after: Number of ranks now.
+        """
+
     # Evaluations and saves
 
     def evaluation_started(self, split: str) -> None:

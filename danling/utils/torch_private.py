@@ -11,6 +11,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _ALL = "2.11 2.12 2.13 2.14 2.15"
+_ELASTIC = "2.14 2.15"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _WORKERS = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 
@@ -51,8 +52,13 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": _ALL,
     "torch.distributed.checkpoint.filesystem._StoragePrefix": _ALL,
     "torch.distributed.device_mesh.DeviceMesh._flatten": _ALL,
+    "torch.distributed._get_reconfigure_handle": _ELASTIC,
+    "torch.distributed._reconfigure": _ELASTIC,
     "torch.distributed.distributed_c10d._get_default_store": _ALL,
     "torch.distributed.distributed_c10d._set_pg_timeout": _ALL,
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._pcontext": _ELASTIC,
+    "torch.distributed.elastic.multiprocessing.SubprocessContext._numa_options": _ELASTIC,
+    "torch.distributed.elastic.multiprocessing.SubprocessContext._running_local_ranks": _ELASTIC,
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": _ALL,
     "torch.distributed.fsdp.FullyShardedDataParallel._use_orig_params": _ALL,
     "torch.distributed.fsdp._flat_param.FlatParameter._unpadded_unsharded_size": _ALL,

@@ -64,6 +64,7 @@ class RunDirectory:
         replicas: int = 1,
         elsewhere: Callable[[], Sequence[int]] = tuple,
         reruns: bool = False,
+        inherited: Path | None = None,
     ) -> None:
         self.id = id
         self.from_scratch = True
@@ -85,7 +86,10 @@ class RunDirectory:
         self._made: list[Path] = []
         self._described: tuple[int, int] | None = None
         self.dir = self._family / id
-        self._choose()
+        if inherited is None:
+            self._choose()
+        else:
+            self.dir, self.from_scratch = inherited, False
 
     # The choice
 
@@ -231,6 +235,16 @@ class RunDirectory:
         if not self.from_scratch:
             self.id = self._id_in(self.dir) or self._asked_id
         return self.id
+
+    def inherit(self) -> None:
+        """Become the writer in the place of one that has ended: its lock falls with it, and what it wrote in the background is awaited."""
+        if self._only_looks:
+            return
+        self._lock(self._own_part)
+        self._wait_for_background_writers()
+        checkpoints = self._checkpoint_dir
+        if checkpoints is not None and self.dir not in (checkpoints, *checkpoints.parents):
+            self._lock(checkpoints)
 
     def enter_to_train(self, *, resumed: bool) -> None:
         """Become the writer of a directory that was entered to look only, since training begins in it."""

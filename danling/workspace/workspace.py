@@ -308,13 +308,20 @@ class RunPlace:
         """On the main process."""
         world, replicas = runner.world, runner.placement.data_replicas
         self.code = CodeIdentity()
+        self.code_id: str | None
+        self._joined = runner._parts.elastic.joined_run if runner._parts.elastic is not None else None
+        if self._joined is not None:
+            # The run is under way: this rank is told where, and writes nothing.
+            self.notice: str | None = None
+            self.code_id, self.config_id, self.timestamp = self._joined.names
+            self.id, self.dir, self._chosen_for = self._joined.id, Path(self._joined.dir), self._places()
+            return
 
         def name() -> tuple[str | None, str, str]:
             self.code = CodeIdentity.of_directory()
             now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
             return self.code.code_id, now, runner.config.config_id(replicas=replicas)
 
-        self.code_id: str | None
         self.code_id, self.timestamp, self.config_id = world.on_first(name)
         self.choose()
 
@@ -358,6 +365,8 @@ class RunPlace:
         The directory is chosen anew where a place in the configuration has changed since.
         """
         self.code_id, self.config_id = code_id, config_id
+        if self._joined is not None:
+            return self.workspace(timestamp)
         if self._places() != self._chosen_for:
             self.choose()
         directory = self._directory
@@ -367,6 +376,13 @@ class RunPlace:
         if workspace.is_main and not self._runner.config.checkpoint.load_only:
             remove_litter(workspace.dir)
         return workspace
+
+    def inherit(self, workspace: Workspace) -> None:
+        """Become the writer of the run directory in the place of a main process that has ended. Called on the new one."""
+        config = self._runner.config
+        self._directory = RunDirectory(config, self.id, code_id=self.code_id, inherited=workspace.dir)
+        self._directory.inherit()
+        workspace.is_main = True
 
     def write_metadata(self, workspace: Workspace, *, foreign: Callable[[], bool]) -> None:
         """Write what the run was made of, unless this process only looks at the run."""

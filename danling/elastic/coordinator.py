@@ -1,0 +1,364 @@
+"""The coordinator: a thread in the agent of the first machine, which has the membership and decides on it."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from .protocol import CoordinatorSide, StateLost, StatesDiffer
+from .wire import Channel, Closed
+
+logger = logging.getLogger("danling")
+
+_REPEAT_SECONDS = 0.03
+_TICK_SECONDS = 0.05
+_LONGEST_TICK_SECONDS = 1.0
+"""If the coordinator itself was stopped, as in a suspended job, that time does not count."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the coordinator waits for.
+
+    Attributes:
+        least: Fewer ranks than this wait for more.
+        wait_seconds: How long they do, and how long a machine may be silent.
+        fence_seconds: How long a rank may be stopped while others wait for it.
+        replacements: How many dead ranks are replaced; `None` for all.
+    """
+
+    least: int = 1
+    wait_seconds: float = 60.0
+    fence_seconds: float = 15.0
+    replacements: int | None = None
+
+
+@dataclass
+class Peer:
+    """A process that is connected: a rank, or the agent of a machine."""
+
+    channel: Channel
+    member: int | None = None
+    agent: int | None = None
+    pid: int = 0
+    host: str = ""
+    stopped_for: float = 0.0
+    silent_for: float = 0.0
+    trains: bool = False
+    has_finished: bool = False
+
+
+@dataclass
+class Change:
+    """What is reported of one change: who has gone and come, and how long the others waited."""
+
+    began: float
+    lost: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Coordinator:
+    """Serves ranks and agents until `close`.
+
+    Args:
+        expected: Ranks at the beginning.
+        host: Address on which it listens; empty for all of this machine.
+
+    Attributes:
+        port: Where it listens.
+        token: What a process must know to be let in.
+        verdict: Why the run must end; empty while it goes on.
+    """
+
+    def __init__(self, expected: int, host: str = "") -> None:
+        self.side = CoordinatorSide(expected)
+        self.settings = Settings()
+        self.token = secrets.token_hex(16)
+        self.verdict = ""
+        self.deaths: dict[int, dict[str, Any]] = {}
+        """Of dead members: pid, host, exit code if it is known, and the time."""
+        self._listener = socket.create_server((host, 0), backlog=512)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._peers: list[Peer] = []
+        self._pids: set[int] = set()
+        self._next = expected
+        self._repeats_at = 0.0
+        self._since = time.monotonic()
+        self._deaths_in_update = 0
+        self._replaced = 0
+        self._is_complete = self._has_closed = False
+        self._change: Change | None = None
+        self._thread = threading.Thread(target=self._serve, name="danling-coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop to serve."""
+        self._has_closed = True
+        self._thread.join()
+        for peer in self._peers:
+            peer.channel.close()
+        self._listener.close()
+        self._selector.close()
+
+    # The thread
+
+    def _serve(self) -> None:
+        before = time.monotonic()
+        while not self._has_closed:
+            try:
+                for key, _ in self._selector.select(_TICK_SECONDS if self._is_calm else _REPEAT_SECONDS / 3):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._read(key.data)
+                now = time.monotonic()
+                self._tick(now, min(now - before, _LONGEST_TICK_SECONDS))
+                before = now
+            except (StateLost, StatesDiffer) as error:
+                self._end(str(error))
+            except Exception:
+                logger.exception("The coordinator of the elastic ranks failed.")
+                self._end("The coordinator of the elastic ranks failed.")
+
+    @property
+    def _is_calm(self) -> bool:
+        return self.side.phase == "run"
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        peer = Peer(Channel(connection))
+        self._peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            messages = peer.channel.receive()
+        except (Closed, ValueError):
+            self._drop(peer)
+            return
+        peer.silent_for = 0.0
+        for message in messages:
+            if peer.member is None and peer.agent is None:
+                if not self._welcome(peer, message):
+                    return
+            else:
+                self._hear(peer, message)
+
+    def _welcome(self, peer: Peer, message: dict[str, Any]) -> bool:
+        """Take in a process that knows the token."""
+        knows = hmac.compare_digest(str(message.get("token", "")).encode(), self.token.encode())
+        if message.get("kind") != "hello" or not knows:
+            self._drop(peer)
+            return False
+        peer.pid, peer.host = int(message["pid"]), str(message["host"])
+        if "agent" in message:
+            peer.agent = int(message["agent"])
+            peer.channel.send({"kind": "welcome"})
+            return True
+        number = message.get("member")
+        if number is None:
+            number, self._next = self._next, self._next + 1
+        peer.member = int(number)
+        self._pids.add(peer.pid)
+        self.side.join(peer.member)
+        peer.channel.send({"kind": "welcome", "member": peer.member})
+        if self.verdict:
+            peer.channel.send(self._end_message())
+        return True
+
+    def _drop(self, peer: Peer) -> None:
+        """Note that a process is gone: its connection ends with it."""
+        self._selector.unregister(peer.channel.socket)
+        peer.channel.close()
+        self._peers.remove(peer)
+        if peer.member is None:
+            if peer.agent is not None:
+                self._lose_machine(peer.host)
+            return
+        if not peer.has_finished:
+            self._note_death(peer)
+        self.side.remove([peer.member])
+
+    def _note_death(self, peer: Peer) -> None:
+        assert peer.member is not None
+        death = {"member": peer.member, "pid": peer.pid, "host": peer.host, "time": time.time()}
+        self.deaths[peer.member] = death
+        if self._is_complete:
+            return
+        is_first = peer.member < self.side.expected
+        if is_first and not (peer.trains and self._all_train()):
+            self._end(
+                f"Rank {peer.member} (process {peer.pid} on {peer.host}) ended before all ranks trained. A rank can be replaced from the "
+                "first update to the last one."
+            )
+            return
+        if peer.member in self.side.roster:
+            if self._change is None:
+                self._change = Change(time.monotonic())
+            self._change.lost.append(death)
+        self._count_death()
+
+    def _count_death(self) -> None:
+        self._deaths_in_update += 1
+        if self._deaths_in_update > max(2 * self.side.expected, 4):
+            self._end(
+                f"{self._deaths_in_update} ranks ended without one update between their ends: the program is at fault. Its own error "
+                "is above."
+            )
+
+    def _all_train(self) -> bool:
+        members = [each for each in self._peers if each.member in self.side.roster]
+        return all(each.trains for each in members)
+
+    def _lose_machine(self, host: str) -> None:
+        for peer in [each for each in self._peers if each.member is not None and each.host == host]:
+            self._drop(peer)
+
+    def _hear(self, peer: Peer, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if peer.agent is not None:
+            if kind == "stopped":
+                self._note_stopped(peer.host, set(message["pids"]), float(message["seconds"]))
+            elif kind == "exit":
+                self._note_exit(peer.host, int(message["pid"]), int(message["code"]))
+                peer.channel.send({"kind": "replace", "pid": message["pid"], "may": self._may_replace(message["pid"])})
+            return
+        assert peer.member is not None
+        if kind == "trains":
+            peer.trains = True
+            self._adopt(message["settings"])
+        elif kind == "finished":
+            peer.has_finished = True
+            self._is_complete = True
+            self.side.remove([peer.member])
+        elif kind == "committed":
+            self._deaths_in_update = 0
+        elif kind in ("ready", "formed"):
+            self.side.hear(peer.member, message)
+
+    def _adopt(self, given: dict[str, Any]) -> None:
+        """Take the settings of the run, which the agents do not know."""
+        limit = given["replacements"]
+        self.settings = Settings(
+            least=int(given["least"]),
+            wait_seconds=float(given["wait_seconds"]),
+            fence_seconds=float(given["fence_seconds"]),
+            replacements=None if limit is None else int(limit),
+        )
+        self.side.least = self.settings.least
+
+    def _note_exit(self, host: str, pid: int, code: int) -> None:
+        """Note with what code a process has ended; its connection may not have been looked at yet."""
+        for peer in [each for each in self._peers if each.member is not None and (each.pid, each.host) == (pid, host)]:
+            self._read_last(peer)
+        for death in self.deaths.values():
+            if (death["pid"], death["host"]) == (pid, host):
+                death["code"] = code
+
+    def _read_last(self, peer: Peer) -> None:
+        with suppress(Closed, ValueError):
+            for message in peer.channel.receive():
+                self._hear(peer, message)
+        self._drop(peer)
+
+    def _may_replace(self, pid: int) -> bool:
+        """Return whether a rank that has ended is replaced, and count it."""
+        is_death = any(death["pid"] == pid for death in self.deaths.values())
+        if not is_death and pid not in self._pids and self.side.generation and self._all_train():
+            # A replacement that never came here.
+            is_death = True
+            self._count_death()
+        limit = self.settings.replacements
+        if not is_death or self.verdict or self._is_complete or (limit is not None and self._replaced >= limit):
+            return False
+        self._replaced += 1
+        return True
+
+    # What follows
+
+    def _tick(self, now: float, passed: float) -> None:
+        side = self.side
+        if self.verdict:
+            return
+        if self._is_complete:
+            # A member that lacks the last answer of the others has all that they have.
+            if now >= self._repeats_at:
+                self._repeats_at = now + _REPEAT_SECONDS
+                for member in side.living:
+                    self._tell(member, {"kind": "complete", "generation": side.generation})
+            return
+        if not side.lacks_members:
+            self._since = now
+        elif now - self._since > self.settings.wait_seconds:
+            side.accepts_fewer = True
+        self._end_silent(passed)
+        while side.advance():
+            self._repeats_at = 0.0
+            if side.phase == "form":
+                side.accepts_fewer = False
+            if side.phase == "run":
+                self._report()
+        if now >= self._repeats_at:
+            self._repeats_at = now + _REPEAT_SECONDS
+            for member, message in side.messages():
+                if message["kind"] == "form":
+                    message = {**message, "lost": self._change.lost if self._change is not None else []}
+                self._tell(member, message)
+
+    def _end_silent(self, passed: float) -> None:
+        """End ranks whose listener does not answer while others wait for them; one that is busy answers."""
+        awaited = self.side.awaited if self.side.generation else []
+        limit = self.settings.wait_seconds
+        for peer in self._peers:
+            peer.silent_for = peer.silent_for + passed if peer.member in awaited else 0.0
+            if peer.silent_for > limit:
+                logger.warning("Rank %s has not answered for %g s: it is ended.", peer.member, limit)
+                peer.silent_for = 0.0
+                self._kill(peer)
+
+    def _report(self) -> None:
+        self._change = None
+
+    def _note_stopped(self, host: str, pids: set[int], seconds: float) -> None:
+        """End ranks that have been stopped for long while another one waits for them."""
+        members = [each for each in self._peers if each.member is not None and not each.has_finished]
+        of_host = [each for each in members if each.host == host]
+        for peer in of_host:
+            peer.stopped_for = peer.stopped_for + min(seconds, _LONGEST_TICK_SECONDS) if peer.pid in pids else 0.0
+        if all(each.stopped_for for each in members) and not self._is_complete:
+            # No rank waits: the whole job is suspended. When the training is complete, the agent waits.
+            for peer in members:
+                peer.stopped_for = 0.0
+        for peer in of_host:
+            if peer.stopped_for > self.settings.fence_seconds:
+                logger.warning("Rank %s was stopped for %g s: it is ended.", peer.member, self.settings.fence_seconds)
+                peer.stopped_for = 0.0
+                self._kill(peer)
+
+    def _kill(self, peer: Peer) -> None:
+        for agent in [each for each in self._peers if each.agent is not None and each.host == peer.host]:
+            agent.channel.send({"kind": "kill", "pid": peer.pid})
+
+    def _tell(self, member: int, message: dict[str, Any]) -> None:
+        for peer in self._peers:
+            if peer.member == member:
+                peer.channel.send(message)
+
+    def _end(self, why: str) -> None:
+        if not self.verdict:
+            self.verdict = why
+            for peer in self._peers:
+                peer.channel.send(self._end_message())
+
+    def _end_message(self) -> dict[str, Any]:
+        return {"kind": "end", "generation": self.side.generation, "why": self.verdict}

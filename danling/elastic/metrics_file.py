@@ -1,0 +1,55 @@
+"""The lines of metrics.jsonl when the main process changes: each is there once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from danling.utils.files import replacing
+
+Recent = Sequence[tuple[dict[str, float], int]]
+"""The last metrics that all ranks have, each with its step."""
+
+
+def _lines(file: Path) -> list[tuple[bytes, dict[str, object]]]:
+    found = []
+    for line in file.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append((line, record))
+    return found
+
+
+def _key(values: Sequence[str] | dict[str, float], step: object) -> tuple[object, frozenset[str]]:
+    return step, frozenset(name for name in values if name not in ("step", "time", "ranks"))
+
+
+def without_later(file: Path, step: int, recent: Recent) -> None:
+    """Remove the lines of what the ranks that are left have not made, and one that a kill has left unfinished.
+
+    Args:
+        file: `metrics.jsonl`.
+        step: Updates that were made.
+        recent: What was logged of the last ones.
+    """
+    if not file.exists():
+        return
+    known = {_key(values, at) for values, at in recent}
+    with replacing(file) as new:
+        for line, record in _lines(file):
+            at = record["step"]
+            assert isinstance(at, int)
+            is_of_change = any(name.startswith("elastic/") for name in record)
+            is_made = at < step or is_of_change or _key(list(record), at) in known
+            if at <= step and is_made:
+                new.write(line)
+
+
+def missing_records(file: Path, recent: Recent) -> list[tuple[dict[str, float], int]]:
+    """Return the metrics that the file lacks."""
+    there = {_key(list(record), record["step"]) for _, record in _lines(file)} if file.exists() else set()
+    return [(values, step) for values, step in recent if _key(values, step) not in there]

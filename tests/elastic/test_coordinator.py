@@ -1,0 +1,168 @@
+"""The coordinator over real sockets: who is let in, which rank is ended, and when the run ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from danling.elastic.coordinator import Coordinator
+from danling.elastic.wire import TOKEN, Channel, Closed, connect
+
+_SETTINGS = {"least": 1, "wait_seconds": 0.3, "fence_seconds": 0.3, "replacements": None}
+
+
+class _Peer:
+    """A rank or an agent that says what a test has it say."""
+
+    def __init__(self, coordinator: Coordinator, **hello: Any) -> None:
+        self.heard: list[dict[str, Any]] = []
+        address = f"127.0.0.1:{coordinator.port}"
+        self.channel, self.welcome = connect(address, {"pid": 0, "host": "here", **hello}, seconds=10)
+
+    def say(self, kind: str, **values: Any) -> None:
+        self.channel.send({"kind": kind, **values})
+
+    def ready(self, generation: int, progress: int = 0) -> None:
+        self.say("ready", generation=generation, handle=f"h{generation}", progress=progress, digest="")
+
+    def hears(self, kind: str) -> dict[str, Any] | None:
+        """Return the newest message of a kind that has come."""
+        self.heard += self.channel.receive()
+        return next((message for message in reversed(self.heard) if message["kind"] == kind), None)
+
+
+def _until(found: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 20
+    while not (value := found()):
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)
+    return value
+
+
+@contextmanager
+def _run(ranks: int) -> Iterator[tuple[Coordinator, list[_Peer], _Peer]]:
+    """Yield a coordinator whose ranks train in the first generation, and their agent."""
+    coordinator = Coordinator(ranks, "127.0.0.1")
+    os.environ[TOKEN] = coordinator.token
+    peers: list[_Peer] = []
+    try:
+        agent = _Peer(coordinator, agent=0)
+        peers += [_Peer(coordinator, member=number, pid=100 + number) for number in range(ranks)]
+        for peer in peers:
+            peer.ready(0)
+        for peer in peers:
+            _until(partial(peer.hears, "form"))
+            peer.say("formed", generation=1)
+            peer.say("trains", settings=_SETTINGS)
+        _until(lambda: coordinator.side.phase == "run" and all(each.trains for each in coordinator._peers if each.pid))
+        yield coordinator, peers, agent
+    finally:
+        os.environ.pop(TOKEN, None)
+        for peer in peers:
+            peer.channel.close()
+        coordinator.close()
+
+
+def test_process_without_the_token_is_not_let_in() -> None:
+    coordinator = Coordinator(1, "127.0.0.1")
+    try:
+        stranger = Channel(socket.create_connection(("127.0.0.1", coordinator.port)))
+        stranger.send({"kind": "hello", "token": "é", "pid": 1, "host": "here", "member": 0})
+
+        def is_closed() -> bool:
+            try:
+                return stranger.receive() == [{}]
+            except Closed:
+                return True
+
+        _until(is_closed)
+        assert not coordinator.side.living and not coordinator.verdict
+    finally:
+        coordinator.close()
+
+
+def test_others_form_without_a_rank_that_has_died() -> None:
+    with _run(3) as (coordinator, peers, _):
+        peers.pop(1).channel.close()
+        for peer in peers:
+            assert _until(partial(peer.hears, "lost"))["generation"] == 1
+            peer.ready(1, progress=7)
+        order = _until(lambda: next((m for m in peers[0].heard if m.get("generation") == 2), peers[0].hears("x")))
+        assert order["members"] == [0, 2] and order["lost"][0]["member"] == 1
+        assert not coordinator.verdict
+
+
+def test_silent_rank_is_ended_and_busy_one_is_not() -> None:
+    with _run(3) as (_, peers, agent):
+        peers.pop(2).channel.close()
+        peers[0].ready(1)
+        # The second rank is in the program for long: its listener answers.
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            if peers[1].hears("lost"):
+                peers[1].say("busy", generation=1)
+            time.sleep(0.02)
+        assert agent.hears("kill") is None
+        assert _until(lambda: agent.hears("kill"))["pid"] == 101
+
+
+def test_stopped_rank_is_ended_unless_all_are_stopped() -> None:
+    with _run(2) as (_, _peers, agent):
+        for _ in range(10):
+            agent.say("stopped", pids=[100, 101], seconds=0.1)
+            time.sleep(0.02)
+        assert agent.hears("kill") is None
+        for _ in range(10):
+            agent.say("stopped", pids=[101], seconds=0.1)
+            time.sleep(0.02)
+        assert _until(lambda: agent.hears("kill"))["pid"] == 101
+
+
+def test_death_before_training_ends_the_run() -> None:
+    coordinator = Coordinator(2, "127.0.0.1")
+    os.environ[TOKEN] = coordinator.token
+    try:
+        first, second = (_Peer(coordinator, member=number) for number in range(2))
+        second.channel.close()
+        assert "before all ranks trained" in _until(lambda: first.hears("end"))["why"]
+    finally:
+        os.environ.pop(TOKEN, None)
+        coordinator.close()
+
+
+def test_rank_that_has_finished_is_no_death() -> None:
+    with _run(2) as (coordinator, peers, agent):
+        peers[0].say("finished")
+        _until(lambda: coordinator.side.roster and 0 not in coordinator.side.living)
+        peers[0].channel.close()
+        agent.say("exit", pid=100, code=0)
+        assert _until(lambda: agent.hears("replace"))["may"] is False
+        assert _until(lambda: peers[1].hears("complete"))
+        assert not coordinator.verdict
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_ranks_are_replaced_as_often_as_the_setting_says(limit: int) -> None:
+    with _run(3) as (_, peers, agent):
+        peers[0].say("trains", settings={**_SETTINGS, "replacements": limit})
+        peers.pop(1).channel.close()
+        agent.say("exit", pid=101, code=-9)
+        assert _until(lambda: agent.hears("replace"))["may"] is (limit == 1)
+
+
+def test_replacement_that_is_stopped_does_not_keep_a_complete_run_waiting() -> None:
+    with _run(2) as (coordinator, peers, agent):
+        late = _Peer(coordinator, pid=105)
+        for peer in peers:
+            peer.say("finished")
+        _until(lambda: not coordinator.side.roster or coordinator.side.living <= {late.welcome["member"]})
+        for _ in range(10):
+            agent.say("stopped", pids=[105], seconds=0.1)
+        assert _until(lambda: agent.hears("kill"))["pid"] == 105

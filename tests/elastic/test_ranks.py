@@ -1,0 +1,91 @@
+"""Ranks that are killed, stopped, or end by themselves: the others and the replacements end in the state of one undisturbed process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import plain_loop, training
+from .supervised import Ended, run_ranks
+
+_STEPS = 120
+_SETTINGS = {"steps": _STEPS}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "faults", "changes"),
+    [
+        (2, "1:reduce:10:kill", 1),
+        (3, "0:in_reduce:10:kill;1:stepped:12:exit", 2),
+        (3, "2:leaf:10:raise", 1),
+        (3, "1:reduced:10:kill;2:formed:2:kill", 1),
+        (2, "1:reduced:10:kill;2:took_state:1:kill;3:born:1:kill", 1),
+        (2, "1:stepped:10:stop", 1),
+    ],
+)
+def test_loop_by_hand_ends_as_if_undisturbed(ranks: int, faults: str, changes: int, tmp_path: Path) -> None:
+    ended = run_ranks(plain_loop.main, ranks, tmp_path / "report", variables={"FAULTS": faults, "FENCE": "0.3"})
+    assert not ended.verdict
+    assert ended.hashes == {plain_loop.undisturbed(plain_loop.UPDATES)}
+    assert changes <= max(note["changes"] for note in ended.notes if "end" in note)
+    assert all(note["repeated"] <= note["changes"] for note in ended.notes if "end" in note)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The end of one process without elastic ranks."""
+    return training.train(str(tmp_path_factory.mktemp("alone")), **_SETTINGS)[0]
+
+
+def _train(ranks: int, faults: str, directory: Path, **elastic: Any) -> Ended:
+    variables = {
+        "FAULTS": faults,
+        "ROOT": str(directory),
+        "SETTINGS": json.dumps(_SETTINGS),
+        "ELASTIC": json.dumps({"fence_seconds": 0.3, **elastic}),
+    }
+    return run_ranks(training.elastic_rank, ranks, directory / "report", variables=variables)
+
+
+def _steps(directory: Path, name: str) -> list[int]:
+    lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
+    return [record["step"] for line in lines if name in (record := json.loads(line))]
+
+
+def test_fewer_ranks_than_needed_save_and_end(undisturbed: str, tmp_path: Path) -> None:
+    ended = _train(2, "1:leaf:40:kill", tmp_path, min_ranks=2, replacements=0, wait_seconds=0.5)
+    assert sorted(ended.codes) == [-9, 143]
+    digest, _ = training.train(str(tmp_path), **_SETTINGS, dir=str(tmp_path / "run"), auto_resume=True)
+    assert digest == undisturbed
+    assert _steps(tmp_path, "train/loss") == list(range(1, _STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "faults"),
+    [
+        pytest.param(3, "1:leaf:15:kill", id="in a micro-batch"),
+        pytest.param(3, "1:reduced:10:kill", id="after the sums"),
+        pytest.param(2, "0:stepped:12:kill", id="the main process after an update"),
+        pytest.param(3, "0:evaluating:2:kill", id="the main process in an evaluation"),
+        pytest.param(3, "2:evaluating:3:kill", id="another one in an evaluation"),
+        pytest.param(2, "0:save:4:kill", id="the main process in a save"),
+        pytest.param(3, "2:saved:3:exit", id="by an exit after a save"),
+        pytest.param(3, "1:leaf:15:raise", id="by an error"),
+        pytest.param(3, "1:leaf:15:kill;2:leaf:12:kill", id="two of three"),
+        pytest.param(2, "1:leaf:15:kill;0:stepped:70:kill", id="one, then the other"),
+        pytest.param(2, "1:stepped:11:stop", id="stopped for long"),
+        pytest.param(2, "1:leaf:15:kill;2:born:1:kill", id="and a replacement at birth"),
+    ],
+)
+def test_training_ends_as_if_undisturbed(ranks: int, faults: str, undisturbed: str, tmp_path: Path) -> None:
+    ended = _train(ranks, faults, tmp_path)
+    assert not ended.verdict
+    assert ended.hashes == {undisturbed}
+    assert all(note["repeated"] <= len(note["changes"]) for note in ended.notes if "end" in note)
+    assert any(note.get("changes") for note in ended.notes)
+    assert _steps(tmp_path, "train/loss") == list(range(1, _STEPS + 1))
+    assert _steps(tmp_path, "val/loss") == list(range(10, _STEPS + 1, 10))
+    assert _steps(tmp_path, "elastic/ranks")
