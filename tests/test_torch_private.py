@@ -23,6 +23,8 @@ from danling.utils.torch_private import PRIVATE_NAMES, TESTED, _used_by_methods,
 LISTED = {part for name in PRIVATE_NAMES for part in name.split(".")}
 OTHER_PACKAGES = {
     "accelerate": {"_reset_state"},
+    # torch's notes on autograd document attributes with this prefix: https://docs.pytorch.org/docs/stable/notes/autograd.html
+    "autograd": {"_saved_other"},
     "datasets": {"_ex_iterable"},
     "deepspeed": {
         "_clear_fp32_optimizer_param_groups",
