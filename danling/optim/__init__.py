@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from .arguments_of_step import needs_metric
 from .joint import JointOptimizer, JointScheduler
-from .registry import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
+from .registry import OPTIMIZERS, SCHEDULERS, build_param_groups
 from .warmup import ConstantSchedule, CosineSchedule, LinearSchedule, WarmupScheduler, WSDSchedule
 
 __all__ = [

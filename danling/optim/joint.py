@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .registry import is_told_its_place, needs_metric
+from .arguments_of_step import needs_metric, takes_position
 
 SHARED = "shared"
 """Key of the entries of `state` that belong to no parameter: an optimizer keeps them under a text."""
@@ -127,7 +127,7 @@ class JointScheduler:
 
     def __init__(self, **schedules: Any) -> None:
         for name, schedule in schedules.items():
-            if needs_metric(schedule) or is_told_its_place(schedule) or not callable(getattr(schedule, "step", None)):
+            if needs_metric(schedule) or takes_position(schedule) or not callable(getattr(schedule, "step", None)):
                 raise ValueError(
                     f"Expected schedules with a method step() that takes nothing. Received: {name!r}: {type(schedule).__name__}. Take "
                     "another one, or one schedule over all optimizers."

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import SWALR
 
 from danling.utils.messages import did_you_mean
 
+from .arguments_of_step import needs_metric, takes_position
 from .muon import ShardedMuon
 from .warmup import ConstantSchedule, CosineSchedule, LinearSchedule, WSDSchedule, rewrite_rates
 
@@ -386,16 +387,6 @@ class OneCycleSchedule(OneCycleLR):
                 rewrite_rates(self)
 
 
-def needs_metric(scheduler: object) -> bool:
-    """Whether `step` of a schedule, or of a class of schedules, wants the value of a metric, as that of `ReduceLROnPlateau` does."""
-    kind = scheduler if isinstance(scheduler, type) else type(scheduler)
-    if issubclass(kind, ReduceLROnPlateau):
-        return True
-    step = getattr(kind, "step", None)
-    parameters = list(inspect.signature(step).parameters.values())[1:] if step is not None else []
-    return any(p.name in ("metrics", "metric") and p.default is inspect.Parameter.empty for p in parameters)
-
-
 def refuse_new_groups(scheduler: object, error: Exception) -> None:
     """Raise what to do, where a schedule failed since its optimizer has more groups than it was made for."""
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
@@ -407,15 +398,6 @@ def refuse_new_groups(scheduler: object, error: Exception) -> None:
             "__init__, frozen with requires_grad_(False) until they are trained, or use scheduler.type linear, cosine, constant or wsd, "
             "which take new groups."
         ) from error
-
-
-def is_told_its_place(scheduler: object) -> bool:
-    """Whether a schedule is told the epoch or the update that it is at, as those of timm: `step(epoch)` and `step_update(num_updates)`."""
-    step = getattr(type(scheduler), "step", None)
-    if step is None or not callable(getattr(scheduler, "step_update", None)):
-        return False
-    first = list(inspect.signature(step).parameters.values())[1:2]
-    return bool(first) and first[0].name == "epoch" and first[0].default is inspect.Parameter.empty
 
 
 _schedules: dict[str, Any] = {
@@ -487,7 +469,7 @@ def load_schedule(scheduler: Any, state: Mapping[str, object]) -> None:
 def scheduler_interval(settings: Mapping[str, object], scheduler: object = None, *, name: str = "") -> str:
     """Return when a schedule advances: `"step"`, `"epoch"` or `"validation"`."""
     asked = settings.get("interval", None)
-    if is_told_its_place(scheduler):
+    if takes_position(scheduler):
         own = "epoch" if getattr(scheduler, "t_in_epochs", True) else "step"
         if asked and asked != own:
             raise ValueError(
@@ -505,7 +487,7 @@ def scheduler_interval(settings: Mapping[str, object], scheduler: object = None,
 def check_metric_of_schedule(scheduler: object, *, interval: str, evaluates: bool, monitors: bool) -> None:
     """Refuse a schedule that goes by a metric which is never computed, or that it is not told, as timm's."""
     kind = type(scheduler).__name__
-    if is_told_its_place(scheduler) and isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
+    if takes_position(scheduler) and isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
         raise ValueError(
             f"Expected a schedule by a metric as torch makes it. Received: a {kind}, which leaves the learning rate as it is where it is "
             "told an epoch without a metric. Take torch.optim.lr_scheduler.ReduceLROnPlateau."

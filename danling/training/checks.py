@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, closest_typo
-from danling.optim import JointScheduler
-from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule, is_stuck, needs_metric
+from danling.optim import JointScheduler, needs_metric
+from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule, is_stuck
 from danling.optim.state import modal, rates_of
 from danling.optim.warmup import WarmupScheduler
 from danling.utils.hooks import is_overridden

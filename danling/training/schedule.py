@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from danling.metrics.scores import infer_mode, metric_of
 from danling.optim import needs_metric
-from danling.optim.registry import is_told_its_place, refuse_new_groups, scheduler_interval
+from danling.optim.arguments_of_step import takes_position
+from danling.optim.registry import refuse_new_groups, scheduler_interval
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -68,7 +69,7 @@ class Schedule:
         """Look at the schedule that a training begins with."""
         scheduler = self._runner.scheduler
         self.by_update = scheduler is not None and interval_of(self._runner) == "step"
-        self._passes_step = is_told_its_place(scheduler)
+        self._passes_step = takes_position(scheduler)
 
     def _position(self) -> int | None:
         return None if self._counts_by_optimizer else getattr(self._runner.scheduler, "last_epoch", None)
@@ -135,7 +136,7 @@ class Schedule:
             return
         if by_metric:
             self._step(scheduler, self._metric(metrics))
-        elif is_told_its_place(scheduler):
+        elif takes_position(scheduler):
             self._step(scheduler, self._runner.state.train.epoch)
         else:
             self._step(scheduler)
