@@ -43,7 +43,7 @@ def describe(value: Any, depth: int = _DEPTH) -> object:
 def series_of(dataset: object) -> dict[str, str]:
     """Return some values, spread evenly, of the tensors, arrays, lists and ranges in a dataset, by how each is reached from it.
 
-    A dataset has its samples, their indices or the names of their files in these, or in objects with items of their own. Single values
+    A dataset has its samples, their indices or the names of their files in these, or in objects that have items. Single values
     are left out, such as a rank or a directory, which may differ; so are the directories of files.
     """
     return dict(_series_in(dataset, "dataset", _DEPTH))

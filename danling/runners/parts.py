@@ -1,4 +1,4 @@
-"""The collaborators of a runner, in the order in which they are made: what a runner consists of besides the methods that users override."""
+"""The collaborators of a runner, in the order in which they are made. Users override none of them."""
 
 from __future__ import annotations
 

@@ -534,7 +534,7 @@ class MetricsInTraining(Observer):
             names = listed([f"self.metrics[{name!r}]" if name else "self.metrics" for name in sorted(changed)])
             logger.warning(
                 "%s had updates outside of an evaluation. Evaluations reset what is in self.metrics, and no checkpoint has it. Set "
-                "train_metrics for metrics of training, or keep another object in an attribute of its own, such as self.trained, which is "
+                "train_metrics for metrics of training, or keep another object in another attribute, such as self.trained, which is "
                 "saved.",
                 names,
             )

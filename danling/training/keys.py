@@ -55,7 +55,7 @@ class RandomKeys:
         self.in_update = False
         """Whether an optimizer step of the runner is under way."""
         self.called: tuple[object, ...] = ()
-        """What an update calls besides model, criterion, optimizer and schedule; `None` for each that the run does not have."""
+        """What an update calls, other than model, criterion, optimizer and schedule; `None` for each that the run does not have."""
         self._generators: list[tuple[Any, int]] | None = None
         self._only_torch = False
         """Whether nothing in an update of the loop under way can draw from NumPy's stream or from that of `random`."""

@@ -574,7 +574,7 @@ class TrainingLoop:
                 self.has_jumped = self._is_trained(split)
                 if self.has_jumped:
                     return
-                # Whoever made the state began the pass: what was set then is in that state.
+                # The process that made the state began the pass: what was set then is in that state.
                 begins = False
                 # Batches that were read before do not count, unless this rank has its own loader, which has not moved.
                 has_own_position = source.is_rank_local and not replaced.moved_in_data

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 MISSING = object()
-"""Stands for a value that has no encoding, or is not there."""
+"""Marks a value that has no encoding, or is not there."""
 SCALARS = (type(None), bool, int, float, str)
 ARRAYS = ("array", "scalar")
 """Kinds of NumPy's values."""

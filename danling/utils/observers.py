@@ -193,7 +193,7 @@ class Observers(MutableSequence[Observer]):
             self.on_added(added)
 
     def bind_events(self) -> None:
-        """Look which observers override which events, in their class or in an attribute of their own."""
+        """Look which observers override which events, in their class or in an attribute of the object."""
         self.heard = {}
         for event in EVENTS:
             calls = [(each, getattr(each, event)) for each in self._observers]
