@@ -520,7 +520,8 @@ class ParallelRunner(TorchRunner):
                 # Padding: a loss without a gradient.
                 leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
                 return sum((leaf.sum() * 0.0 for leaf in leaves), torch.zeros((), device=self.device))
-            chunk, window.current = shares[place]
+            chunk, weight_of_chunk = shares[place]
+            window.set_current(weight_of_chunk)
             window.cut(output)
             self._handed_on = []
             pipeline.seed_step(place, opened=True)
@@ -536,7 +537,8 @@ class ParallelRunner(TorchRunner):
             with self.train_context() or nullcontext(), self.forward_context() or nullcontext():
                 pred = pipeline.train(loss_of)
         finally:
-            self._handed_on, window.current = None, weight
+            self._handed_on = None
+            window.set_current(weight)
         if self.carry is not None:
             raise ValueError(
                 "self.carry cannot be used in a pipeline, whose schedule runs parts of a batch. Train on another axis than `pipeline`."

@@ -59,7 +59,8 @@ class Schedule:
         self._passes_step = False
         """Whether the schedule takes the number of the update, as those of timm do."""
         self._runner = runner
-        self._counts_by_optimizer = counts_by_optimizer
+        # Several optimizers have several positions: none is read.
+        self._position = "" if counts_by_optimizer else "last_epoch"
         self._at: int | None = None
         """Where the schedule was when the open window began; `None` if it does not say, or counts by optimizer."""
         self._left: tuple[object, int, int] | None = None
@@ -71,14 +72,11 @@ class Schedule:
         self.by_update = scheduler is not None and interval_of(self._runner) == "step"
         self._passes_step = takes_position(scheduler)
 
-    def _position(self) -> int | None:
-        return None if self._counts_by_optimizer else getattr(self._runner.scheduler, "last_epoch", None)
-
     # An update
 
     def begin_update(self) -> None:
         """Note the position of the schedule, and refuse one that was advanced between two updates, as in an override of `step`."""
-        self._at = self._position()
+        self._at = getattr(self._runner.scheduler, self._position, None)
         if self._left is None or self._at is None:
             return
         scheduler, step, at = self._left
@@ -113,8 +111,9 @@ class Schedule:
 
     def note_position(self) -> None:
         """Remember where the library leaves the schedule: only an update advances it before the next one."""
-        at = self._position()
-        self._left = None if at is None else (self._runner.scheduler, self._runner.state.train.global_step, at)
+        scheduler = self._runner.scheduler
+        at = getattr(scheduler, self._position, None)
+        self._left = None if at is None else (scheduler, self._runner.state.train.global_step, at)
 
     def _step(self, scheduler: Any, *arguments: float) -> None:
         try:

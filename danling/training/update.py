@@ -124,16 +124,18 @@ class Window:
         self.samples = 0.0
         self.nonfinite: float | Tensor = 0.0
         self.current: float | Tensor = 0.0
+        self.weighs_nothing = True
+        """Whether the open micro-batch is known to weigh nothing."""
         self.current_samples = 0.0
         self._reference: float | Tensor = 1.0
         self.unscaled = 0
         """Micro-batches of non-zero weight for which `backward` was not called, the open one included."""
         self._awaits_loss = self._is_cut = False
 
-    @property
-    def weighs_nothing(self) -> bool:
-        """Whether the open micro-batch is known to weigh nothing."""
-        return isinstance(self.current, float) and self.current == 0.0
+    def set_current(self, weight: float | Tensor) -> None:
+        """Set the weight of the losses that follow: of a part of the open micro-batch."""
+        self.current = weight
+        self.weighs_nothing = isinstance(weight, float) and weight == 0.0
 
     def begin_microbatch(self, weight: float | Tensor, samples: float) -> None:
         """Begin a micro-batch. The first one of a run is a collective of the domain."""
@@ -154,7 +156,9 @@ class Window:
         self._is_cut = False
         self._awaits_loss = isinstance(weight, Tensor) or weight != 0.0
         self.unscaled += self._awaits_loss
-        self.current, self.current_samples = weight, samples
+        self.current = weight
+        self.weighs_nothing = isinstance(weight, float) and weight == 0.0
+        self.current_samples = samples
         self.weight = self.weight + weight
         self.samples += samples
 
@@ -210,7 +214,7 @@ class Window:
                 self.nonfinite = 1.0
         if self.sum_reduced:
             # Padding weighs nothing in a sum either.
-            return loss * 0.0 if isinstance(self.current, float) and self.current == 0.0 else loss
+            return loss * 0.0 if self.weighs_nothing else loss
         if isinstance(self.current, Tensor):
             return loss * (self.current / self._reference).to(loss.dtype)
         factor = self.current / self._reference
