@@ -335,8 +335,8 @@ class AcceleratePreparation(ModelPreparation):
 class AccelerateReduction(DDPReduction):
     """The gradient of a model that Accelerate has prepared; the window has weighed each loss, and Accelerate must not divide again."""
 
-    def __init__(self, runner: AccelerateRunner) -> None:
-        super().__init__(runner)
+    def __init__(self, runner: AccelerateRunner, *, averages: Literal["criterion", "all"]) -> None:
+        super().__init__(runner, averages=averages)
         self.accelerator: Any = runner.accelerator
         self.stepped = runner.preparation.stepped(self.optimizer)
         if not isinstance(self.model, DistributedDataParallel):

@@ -197,11 +197,15 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     if model.find_unused_parameters or model.static_graph or has_hooks or gives_sparse:
         return
     gradients = [parameter.grad for parameter in parameters]
+    broadcasts = model.broadcast_buffers
+    # What takes the place of the model has no buffers, and the wrapper broadcasts no empty list.
+    model.broadcast_buffers = False
     model.module = _Parameters()
     try:
         outputs = model(parameters)
     finally:
         model.module = module
+        model.broadcast_buffers = broadcasts
     # The last parameter's gradient comes first, as in a backward.
     torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
     for parameter, gradient in zip(parameters, gradients):

@@ -181,9 +181,7 @@ class GradientReduction:
 class DDPReduction(GradientReduction):
     """The gradient of a model in DistributedDataParallel, which takes the mean over the ranks in the last backward of a window."""
 
-    def __init__(
-        self, runner: TorchRunner, *, averages: Literal["criterion", "optimizer", "all"] = "criterion"
-    ) -> None:
+    def __init__(self, runner: TorchRunner, *, averages: Literal["criterion", "optimizer", "all"]) -> None:
         super().__init__(runner)
         self.averages = averages
         self.model: Any = runner.model

@@ -275,7 +275,7 @@ class Unfit(AnySize):
         ("batch norm", "1.running_mean.*GroupNorm"),
         ("fused", r"AdamW\(fused=True\)"),
         ("carry", "self.carry"),
-        ("phases", "optimizers by name.*gradient_sum='canonical'"),
+        ("phases", "several optimizers.*gradient_sum='fast'"),
     ],
 )
 def test_parts_without_one_order_are_refused(part: str, received: str, tmp_path: Path) -> None:

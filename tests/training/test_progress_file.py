@@ -131,7 +131,8 @@ def test_the_end_of_a_training_is_written(
             runner.train()
     found = read(tmp_path)
     assert (found["state"], found["reason"], found["step"]) == (state, reason, step)
-    assert (found["seconds_left"] == 0) == (state == "done")
+    if state == "done":
+        assert found["seconds_left"] == 0
     latest = torch.load(tmp_path / "checkpoints" / "latest.pth", weights_only=True)
     assert found["last_checkpoint"]["step"] == latest["state"]["train"]["global_step"]
 
