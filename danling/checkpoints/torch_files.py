@@ -24,11 +24,13 @@ from .payload import check_sections
 from .pickles import is_too_deep
 from .reading import Outline, tensors_in, without_tensors
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """`format_version` of new files, and the newest one that can be read."""
 CHANGED_SINCE = {
     1: "NumPy, `random` and each generator draw from separate keys, averages of weights are in float32, and buffers of averages are "
     "copied, not averaged",
+    2: "on a mesh, buffers that training reads are those of the first rank in every update, and with three or more ranks "
+    "DistributedDataParallel adds gradients in the same order after a resume",
 }
 """What a run computes differently since a format, by the last version of it."""
 

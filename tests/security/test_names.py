@@ -67,6 +67,11 @@ FUNCTIONS = {
     "cli/plot": ["run"],
     "data/packing": ["document_lengths"],
     "deepspeed/checkpoints": ["DeepSpeedCheckpointManager._save.publish"],
+    "demo": ["compare"],
+    "elastic/agent": ["_state"],
+    "elastic/attach": ["ElasticRanks._take_over"],
+    "elastic/metrics_file": ["without_later"],
+    "elastic/spare": ["wait_and_run"],
     "graph/artifacts": [
         "Artifacts._add_files",
         "Artifacts._make_folder",
@@ -80,7 +85,7 @@ FUNCTIONS = {
     ],
     "remote/mirror": ["RunMirror._copy_files", "RunMirror._file", "RunMirror._written", "RunMirror.open"],
     "remote/sources": ["RemoteCheckpoints._bring_target", "bring_object", "runs_below"],
-    "reporting/logging": ["RunLog.__init__"],
+    "reporting/logging": ["RunLog._opened"],
     "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "_steps", "read_jsonl"],
     "stream/channel": ["RefChannel._take"],
     "stream/directory_store": [
@@ -109,6 +114,7 @@ FUNCTIONS = {
     "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
     "supervision/rank_watch": ["RankWatch._dump", "WatchedThread.__init__"],
     "torchft/member": ["ReplicaMember.take_over"],
+    "training/progress_file": ["ProgressFile._write"],
     "utils/files": ["clear_places", "open_file", "read_bytes", "replacing", "sync_directory", "write_atomically"],
     "utils/locks": ["FileLock.is_taken", "_give_back", "_made", "_opened"],
     "utils/process": ["first_failure"],
@@ -241,7 +247,8 @@ WRITERS = {
     ],
     "remote/mirror": ["RunMirror._written: touch"],  # under a random name
     "remote/sources": ["runs_below: touch"],  # in a temporary directory
-    "reporting/logging": ["RunLog.__init__: FileHandler"],  # named by the user, or after the instant of the start
+    "demo": ["start: open"],  # of a directory that the demo has made
+    "reporting/logging": ["RunLog._opened: FileHandler"],  # named by the user, or after the instant of the start
     "reporting/trackers": ["JsonLines._open: os.open"],
     "stream/directory_store": ["DirectoryStore._note: os.open", "_write_synced: os.open"],
     "stream/file_channel": ["FileChannel.__init__: os.open", "FileChannel._opened_to_write: os.open"],
