@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support.processes import run_processes
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -295,30 +296,38 @@ def test_draws_in_a_method_are_the_same_after_a_resume(name: str, tmp_path: Path
     assert whole[-1:] == resumed[-1:]
 
 
-@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), functional.cross_entropy])
-def test_only_the_stream_of_torch_is_seeded_if_nothing_else_can_draw(
-    criterion: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def weights(directory: Path) -> tuple[list[Tensor], Any]:
-        with Plain(settings(directory, 9), lambda runner: setattr(runner, "criterion", criterion)) as runner:
-            runner.train()
-            return [p.detach().clone() for p in runner.model.parameters()], runner._parts.keys._only_torch
+def weights_and_streams(directory: str, criterion: Any, is_forced: bool) -> tuple[list[Tensor], bool]:
+    """Train in a process into which no other test has imported a library that replaces functions of torch."""
+    if is_forced:
+        keys.runs_user_code = lambda runner, called: True
+    with Plain(settings(Path(directory), 9), lambda runner: setattr(runner, "criterion", criterion)) as runner:
+        runner.train()
+        return [p.detach().clone() for p in runner.model.parameters()], runner._parts.keys._only_torch
 
-    found, only_torch = weights(tmp_path / "one")
-    assert only_torch
-    monkeypatch.setattr(keys, "runs_user_code", lambda runner, called: True)
-    expected, only_torch = weights(tmp_path / "other")
-    assert not only_torch
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), functional.cross_entropy])
+def test_only_the_stream_of_torch_is_seeded_if_nothing_else_can_draw(criterion: Any, tmp_path: Path) -> None:
+    (found, only_torch), (expected, by_force) = (
+        run_processes(weights_and_streams, str(tmp_path / str(is_forced)), criterion, is_forced, world_size=1)[0]
+        for is_forced in (False, True)
+    )
+    assert only_torch and not by_force
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_loop_by_hand_seeds_every_stream(tmp_path: Path) -> None:
-    with Plain(settings(tmp_path, 6)) as runner:
+def draws_by_hand(directory: str) -> tuple[bool, list[Any]]:
+    with Plain(settings(Path(directory), 6)) as runner:
         runner.train()
-        assert runner._parts.keys._only_torch
+        only_torch = runner._parts.keys._only_torch
         for _ in range(2):
             random.seed(0), numpy.random.seed(0)
             runner.train_step((torch.ones(4, 4), torch.ones(4, dtype=torch.int64)))
             draw()
             runner.step()
-    assert DRAWN[-1] != DRAWN[-2]
+    return only_torch, DRAWN[-2:]
+
+
+def test_a_loop_by_hand_seeds_every_stream(tmp_path: Path) -> None:
+    only_torch, (before, after) = run_processes(draws_by_hand, str(tmp_path), world_size=1)[0]
+    assert only_torch
+    assert before != after
