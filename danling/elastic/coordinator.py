@@ -135,12 +135,17 @@ class Coordinator:
         return self.side.phase == "run"
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # it has gone again, or this process has no file descriptor left
         peer = Peer(Channel(connection))
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _read(self, peer: Peer) -> None:
+        if peer not in self._peers:
+            return  # dropped for what was read before, such as the end of its machine
         try:
             messages = peer.channel.receive()
         except (Closed, ValueError):
@@ -156,7 +161,9 @@ class Coordinator:
 
     def _welcome(self, peer: Peer, message: dict[str, Any]) -> bool:
         """Take in a process that knows the token."""
-        knows = hmac.compare_digest(str(message.get("token", "")).encode(), self.token.encode())
+        # JSON may have halves of surrogate pairs, which have no bytes.
+        given = str(message.get("token", "")).encode(errors="replace")
+        knows = hmac.compare_digest(given, self.token.encode())
         if message.get("kind") != "hello" or not knows:
             self._drop(peer)
             return False
@@ -178,6 +185,8 @@ class Coordinator:
 
     def _drop(self, peer: Peer) -> None:
         """Note that a process is gone: its connection ends with it."""
+        if peer not in self._peers:
+            return
         self._selector.unregister(peer.channel.socket)
         peer.channel.close()
         self._peers.remove(peer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,11 +71,12 @@ def _run(ranks: int) -> Iterator[tuple[Coordinator, list[_Peer], _Peer]]:
         coordinator.close()
 
 
-def test_process_without_the_token_is_not_let_in() -> None:
+@pytest.mark.parametrize("token", ["é", "\ud800", 5, None, ["a"]])
+def test_process_without_the_token_is_not_let_in(token: object) -> None:
     coordinator = Coordinator(1, "127.0.0.1")
     try:
         stranger = Channel(socket.create_connection(("127.0.0.1", coordinator.port)))
-        stranger.send({"kind": "hello", "token": "é", "pid": 1, "host": "here", "member": 0})
+        stranger.send({"kind": "hello", "token": token, "pid": 1, "host": "here", "member": 0})
 
         def is_closed() -> bool:
             try:
@@ -97,6 +99,31 @@ def test_others_form_without_a_rank_that_has_died() -> None:
         order = _until(lambda: next((m for m in peers[0].heard if m.get("generation") == 2), peers[0].hears("x")))
         assert order["members"] == [0, 2] and order["lost"][0]["member"] == 1
         assert not coordinator.verdict
+
+
+def test_machine_that_is_lost_at_once_ends_no_run() -> None:
+    with _run(3) as (coordinator, peers, agent):
+        there = _Peer(coordinator, agent=1, host="there", pid=0)
+        late = [_Peer(coordinator, host="there", pid=200 + number) for number in range(4)]
+        _until(lambda: len(coordinator.side.living) == 7)
+        # All of them are read in one round, that of the agent first: it takes the others along.
+        select, closed = coordinator._selector.select, threading.Event()
+
+        def round_of_all(timeout: float | None = None) -> Any:
+            found = select(timeout)
+            if closed.is_set():
+                found.sort(key=lambda each: (each[0].data is None, getattr(each[0].data, "agent", None) != 1))
+                return found
+            return [each for each in found if getattr(each[0].data, "host", "") != "there"]
+
+        coordinator._selector.select = round_of_all  # type: ignore[method-assign]
+        for peer in (there, *late):
+            peer.channel.close()
+        time.sleep(0.2)
+        closed.set()
+        _until(lambda: len(coordinator.side.living) == 3)
+        time.sleep(0.1)
+        assert not coordinator.verdict and agent.hears("end") is None and peers[0].hears("end") is None
 
 
 def test_silent_rank_is_ended_and_busy_one_is_not() -> None:
