@@ -255,7 +255,7 @@ class TorchRunner(BaseRunner):
                 self.world.broadcast(parameter.data)
             # Two numbers have one sum in either order.
             if self.world.size > 2 and not self._parts.data.finds_micro_batch_size:
-                settle_buckets(self.model)
+                settle_buckets(self.model, self.world)
 
     def _criterion_tensors(self, kind: Literal["parameters", "buffers"]) -> list[Tensor]:
         """Return the parameters or the buffers of the criterion, if it is a module."""

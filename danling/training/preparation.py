@@ -183,7 +183,7 @@ class _Parameters(nn.Module):
         return [parameter.view_as(parameter) for parameter in parameters]
 
 
-def settle_buckets(model: DistributedDataParallel) -> None:
+def settle_buckets(model: DistributedDataParallel, world: Domain) -> None:
     """Let the wrapper lay out its buckets before the first update. Called on all ranks.
 
     It does so after the first backward of each process. Three and more ranks add a gradient in an order that depends on its place in its
@@ -191,10 +191,14 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     """
     module = model.module
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    # Hooks of the user's are not to be called with a gradient of zeros, and a sparse gradient has no zeros.
+    # Hooks of the user's are not to be called with a gradient of zeros, and a sparse gradient has no zeros. A rank may have hooks alone, as
+    # the one that logs.
     has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
     gives_sparse = any(getattr(each, "sparse", False) for each in module.modules())
-    if model.find_unused_parameters or model.static_graph or has_hooks or gives_sparse:
+    is_changed = bool(model._comm_hooks) or model.mixed_precision is not None
+    lays_out_later = model.find_unused_parameters or model.static_graph
+    is_left = torch.tensor([float(has_hooks or gives_sparse or is_changed or lays_out_later)], dtype=torch.float64)
+    if world.all_reduce(is_left, "max").item():
         return
     gradients = [parameter.grad for parameter in parameters]
     broadcasts = model.broadcast_buffers
@@ -206,6 +210,8 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     finally:
         model.module = module
         model.broadcast_buffers = broadcasts
+    for parameter in parameters:
+        parameter.grad = None  # else the ranks would average what is there
     # The last parameter's gradient comes first, as in a backward.
     torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
     for parameter, gradient in zip(parameters, gradients):
