@@ -99,11 +99,15 @@ def decode_key(node: Any, other: Callable[[Any], Any] = _no_encoding) -> Any:
     if kind in _TUPLES:
         return _TUPLES[kind](decode_key(part, other) for part in node["items"])
     if kind == "bytes":
-        return bytes(node["items"])
+        return bytes(list(node["items"]))  # of a number, `bytes` makes so many zeros
     if kind == "scalar":
         import numpy
 
-        return numpy.dtype(node["dtype"]).type(node["item"])
+        dtype = numpy.dtype(node["dtype"])
+        if dtype.kind not in _NUMBERS:
+            # Such as `numpy.void`, which makes so many zeros of a number.
+            raise ValueError(f"a key of the dtype {dtype}, which is no number")
+        return dtype.type(node["item"])
     return other(node)
 
 

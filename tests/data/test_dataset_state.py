@@ -162,6 +162,13 @@ def test_arrays_and_sets_are_encoded_as_those_of_attributes(tmp_path: Any) -> No
             assert same(to_plain(value), snapshot.attribute(name, value).node)
 
 
+@pytest.mark.parametrize("dtype", [None, "V", "S", "U", "O"])
+def test_forged_item_of_a_set_takes_no_memory(dtype: str | None) -> None:
+    item = {"kind": "bytes", "items": 10**13} if dtype is None else {"kind": "scalar", "dtype": dtype, "item": 10**13}
+    with pytest.raises((TypeError, ValueError)):
+        from_plain({"kind": "set", "items": [item]})
+
+
 def test_state_of_an_older_checkpoint_is_read() -> None:
     bits = torch.frombuffer(bytearray(numpy.arange(3, dtype="<i4").tobytes()), dtype=torch.uint8)
     older = {"a": {"__numpy_array__": "<i4", "shape": [3], "data": bits}, "s": {1, 2}, "d": {"kind": "odd", "n": 1}}
