@@ -257,6 +257,7 @@ class BaseRunner(metaclass=MetaRunner):
         """
         joins = self._parts.elastic is not None and self._parts.elastic.joins
         self._check_ranks_alike()  # `__init__` of a subclass may have changed settings
+        self._parts.follow_store()
         if not joins:
             self._check_resume()
         self._check_sources_alike()

@@ -107,11 +107,17 @@ class Parts:
                 owner.world.rank, owner.world.size, limit=lambda: collective_timeout(owner.device)
             )
         self.run_place = RunPlace(owner, self.stores)
-        if self.stores is not None:
-            self.stores.place = self.run_place
+        self.follow_store()
         self.closers.callback(self.run_place.release)
         # Trackers that were added but never opened are closed too, before the right to write into the run directory is given up.
         self.closers.callback(self.reporter.trackers.close)
+
+    def follow_store(self) -> None:
+        """Follow `checkpoint.remote.url`, which the user's `__init__` may set or unset. No communication."""
+        stores = self.remote if is_asked("remote", self.owner.config) else None
+        self.stores = self.saver.stores = self.run_place.stores = stores
+        if stores is not None:
+            stores.place = self.run_place
 
 
 class TorchParts(Parts):

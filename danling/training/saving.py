@@ -50,7 +50,7 @@ class RunSaver:
         self._runner: Any = runner
         self._session = session
         self._extensions = extensions
-        self._stores = stores
+        self.stores = stores
         """Object stores, where the run is copied to one."""
         self.checks: list[Callable[[], None]] = []
         self.before: list[Callable[[], None]] = []
@@ -146,7 +146,7 @@ class RunSaver:
         """Note that the run was restored from a checkpoint on disk. Called on all ranks."""
         # The store is asked by one rank, and fails all of them where it fails that one.
         self.best_elsewhere = self._runner.world.on_first(
-            lambda: warn_if_best_is_elsewhere(self._runner, source, self._stores)
+            lambda: warn_if_best_is_elsewhere(self._runner, source, self.stores)
         )
         self.saved_at = self._position
         for action in self.loaded:

@@ -302,7 +302,7 @@ class RunPlace:
 
     def __init__(self, runner: BaseRunner, stores: RemoteStores | None) -> None:
         self._runner = runner
-        self._stores = stores
+        self.stores = stores
         """Object stores, where the run is copied to one."""
         self._directory: RunDirectory | None = None
         """On the main process."""
@@ -346,7 +346,7 @@ class RunPlace:
         return chosen.dir, chosen.id, chosen.notice
 
     def _numbers_in_store(self) -> list[int]:
-        names = self._stores.runs(self.family, self.id) if self._stores is not None else ()
+        names = self.stores.runs(self.family, self.id) if self.stores is not None else ()
         return sorted(number for name in names if (number := number_of(name, self.id)) is not None)
 
     def _part(self) -> str | None:

@@ -64,6 +64,26 @@ def test_copy_equals_the_run_directory(
     assert "Step 24 is safe in" in caplog.text
 
 
+class DecidesLate(Toy):
+    """Sets or unsets the place of the copy in its own `__init__`."""
+
+    def __init__(self, config: dl.RunnerConfig) -> None:
+        super().__init__(config)
+        self.config.checkpoint.remote.url = self.config.late_url
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_store_that_init_of_the_program_sets_is_followed(
+    moto: ObjectServer, url: str, tmp_path: Path, is_copied: bool
+) -> None:
+    early, late = (None, url) if is_copied else (url, None)
+    with DecidesLate(config(early, tmp_path, late_url=late, steps=2, epochs=None)) as runner:
+        runner.train()
+        place = runner.workspace.dir
+    keys = moto.objects(url.split("/")[2], f"runs/{place.relative_to(tmp_path).as_posix()}/")
+    assert any("checkpoints/latest" in key for key in keys) == is_copied
+
+
 def test_the_copy_changes_no_bit_of_the_result_and_no_id(url: str, tmp_path: Path) -> None:
     weights, ids = [], []
     for place, named in (("with", url), ("without", None)):
