@@ -150,17 +150,22 @@ class TorchParts(Parts):
         """Make what sums gradients and metrics. The components are known, and not prepared yet."""
         runner, config = self.runner, self.runner.config
         is_exact = config.gradient_sum == "canonical"
-        self.metrics = MetricSet.wrap(
-            runner.metrics, domain=runner.placement.metrics, device=runner.device, exact=is_exact
-        )
-        asked = config.train_metrics
-        self.train_metrics = TrainMetrics(self.metrics, asked, runner.meters) if asked else None
+        self._wrap_metrics()
         self.recompute = Recompute(runner, self.attributes, self.train_metrics)
         self.canonical = CanonicalSum(runner, self.attributes, self.recompute) if is_exact else None
         self.audits = self._audits()
         self.recorder = None if self.audits is None else self.audits.recorder
         if self.recorder is not None:
             self.recorder.prepare(runner.model, runner.criterion)
+
+    def _wrap_metrics(self) -> None:
+        runner, config = self.runner, self.runner.config
+        self._given_metrics, is_exact = runner.metrics, config.gradient_sum == "canonical"
+        self.metrics = MetricSet.wrap(
+            runner.metrics, domain=runner.placement.metrics, device=runner.device, exact=is_exact
+        )
+        asked = config.train_metrics
+        self.train_metrics = TrainMetrics(self.metrics, asked, runner.meters) if asked else None
 
     def _audits(self) -> Audits | None:
         """Return what checks updates while they are made; `None` where no setting of `audit` asks for it."""
@@ -172,6 +177,10 @@ class TorchParts(Parts):
     def complete(self) -> None:
         """Make what trains and evaluates. Model, optimizer, schedule and loaders are prepared."""
         runner, session = self.runner, self.session
+        if runner.metrics is not self._given_metrics:
+            # Set in a hook, such as `build_dataloaders`.
+            self._wrap_metrics()
+            self.recompute.train_metrics = self.train_metrics
         self.phases = phases_of(runner, session, self.data)
         self.schedule = Schedule(runner, counts_by_optimizer=self.phases is not None)
         self.agreement = runner.build_agreement()

@@ -36,7 +36,7 @@ class Recompute:
     def __init__(self, runner: TorchRunner, attributes: KeptAttributes, train_metrics: TrainMetrics | None) -> None:
         self._runner = runner
         self._attributes = attributes
-        self._train_metrics = train_metrics
+        self.train_metrics = train_metrics
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}
 
     def remember(self, *, window: bool = True) -> Callable[[], None]:
@@ -45,7 +45,7 @@ class Recompute:
         self._versions = {}
         buffers = BufferCopies(runner)
         buffers.take()
-        put_figures_back = remember_figures(runner, self._train_metrics)
+        put_figures_back = remember_figures(runner, self.train_metrics)
         put_attributes_back = self._attributes.remember()
         micro_step = runner.state.train.micro_step
 
@@ -67,7 +67,7 @@ class Recompute:
         averages = getattr(runner.ema, "weights", {})
         names = {canonical_name(name) for name, _ in runner.unwrapped_model.named_buffers()}
         averaged = [(tensor, tensor.clone()) for name, tensor in averages.items() if name in names]
-        buffers, put_figures_back = BufferCopies(runner), remember_figures(runner, self._train_metrics)
+        buffers, put_figures_back = BufferCopies(runner), remember_figures(runner, self.train_metrics)
         buffers.take()
         try:
             with self._attributes.preserved():

@@ -101,6 +101,22 @@ def test_they_go_on_within_a_pass_after_a_resume(world_size: int, tmp_path: Path
         assert run_processes(train, config, world_size=world_size)[0][0] == whole
 
 
+class MeteredLate(Metered):
+    """Makes its metrics where it makes its loaders."""
+
+    def build_dataloaders(self) -> None:
+        super().build_dataloaders()
+        self.metrics = {"late": dl.metrics.accuracy}
+
+
+def test_metrics_that_a_hook_sets_are_computed(tmp_path: Path) -> None:
+    with MeteredLate(settings(tmp_path, epochs=1)) as runner:
+        runner.train()
+        assert all(
+            "late" in runner.results[1][split] and "acc" not in runner.results[1][split] for split in ("train", "val")
+        )
+
+
 def test_chosen_ones_by_name(tmp_path: Path) -> None:
     results, _ = run_processes(train, settings(tmp_path, train_metrics=["torch"]), world_size=1)[0]
     assert {name.partition(".")[0] for name in results[1]["train"]} == {"loss", "confidence", "first", "torch"}
