@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -185,7 +186,8 @@ class AgentLink:
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["kind"] == "kill" and message["pid"] in self.pids:
-            os.kill(message["pid"], 9)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(message["pid"], 9)
         elif message["kind"] == "replace":
             self._answer = bool(message["may"])
             self._answered.set()

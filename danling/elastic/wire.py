@@ -58,17 +58,20 @@ class Channel:
             Closed: If the other end is gone.
         """
         try:
-            while chunk := self.socket.recv(_CHUNK):
+            ended = False
+            # What is left is read the next time: a process that was stopped has many messages to read.
+            while len(self._received) <= _LONGEST_LINE and not ended:
+                chunk = self.socket.recv(_CHUNK)
                 self._received += chunk
-                if len(self._received) > _LONGEST_LINE:
-                    raise Closed
-            ended = True
+                ended = not chunk
         except BlockingIOError:
             ended = False
         except OSError:
             ended = True
         *lines, rest = bytes(self._received).split(b"\n")
         self._received = bytearray(rest)
+        if len(rest) > _LONGEST_LINE:
+            raise Closed
         messages = []
         for line in lines:
             message = parse_json(line.decode(errors="replace"))

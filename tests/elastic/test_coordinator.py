@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import pytest
 
+from danling.elastic.agent import AgentLink
 from danling.elastic.coordinator import Coordinator
 from danling.elastic.wire import TOKEN, Channel, Closed, connect
 
@@ -193,3 +196,30 @@ def test_replacement_that_is_stopped_does_not_keep_a_complete_run_waiting() -> N
         for _ in range(10):
             agent.say("stopped", pids=[105], seconds=0.1)
         assert _until(lambda: agent.hears("kill"))["pid"] == 105
+
+
+def test_many_messages_are_read_in_turn_and_a_long_line_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    reader, message = Channel(ours), {"kind": "x", "text": "a" * 1000}
+    line, count, read = json.dumps(message).encode() + b"\n", 6000, 0
+
+    def write() -> None:
+        with suppress(OSError):  # the reader has closed
+            theirs.sendall(line * count + b"a" * (5 << 20))
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    with pytest.raises(Closed):
+        while True:
+            read += len(reader.receive())
+    assert read == count
+    reader.close()
+    writer.join(5)
+
+
+def test_rank_that_has_ended_by_itself_does_not_end_its_agent() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    link = AgentLink.__new__(AgentLink)
+    link.pids = {ended.pid}
+    link._hear({"kind": "kill", "pid": ended.pid})
