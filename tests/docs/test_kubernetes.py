@@ -41,15 +41,15 @@ def test_the_arguments_of_the_container_are_settings() -> None:
     assert CONTAINER["command"] == ["python", "digits.py"]
     config = dl.RunnerConfig(epochs=1)
     config.parse(CONTAINER["args"])
-    assert config.auto_resume is True and config.dir == "/work/run"
+    assert config.auto_resume is True and config.dir == "/storage/run"
     assert str(config.checkpoint.remote.url).startswith("s3://") and config.checkpoint.remote.required is True
 
 
 def probe(file: Path) -> int:
     """Run the liveness probe on a file."""
     python, *rest = CONTAINER["livenessProbe"]["exec"]["command"]
-    assert python == "python" and str(rest).count("/work/run/progress.json") == 1
-    command = [sys.executable, *(word.replace("/work/run/progress.json", str(file)) for word in rest)]
+    assert python == "python" and str(rest).count("/storage/run/progress.json") == 1
+    command = [sys.executable, *(word.replace("/storage/run/progress.json", str(file)) for word in rest)]
     return subprocess.run(command, capture_output=True).returncode
 
 
