@@ -37,6 +37,8 @@ class ObserverStates:
         self._observers.on_added = self._restore_added
         self._waiting: dict[str, object] = {}
         """States of the loaded checkpoint, encoded, whose observers the program has not appended yet."""
+        self._left_out: set[str] = set()
+        """What `checkpoint.exclude_from_loading` leaves out of the loaded checkpoint: names, or the section."""
         self._is_loaded = False
 
     # Saving
@@ -76,8 +78,8 @@ class ObserverStates:
         found = {name: value_of_rank(world, _SECTION, name, entry) for name, entry in stored.items()}
         self._waiting = {name: node for name, node in found.items() if node is not MISSING}
         self._is_loaded = True
-        left_out = {entry.removeprefix(f"{_SECTION}.") for entry in excluded}
-        self._restore([name for name in self._observers.with_state if not left_out.intersection((name, _SECTION))])
+        self._left_out = {entry.removeprefix(f"{_SECTION}.") for entry in excluded}
+        self._restore(self._observers.with_state)
 
     def _restore_added(self, names: Collection[str]) -> None:
         if self._is_loaded:
@@ -85,6 +87,8 @@ class ObserverStates:
 
     def _restore(self, names: Collection[str]) -> None:
         for name in names:
+            if self._left_out.intersection((name, _SECTION)):
+                continue
             if name not in self._waiting:
                 if self._runner.is_main_process:
                     logger.warning("The checkpoint has no state of the observer %r: it begins without one.", name)

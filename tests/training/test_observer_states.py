@@ -155,15 +155,21 @@ def test_state_without_observer_is_named_when_training_begins(tmp_path: Path, ca
     assert caplog.text.count("state of the observers 'Norms', which this program does not have") == 1
 
 
+@pytest.mark.parametrize("appended", ["in __init__", "after construction"])
 @pytest.mark.parametrize("entry", ["observers", "observers.Norms"])
-def test_excluded_state_is_not_loaded(entry: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_excluded_state_is_not_loaded(
+    entry: str, appended: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train(tmp_path / "first", 2, Norms())
     observer = Norms()
     more = {
         "checkpoint": {"exclude_from_loading": [entry]},
         "resume": str(tmp_path / "first" / "checkpoints" / "latest.pth"),
     }
-    with Program(settings(tmp_path / "second", 3, **more), observer):
+    given = (observer,) if appended == "in __init__" else ()
+    with Program(settings(tmp_path / "second", 3, **more), *given) as runner:
+        if not given:
+            runner.observers.append(observer)
         assert observer.loaded == 0
     assert "has no state" not in caplog.text
 
