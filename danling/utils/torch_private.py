@@ -89,6 +89,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.nn.modules.batchnorm._NormBase": _ALL,
     "torch.nn.modules.loss._Loss": _ALL,
     "torch.nn.modules.module._has_any_global_hook": _ALL,
+    "torch.nn.parallel.DistributedDataParallel._comm_hooks": _ALL,
     "torch.optim._muon._adjust_lr": _ALL,
     "torch.optim._muon._zeropower_via_newtonschulz": _ALL,
     "torch.optim.lr_scheduler.LRScheduler._last_lr": _ALL,

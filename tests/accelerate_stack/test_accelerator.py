@@ -104,7 +104,7 @@ def reduction(accelerator: Any, model: nn.Module, optimizer: Any, scaler: Any = 
     )
     runner.named_parameters, runner.model, runner.preparation = model.named_parameters, wrapped, preparation
     runner.data_domain, runner.state = LocalDomain(), SimpleNamespace(train=SimpleNamespace(global_step=0))
-    return AccelerateReduction(runner)
+    return AccelerateReduction(runner, averages="criterion")
 
 
 def test_until_it_is_bound_the_model_is_as_it_is(accelerator: Any) -> None:
