@@ -231,6 +231,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--budget", type=float, default=2400.0, help="seconds")
     parser.add_argument("--stacks", action="store_true", help="draw stacks of several processes too")
+    parser.add_argument(
+        "--stacks-every", type=int, default=STACKS_EVERY, metavar="N", help="in one of so many groups of programs"
+    )
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make a finding smaller")
     parser.add_argument("--replay", help="a program as JSON, or a file of one")
     parser.add_argument("--script", action="store_true", help="only print the script of --replay")
@@ -276,7 +279,7 @@ def main() -> None:
             chunk,
             number=number,
             budget=left,
-            stacks=options.stacks and number % STACKS_EVERY == 0,
+            stacks=options.stacks and number % options.stacks_every == 0,
             tally=tally,
             shrink_seconds=options.shrink,
             known=known,
