@@ -192,15 +192,13 @@ def entries(runner: TorchRunner) -> Iterator[Entry]:
     grouped: set[int] = set()
     optimizer: Any = runner.optimizer
     state = getattr(optimizer, "state", {})
-    members = getattr(optimizer, "optimizers", ())
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
         for number, parameter in enumerate(group["params"]):
             shared = id(parameter) in names
             grouped.add(id(parameter))
             name = names.get(id(parameter), f"group.{index}.{number}")
             yield Entry(f"weights.{index}", name, parameter, shared)
-            found = next((m.state[parameter] for m in members if parameter in m.state), None)
-            for key, value in sorted((found or state.get(parameter, {})).items(), key=lambda item: str(item[0])):
+            for key, value in sorted(state.get(parameter, {}).items(), key=lambda item: str(item[0])):
                 for path, tensor in tensors(value, opened=to_parts):
                     yield Entry(f"optimizer.{index}", dotted((f"{name}/{key}", *path)), tensor, shared)
     for name, parameter in named:

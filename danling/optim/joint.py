@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .arguments_of_step import needs_metric, takes_position
@@ -25,11 +27,59 @@ def added_to(plain: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
     }
 
 
+class JointState(MutableMapping[Any, Any]):
+    """The states of several optimizers as one mapping, by parameter. It keeps nothing: each look reads the optimizers as they are now.
+
+    A parameter belongs to the optimizer that has it in a group. Other keys, such as a text, belong to the first optimizer that has them.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def _owner(self, key: object) -> Optimizer:
+        for member in self._optimizers:
+            if key in member.state:
+                return member
+        if isinstance(key, Tensor):
+            for member in self._optimizers:
+                if any(key is parameter for group in member.param_groups for parameter in group["params"]):
+                    return member
+        raise KeyError(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        # As that of torch's optimizers, the state of a parameter begins empty.
+        return self._owner(key).state[key]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter, or `default`; no state is begun."""
+        return self[key] if key in self else default  # noqa: SIM401
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._owner(key).state[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._owner(key).state[key]
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in member.state for member in self._optimizers)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Keys that are no parameters may be the same in several of them.
+        return iter(dict.fromkeys(chain.from_iterable(member.state for member in self._optimizers)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
 class JointOptimizer(Optimizer):
     """Several optimizers as one, so that a runner steps, skips, clips, saves and restores them together.
 
     Its groups are those of the optimizers, one after another, and are the very same mappings: a schedule over this optimizer sets the
-    rates of all of them, and one over a single member sets that member's. No communication: construct it on all ranks.
+    rates of all of them, and one over a single member sets that member's. `state` and `param_groups` are read from the members each
+    time. No communication: construct it on all ranks.
 
     Optimizers by name, as in `self.optimizer = {"critic": ..., "actor": ...}`, can also be stepped one after the other: see
     `TorchRunner.optimizing`. `joint["critic"]` is one of them.
@@ -52,25 +102,61 @@ class JointOptimizer(Optimizer):
                 "either JointOptimizer(first, second) or JointOptimizer(first=..., second=...)."
             )
         self.named = named
-        self.optimizers = optimizers or tuple(named.values())
+        self.optimizers: tuple[Optimizer, ...] = optimizers or tuple(named.values())
         for member in self.optimizers:
             if not isinstance(member, Optimizer):
                 raise ValueError(
                     f"Expected every member to be a torch.optim.Optimizer. Received: {member!r}. Make one over the parameters of its part."
                 )
-        # torch refuses a parameter that two of them have.
-        super().__init__([group for member in self.optimizers for group in member.param_groups], {})
-        self._share()
+        self._is_made = False
+        groups = self.param_groups
+        parameters = [id(parameter) for group in groups for parameter in group["params"]]
+        if len(parameters) != len(set(parameters)):
+            raise ValueError(
+                "Expected members over different parameters. Received: a parameter in more than one parameter group. Leave it out of all "
+                "but one."
+            )
+        super().__init__(groups, {})
+        self._is_made = True
 
     def __getitem__(self, name: str) -> Optimizer:
         return self.named[name]
 
-    def _share(self) -> None:
-        # Loading replaces a member's groups and state by new objects.
-        self.param_groups = [group for member in self.optimizers for group in member.param_groups]
-        self.state.clear()
-        for member in self.optimizers:
-            self.state.update(member.state)
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all members, in a new list."""
+        return [group for member in self.optimizers for group in member.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: object) -> None:
+        self._refuse_to_set("param_groups")
+
+    @property
+    def state(self) -> JointState:
+        """The states of all members."""
+        return JointState(self.optimizers)
+
+    @state.setter
+    def state(self, state: object) -> None:
+        self._refuse_to_set("state")
+
+    def _refuse_to_set(self, name: str) -> None:
+        # torch's constructor sets both to empty ones.
+        if self._is_made:
+            raise ValueError(
+                f"Expected {name} of one of the optimizers to be set. Received: JointOptimizer.{name} = .... Set it there."
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse a group: a member has to update it."""
+        if self._is_made:
+            raise ValueError(
+                "Expected a member to add the group to. Received: JointOptimizer.add_param_group(). Call add_param_group of one of "
+                "`optimizers`."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"defaults": self.defaults, "named": self.named, "optimizers": self.optimizers, "_is_made": True}
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step every member in order."""
@@ -88,6 +174,15 @@ class JointOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all members in the form of one optimizer: parameters are numbered through."""
+        for prepare in self._optimizer_state_dict_pre_hooks.values():
+            prepare(self)
+        result = self._numbered_through()
+        for change in self._optimizer_state_dict_post_hooks.values():
+            changed = change(self, result)
+            result = result if changed is None else changed
+        return result
+
+    def _numbered_through(self) -> dict[str, Any]:
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         added: list[dict[str, dict[Any, Any]]] = []
@@ -104,6 +199,9 @@ class JointOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        for change in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = change(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         groups = iter(state_dict["param_groups"])
         none: list[dict[str, dict[Any, Any]]] = [{SHARED: {}, OWN: {}}] * len(self.optimizers)
         for member, added in zip(self.optimizers, state_dict.get(_MEMBERS, none)):
@@ -112,7 +210,8 @@ class JointOptimizer(Optimizer):
             entries = {own[index]: entry for index, entry in state_dict["state"].items() if index in own}
             numbered = [{**group, "params": [own[index] for index in group["params"]]} for group in stored]
             member.load_state_dict({**added[OWN], "state": {**entries, **added[SHARED]}, "param_groups": numbered})
-        self._share()
+        for notice in self._optimizer_load_state_dict_post_hooks.values():
+            notice(self)
 
 
 class JointScheduler:

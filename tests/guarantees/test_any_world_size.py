@@ -180,10 +180,23 @@ def audit(config: dict[str, Any]) -> tuple[bool, list[str]]:
     return found.is_same, [each.path for each in found.differences]
 
 
-@pytest.mark.parametrize("stack", [{}, pytest.param(FSDP, marks=slow)])
+WITH_MUON = {"model": "gpt", **MUON}
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        {},
+        pytest.param(FSDP, marks=slow),
+        pytest.param(WITH_MUON, marks=slow),
+        pytest.param({**FSDP, **WITH_MUON}, marks=slow),
+    ],
+    ids=["ddp", "shards", "muon", "muon-shards"],
+)
 def test_two_three_and_one_process_with_kills(stack: dict[str, Any], tmp_path: Path) -> None:
     """A run goes on with other numbers of processes after SIGKILLs; one process that audits it finds the same bits."""
-    expected = run_processes(train, steps(tmp_path / "whole"), world_size=1)[0]
+    program = {name: value for name, value in stack.items() if name in WITH_MUON}
+    expected = run_processes(train, steps(tmp_path / "whole", **program), world_size=1)[0]
     config = steps(tmp_path / "parts", **stack)
     for world_size, kill_at in ((2, 2), (3, 5)):
         outcomes = run_outcomes(train, config, kill_at, world_size=world_size, grace=0.5)
@@ -192,10 +205,10 @@ def test_two_three_and_one_process_with_kills(stack: dict[str, Any], tmp_path: P
     assert [ended[name] for name in ("hash", "results", "losses")] == [
         expected[name] for name in ("hash", "results", "losses")
     ]
-    if not stack:
-        two = run_processes(train, steps(tmp_path / "two"), world_size=2)
+    if stack == program:
+        two = run_processes(train, steps(tmp_path / "two", **program), world_size=2)
         assert two[0]["hash"] == expected["hash"]
-        assert run_processes(audit, steps(tmp_path / "two"), world_size=1) == [(True, [])]
+        assert run_processes(audit, steps(tmp_path / "two", **program), world_size=1) == [(True, [])]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from danling.optim import JointOptimizer
-from danling.optim.state import load_named_state_dict, named_state_dict
+from danling.optim.state import load_named_state_dict, named_state_dict, own_dtypes
 
 
 class Pair(nn.Module):
@@ -84,3 +87,93 @@ def test_refuses_a_shared_parameter_no_member_and_a_closure() -> None:
         JointOptimizer(generator="adam")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no closure"):
         JointOptimizer(*members(model)).step(lambda: 0.0)
+
+
+def stepped(model: Pair) -> JointOptimizer:
+    optimizer = JointOptimizer(*members(model))
+    train(model, [optimizer], 2)
+    return optimizer
+
+
+def loaded_into_members(optimizer: JointOptimizer) -> JointOptimizer:
+    for member in optimizer.optimizers:
+        member.load_state_dict(copy.deepcopy(member.state_dict()))
+    return optimizer
+
+
+def extended(optimizer: JointOptimizer) -> JointOptimizer:
+    optimizer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5})
+    return optimizer
+
+
+def copied(optimizer: JointOptimizer) -> JointOptimizer:
+    return copy.deepcopy(optimizer)
+
+
+def pickled(optimizer: JointOptimizer) -> JointOptimizer:
+    found: JointOptimizer = pickle.loads(pickle.dumps(optimizer))
+    return found
+
+
+@pytest.mark.parametrize("change", [lambda joint: joint, loaded_into_members, extended, copied, pickled])
+def test_state_and_groups_are_those_of_the_members_at_any_time(
+    change: Callable[[JointOptimizer], JointOptimizer],
+) -> None:
+    model = Pair()
+    optimizer = change(stepped(model))
+    first, second = optimizer.optimizers
+    groups = [*first.param_groups, *second.param_groups]
+    assert len(groups) >= 2 and [id(group) for group in optimizer.param_groups] == [id(group) for group in groups]
+    assert dict(optimizer.state) == {**first.state, **second.state} and len(optimizer.state) == 4
+    for member in (first, second):
+        for parameter, state in member.state.items():
+            assert optimizer.state[parameter] is state
+    weight = second.param_groups[0]["params"][0]
+    optimizer.state[weight]["momentum_buffer"].zero_()
+    assert not second.state_dict()["state"][0]["momentum_buffer"].any()
+    number = [id(parameter) for group in groups for parameter in group["params"]].index(id(weight))
+    assert not optimizer.state_dict()["state"][number]["momentum_buffer"].any()
+
+
+def test_looking_at_a_state_that_has_not_begun_leaves_none() -> None:
+    model = Pair()
+    optimizer = JointOptimizer(*members(model))
+    weight = model.first.weight
+    assert not optimizer.state and weight not in optimizer.state and optimizer.state.get(weight) is None
+    assert not optimizer.state_dict()["state"]
+    optimizer.state[weight]["mine"] = 1
+    assert optimizer.optimizers[0].state[weight] == {"mine": 1}
+    with pytest.raises(KeyError):
+        optimizer.state[torch.zeros(1)]
+
+
+def test_what_no_member_would_see_is_refused() -> None:
+    optimizer: Any = JointOptimizer(*members(Pair()))
+    with pytest.raises(ValueError, match="add_param_group of one of"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    for name in ("state", "param_groups"):
+        with pytest.raises(ValueError, match=rf"Received: JointOptimizer\.{name} = "):
+            setattr(optimizer, name, {})
+
+
+def test_hooks_of_saving_and_loading_are_called() -> None:
+    optimizer, seen = stepped(Pair()), list[str]()
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("save"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(f"load {state['mine']}"))
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["save", "load 1", "loaded"]
+
+
+def test_states_keep_their_dtypes_where_torch_would_cast_them() -> None:
+    """As DeepSpeed's engine loads them: torch casts the state of a parameter in half precision."""
+    parameters = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = JointOptimizer(*(Adam([parameter]) for parameter in parameters))
+    for parameter in parameters:
+        state = {"step": torch.tensor(1.0), "exp_avg": torch.full((2,), 1 / 3), "exp_avg_sq": torch.ones(2)}
+        optimizer.state[parameter].update(state)
+    saved = copy.deepcopy(optimizer.state_dict())
+    with own_dtypes(optimizer):
+        optimizer.load_state_dict(saved)
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], torch.full((2,), 1 / 3)) for p in parameters)
