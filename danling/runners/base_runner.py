@@ -1270,4 +1270,4 @@ class BaseRunner(metaclass=MetaRunner):
         else:
             assert error is not None
             self._parts.reporter.trackers.set_status_after(error)
-            close_after_error(self)
+            close_after_error(self, error)

@@ -70,16 +70,17 @@ class MetaRunner(type):
             check_class(runner)
             runner.__post_init__()
             runner._end_construction()
-        except BaseException:
-            close_after_error(runner)
+        except BaseException as error:
+            close_after_error(runner, error)
             raise
         return runner
 
 
-def close_after_error(runner: Any) -> None:
+def close_after_error(runner: Any, failure: BaseException) -> None:
     """Close a runner after a failure: nothing that goes wrong here hides the user's exception. Called on every rank that failed."""
     try:
         if "_parts" in vars(runner):
+            runner._parts.session.note_error(failure)
             if runner._parts.calls is not None:
                 runner._parts.calls.end(failed=True)
             runner.close()

@@ -45,7 +45,6 @@ class ProgressFile(Observer):
         self._due = -math.inf
         self._is_training = False
         self._has_warned = False
-        self._failure: str | None = None
         self._began = time.monotonic()
         self._began_at_step = 0
         # The file of an earlier attempt must not pass for one of this attempt, which may take minutes to begin.
@@ -59,7 +58,6 @@ class ProgressFile(Observer):
 
     def training_started(self) -> None:
         self._is_training = True
-        self._failure = None
         self._began = time.monotonic()
         self._began_at_step = self._runner.state.train.global_step
         self._due = -math.inf
@@ -82,9 +80,6 @@ class ProgressFile(Observer):
     def save_started(self) -> None:
         self._write_if_due("saving")
 
-    def training_failed(self, error: Exception) -> None:
-        self._failure = type(error).__name__
-
     def training_ended(self) -> None:
         if self._is_training:
             self._is_training = False
@@ -102,14 +97,16 @@ class ProgressFile(Observer):
     def _ending(self) -> tuple[str, str | None]:
         """Return the last state of this training, and why it ended there."""
         runner, reason = self._runner, self._session.stop_reason
-        if self._failure is not None:
-            return "failed", self._failure
+        if self._session.ending is not None:
+            state, reason = self._session.ending
+            if state is not None:
+                return state, reason
         if reason in (*BY_SIGNAL, "stop"):
             return "stopped", reason
         has_budget = runner.steps is not None or runner.epochs is not None
         is_over = runner.progress >= 1 or self._session.data_ended or reason == "patience"
         if has_budget and not is_over:
-            # An interrupt of the program, or a pass that it has asked for alone.
+            # The program has left the training, or has asked for one pass alone.
             return "stopped", reason
         return "done", reason
 

@@ -74,6 +74,8 @@ class TrainingSession:
         regroup_requested: Whether ranks wait to be taken in at the next boundary. The same on all ranks.
         updated_once: Whether this process has made its first update.
         data_ended: Whether the last training ended with its stream of samples.
+        ending: State and reason of `progress.json` after an exception that has ended the training, or the rest of the program; `None`
+            without one. This rank's own.
         in_step: Whether a `train_step` is under way.
         in_update: Whether a `step` is under way.
         concluded: An update that is made, as long as the observers have not been told of it.
@@ -89,6 +91,7 @@ class TrainingSession:
         self.regroup_requested = False
         self.updated_once = False
         self.data_ended = False
+        self.ending: tuple[str | None, str] | None = None
         self.in_step = False
         self.in_update = False
         self.concluded: UpdateOutcome | None = None
@@ -142,6 +145,7 @@ class TrainingSession:
         """Tell the observers that a training begins, unless they have been told."""
         if not self._is_observed:
             self._is_observed = True
+            self.ending = None
             self.observers.bind_events()
             self.observers.notify("training_started")
 
@@ -158,11 +162,20 @@ class TrainingSession:
         try:
             self.start()
             yield
-        except Exception as error:
-            self.observers.notify("training_failed", error)
+        except BaseException as error:
+            self.note_error(error)
+            if isinstance(error, Exception):
+                self.observers.notify("training_failed", error)
             raise
         finally:
             self.end()
+
+    def note_error(self, error: BaseException) -> None:
+        """Note how an exception ends the run, in a training or in the rest of the program."""
+        ending = ending_of(error, self.stop_reason)
+        # A program that leaves without an error after its training leaves the end of the training as it is.
+        if ending[0] is not None or self._is_observed:
+            self.ending = ending
 
     def update(self, step: Callable[[], UpdateOutcome]) -> UpdateOutcome:
         """Make one update, and tell the observers of it."""
@@ -291,3 +304,21 @@ def first_stop(requests: Iterable[str | None]) -> str | None:
     """Return the request to stop that counts among several."""
     asked = set(requests)
     return next((name for name in STOPS if name in asked), None)
+
+
+def ending_of(error: BaseException, stop_reason: str | None) -> tuple[str | None, str]:
+    """Return state and reason of `progress.json` for a run that an exception ends; a state of `None` follows from the budget.
+
+    Args:
+        error: The exception. It is not kept: it would keep what its frames hold.
+        stop_reason: Why the training was to end, if it was.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", "interrupt"
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return None, "exit"
+        asked = [reason for reason, code in EXIT_CODES.items() if code == error.code]
+        if asked:
+            return "stopped", stop_reason if stop_reason in asked else asked[0]
+    return "failed", type(error).__name__

@@ -106,8 +106,10 @@ class Ending(Evaluated):
                 raise ArithmeticError("secret: 42")
             if self.ending == "interrupt":
                 raise KeyboardInterrupt
-            if self.ending == "signal":
-                signal.raise_signal(signal.SIGTERM)
+            if self.ending.startswith("exit"):
+                sys.exit(int(self.ending.removeprefix("exit ")))
+            for name in self.ending.split() if self.ending.startswith("SIG") else ():
+                signal.raise_signal(signal.Signals[name])
         return super().train_step(data)
 
 
@@ -115,8 +117,15 @@ class Ending(Evaluated):
     ("ending", "more", "state", "reason", "step"),
     [
         ("error", {}, "failed", "ArithmeticError", 2),
-        ("interrupt", {}, "stopped", None, 2),
-        ("signal", {}, "stopped", "terminate", 3),
+        ("interrupt", {}, "stopped", "interrupt", 2),
+        ("SIGINT SIGINT", {}, "stopped", "interrupt", 2),
+        ("SIGTERM SIGINT SIGINT", {}, "stopped", "interrupt", 2),
+        ("SIGINT", {}, "stopped", "interrupt", 3),
+        ("SIGTERM", {}, "stopped", "terminate", 3),
+        ("SIGTERM SIGINT", {}, "stopped", "terminate", 3),
+        ("SIGUSR1", {}, "stopped", "user_signal", 3),
+        ("exit 0", {}, "stopped", "exit", 2),
+        ("exit 3", {}, "failed", "SystemExit", 2),
         ("", {"max_time": 1e-6}, "stopped", "stop", 0),
         ("", {"patience": 1, "optim": {"type": "sgd", "lr": 0.0}}, "done", "patience", 4),
         ("", {}, "done", None, 8),
@@ -135,6 +144,61 @@ def test_the_end_of_a_training_is_written(
         assert found["seconds_left"] == 0
     latest = torch.load(tmp_path / "checkpoints" / "latest.pth", weights_only=True)
     assert found["last_checkpoint"]["step"] == latest["state"]["train"]["global_step"]
+
+
+class Unfinished(Evaluated):
+    def init_checkpoint_manager(self) -> None:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize(
+    ("error", "trains", "by_hand", "end"),
+    [
+        (ArithmeticError(), False, False, ("failed", "ArithmeticError")),
+        (KeyboardInterrupt(), False, False, ("stopped", "interrupt")),
+        (ArithmeticError(), True, False, ("failed", "ArithmeticError")),
+        (SystemExit(143), True, False, ("stopped", "terminate")),
+        (SystemExit("no disk"), True, False, ("failed", "SystemExit")),
+        (SystemExit(0), True, False, ("done", None)),
+        (ArithmeticError(), False, True, ("failed", "ArithmeticError")),
+        (KeyboardInterrupt(), False, True, ("stopped", "interrupt")),
+    ],
+)
+def test_an_exception_outside_of_train_is_written(
+    tmp_path: Path, error: BaseException, trains: bool, by_hand: bool, end: tuple[str, str | None]
+) -> None:
+    with contextlib.suppress(type(error)), Evaluated(settings(tmp_path, epochs=1)) as runner:
+        if trains:
+            runner.train()
+        if by_hand:
+            runner.train_step(next(iter(runner.dataloaders["train"])))
+        raise error
+    assert (read(tmp_path)["state"], read(tmp_path)["reason"]) == end
+
+
+def test_a_failing_construction_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ArithmeticError):
+        Unfinished(settings(tmp_path, epochs=1))
+    assert (read(tmp_path)["state"], read(tmp_path)["reason"]) == ("failed", "ArithmeticError")
+
+
+class FailingEvaluation(Evaluated):
+    fails = True
+
+    def evaluate_epoch(self, split: str = "val") -> dict[str, float]:
+        if self.fails:
+            raise ArithmeticError
+        return super().evaluate_epoch(split)
+
+
+def test_a_training_after_a_failed_one_has_its_own_end(tmp_path: Path) -> None:
+    with FailingEvaluation(settings(tmp_path, epochs=2)) as runner:
+        with contextlib.suppress(ArithmeticError):
+            runner.train()
+        assert (read(tmp_path)["state"], read(tmp_path)["reason"]) == ("failed", "ArithmeticError")
+        runner.fails = False
+        runner.train()
+    assert (read(tmp_path)["state"], read(tmp_path)["reason"]) == ("done", None)
 
 
 def test_a_resumed_run_replaces_the_end_of_the_last_attempt(tmp_path: Path) -> None:
@@ -227,6 +291,8 @@ def test_an_object_store_has_the_end_of_the_run(tmp_path: Path) -> None:
 
 
 KILLED = """
+import os
+import sys
 import time
 import torch
 from support.toys import Small, settings
@@ -236,6 +302,8 @@ class Slow(Small):
         result = super().train_step(data)
         if self.state.train.global_step == 3:
             print("third", flush=True)
+            if sys.argv[1:]:
+                os._exit(3)
             time.sleep(600)
         return result
 
@@ -244,13 +312,16 @@ with Slow(settings("run", steps=8)) as runner:
 """
 
 
-def test_a_killed_run_is_left_as_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["SIGKILL", "os._exit"])
+def test_a_killed_run_is_left_as_running(how: str) -> None:
     Path("killed.py").write_text(KILLED)
     support = str(Path(__file__).parents[1])
     path = os.pathsep.join([support, os.environ.get("PYTHONPATH", "")])
-    with Job([sys.executable, "killed.py"], environment={"PYTHONPATH": path}) as job:
+    words = ["killed.py"] if how == "SIGKILL" else ["killed.py", how]
+    with Job([sys.executable, *words], environment={"PYTHONPATH": path}) as job:
         job.wait_for_output("third")
-        until(lambda: read(Path("run"))["state"] == "running")
-        job.signal(signal.SIGKILL)
+        if how == "SIGKILL":
+            until(lambda: read(Path("run"))["state"] == "running")
+            job.signal(signal.SIGKILL)
         job.wait()
     assert read(Path("run"))["state"] == "running"
