@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -321,13 +322,14 @@ def describe_end(runner: TorchRunner, reason: str | None) -> list[str]:
     if "latest" in kept:
         lines.append(f"go on    {_how_to_resume(runner, kept['latest'], reason)}")
     if (directory / "metrics.jsonl").is_file():
-        lines.append(f"curves   danling plot {shlex.quote(_shown(directory))} -o curves.png")
+        needs = "" if find_spec("matplotlib") is not None else "  # needs matplotlib"
+        lines.append(f"curves   danling plot {shlex.quote(_shown(directory))} -o curves.png{needs}")
     if kept:
-        trust, weights = (
-            " --trust" if runner.stack == "deepspeed" else "",
-            shlex.quote(_shown(next(iter(kept.values())))),
-        )
-        lines.append(f"weights  danling export {weights} model.safetensors{trust}")
+        weights = shlex.quote(_shown(next(iter(kept.values()))))
+        # The other format needs no further package.
+        suffix = "safetensors" if find_spec("safetensors") is not None else "pth"
+        trust = " --trust" if runner.stack == "deepspeed" else ""
+        lines.append(f"weights  danling export {weights} model.{suffix}{trust}")
     return lines
 
 

@@ -100,6 +100,15 @@ def test_the_commands_have_the_place_of_the_run(run: Path) -> None:
     ]
 
 
+def test_commands_that_need_a_missing_package_say_so_or_do_without(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("matplotlib", "safetensors"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert lines(run)[2:] == [
+        "curves   danling plot 'runs/a b' -o curves.png  # needs matplotlib",
+        "weights  danling export 'runs/a b/checkpoints/best.pth' model.pth",
+    ]
+
+
 def test_missing_facts_are_not_named(run: Path) -> None:
     (run / "checkpoints" / "best.pth").rename(run / "checkpoints" / "latest")  # a pointer
     (run / "checkpoints" / "latest.pth").unlink()
