@@ -269,9 +269,11 @@ def _group_options(
     entry: Mapping[str, Any], lr: float | None, weight_decay: float | None, betas: Sequence[float] | None
 ) -> dict[str, Any]:
     """Return the options of the group that an entry makes."""
-    if not isinstance(entry.get("pattern"), str) or any(name not in _OWN for name in entry):
+    unknown = [str(name) for name in entry if name not in _OWN]
+    if not isinstance(entry.get("pattern"), str) or unknown:
+        hint = did_you_mean(unknown[0], _OWN) if unknown else ""
         raise ValueError(
-            f"Expected every optim.param_groups entry to have a `pattern` and keys out of {list(_OWN)}. Received: {dict(entry)}."
+            f"Expected every optim.param_groups entry to have a `pattern` and keys out of {list(_OWN)}. Received: {dict(entry)}.{hint}"
         )
     try:
         re.compile(entry["pattern"])

@@ -27,7 +27,10 @@ def warn_user(message: str, category: type[Warning]) -> None:
 def nearest(name: str, options: Iterable[str]) -> str | None:
     """Return the option closest to `name`, or `None` when nothing is close."""
     by_lower = {option.lower(): option for option in options}
-    matches = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    plain = name.lower()
+    matches = get_close_matches(plain, by_lower, n=1, cutoff=0.6)
+    # Short words that differ in the order of their letters, such as `rl` and `lr`, are not alike enough for difflib.
+    matches += [option for option in by_lower if sorted(option) == sorted(plain)]
     return by_lower[matches[0]] if matches else None
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from support.toys import Small, settings
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -86,6 +89,35 @@ def test_generators_and_named_parameters_are_taken() -> None:
     groups = [{"params": (p for p in model.parameters()), "lr": 0.5}]
     assert len(OPTIMIZERS.build(params=groups, type="adam").param_groups[0]["params"]) == 2
     assert len(OPTIMIZERS.build(params=[{"params": model.weight}], type="adam").param_groups[0]["params"]) == 1
+
+
+@pytest.mark.parametrize("way", ["line", "file", "set"])
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("optim.rl", 0.1, "lr"),
+        ("optim.momentun", 0.1, "momentum"),
+        ("optim.param_groups", [{"pattern": "weight", "optoins": {"lr": 1.0}}], "options"),
+        ("scheduler.gama", 0.1, "gamma"),
+        ("dataloader.bacth_size", 2, "batch_size"),
+        ("checkpoint.intervla", 2, "interval"),
+        ("sede", 2, "seed"),
+    ],
+)
+def test_unknown_key_names_the_nearest_one_however_it_is_set(
+    key: str, value: Any, meant: str, way: str, tmp_path: Path
+) -> None:
+    config = dl.RunnerConfig(settings(tmp_path / "run", epochs=1, scheduler={"type": "steplr", "step_size": 1}))
+    with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
+        if way == "line":
+            config.parse([f"--{key}={json.dumps(value)}"])
+        elif way == "file":
+            file = tmp_path / "more.yaml"
+            file.write_text(yaml.safe_dump({key: value}))
+            config.merge_from_file(file)
+        else:
+            config.set(key, value)
+        Small(config)
 
 
 @pytest.mark.parametrize(
