@@ -28,12 +28,14 @@ class RemoteStores:
     """The object stores that a run names: its own copy in one, and those of other runs that it reads."""
 
     place: RunPlace
-    """The directory of the run; set when that is chosen."""
+    """The directory of the run; set by `follow` when that is chosen."""
 
     def __init__(self, runner: BaseRunner, reporter: Reporter) -> None:
         self._runner = runner
         self._reporter = reporter
         self._mirror: RunMirror | None = None
+        self._followed: dict[str, object] = {}
+        """The settings of `checkpoint.remote` that `home` and `sources` were made with."""
 
     def connect(self, url: str) -> RemoteStore:
         """Return a client of a store, with the settings of `checkpoint.remote`."""
@@ -44,6 +46,16 @@ class RemoteStores:
         store = open_store(url, settings=settings, credentials=self._runner.remote_credentials)
         store.starting = True
         return store
+
+    def follow(self, place: RunPlace) -> None:
+        """Belong to the directory of the run, and to the store that the settings name now: the program's `__init__` may change them."""
+        self.place = place
+        settings = dict(self._runner.config.checkpoint.remote.items())
+        if settings != self._followed:
+            self._followed = settings
+            # The seed may have been looked up before, in the store that was named then.
+            for name in ("home", "sources"):
+                self.__dict__.pop(name, None)
 
     @cached_property
     def home(self) -> StoredRun:

@@ -117,7 +117,7 @@ class Parts:
         stores = self.remote if is_asked("remote", self.owner.config) else None
         self.stores = self.saver.stores = self.run_place.stores = stores
         if stores is not None:
-            stores.place = self.run_place
+            stores.follow(self.run_place)
 
 
 class TorchParts(Parts):

@@ -84,6 +84,16 @@ def test_store_that_init_of_the_program_sets_is_followed(
     assert any("checkpoints/latest" in key for key in keys) == is_copied
 
 
+def test_another_store_that_init_of_the_program_names_is_the_only_one_written(tmp_path: Path) -> None:
+    """Also where the seed was looked up in the store of the configuration before."""
+    early, late = f"file://{tmp_path}/early", f"file://{tmp_path}/late"
+    more = {"late_url": late, "steps": 2, "epochs": None, "seed": None, "auto_resume": True}
+    with DecidesLate(config(early, tmp_path / "runs", **more)) as runner:
+        runner.train()
+    assert not list((tmp_path / "early").rglob("*.pth*"))
+    assert list((tmp_path / "late").rglob("latest.pth*"))
+
+
 def test_the_copy_changes_no_bit_of_the_result_and_no_id(url: str, tmp_path: Path) -> None:
     weights, ids = [], []
     for place, named in (("with", url), ("without", None)):
