@@ -37,6 +37,8 @@ class ObserverStates:
         self._observers.on_added = self._restore_added
         self._waiting: dict[str, object] = {}
         """States of the loaded checkpoint, encoded, whose observers the program has not appended yet."""
+        self._missing: set[str] = set()
+        """Names of states that the loaded checkpoint has of other ranks only."""
         self._left_out: set[str] = set()
         """What `checkpoint.exclude_from_loading` leaves out of the loaded checkpoint: names, or the section."""
         self._is_loaded = False
@@ -77,6 +79,7 @@ class ObserverStates:
         stored, world = payload.get(_SECTION) or {}, self._runner.world
         found = {name: value_of_rank(world, _SECTION, name, entry) for name, entry in stored.items()}
         self._waiting = {name: node for name, node in found.items() if node is not MISSING}
+        self._missing = found.keys() - self._waiting.keys()
         self._is_loaded = True
         self._left_out = {entry.removeprefix(f"{_SECTION}.") for entry in excluded}
         self._restore(self._observers.with_state)
@@ -90,8 +93,12 @@ class ObserverStates:
             if self._left_out.intersection((name, _SECTION)):
                 continue
             if name not in self._waiting:
-                if self._runner.is_main_process:
-                    logger.warning("The checkpoint has no state of the observer %r: it begins without one.", name)
+                of_rank = f" of rank {self._runner.rank}" if name in self._missing else ""
+                # Without a state on any rank, all say the same.
+                if of_rank or self._runner.is_main_process:
+                    logger.warning(
+                        "The checkpoint has no state of the observer %r%s: it begins without one.", name, of_rank
+                    )
                 continue
             with restoring(f"state of the observer {name!r}", f"{_SECTION}.{name}"):
                 state = Decoder(AttributeSnapshot(self._runner)).decode(self._waiting.pop(name), MISSING, name)

@@ -37,10 +37,16 @@ def values_of_all(world: Domain, mine: Collection[Key], now: Mapping[Key, Entry]
     for key in keys:
         values = {str(rank): each[key] for rank, each in enumerate(nodes) if key in each}
         if key not in differing:
-            entries = {"value": now[key].node}
+            entries: dict[str, Any] = {"value": now[key].node}
         elif key[0] != "attributes" and len(digests[key] - {None}) == 1:
             # Parts of a pipeline have tensors of other names: what those have that have it is equal.
             entries = {"value": next(iter(values.values()))}
+            if key[0] == "observers":
+                # An observer that was removed on a rank, since it failed there, may have had another state than the others.
+                entries |= {
+                    "of": world.size,
+                    "without": [rank for rank in range(world.size) if str(rank) not in values],
+                }
         else:
             entries = {"of": world.size, "ranks": values}
         found.setdefault(key[0], {})[key[1]] = entries
@@ -50,7 +56,8 @@ def values_of_all(world: Domain, mine: Collection[Key], now: Mapping[Key, Entry]
 def value_of_rank(world: Domain, section: str, name: str, entry: Mapping[str, Any]) -> Any:
     """Return this rank's value of an entry; `MISSING` where the rank had none when it was saved. No communication."""
     if "value" in entry:
-        return entry["value"]
+        had_none = entry.get("of") == world.size and world.rank in entry.get("without", ())
+        return MISSING if had_none else entry["value"]
     if entry["of"] != world.size:
         what = f"the observer {name!r}" if section == "observers" else f"self.{name}"
         raise CheckpointMismatch(

@@ -46,7 +46,7 @@ def decode_array(node: Mapping[str, Any]) -> Any:
     """Return what `encode_array` was given, an array as a copy."""
     import numpy
 
-    bits = node["value"].contiguous().numpy().tobytes()
+    bits = node["value"].numpy().tobytes()
     array = numpy.frombuffer(bits, dtype=numpy.dtype(node["dtype"])).reshape(node["shape"])
     return array[()] if node["kind"] == "scalar" else array.copy()
 

@@ -323,3 +323,40 @@ def test_each_rank_gets_its_own_state(backend: str, tmp_path: Path) -> None:
     assert list(saved["own"]) == ["of", "ranks"] and list(saved["alike"]) == ["value"]
     with pytest.raises(CheckpointMismatch, match="Expected 2 processes: .* of the observer 'own' .*'observers.own'"):
         run_processes(train_ranks, tmp_path, 4, backend, world_size=1)
+
+
+class Removed(OfRank):
+    """Fails at the save on some ranks, and is removed there."""
+
+    fails_on: tuple[int, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.rank in self.fails_on:
+            raise OSError("no state now")
+        return super().state_dict()
+
+
+def train_removed(directory: Path, steps: int, backend: str, fails_on: tuple[int, ...]) -> tuple[int, str]:
+    more = {"dataloader": {"global_batch_size": SAMPLES, "drop_last": False}, "checkpoint": {"backend": backend}}
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("danling").addHandler(handler)
+    with Program(settings(directory, steps, **more)) as runner:
+        observer = Removed("own", runner.rank)
+        observer.fails_on = fails_on
+        runner.observers.append(observer)
+        begun = observer.count
+        runner.train()
+    return begun, "\n".join(line for line in lines if "begins without one" in line)
+
+
+@pytest.mark.parametrize(("size", "backend"), [(2, "file"), (2, "dcp"), (3, "file")])
+def test_a_rank_whose_observer_was_removed_begins_without_a_state_and_says_so(
+    size: int, backend: str, tmp_path: Path
+) -> None:
+    """With two ranks one state is left, and with three the two that are left differ."""
+    run_processes(train_removed, tmp_path, 2, backend, (1,), world_size=size)
+    ends = run_processes(train_removed, tmp_path, 4, backend, (), world_size=size)
+    said = "The checkpoint has no state of the observer 'own' of rank 1: it begins without one."
+    assert ends == [(2 * (1 + rank), "") if rank != 1 else (0, said) for rank in range(size)]
