@@ -132,7 +132,7 @@ class JointOptimizer(Optimizer):
         self._refuse_to_set("param_groups")
 
     @property
-    def state(self) -> JointState:
+    def state(self) -> JointState:  # type: ignore[override]
         """The states of all members."""
         return JointState(self.optimizers)
 
