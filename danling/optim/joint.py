@@ -131,8 +131,8 @@ class JointOptimizer(Optimizer):
     def param_groups(self, groups: object) -> None:
         self._refuse_to_set("param_groups")
 
-    @property
-    def state(self) -> JointState:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> JointState:
         """The states of all members."""
         return JointState(self.optimizers)
 
