@@ -25,16 +25,19 @@ torch=$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 scripts/install_torch.sh "$fresh/python" "$torch"
 "$fresh/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt "$(ls "$clone/$dist"/*.whl)[examples]"
 
-# README's first program, from a directory that knows nothing of the clone.
+# README's program, from a directory that knows nothing of the clone.
 awk '/^```python title="digits.py"/ { on = 1; next } /^```/ { on = 0 } on' README.md >"$scratch/digits.py"
 cd "$scratch"
+# Ten minutes are many times what each of them takes on two busy cores: one that takes longer hangs, and is ended with 124.
 run() {
+  begun=$SECONDS
   echo "\$ $*"
-  env -u PYTHONPATH PATH="$fresh:$PATH" OMP_NUM_THREADS=1 "$@"
+  env -u PYTHONPATH PATH="$fresh:$PATH" OMP_NUM_THREADS=1 timeout --kill-after 10 600 "$@"
+  echo "release: $1 ended after $((SECONDS - begun)) s"
 }
 run python digits.py --epochs 2 --dir run
 run python digits.py --epochs 3 --dir run --auto_resume true
-run torchrun --nproc-per-node 2 digits.py --epochs 1 --dir two
+run torchrun --standalone --nproc-per-node 2 digits.py --epochs 1 --dir two
 run danling verify run
 run danling doctor
 echo "release: $(ls "$clone/$dist" | tr '\n' ' ')work"
