@@ -22,17 +22,19 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, registry
 
 from .coordinator import Coordinator
 from .spare import Spare
-from .wire import ADDRESS, JOINS, TOKEN, Closed, connect
+from .wire import ADDRESS, JOINS, MACHINE, TOKEN, Closed, connect, machine_name
 
 logger = logging.getLogger("danling")
 
 _LOOK_SECONDS = 0.1
 _STORE_KEY = "danling/elastic/coordinator"
 _CONNECT_SECONDS = 60.0
+_EXIT_SECONDS = 300.0
+"""How long the agent of the first machine waits for the others at the end, as torchrun does."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class ElasticAgent(LocalElasticAgent):
         token, _, address = bytes(store.get(key)).decode().partition(" ")
         # The agent adds its environment to that of each process.
         self._variables = {ADDRESS: address, TOKEN: token}
+        if self._launch.machines > 1:
+            self._variables[MACHINE] = f"{socket.gethostname()}, machine {worker_group.group_rank}"
         os.environ.update(self._variables)
         self._link = AgentLink(address, int(worker_group.group_rank or 0))
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -113,6 +117,13 @@ class ElasticAgent(LocalElasticAgent):
                 self._replace(worker_group, context, rank)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _exit_barrier(self) -> None:
+        """Wait for the agents of other machines, which need the store and the coordinator of the first; a lost one does not come."""
+        end = time.monotonic() + _EXIT_SECONDS
+        coordinator = self._coordinator
+        while coordinator is not None and coordinator.has_other_machines and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
 
     def _replace(self, worker_group: WorkerGroup, context: Any, rank: int) -> None:
         variables = {**context.envs[rank], **self._variables, JOINS: "1"}
@@ -149,6 +160,20 @@ class ElasticAgent(LocalElasticAgent):
             self._coordinator = None
 
 
+class _FixedMachines:
+    """The rendezvous of the machines, of which none is added later: torch's agent would start all ranks again for it."""
+
+    def __init__(self, handler: RendezvousHandler) -> None:
+        self._handler = handler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    def num_nodes_waiting(self) -> int:
+        """Return that no machine waits."""
+        return 0
+
+
 class AgentLink:
     """Tells the coordinator which ranks of this machine are stopped or have ended, and ends those that it names.
 
@@ -157,7 +182,7 @@ class AgentLink:
     """
 
     def __init__(self, address: str, machine: int) -> None:
-        hello = {"agent": machine, "pid": os.getpid(), "host": socket.gethostname()}
+        hello = {"agent": machine, "pid": os.getpid(), "host": machine_name()}
         self._channel, _ = connect(address, hello, seconds=_CONNECT_SECONDS)
         self.pids: set[int] = set()
         self._answer: bool | None = None
@@ -232,12 +257,13 @@ def run_agent(launch: Launch) -> int:
         max_nodes=launch.machines,
         **options,
     )
+    meeting: Any = _FixedMachines(registry.get_rendezvous_handler(parameters))
     spec = WorkerSpec(
         role="default",
         local_world_size=launch.ranks,
         entrypoint=launch.program[0],
         args=tuple(launch.program[1:]),
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        rdzv_handler=meeting,
         max_restarts=0,
         monitor_interval=_LOOK_SECONDS,
         local_addr="127.0.0.1" if on_one_machine else None,
@@ -248,8 +274,9 @@ def run_agent(launch: Launch) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     finally:
+        # The store may be gone when the first machine knows that this one has ended.
+        meeting.shutdown()
         agent.close()
-        spec.rdzv_handler.shutdown()
     if result is None or result.is_failed():
         codes = [failure.exitcode for failure in (result.failures.values() if result is not None else ())]
         return next((code if code > 0 else 128 - code for code in codes if code), 1)

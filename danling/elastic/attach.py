@@ -256,7 +256,9 @@ class ElasticRanks(Observer):
             except MembershipChanged:
                 pass
             except SystemExit:
-                self._member.say_finished()  # saved, and stopped by a signal
+                # Saved, and stopped by a signal; else the program of this rank ends by itself, and the others continue.
+                if runner._parts.session.stop_reason is not None:
+                    self._member.say_finished()
                 raise
             except RuntimeError as error:
                 if not is_lost_collective(error):

@@ -95,11 +95,19 @@ class Coordinator:
         self._repeats_at = 0.0
         self._since = time.monotonic()
         self._deaths_in_update = 0
+        self._failed_births = 0
+        """Replacements that have ended before they were taken in, one after the other."""
+        self._taken_in: set[int] = set()
         self._replaced = 0
         self._is_complete = self._has_closed = False
         self._change: Change | None = None
         self._thread = threading.Thread(target=self._serve, name="danling-coordinator", daemon=True)
         self._thread.start()
+
+    @property
+    def has_other_machines(self) -> bool:
+        """Whether agents of other machines than the first are connected."""
+        return any(peer.agent for peer in list(self._peers))
 
     def close(self) -> None:
         """Stop to serve."""
@@ -211,22 +219,33 @@ class Coordinator:
                 "first update to the last one."
             )
             return
-        if peer.member in self.side.roster:
-            if self._change is None:
-                self._change = Change(time.monotonic())
-            self._change.lost.append(death)
+        if peer.member not in self.side.roster:
+            self._failed_births += 1
+            return
+        if self._change is None:
+            self._change = Change(time.monotonic())
+        self._change.lost.append(death)
         self._count_death()
 
     def _count_death(self) -> None:
         self._deaths_in_update += 1
-        if self._deaths_in_update > max(2 * self.side.expected, 4):
+        if self._deaths_in_update > self._most_failures:
             self._end(
                 f"{self._deaths_in_update} ranks ended without one update between their ends: the program is at fault. Its own error "
                 "is above."
             )
 
+    @property
+    def _most_failures(self) -> int:
+        """How many ranks may end without one update, and how many replacements one after the other before they are taken in."""
+        return max(2 * self.side.expected, 4)
+
     def _all_train(self) -> bool:
         members = [each for each in self._peers if each.member in self.side.roster]
+        for each in members:
+            if not each.trains:
+                # It may have said so before another one ended, and not be read yet.
+                self._hear_waiting(each)
         return all(each.trains for each in members)
 
     def _lose_machine(self, host: str) -> None:
@@ -275,10 +294,13 @@ class Coordinator:
                 death["code"] = code
 
     def _read_last(self, peer: Peer) -> None:
+        self._hear_waiting(peer)
+        self._drop(peer)
+
+    def _hear_waiting(self, peer: Peer) -> None:
         with suppress(Closed, ValueError):
             for message in peer.channel.receive():
                 self._hear(peer, message)
-        self._drop(peer)
 
     def _may_replace(self, pid: int) -> bool:
         """Return whether a rank that has ended is replaced, and count it."""
@@ -286,7 +308,14 @@ class Coordinator:
         if not is_death and pid not in self._pids and self.side.generation and self._all_train():
             # A replacement that never came here.
             is_death = True
-            self._count_death()
+            self._failed_births += 1
+        if is_death and self._failed_births > self._most_failures:
+            logger.error(
+                "%d replacements ended one after the other before the other ranks took them in: no more is started. The run continues "
+                "without them; their own errors are above.",
+                self._failed_births,
+            )
+            return False
         limit = self.settings.replacements
         if not is_death or self.verdict or self._is_complete or (limit is not None and self._replaced >= limit):
             return False
@@ -337,6 +366,10 @@ class Coordinator:
 
     def _report(self) -> None:
         self._change = None
+        members = set(self.side.roster)
+        if members - self._taken_in:
+            self._failed_births = 0
+        self._taken_in |= members
 
     def _note_stopped(self, host: str, pids: set[int], seconds: float) -> None:
         """End ranks that have been stopped for long while another one waits for them."""

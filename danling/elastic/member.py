@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import selectors
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from danling.distributed import MembershipChanged
 
 from .protocol import NEW, Message, RankSide
 from .reconfigure import Group
-from .wire import ADDRESS, JOINS, Closed, connect
+from .wire import ADDRESS, JOINS, Closed, connect, machine_name
 
 logger = logging.getLogger("danling")
 
@@ -93,7 +91,7 @@ class Member:
                 "environment. Start it with that command, or unset elastic.enabled."
             )
         self.joins = os.environ.get(JOINS) == "1"
-        hello: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname()}
+        hello: dict[str, Any] = {"pid": os.getpid(), "host": machine_name()}
         if not self.joins:
             hello["member"] = int(os.environ["RANK"])
         self._channel, welcome = connect(address, hello, seconds=_CONNECT_SECONDS)
@@ -104,10 +102,6 @@ class Member:
         self._complete = False
         self._why: str | None = None
         self._lock = threading.Lock()
-        self._lost_messages: tuple[float, random.Random] = (
-            float(os.environ.get("DANLING_ELASTIC_DROP", "0")),  # only tests set it
-            random.Random(self.number),
-        )
         threading.Thread(target=self._listen, name="danling-member", daemon=True).start()
         self._group = Group(store(), self.number, timeout)
         self._side.handle = self._group.handle()
@@ -128,9 +122,6 @@ class Member:
                     self._hear(message)
 
     def _hear(self, message: Message) -> None:
-        drop, chance = self._lost_messages
-        if drop and chance.random() < drop:
-            return
         if message["kind"] == "complete":
             self._complete = True
         elif message["kind"] == "end":
@@ -139,16 +130,11 @@ class Member:
             with self._lock:
                 answer = self._side.hear(message)
             if answer is not None:
-                self._say(answer)
+                self._channel.send(answer)
             elif message["kind"] == "lost":
                 # The main thread may be in the program for long: this one says that it lives.
-                self._say({"kind": "busy", "generation": message["generation"]})
+                self._channel.send({"kind": "busy", "generation": message["generation"]})
         self._changed.set()
-
-    def _say(self, message: Message) -> None:
-        drop, chance = self._lost_messages
-        if not (drop and chance.random() < drop):
-            self._channel.send(message)
 
     # What the run says
 
@@ -229,7 +215,7 @@ class Member:
             )
             if self._attempt(membership, order["handles"], float(order["patience"]), take):
                 self.membership = membership
-                self._say(self._side.formed_message())
+                self._channel.send(self._side.formed_message())
                 return membership
 
     def _await_order(self, progress: int, digest: str) -> Message:
@@ -244,7 +230,7 @@ class Member:
                 message = self._side.ready_message(progress, digest)
             if order is not None:
                 return order
-            self._say(message)
+            self._channel.send(message)
             self._changed.wait(_REPEAT_SECONDS)
 
     def _attempt(

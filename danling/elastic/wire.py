@@ -15,8 +15,15 @@ from danling.utils.plain import parse_json
 
 ADDRESS, TOKEN, JOINS = "DANLING_ELASTIC_ADDRESS", "DANLING_ELASTIC_TOKEN", "DANLING_ELASTIC_JOINS"
 """Variables by which a process finds its coordinator, proves that it belongs to the job, and knows that it joins late."""
+MACHINE = "DANLING_ELASTIC_MACHINE"
+"""Variable with the name of a machine where there are several; two agents on one host are two machines."""
 _LONGEST_LINE = 4 << 20
 _CHUNK = 1 << 16
+
+
+def machine_name() -> str:
+    """Return the name of this machine among those of the run."""
+    return os.environ.get(MACHINE) or socket.gethostname()
 
 
 class Closed(Exception):

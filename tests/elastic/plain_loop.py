@@ -5,6 +5,7 @@ Environment: UPDATES, SLOW_UNTIL, FAULTS (`member:point:count:how`, separated by
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -27,6 +28,8 @@ MICRO, UPDATES = 8, int(os.environ.get("UPDATES", "60"))
 SLOW_UNTIL = int(os.environ.get("SLOW_UNTIL", "0"))
 """Changes of the ranks before which an update takes longer, so that a replacement finds the others training."""
 
+HELD_SECONDS = 1.5
+
 
 class Faults:
     """Ends or stops this process at a point, the n-th time it comes there."""
@@ -34,6 +37,7 @@ class Faults:
     def __init__(self, number: int) -> None:
         listed = [fault.split(":") for fault in os.environ.get("FAULTS", "").split(";") if fault]
         self.mine = {point: (int(count), how) for member, point, count, how in listed if int(member) == number}
+        self.number = number
         self.counts: dict[str, int] = {}
 
     def at(self, point: str) -> None:
@@ -42,19 +46,24 @@ class Faults:
         if self.counts[point] != count:
             return
         if point.startswith("in_"):
-            threading.Timer(0.002, lambda: strike(how)).start()
+            threading.Timer(0.002, lambda: strike(how, self.number)).start()
         else:
-            strike(how)
+            strike(how, self.number)
 
 
-def strike(how: str) -> None:
-    note(struck=time.time(), how=how)
+def strike(how: str, number: int) -> None:
+    note(struck=time.time(), how=how, number=number)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "exit":
         os._exit(0)
+    elif how == "leave":
+        sys.exit(3)
+    elif how == "hold":
+        # A call of C that keeps the lock of the interpreter: the listener cannot answer meanwhile.
+        ctypes.PyDLL(None).usleep(int(1e6 * HELD_SECONDS))
     elif how == "raise":
         raise ZeroDivisionError("a fault of the test")
 
@@ -62,6 +71,13 @@ def strike(how: str) -> None:
 def note(**values: object) -> None:
     with open(os.environ["REPORT"], "a") as file:
         file.write(json.dumps({"pid": os.getpid(), **values}) + "\n")
+
+
+def pause(number: int) -> None:
+    """Say that the update was made, and let the second rank wait for a file of the test, and the others for that rank."""
+    note(paused=number)
+    while number == 1 and not os.path.exists(os.environ["REPORT"] + ".continue"):
+        time.sleep(0.01)
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -162,6 +178,7 @@ def main() -> None:
 
     member = Member(store, timeout=timedelta(seconds=60))
     faults, loop = Faults(member.number), Loop()
+    pause_at = int(os.environ.get("PAUSE_AT", "-1"))
     note(number=member.number, began=time.time())
     has_state = not member.joins
     faults.at("born")
@@ -207,7 +224,9 @@ def main() -> None:
             if not changed and first_commit:
                 first_commit = False
                 member.say_committed()
-                note(update=loop.update, again=time.time(), size=now.size)
+                note(update=loop.update, again=time.time(), size=now.size, members=now.members)
+            if loop.update == pause_at and not changed:
+                pause(member.number)
             if changed:
                 now = member.form(loop.update, loop.digest, take)
                 loop.changes += 1

@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,6 +26,9 @@ from danling.elastic.agent import AgentLink
 from danling.elastic.coordinator import Coordinator
 from danling.elastic.wire import ADDRESS, JOINS, TOKEN
 
+from .wire import Wire
+
+_LONGEST_SILENCE = 25.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "danling", "elastic.plain_loop", "elastic.training"])
 
@@ -36,6 +42,7 @@ class Ended:
     verdict: str
     seconds: float
     gaps: list[float] = field(default_factory=list)
+    lost_agent: bool = False
 
     @property
     def hashes(self) -> set[str]:
@@ -60,7 +67,11 @@ def run_ranks(
     *,
     timeout: float = 120.0,
     variables: Mapping[str, str] | None = None,
-    continue_after: float | None = None,
+    continue_after: Callable[[], float] | None = None,
+    disturb: Callable[[Collection[BaseProcess], Collection[int]], None] | None = None,
+    wire: Wire | None = None,
+    end_agent_after: float | None = None,
+    stacks: Path | None = None,
 ) -> Ended:
     """Run a function as elastic ranks until all have ended.
 
@@ -70,14 +81,18 @@ def run_ranks(
         report: A file to which ranks append lines of JSON.
         timeout: Seconds until everything is killed.
         variables: Environment.
-        continue_after: Seconds after which a stopped rank is continued.
+        continue_after: Returns the seconds after which a stopped rank is continued.
+        disturb: Called again and again with the processes and the ids of those that are replacements.
+        wire: Carries the messages of ranks, and loses some.
+        stacks: A directory for the stacks of ranks that report nothing for long.
+        end_agent_after: Seconds after which the coordinator is gone, as where the agent is killed.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     coordinator = Coordinator(ranks, "127.0.0.1")
     report.touch()
     common = {
         **(variables or {}),
-        ADDRESS: f"127.0.0.1:{coordinator.port}",
+        ADDRESS: f"127.0.0.1:{wire.open(coordinator.port) if wire is not None else coordinator.port}",
         TOKEN: coordinator.token,
         "REPORT": str(report),
         "MASTER_ADDR": "127.0.0.1",
@@ -89,8 +104,10 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
     }
     os.environ[TOKEN] = coordinator.token
-    link = AgentLink(common[ADDRESS], 0)
+    link = AgentLink(f"127.0.0.1:{coordinator.port}", 0)
     living: dict[int, BaseProcess] = {}
+    replacements: set[int] = set()
+    stopped: set[int] = set()
 
     def start(rank: int, *, joins: bool) -> None:
         own = {**common, "ELASTIC_CHILD": "1", "RANK": str(rank), "LOCAL_RANK": str(rank), JOINS: "1" if joins else "0"}
@@ -98,18 +115,35 @@ def run_ranks(
         process.start()
         assert process.pid is not None
         living[rank] = process
+        if joins:
+            replacements.add(process.pid)
         link.pids = {each.pid for each in living.values() if each.pid is not None}
 
     began = time.monotonic()
     codes: list[int] = []
+    lost_agent = False
+    size, changed_at = 0, began
     try:
         for rank in range(ranks):
             start(rank, joins=False)
         while living and time.monotonic() - began < timeout:
             time.sleep(0.01)
+            if end_agent_after is not None and time.monotonic() - began > end_agent_after and not lost_agent:
+                lost_agent = bool(coordinator.side.generation) and not coordinator._is_complete
+                if lost_agent:
+                    coordinator.close()
+            if report.stat().st_size != size:
+                size, changed_at = report.stat().st_size, time.monotonic()
+            if stacks is not None and time.monotonic() - changed_at > _LONGEST_SILENCE:
+                changed_at = time.monotonic()
+                _write_stacks(stacks, living.values())
+            if disturb is not None:
+                disturb(living.values(), replacements)
             for rank, process in list(living.items()):
-                if continue_after is not None and _is_stopped(process.pid):
-                    threading.Timer(continue_after, _continue, [process.pid]).start()
+                pid = process.pid
+                if continue_after is not None and pid is not None and pid not in stopped and _is_stopped(pid):
+                    threading.Timer(continue_after(), _continue, [pid, stopped]).start()
+                    stopped.add(pid)
                 if process.is_alive():
                     continue
                 codes.append(int(process.exitcode or 0))
@@ -123,18 +157,40 @@ def run_ranks(
             process.join()
         link.close()
         verdict = coordinator.verdict
-        coordinator.close()
+        if not lost_agent:
+            coordinator.close()
+        if wire is not None:
+            wire.close()
     notes = [json.loads(line) for line in report.read_text().splitlines()]
     if hung:
         verdict = verdict or f"processes {hung} did not end"
-    return Ended(codes, notes, verdict, time.monotonic() - began, _gaps(notes))
+    return Ended(codes, notes, verdict, time.monotonic() - began, _gaps(notes), lost_agent)
 
 
 def _gaps(notes: list[dict[str, Any]]) -> list[float]:
-    """Return the seconds from each fault to the first update that was made by those that were left."""
-    again = sorted(note["again"] for note in notes if "again" in note)
-    struck = sorted(note["struck"] for note in notes if "struck" in note)
-    return [next((after - at for after in again if after > at), 0.0) for at in struck]
+    """Return the seconds from each death of a member to the first update that was made without it."""
+    again = sorted((note["again"], set(note["members"])) for note in notes if "again" in note)
+    deaths = [
+        note for note in notes if "struck" in note and note["how"] in ("kill", "exit") and note.get("number", -1) >= 0
+    ]
+    found = []
+    for death in deaths:
+        after = [
+            at - death["struck"] for at, members in again if at > death["struck"] and death["number"] not in members
+        ]
+        found += after[:1]
+    return found
+
+
+def _write_stacks(directory: Path, processes: Collection[BaseProcess]) -> None:
+    """Write down where processes are, by gdb where that is installed."""
+    for process in processes:
+        if process.pid is not None and shutil.which("gdb"):
+            command = ["gdb", "-p", str(process.pid), "-batch", "-ex", "thread apply all bt"]
+            with (directory / f"stacks.{process.pid}").open("a") as file:
+                subprocess.run(command, stdout=file, stderr=file, check=False, timeout=60)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
 
 
 def _is_stopped(pid: int | None) -> bool:
@@ -144,8 +200,7 @@ def _is_stopped(pid: int | None) -> bool:
         return False
 
 
-def _continue(pid: int) -> None:
-    try:
+def _continue(pid: int, stopped: set[int]) -> None:
+    stopped.discard(pid)
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
-    except ProcessLookupError:
-        return

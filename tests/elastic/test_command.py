@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,10 @@ _UPDATES = 1000
 
 
 @contextmanager
-def _started(tmp_path: Path, faults: str, updates: int) -> Iterator[subprocess.Popen[str]]:
+def started(
+    tmp_path: Path, faults: str, updates: int, *, options: Sequence[str] = (), ranks: int = 2, **more: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Run the loop by hand on ranks, and end what is left at the end."""
     variables = {
         **os.environ,
         "FAULTS": faults,
@@ -35,6 +38,7 @@ def _started(tmp_path: Path, faults: str, updates: int) -> Iterator[subprocess.P
         "UPDATES": str(updates),
         "SLOW_UNTIL": "2" if faults else "0",
         "OMP_NUM_THREADS": "1",
+        **more,
         "PYTHONPATH": os.pathsep.join([str(_HERE.parents[1]), str(_HERE.parent)]),
     }
     command = [
@@ -43,7 +47,8 @@ def _started(tmp_path: Path, faults: str, updates: int) -> Iterator[subprocess.P
         "danling",
         "run",
         "--ranks",
-        "2",
+        str(ranks),
+        *options,
         "--",
         sys.executable,
         str(_HERE / "plain_loop.py"),
@@ -56,16 +61,16 @@ def _started(tmp_path: Path, faults: str, updates: int) -> Iterator[subprocess.P
         process.wait()
 
 
-def _notes(tmp_path: Path) -> list[dict[str, Any]]:
+def notes_of(tmp_path: Path) -> list[dict[str, Any]]:
     report = tmp_path / "report"
     return [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
 
 
 def test_rank_that_is_killed_is_replaced(tmp_path: Path) -> None:
-    with _started(tmp_path, "1:reduce:10:kill", updates=_UPDATES) as process:
+    with started(tmp_path, "1:reduce:10:kill", updates=_UPDATES) as process:
         output, _ = process.communicate(timeout=patience(240))
     assert process.returncode == 0, output
-    notes = _notes(tmp_path)
+    notes = notes_of(tmp_path)
     ends = [note for note in notes if "end" in note]
     assert {note["end"] for note in ends} == {plain_loop.undisturbed(_UPDATES)}
     assert [note["number"] for note in notes if "number" in note][-1] == 2
@@ -73,14 +78,14 @@ def test_rank_that_is_killed_is_replaced(tmp_path: Path) -> None:
 
 
 def test_sigterm_of_the_command_ends_all_ranks(tmp_path: Path) -> None:
-    with _started(tmp_path, "", updates=10**9) as process:
+    with started(tmp_path, "", updates=10**9) as process:
         end = time.monotonic() + patience(120)
-        while len([note for note in _notes(tmp_path) if "number" in note]) < 2 and time.monotonic() < end:
+        while len([note for note in notes_of(tmp_path) if "number" in note]) < 2 and time.monotonic() < end:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=patience(60))
     assert process.returncode == 143, output
-    for note in _notes(tmp_path):
+    for note in notes_of(tmp_path):
         assert not Path(f"/proc/{note['pid']}").exists()
 
 

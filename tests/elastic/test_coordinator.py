@@ -223,3 +223,56 @@ def test_rank_that_has_ended_by_itself_does_not_end_its_agent() -> None:
     link = AgentLink.__new__(AgentLink)
     link.pids = {ended.pid}
     link._hear({"kind": "kill", "pid": ended.pid})
+
+
+def _rounds_end(coordinator: Coordinator, first: int) -> Callable[[], None]:
+    """Have the coordinator look at nothing until the returned function is called, and then at one process before all others."""
+    select, may_look, is_here = coordinator._selector.select, threading.Event(), threading.Event()
+
+    def in_order(timeout: float | None = None) -> Any:
+        is_here.set()
+        if not may_look.wait(timeout):
+            return []
+        return sorted(select(timeout), key=lambda each: getattr(each[0].data, "pid", None) != first)
+
+    coordinator._selector.select = in_order  # type: ignore[method-assign]
+    assert is_here.wait(20)
+    return may_look.set
+
+
+def test_end_that_is_read_before_another_rank_says_that_it_trains_is_a_change() -> None:
+    with _run(3) as (coordinator, peers, _):
+        for peer in coordinator._peers:
+            peer.trains = peer.pid != 100
+        look = _rounds_end(coordinator, first=102)
+        peers[0].say("trains", settings=_SETTINGS)
+        peers.pop(2).channel.close()
+        look()
+        _until(lambda: 2 not in coordinator.side.living)
+        assert not coordinator.verdict
+        assert _until(partial(peers[0].hears, "lost"))["generation"] == 1
+
+
+def test_replacements_that_end_at_birth_do_not_end_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    with _run(2) as (coordinator, _peers, agent):
+
+        def has(count: int) -> bool:
+            return len(coordinator.side.living) == count
+
+        def told(pid: int) -> dict[str, Any] | None:
+            found = agent.hears("replace")
+            return found if found is not None and found["pid"] == pid else None
+
+        answers = []
+        for pid in range(200, 207):
+            # Every other one has come here before it ended.
+            if pid % 2:
+                newcomer = _Peer(coordinator, pid=pid)
+                _until(partial(has, 3))
+                newcomer.channel.close()
+                _until(partial(has, 2))
+            agent.say("exit", pid=pid, code=1)
+            answers.append(_until(partial(told, pid))["may"])
+        assert not coordinator.verdict
+        assert answers == [True] * 4 + [False] * 3
+        assert "no more is started" in caplog.text

@@ -74,6 +74,7 @@ def test_fewer_ranks_than_needed_save_and_end(undisturbed: str, tmp_path: Path) 
         pytest.param(2, "0:save:4:kill", id="the main process in a save"),
         pytest.param(3, "2:saved:3:exit", id="by an exit after a save"),
         pytest.param(3, "1:leaf:15:raise", id="by an error"),
+        pytest.param(3, "1:leaf:15:leave", id="by sys.exit of the program"),
         pytest.param(3, "1:leaf:15:kill;2:leaf:12:kill", id="two of three"),
         pytest.param(2, "1:leaf:15:kill;0:stepped:70:kill", id="one, then the other"),
         pytest.param(2, "1:stepped:11:stop", id="stopped for long"),

@@ -5,11 +5,14 @@ Environment: ROOT (workspace), SETTINGS (JSON), FAULTS and REPORT as in `plain_l
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import logging
 import os
+import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +23,12 @@ from torch import nn
 import danling as dl
 from danling.utils.observers import Observer
 
+from .opened import AuditedFiles, TracedFiles
 from .plain_loop import Faults, note
+from .storm import Storm
 
 torch.set_num_threads(1)
+_FILES: dict[str, type[AuditedFiles | TracedFiles]] = {"audit": AuditedFiles, "strace": TracedFiles}
 
 
 class Noisy(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -39,6 +45,37 @@ class Noisy(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input": self.rows[index] + noise, "target": self.rows[index][:5].argmax()}
 
 
+class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Sequences of which each read replaces some tokens by others."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.rows = torch.randint(0, 13, (length, 9), generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.rows[index]
+        is_replaced = torch.rand(8) < 0.1
+        return {"input": torch.where(is_replaced, torch.randint(0, 13, (8,)), row[:-1]), "target": row[1:]}
+
+
+class Gpt(nn.Module):
+    """A decoder of one block, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(13, 16), nn.Embedding(8, 16)
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+        self.head = nn.Linear(16, 13)
+        self.register_buffer("mask", torch.ones(8, 8, dtype=torch.bool).triu(1), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.token(tokens) + self.place.weight
+        scores: torch.Tensor = self.head(self.block(hidden, src_mask=self.mask))
+        return scores.transpose(1, 2)
+
+
 class Net(dl.Runner):
     not_saved = ("changes", "passes_seen")
     saved = ("passes",)
@@ -47,9 +84,15 @@ class Net(dl.Runner):
         super().__init__(config)
         self.passes = 0
         self.changes: list[tuple[int, int]] = []
-        self.model = nn.Sequential(nn.Linear(10, 23), nn.LayerNorm(23), nn.GELU(), nn.Dropout(0.1), nn.Linear(23, 5))
         self.criterion = nn.CrossEntropyLoss()
-        self.datasets = {"train": Noisy(41, 7), "val": Noisy(19, 8)}
+        if os.environ.get("MODEL") == "gpt":
+            self.model: nn.Module = Gpt()
+            self.datasets = {"train": Tokens(41, 7), "val": Tokens(19, 8)}
+        else:
+            self.model = nn.Sequential(
+                nn.Linear(10, 23), nn.LayerNorm(23), nn.GELU(), nn.Dropout(0.1), nn.Linear(23, 5)
+            )
+            self.datasets = {"train": Noisy(41, 7), "val": Noisy(19, 8)}
 
     def on_pass_start(self, split: str) -> None:
         super().on_pass_start(split)
@@ -64,10 +107,11 @@ class Striker(Observer):
 
     critical = True
 
-    def __init__(self, faults: Faults, runner: dl.Runner) -> None:
+    def __init__(self, faults: Faults | Storm, runner: Net) -> None:
         self._faults = faults
         self._runner = runner
         self._has_changed = False
+        self._step = 0
 
     def update_started(self) -> None:
         self._faults.at("update")
@@ -79,15 +123,26 @@ class Striker(Observer):
         self._faults.at("reduced")
 
     def update_ended(self, outcome: object) -> None:
-        self._faults.at("stepped")
+        self._step = self._runner.state.train.global_step
         if self._has_changed:
             self._has_changed = False
-            import time
+            note(update=self._step, again=time.time(), size=self._runner.world_size, members=self._members())
+        self._faults.at("stepped")
 
-            note(update=self._runner.state.train.global_step, again=time.time(), size=self._runner.world_size)
+    def _members(self) -> list[int]:
+        elastic = self._runner._parts.elastic
+        assert elastic is not None
+        assert elastic._member.membership is not None
+        return list(elastic._member.membership.members)
 
     def membership_changed(self, before: int, after: int) -> None:
         self._has_changed = True
+        step = self._runner.state.train.global_step
+        if step < self._step:
+            note(lost=[step, self._step])
+        self._step = step
+        if isinstance(self._faults, Storm):
+            self._faults.has_state()
 
     def evaluation_batch_started(self, split: str, number: int) -> None:
         self._faults.at("evaluating")
@@ -165,11 +220,17 @@ def quiet() -> None:
 def elastic_rank() -> None:
     """Be one rank."""
     quiet()
+    if "STORM" in os.environ:
+        # A signal writes where this rank is.
+        file = os.open(f"{os.environ['ROOT']}/python.{os.getpid()}", os.O_WRONLY | os.O_CREAT)
+        faulthandler.register(signal.SIGUSR1, file=file)
     config = settings(workspace_root=os.environ["ROOT"], elastic={"enabled": True, **_elastic()})
     config["dir"] = os.environ["ROOT"] + "/run"
     with Net(config) as runner:
         assert runner._parts.elastic is not None
-        faults = Faults(runner._parts.elastic._member.number)
+        number = runner._parts.elastic._member.number
+        faults = Storm(number) if "STORM" in os.environ else Faults(number)
+        files = _FILES[os.environ["OPENED"]]() if "OPENED" in os.environ else None
         faults.at("born")
         runner.observers.append(Striker(faults, runner))
         runner.train()
@@ -180,6 +241,8 @@ def elastic_rank() -> None:
             update=runner.state.train.global_step,
             rank=runner.rank,
         )
+        if files is not None:
+            files.tell()
     sys.stdout.flush()
 
 
