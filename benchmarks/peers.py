@@ -12,9 +12,11 @@ that are functions of the user's; no logging, no checkpoint. The data comes in t
 alone; from a user's `Dataset` through the loader that each library builds or takes (torch's `DataLoader` for the loop by hand); and the
 same with two workers. Blocks of updates are interleaved and
 every block is divided by the loop's block of the same round and data; what comes before the first hundred updates of a block is not
-counted. Time of the processor is that of the training process, without its workers. `--page docs/benchmarks.md` puts the figures into
-its table. Import is the time of the statement in a fresh process that has imported torch. Memory is the peak of a fresh process after 300
-updates. Medians and quartiles.
+counted. Time of the processor is that of the training process, without its workers. Import is the time of the statement in a fresh
+process that has imported torch. Memory is the peak of a fresh process after 300 updates. Medians and quartiles.
+
+`--page docs/benchmarks.md` puts the figures into its table, and `--readme README.md` into its sentences; with `--cpu-time` both go into the
+sentences about time of the processor.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -399,6 +402,43 @@ def write_table(page: Path, table: str) -> None:
     page.write_text("\n".join([*lines[:first], *table.splitlines(), *lines[last:]]) + "\n")
 
 
+def write_sentences(
+    page: Path, rounds: int, figures: dict[str, dict[str, dict[str, float]]], *, cpu_time: bool
+) -> None:
+    """Put the ratios into the sentences of a page that state them, and the number of rounds into the commands.
+
+    Raises:
+        ValueError: If the page has no such sentence.
+    """
+    ratios = {
+        name: [f"{figures[title][name]['ratio']:.2f}" for title in ("dataset", "2 workers", "list")]
+        for name in figures["dataset"]
+    }
+    own = ratios["danling"]
+    others = sorted(row[0] for name, row in ratios.items() if name not in ("by hand", "danling"))
+    if cpu_time:
+        sentences = {r"\d\.\d+ times its time of the processor": f"{own[0]} times its time of the processor"}
+        for name, of_name in (("danling takes", own), ("Ignite", ratios.get("Ignite", []))):
+            if of_name:
+                listed = f"{', '.join(of_name[:2])} and {of_name[2]}"
+                sentences[rf"(?<=By time of the processor)(.*{name}) \d\.\d+, \d\.\d+ and \d\.\d+"] = rf"\1 {listed}"
+    else:
+        sentences = {
+            r"\*\*x \d\.\d+\*\*(?= \| time of an update)": f"**x {own[0]}**",
+            r"an update takes \d\.\d+ times": f"an update takes {own[0]} times",
+            r"peers\.py --rounds \d+": f"peers.py --rounds {rounds}",
+        }
+        if others:
+            sentences[r"other libraries: \d\.\d+ to \d\.\d+"] = f"other libraries: {others[0]} to {others[-1]}"
+    text, written = page.read_text(), 0
+    for pattern, sentence in sentences.items():
+        text, number = re.subn(pattern, sentence, text)
+        written += number
+    if not written:
+        raise ValueError(f"Expected a sentence with a ratio of an update in {page}. Received: none.")
+    page.write_text(text)
+
+
 def plot(figures: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
     """Draw the step costs as bars, three for each library."""
     import matplotlib
@@ -425,7 +465,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=1100, help="updates of a block")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--page", "--readme", type=Path, help="put the figures into the table of that file")
+    parser.add_argument("--page", type=Path, help="put the figures into the table of that page")
+    parser.add_argument("--readme", type=Path, help="put the ratios into the sentences of that page")
     parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
     parser.add_argument(
         "--peers", nargs="*", help="measure these only, such as Ignite, together with the loop by hand and this library"
@@ -456,8 +497,10 @@ def main() -> None:
         row["peak_mb"] = peak_memory(name)
     table = as_table(figures)
     print(table)
-    if asked.page:
+    if asked.page and not asked.cpu_time:
         write_table(asked.page, table)
+    for page in filter(None, (asked.page, asked.readme)):
+        write_sentences(page, asked.rounds, figures, cpu_time=asked.cpu_time)
     if asked.json:
         asked.json.write_text(json.dumps(figures, indent=2) + "\n")
     if asked.plot:

@@ -117,11 +117,10 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "keys": (
         (RandomKeys, "begin_micro_batch"),
         (RandomKeys, "begin_update"),
-        (RandomKeys, "end_update"),
         (Generators, "seed"),
     ),
     "weigh": ((BatchLoss, "weigh"), (Window, "begin_microbatch")),
-    "forward and backward": ((dl.TorchRunner, "_run_train_step"),),
+    "forward and backward": ((dl.TorchRunner, "train_step"),),
     "sync": ((UpdateStep, "agree"),),
     "norm and clipping": (
         (dl.TorchRunner, "complete_gradients"),

@@ -70,13 +70,10 @@ class KeyedDataset(WorkersView, Dataset[Any]):
 
     def __getitem__(self, key: BatchKey) -> Any:
         """Return the one item of a key, through `collate_fn` where there is one."""
-        return self._get(key, single=True)
+        return self.__getitems__(key, single=True)
 
-    def __getitems__(self, key: BatchKey) -> Any:
+    def __getitems__(self, key: BatchKey, *, single: bool = False) -> Any:
         """Return the items of a key, or what `collate_fn` makes of them."""
-        return self._get(key, single=False)
-
-    def _get(self, key: BatchKey, *, single: bool) -> object:
         is_first, self._epoch = key.epoch != self._epoch, key.epoch
         if is_first:
             self._parts = stateful_parts(self.dataset) if get_worker_info() is not None else {}
@@ -86,7 +83,8 @@ class KeyedDataset(WorkersView, Dataset[Any]):
                 if self._generators is None:
                     drawing = {"dataset": self.dataset} if self.draws else {}
                     self._generators = Generators({**drawing, "collate_fn": self.collate_fn})
-                self._generators.look()
+                else:
+                    self._generators.look()
         data = self._read(key, single)
         if self._parts and not is_equal(get_states(self._parts), self._found):
             raise RuntimeError(

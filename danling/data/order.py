@@ -54,8 +54,12 @@ class ListedPermutation(Order):
 
     def indices(self, first: int, count: int) -> list[int]:
         """Return a part of the list."""
-        part: list[int] = self._indices[first : first + count].tolist()
-        return part
+        return self.parts([(first, count)])[0]
+
+    def parts(self, places: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Return several parts of the list."""
+        indices = self._indices
+        return [indices[first : first + count].tolist() for first, count in places]
 
 
 class KeyedPermutation(Order):

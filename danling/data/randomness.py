@@ -127,11 +127,12 @@ def deterministic_kernels() -> Iterator[None]:
 _OF_NUMPY = derive_seed("stream", "numpy")
 _OF_PYTHON = derive_seed("stream", "random")
 _OF_DEVICE = derive_seed("stream", "device")
+_MIXER = 0xBF58476D1CE4E5B9
 
 
 def _stream_seed(seed: int, stream: int) -> int:
     """Return the key of a stream in 0.4 us. Each bit of the low half, which NumPy reads, depends on both halves of the seed."""
-    mixed = ((seed ^ stream) * 0xBF58476D1CE4E5B9) & _MASK63
+    mixed = ((seed ^ stream) * _MIXER) & _MASK63
     return mixed ^ (mixed >> 32)
 
 
@@ -152,9 +153,12 @@ def seed_streams(seed: int, device: torch.device | None = None) -> None:
 def seed_host_streams(seed: int) -> None:
     """Seed torch's CPU generator, NumPy and `random` in about 10 us."""
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` visits every accelerator
-    random.seed(_stream_seed(seed, _OF_PYTHON))
+    # `_stream_seed` of each, without its call: an update comes here twice.
+    mixed = ((seed ^ _OF_PYTHON) * _MIXER) & _MASK63
+    random.seed(mixed ^ (mixed >> 32))
     if (numpy := get_numpy()) is not None:
-        numpy.random.seed(_stream_seed(seed, _OF_NUMPY) & 0xFFFFFFFF)
+        mixed = ((seed ^ _OF_NUMPY) * _MIXER) & _MASK63
+        numpy.random.seed((mixed ^ (mixed >> 32)) & 0xFFFFFFFF)
 
 
 def seed_torch(seed: int, device: torch.device) -> None:

@@ -97,14 +97,13 @@ class GradientNorms:
         self._landed: tuple[tuple[int, float | Tensor], HostCopy] | None = None
 
     def note(self, step: int, norm: float | Tensor) -> None:
-        """Note the norm of a committed update, 0-dim. Called on all ranks, or on none.
+        """Note the norm of a committed update, 0-dim. Called on all ranks, or on none; where a domain has one rank, on none.
 
         Args:
             step: Number of the update.
             norm: 2-norm of the whole gradient.
         """
-        if self.domain.size > 1:
-            self._noted = step, norm.detach() if isinstance(norm, Tensor) else norm
+        self._noted = step, norm.detach() if isinstance(norm, Tensor) else norm
 
     def values(self) -> Tensor | None:
         """Return the norm that was noted last, and its square; `None` where no update was made since."""

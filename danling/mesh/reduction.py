@@ -83,6 +83,8 @@ def loss_context(topology: Topology) -> AbstractContextManager[object]:
 class MeshReduction(GradientReduction):
     """The gradient of a model that is divided over a mesh."""
 
+    runner: ParallelRunner
+
     def __init__(self, runner: ParallelRunner) -> None:
         super().__init__(runner)
         self.topology = runner.topology
@@ -133,6 +135,14 @@ class MeshReduction(GradientReduction):
         if self.gradient_sync is not None:
             set_gradient_sync(self.model, self.gradient_sync, last=last)
         return loss_context(self.topology)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Back-propagate a loss that is scaled already; in a pipeline, whose schedule runs the backward, hand it on."""
+        handed_on = self.runner._handed_on
+        if handed_on is None:
+            super().backward(loss, last=last)
+        else:
+            handed_on.append(loss)
 
     @torch.no_grad()
     def complete(self) -> None:

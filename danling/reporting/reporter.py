@@ -173,8 +173,11 @@ class Reporter(Observer):
         step = runner.state.train.global_step
         if outcome.committed and step % update.log_every == 0:
             self._log_update(runner, update, outcome)
-        if self.bar is not None:
-            self.bar.update(step)
+        bar = self.bar
+        if bar is not None:
+            bar.step = step
+            if bar.draws_bar:
+                bar.draw()
 
     def evaluation_started(self, split: str) -> None:
         self._show_doing(split)

@@ -546,12 +546,6 @@ class ParallelRunner(TorchRunner):
         averaged_over = 1.0 if window.sum_reduced else weight or 1.0
         return pred, torch.as_tensor((window.loss - before) / averaged_over, dtype=torch.float32, device=self.device)
 
-    def _back_propagate(self, scaled: Tensor) -> None:
-        if self._handed_on is None:
-            super()._back_propagate(scaled)
-        else:
-            self._handed_on.append(scaled)  # the schedule runs the backward
-
     def _run_evaluate_step(self, step: Callable[[Any], Any], data: Any) -> Any:
         if self.pipeline is None or not is_overridden(self, "evaluate_step"):
             return step(data)

@@ -53,7 +53,7 @@ from danling.training import (
     prediction_of,
     unpack_batch,
 )
-from danling.training.batches import is_pair, returned_loss
+from danling.training.batches import returned_loss
 from danling.training.canonical_sum import CanonicalReduction
 from danling.training.checks import (
     check_components,
@@ -566,7 +566,11 @@ class TorchRunner(BaseRunner):
         Returns:
             The prediction and the loss; in an override both may be `None`.
         """
-        inputs, target = data if is_pair(data) else unpack_batch(data, self.unwrapped_model)
+        if type(data) in (tuple, list) and len(data) == 2:
+            # A plain pair, which most batches are: a call costs as much as a small operation.
+            inputs, target = data
+        else:
+            inputs, target = unpack_batch(data, self.unwrapped_model)
         if not self._enters_contexts:
             pred, loss = self._pred_and_loss(inputs, target)
             self.backward(loss)
@@ -579,8 +583,9 @@ class TorchRunner(BaseRunner):
 
     def _pred_and_loss(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
         """Return the prediction and the loss of a micro-batch in training; a stack may compute them in another way."""
-        pred = call_model(self.model, inputs)
-        self.window.cut(pred)
+        pred = self.model(inputs) if isinstance(inputs, Tensor) else call_model(self.model, inputs)
+        if self.window.may_weigh_nothing:
+            self.window.cut(pred)
         return pred, self.compute_loss(pred, target)
 
     def backward(self, loss: Tensor) -> None:
@@ -637,9 +642,6 @@ class TorchRunner(BaseRunner):
                 f"self.optimizer = {{{name!r}: ..., ...}} in __init__."
             )
         return self._parts.phases.optimizing(self._parts.update, name, every=every, weight=weight)
-
-    def _back_propagate(self, scaled: Tensor) -> None:
-        self.reduction.backward(scaled, last=self.window.reduces)
 
     def _run_train_step(self, step: Callable[[Any], Any], data: Any) -> Any:
         """Call a `train_step` with a micro-batch of the window; a stack may call it in another way."""

@@ -231,6 +231,8 @@ def count_tokens(data: object) -> int:
     if isinstance(data, (tuple, list)) and data:
         data = data[0]
     if isinstance(data, Tensor):
+        if data.is_floating_point():  # as most are
+            return 0
         return _tokens_of(data) or 0
     if isinstance(data, Mapping):
         data = data.get("input", data)
@@ -330,10 +332,12 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
     if target.is_floating_point():
         return _dense_weight(criterion, target)
     ignore_index: Any
+    kind: object
     if type(criterion) is FunctionType and not vars(criterion):
-        defaults = _defaults(criterion)
+        kind, defaults = criterion, _defaults(criterion)
         ignore_index, class_weight = defaults.get("ignore_index"), defaults.get("weight")
     else:
+        kind = type(criterion) if isinstance(criterion, nn.Module) else _function(criterion)
         ignore_index, class_weight = (
             criterion_setting(criterion, "ignore_index"),
             criterion_setting(criterion, "weight"),
@@ -342,9 +346,8 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
         other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(
             criterion, (nn.CrossEntropyLoss, nn.NLLLoss)
         )
-        if not other and _function(criterion) is not F.multi_margin_loss:
+        if not other and kind is not F.multi_margin_loss:
             return _class_weight(target, class_weight, ignore_index)
-    kind = type(criterion) if isinstance(criterion, nn.Module) else _function(criterion)
     if ignore_index is None and not getattr(kind, "__module__", "torch").startswith("torch."):
         # Nothing but a convention says which targets a criterion of the user's leaves out.
         ignore_index = IGNORED_LABEL
@@ -554,7 +557,7 @@ class BatchLoss:
         plain = criterion is None or type(criterion) in (nn.CrossEntropyLoss, nn.NLLLoss)
         return own or not plain or criterion_setting(criterion, "weight") is not None
 
-    def weigh(self, batch: Batch, data: object, *, training: bool = False) -> tuple[float | Tensor, float]:
+    def weigh(self, batch: Batch, data: Any, *, training: bool = False) -> tuple[float | Tensor, float]:
         """Return the weight and the number of samples of a batch; both are 0 for padding and for data that only other ranks read.
 
         Args:
@@ -565,7 +568,8 @@ class BatchLoss:
         if batch.samples == 0 or data is PLACEHOLDER:
             return 0.0, 0.0
         samples = count_samples(data) if batch.samples is None else batch.samples
-        target = peek_target(data)
+        is_plain_pair = type(data) in (tuple, list) and len(data) == 2
+        target = data[1] if is_plain_pair else peek_target(data)
         if training and self.targetless is None and self._learns:
             self.targetless = target is None
         if training and target is None and self._warns:

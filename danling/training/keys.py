@@ -13,9 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from danling.data import derive_seed, mix_seed, seed_streams
-from danling.data.randomness import Generators, generator_state, seed_generator, seed_torch, set_generator_state
+from danling.data.randomness import (
+    Generators,
+    generator_state,
+    seed_device,
+    seed_generator,
+    seed_host_streams,
+    seed_torch,
+    set_generator_state,
+)
 from danling.utils.tensors import canonical_name, is_sharded
 
 from .user_code import runs_user_code
@@ -81,29 +90,33 @@ class RandomKeys:
             self._places.clear()
         place = place or (self._places.get(id(data)) if self.in_update else None) or (placement.data.rank, ordinal)
         self._places[id(data)] = place
-        self.key = self._key("train", placement.replica_group[0], place=(*place, *placement.forward_place))
-        self._ordinal, self._phase = ordinal, 0
+        train, base = runner.state.train, _base(runner.seed, "train", placement.replica_group[0])
+        key = mix_seed(base, train.global_step + train.skipped_updates, *place, *placement.forward_place)
+        self.key, self._ordinal, self._phase = key, ordinal, 0
         if self._generators is None or self._generators:
             self._seed_generators()
         only_torch = self._only_torch and self._session.running
         if only_torch and type(data) is not Tensor:
             # A tensor of a class of the user's runs its code.
             only_torch = type(data) in (tuple, list) and {*map(type, cast("Sequence[object]", data))} == {Tensor}
-        seed = seed_torch if only_torch else seed_streams
-        seed(self.key, runner.device)
+        if only_torch:
+            seed_torch(key, runner.device)
+            return
+        seed_host_streams(key)
+        if runner.device.type != "cpu":
+            seed_device(key, runner.device)
 
     def begin_update(self) -> None:
         """Seed torch's streams for the step of the runner's optimizer, which follows: `(seed, "update", updates attempted)`.
 
         Ranks with copies of the same parameters get the same key.
         """
-        runner = self._runner
-        seed_torch(self._key("update", place=runner.placement.update_place), runner.device)
-        self.in_update = True
-
-    def end_update(self) -> None:
-        """Note that the optimizer step is over, also if it has failed."""
-        self.in_update = False
+        runner, train = self._runner, self._runner.state.train
+        attempted = train.global_step + train.skipped_updates
+        key = mix_seed(_base(runner.seed, "update"), attempted, *runner.placement.update_place)
+        torch.default_generator.manual_seed(key)
+        if runner.device.type != "cpu":
+            seed_device(key, runner.device)
 
     def see_early_steps(self, own: object, closers: ExitStack) -> None:
         """Seed for each optimizer step within `train_step`, and for what follows in the micro-batch.
@@ -111,6 +124,7 @@ class RandomKeys:
         Refuses a step there of the runner's own optimizer, but for that of a phase: the runner has not weighed its gradient yet.
         """
         session = self._session
+        after_hooks: list[RemovableHandle] = []
         refused = {id(own), *(id(member) for member in getattr(own, "optimizers", ()))}
 
         def before(optimizer: Optimizer, *_: Any) -> None:
@@ -126,6 +140,10 @@ class RandomKeys:
                 place = self._runner.placement.update_place if shards else ()
                 place = (self._ordinal, self._phase, *place)
                 seed_torch(self._key("early update", place=place), self._runner.device)
+                if not after_hooks:
+                    # Only for programs with such steps: it is called in each update. torch calls it after this step already.
+                    after_hooks.append(register_optimizer_step_post_hook(after))
+                    closers.callback(after_hooks[0].remove)
 
         def after(*_: Any) -> None:
             if session.in_step:
@@ -133,7 +151,6 @@ class RandomKeys:
                 seed_streams(mix_seed(self.key, self._phase), self._runner.device)
 
         closers.callback(register_optimizer_step_pre_hook(before).remove)
-        closers.callback(register_optimizer_step_post_hook(after).remove)
 
     # Evaluation
 

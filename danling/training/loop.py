@@ -376,9 +376,11 @@ class TrainingLoop:
 
     def train_epoch(self, split: str) -> dict[str, float]:
         """Train the rest of one pass over one split, and return its metrics; none where it was left half-way."""
+        session = self._session
         for outcome in self._updates(split):
-            self._after_update(outcome)
-            if self._session.stop_reason:
+            if session.save_requested or not session.updated_once:
+                self._after_update(outcome)
+            if session.stop_reason:
                 return {}
         if self.has_jumped:
             return {}
@@ -427,7 +429,8 @@ class TrainingLoop:
             self._validate(evaluated, final=begun_at == runner.steps)
         elif self.is_at_boundary:
             # The ranks have changed there.
-            self._reach_boundary(self._last_split or splits[-1], evaluated, again=True)
+            split = self._last_split or splits[-1]
+            self._reach_boundary(split, evaluated, final=begun_at == runner.steps, again=True)
         self.is_at_boundary = False
         self._session.data_ended = False
         try:
@@ -449,14 +452,15 @@ class TrainingLoop:
 
     def _train_pass(self, splits: Sequence[str], evaluated: Sequence[str]) -> bool:
         """Train the rest of one pass over all splits, evaluating on the way; `False` where it was left half-way."""
-        runner, self.has_jumped = self._runner, False
+        runner, session, self.has_jumped = self._runner, self._session, False
         for split in splits:
             if self._is_trained(split):
                 continue
             self._keys.begin_pass(split)
             for outcome in self._updates(split):
                 self._last_split = split
-                self._after_update(outcome)
+                if session.save_requested or not session.updated_once:
+                    self._after_update(outcome)
                 step = runner.state.train.global_step
                 final = step == runner.steps  # the budget may change at any time
                 if outcome.committed and final and self._agreement.is_over(runner.source(split)):
@@ -466,19 +470,25 @@ class TrainingLoop:
                         self._count_pass()
                 if outcome.committed:
                     self.is_at_boundary = True
-                    self._reach_boundary(split, evaluated)
+                    self._reach_boundary(split, evaluated, final=final)
                     self.is_at_boundary = False
-                if final or self._session.stop_reason:
+                if final or session.stop_reason:
                     return False
             if self.has_jumped:
                 return False
             runner.source(split).finish_pass()
         return True
 
-    def _reach_boundary(self, split: str, evaluated: Sequence[str], *, again: bool = False) -> None:
-        """Evaluate and save after an update where it is time to; `again` where the ranks have changed meanwhile."""
+    def _reach_boundary(self, split: str, evaluated: Sequence[str], *, final: bool, again: bool = False) -> None:
+        """Evaluate and save after an update where it is time to.
+
+        Args:
+            split: The split that was trained on.
+            evaluated: Splits to evaluate.
+            final: Whether the budget ends here.
+            again: Whether the ranks have changed meanwhile.
+        """
         runner, step = self._runner, self._runner.state.train.global_step
-        final = step == runner.steps
         is_due = (final or step % self._evaluate_every == 0) and runner.is_step_mode
         if is_due and not (again and self._results.scored_at == step):
             self._results.open[split] = self._trained_metrics()
@@ -530,13 +540,15 @@ class TrainingLoop:
 
         def read() -> Iterator[Batch]:
             """Yield batches, and tell the observers of the waits for them."""
-            batches = source.batches()
+            batches, observers = source.batches(), session.observers
             while True:
-                session.observers.notify("batch_wait_started")
+                if (begins_wait := observers.calls.get("batch_wait_started")) is not None:
+                    begins_wait()
                 try:
                     batch = next(batches, None)
                 finally:
-                    session.observers.notify("batch_wait_ended")
+                    if (ends_wait := observers.calls.get("batch_wait_ended")) is not None:
+                        ends_wait()
                 if batch is None:
                     return
                 yield batch

@@ -110,6 +110,8 @@ class SkippedUpdates:
         """Attributes that `train_step` has changed in these."""
         self.before: Mapping[str, bytes] | None = None
         """Digests of the attributes at the beginning of an open update in which they are compared; else `None`, and `look` does nothing."""
+        self.remembers = False
+        """Whether the open update was remembered, and `end` has something to do."""
         self._put_back: tuple[Callable[[], None], Callable[..., None]] | None = None
         """What puts back figures and attributes; `None` where the open update was not remembered."""
 
@@ -123,6 +125,7 @@ class SkippedUpdates:
         may_skip = runner.config.skip_nonfinite_grad or runner.precision.scaler is not None
         if not may_skip and not (isinstance(weight, float) and weight == 0.0):
             return
+        self.remembers = True
         is_watched = self._watched < _WATCHED
         if is_watched:
             self.before = self._attributes.digests()
@@ -140,7 +143,8 @@ class SkippedUpdates:
         self._found |= {name for name, digest in now.items() if self.before.get(name, digest) != digest}
 
     def end(self, *, put_back: bool) -> None:
-        """End an update: put back what it has changed, or keep it. Called once the ranks have decided on the update."""
+        """End a remembered update: put back what it has changed, or keep it. Called once the ranks have decided on the update."""
+        self.remembers = False
         remembered, self._put_back = self._put_back, None
         if remembered is None:
             return

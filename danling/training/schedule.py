@@ -107,7 +107,9 @@ class Schedule:
                 scheduler.step_update(self._runner.state.train.global_step)
             else:
                 self._step(scheduler)
-        self.note_position()
+        # As `note_position` has it, without its call.
+        at = getattr(scheduler, self._position, None)
+        self._left = None if at is None else (scheduler, self._runner.state.train.global_step, at)
 
     def note_position(self) -> None:
         """Remember where the library leaves the schedule: only an update advances it before the next one."""

@@ -36,6 +36,7 @@ ENDINGS = {
 }
 """The message about a training that ended for a reason."""
 
+_NO_REQUESTS: frozenset[str] = frozenset()
 _TRAININGS = itertools.count(1)
 
 
@@ -119,6 +120,9 @@ class TrainingSession:
 
     def local_requests(self) -> frozenset[str]:
         """Return what this rank asks the others for, once. No communication."""
+        signalled = self.signals is not None and self.signals.received is not None
+        if not (signalled or self._requested or time.monotonic() >= self._deadline):
+            return _NO_REQUESTS
         self.asked_to_stop()
         taken = frozenset(self._requested)
         self._requested.clear()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -124,8 +125,8 @@ class Window:
         self.samples = 0.0
         self.nonfinite: float | Tensor = 0.0
         self.current: float | Tensor = 0.0
-        self.weighs_nothing = True
-        """Whether the open micro-batch is known to weigh nothing."""
+        self.weighs_nothing = self.may_weigh_nothing = True
+        """Whether the open micro-batch is known to weigh nothing, and whether it may, since its weight is on a device."""
         self.current_samples = 0.0
         self._reference: float | Tensor = 1.0
         self.unscaled = 0
@@ -136,6 +137,7 @@ class Window:
         """Set the weight of the losses that follow: of a part of the open micro-batch."""
         self.current = weight
         self.weighs_nothing = isinstance(weight, float) and weight == 0.0
+        self.may_weigh_nothing = isinstance(weight, Tensor) or weight == 0.0
 
     def begin_microbatch(self, weight: float | Tensor, samples: float) -> None:
         """Begin a micro-batch. The first one of a run is a collective of the domain."""
@@ -158,6 +160,7 @@ class Window:
         self.unscaled += self._awaits_loss
         self.current = weight
         self.weighs_nothing = isinstance(weight, float) and weight == 0.0
+        self.may_weigh_nothing = isinstance(weight, Tensor) or weight == 0.0
         self.current_samples = samples
         self.weight = self.weight + weight
         self.samples += samples
@@ -354,7 +357,10 @@ class UpdateStep:
         self.rates: list[float | None] = []
         self.move_source: Callable[[], None] | None = None
         """What moves the position of the data past the batches of the open update; `None` in a loop by hand."""
-        self._run_step = runner._run_train_step
+        self._run_step: Callable[[Callable[[Any], Any], Any], Any] = runner._run_train_step
+        if runner._is_plain("_run_train_step"):
+            # It calls its argument: this does the same without a call of Python's.
+            self._run_step = call
         self._own_backward = is_overridden(runner, "backward")
         self.moves_batches = True
         """Whether `to_device` does something."""
@@ -441,7 +447,8 @@ class UpdateStep:
             self._gradients = self.move_source = None
             self._given = []
             self.schedule.begin_update()
-            session.observers.notify("update_started")
+            if (begins := session.observers.calls.get("update_started")) is not None:
+                begins()
         self._given.append(batch)
         if self.keeps_batches:
             self.recompute.check(batch.data)
@@ -454,8 +461,8 @@ class UpdateStep:
         if window.count == 1 and data is not PLACEHOLDER:
             self.skipped.begin(window.current)
         observed = batch.samples != 0
-        if observed:
-            session.observers.notify("micro_batch_started", data, read=batch.data, samples=samples)
+        if observed and (begins := session.observers.calls.get("micro_batch_started")) is not None:
+            begins(data, read=batch.data, samples=samples)
         session.in_step = True
         try:
             if window.weighs_nothing:
@@ -530,7 +537,7 @@ class UpdateStep:
         runner, window = self._runner, self._runner.window
         if self._gradients is not None:
             self._gradients.check(runner.named_parameters(), window.count)
-        runner._back_propagate(scaled)
+        runner.reduction.backward(scaled, last=window.reduces)
         is_last = window.reduces or self._phases is not None
         if is_last or not self._session.in_step or not runner.reduction.keeps_gradients:
             return
@@ -558,7 +565,8 @@ class UpdateStep:
         outcome, requests = of_phases or self.decide()
         self.schedule.check("`optimizer_step`")
         self._given = []
-        self.skipped.end(put_back=not outcome.committed and outcome.reason != UNCOMMITTED)
+        if self.skipped.remembers:
+            self.skipped.end(put_back=not outcome.committed and outcome.reason != UNCOMMITTED)
         if outcome.reason == UNCOMMITTED:
             # The update is made again with the same batches, and the requests with it.
             session.request(*requests)
@@ -609,10 +617,11 @@ class UpdateStep:
             window.is_first = False
             runner.clip_gradients(grad_norm)
             self._keys.begin_update()
+            self._keys.in_update = True
             try:
                 runner.optimizer_step()
             finally:
-                self._keys.end_update()
+                self._keys.in_update = False
         runner.zero_gradients()
         scaler = runner.reduction.scaler
         if scaler is not None and reason != "weightless":
@@ -720,8 +729,9 @@ class UpdateStep:
             if runner.ema is not None:
                 runner.preparation.update_averages(runner.ema, runner.unwrapped_model)
             self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)
-            if self.norms is not None and outcome.grad_norm is not None:
-                self.norms.note(train.global_step, outcome.grad_norm)
+            norms = self.norms
+            if norms is not None and norms.domain.size > 1 and outcome.grad_norm is not None:
+                norms.note(train.global_step, outcome.grad_norm)
             return
         train.skipped_updates += 1
         train.consecutive_skips += 1

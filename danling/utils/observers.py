@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, MutableSequence, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from torch import Tensor
@@ -156,6 +157,8 @@ class Observers(MutableSequence[Observer]):
     Attributes:
         heard: The methods to call by event: without the events that no observer overrides. Made when observers are added or removed,
             and when a training begins.
+        calls: One callable for each of these events, for the events of every update: the method itself where only one critical observer
+            overrides the event, else `notify`.
         with_state: Observers with a state that is saved, by name.
         on_added: Called with the names of the observers with a state that are new in the list.
     """
@@ -163,6 +166,7 @@ class Observers(MutableSequence[Observer]):
     def __init__(self) -> None:
         self._observers: list[Observer] = []
         self.heard: dict[str, tuple[tuple[Observer, Callable[..., None]], ...]] = {}
+        self.calls: dict[str, Callable[..., None]] = {}
         self.with_state: dict[str, Observer] = {}
         self.on_added: Callable[[Collection[str]], None] = lambda names: None
 
@@ -194,13 +198,16 @@ class Observers(MutableSequence[Observer]):
 
     def bind_events(self) -> None:
         """Look which observers override which events, in their class or in an attribute of the object."""
-        self.heard = {}
+        self.heard, self.calls = {}, {}
         for event in EVENTS:
             calls = [(each, getattr(each, event)) for each in self._observers]
             base = getattr(Observer, event)
             listening = tuple((each, call) for each, call in calls if getattr(call, "__func__", call) is not base)
             if listening:
                 self.heard[event] = listening
+                (first, call), *others = listening
+                # An error of a critical observer ends the training, as `notify` has it too.
+                self.calls[event] = call if first.critical and not others else partial(self.notify, event)
 
     # A sequence
 

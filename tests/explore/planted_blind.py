@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy
+import torch
 from explore.planted_form import Planted
 
 import danling.data.randomness
@@ -15,6 +18,7 @@ import danling.optim.registry
 import danling.optim.state
 import danling.runners.torch_runner
 import danling.training.ema
+import danling.training.keys
 from danling.optim.joint import added_to
 from danling.training.attribute_restore import DELETED
 from danling.training.attributes import KeptAttributes
@@ -34,7 +38,14 @@ def _replacing(*replaced: Replaced) -> Iterator[None]:
 
 def one_number_for_all_streams() -> AbstractContextManager[None]:
     """Seed NumPy with the number that torch is seeded with."""
-    return _replacing((danling.data.randomness, "_stream_seed", lambda seed, stream: seed))
+
+    def seed_host_streams(seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+    places = (danling.data.randomness, danling.training.keys)
+    return _replacing(*((place, "seed_host_streams", seed_host_streams) for place in places))
 
 
 def evaluation_moves_streams() -> AbstractContextManager[None]:
