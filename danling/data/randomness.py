@@ -34,10 +34,11 @@ _WIDTH = 256
 _OBJECTS = 4096
 """Objects that are looked at in all."""
 _WORD = 2**32
-_LEAVES = (
+LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, type, PurePath),
     *(types.ModuleType, types.FunctionType, Tensor, torch.dtype, torch.device, torch.Size),
 )
+"""Kinds of values that hold no generator."""
 _FOREIGN = ("builtins", "torch", "typing", "abc", "collections")
 
 
@@ -204,7 +205,7 @@ class Generators:
         """Look again, breadth first; return whether there is something to seed that was not there before."""
         known = {id(held) for held, _ in self._seeded}
         numpy, mtrand = sys.modules.get("numpy"), sys.modules.get("numpy.random.mtrand")
-        leaves = _LEAVES if numpy is None else (*_LEAVES, numpy.generic, numpy.dtype, numpy.ndarray)
+        leaves = LEAVES if numpy is None else (*LEAVES, numpy.generic, numpy.dtype, numpy.ndarray)
         streams = (torch.default_generator, getattr(random, "_inst", None), getattr(mtrand, "_rand", None))
         # With the objects, so that none is freed and its id given to another one.
         seen: dict[int, Any] = {id(stream): stream for stream in streams}
@@ -256,7 +257,10 @@ def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
         for name in (slots,) if isinstance(slots, str) else slots:
             yield f"{path}.{name}", _attribute(value, name)
         own = list(vars(kind).items())
-        yield from ((f"{path}.{kind.__name__}.{name}", found) for name, found in own if is_generator(found))
+        for name, found in own:
+            # Most are functions.
+            if not isinstance(found, LEAVES) and is_generator(found):
+                yield f"{path}.{kind.__name__}.{name}", found
 
 
 def _attribute(value: object, name: str) -> Any:

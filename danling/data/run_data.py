@@ -80,10 +80,10 @@ class RunData:
 
     def check(self, split: str) -> None:
         """Raise a `ValueError` that lists the splits when `split` is none of them."""
-        names = self.names
         if not isinstance(split, str):
             raise self._no_name(split)
-        if split not in names:
+        if split not in self._run.datasets and split not in self._run.dataloaders:
+            names = self.names
             raise ValueError(
                 f"Expected a split out of {names}. Received: split={split!r}.{did_you_mean(split, names)} Put it into `self.datasets` or "
                 "`self.dataloaders`."
@@ -425,7 +425,7 @@ class RunData:
         self.check(split)
         run, known = self._run, self.sources.get(split)
         restored = None
-        if known is not None and known.remaining_batches() != 0 and self._change_of(split):
+        if known is not None and self._change_of(split) and known.remaining_batches() != 0:
             restored = known.restored if known.consumed else None
             if restored is None:
                 self.check_unchanged(split)

@@ -292,14 +292,15 @@ class PositionedBatchSampler(Sampler[BatchKey]):
             for cut in whole:
                 yield start, cut
             start += full
-        for cut in self._cut(self.tail(start)):
-            yield start, cut
+        if tail := self.tail(start):
+            for cut in self._cut(tail):
+                yield start, cut
 
     def _cut(self, samples: int) -> list[_Cut]:
         """Return the batches of this rank of a stretch of so many samples."""
         division = self.division
-        parts = division.cut(samples, self.rank) if samples else []
-        totals = division.totals(samples) if samples else []
+        parts = division.cut(samples, self.rank)
+        totals = division.totals(samples)
         return [
             _Cut(
                 offset,
@@ -337,8 +338,9 @@ class PositionedBatchSampler(Sampler[BatchKey]):
         return self._count(self.consumed)
 
     def _count(self, start: int) -> int:
-        full = (self.length - start) // self.division.samples
-        return full * self.division.micro_batches + len(self._cut(self.tail(start)))
+        number = (self.length - start) // self.division.samples * self.division.micro_batches
+        tail = self.tail(start)
+        return number + len(self._cut(tail)) if tail else number
 
     # Position
 

@@ -227,9 +227,8 @@ class TorchRunner(BaseRunner):
 
     def _is_plain(self, *hooks: str) -> bool:
         """Whether hooks are those of `TorchRunner`, neither the user's nor another stack's."""
-        return all(getattr(type(self), hook) is getattr(TorchRunner, hook) for hook in hooks) and not any(
-            hook in vars(self) for hook in hooks
-        )
+        kind, held = type(self), vars(self)
+        return not [hook for hook in hooks if hook in held or getattr(kind, hook) is not getattr(TorchRunner, hook)]
 
     def bind_optimizer(self) -> None:
         """Bind model and optimizer to each other, on stacks that need it, before the scheduler is built."""

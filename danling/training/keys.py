@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from danling.data import derive_seed, mix_seed, seed_streams
 from danling.data.randomness import (
+    LEAVES,
     Generators,
     generator_state,
     seed_device,
@@ -185,7 +186,7 @@ class RandomKeys:
             if isinstance(module, nn.Module)
             for name, part in module.named_modules()
             for attribute, value in vars(part).items()
-            if attribute not in _OF_MODULE
+            if attribute not in _OF_MODULE and not isinstance(value, LEAVES)
         }
         found = Generators(roots).found if roots else {}
         self._generators = [(generator, crc32(path.encode())) for path, generator in found.items()]
