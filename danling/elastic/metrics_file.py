@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from danling.reporting.telemetry import MEASURED
 from danling.utils.files import replacing
 
 Recent = Sequence[tuple[dict[str, float], int]]
@@ -25,7 +26,9 @@ def _lines(file: Path) -> list[tuple[bytes, dict[str, object]]]:
 
 
 def _key(values: Sequence[str] | dict[str, float], step: object) -> tuple[object, frozenset[str]]:
-    return step, frozenset(name for name in values if name not in ("step", "time", "ranks"))
+    """Return what tells a line from the others, and is the same on all ranks."""
+    left_out = {"step", "time", "ranks"} | MEASURED
+    return step, frozenset(name for name in values if name.rpartition("/")[2] not in left_out)
 
 
 def without_later(file: Path, step: int, recent: Recent) -> None:

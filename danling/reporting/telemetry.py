@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _MEMORY = ("memory_host_gib", "memory_allocated_gib", "memory_reserved_gib")
+_SPEEDS = ("step_seconds", "samples_per_second", "data_share", "tokens_per_second", "eta_seconds")
+MEASURED = frozenset({*_MEMORY, *_SPEEDS, "model_flops_per_second", "mfu"})
+"""Figures of `Telemetry.report` that one rank may have and another one not, such as tokens of a rank that reads no micro-batch."""
 
 
 class Telemetry(Observer):

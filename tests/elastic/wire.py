@@ -65,7 +65,11 @@ class Wire:
 
     def _accept(self) -> None:
         rank, _ = self._listener.accept()
-        coordinator = socket.create_connection(("127.0.0.1", self._port))
+        try:
+            coordinator = socket.create_connection(("127.0.0.1", self._port))
+        except ConnectionError:
+            rank.close()  # the agent has been ended
+            return
         self._ends[rank], self._ends[coordinator] = coordinator, rank
         for each in (rank, coordinator):
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
