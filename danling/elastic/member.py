@@ -131,8 +131,8 @@ class Member:
                 answer = self._side.hear(message)
             if answer is not None:
                 self._channel.send(answer)
-            elif message["kind"] == "lost":
-                # The main thread may be in the program for long: this one says that it lives.
+            elif message["kind"] in ("lost", "form"):
+                # The main thread may be in the program for long, or send a large state: this one says that it lives.
                 self._channel.send({"kind": "busy", "generation": message["generation"]})
         self._changed.set()
 
