@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from danling.elastic.reconfigure import Group
 
 _TIMEOUT = timedelta(seconds=60)
+_PATIENCE = 30.0
 _SOON = 10.0
 """Far less than the timeout of a collective."""
 
@@ -41,8 +42,12 @@ class _Ranks:
         return [self.store.get(f"handle/{generation}/{rank}").decode() for rank in ranks]
 
     def form(self, generation: int, ranks: range | None = None) -> None:
-        handle = self.group.leave()
-        self.group.form(generation, self.handles(generation, handle, ranks or range(self.size)), 5.0)
+        handle, members = self.group.leave(), ranks or range(self.size)
+        self.group.form(generation, self.handles(generation, handle, members), _PATIENCE)
+        # One that leaves at once closes sockets to which another one still connects.
+        self.store.add(f"formed/{generation}", 1)
+        while self.store.add(f"formed/{generation}", 0) < len(members):
+            time.sleep(0.01)
 
     def end(self) -> None:
         # The store is rank 0's.
@@ -65,7 +70,7 @@ def _formed_in_order() -> tuple[bool, bool, int, int, float]:
     except Exception:
         is_connected = False
     before = ranks.group.leave()
-    ranks.group.form(1, ranks.handles(1, before, range(2))[::-1], 5.0)
+    ranks.group.form(1, ranks.handles(1, before, range(2))[::-1], _PATIENCE)
     found = is_connected, ranks.group.handle() != before, dist.get_rank(), dist.get_world_size(), _sum()
     ranks.end()
     return found
