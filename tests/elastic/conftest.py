@@ -9,7 +9,13 @@ import torch
 
 from danling.elastic.reconfigure import OLDEST, is_supported
 
-_WITHOUT_GROUPS = ("test_protocol.py", "test_coordinator.py", "test_refusals.py", "test_metrics_file.py", "test_member.py")
+_WITHOUT_GROUPS = (
+    "test_protocol.py",
+    "test_coordinator.py",
+    "test_refusals.py",
+    "test_metrics_file.py",
+    "test_member.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,7 +28,7 @@ from danling.elastic.wire import ADDRESS, JOINS, TOKEN
 
 from .wire import Wire
 
-_LONGEST_SILENCE = 25.0
+_LONGEST_SILENCE = 100.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "danling", "elastic.plain_loop", "elastic.training"])
 
@@ -184,13 +184,14 @@ def _gaps(notes: list[dict[str, Any]]) -> list[float]:
 
 def _write_stacks(directory: Path, processes: Collection[BaseProcess]) -> None:
     """Write down where processes are, by gdb where that is installed."""
-    for process in processes:
-        if process.pid is not None and shutil.which("gdb"):
-            command = ["gdb", "-p", str(process.pid), "-batch", "-ex", "thread apply all bt"]
-            with (directory / f"stacks.{process.pid}").open("a") as file:
-                subprocess.run(command, stdout=file, stderr=file, check=False, timeout=60)
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
+    pids = [process.pid for process in processes if process.pid is not None]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    for pid in pids if shutil.which("gdb") else ():
+        command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all bt"]
+        with (directory / f"stacks.{pid}").open("a") as file, suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, stdout=file, stderr=file, check=False, timeout=60)
 
 
 def _is_stopped(pid: int | None) -> bool:
