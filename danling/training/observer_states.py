@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -57,6 +58,24 @@ class ObserverStates:
             for (_, name), entry in self._entries().items()
         }
         return {_SECTION: copies} if copies else {}
+
+    def remember(self) -> Callable[[], None] | None:
+        """Return what puts the states back to what they are now; `None` without one. No communication."""
+        if not self._observers.with_state:
+            return None
+        copies: dict[str, dict[str, Any]] = {}
+        for name, observer in list(self._observers.with_state.items()):
+            try:
+                copies[name] = deepcopy(observer.state_dict())
+            except Exception as error:
+                self._observers.drop(observer, error)
+
+        def put_back() -> None:
+            for name, observer in list(self._observers.with_state.items()):
+                if name in copies:
+                    observer.load_state_dict(deepcopy(copies[name]))
+
+        return put_back
 
     def _entries(self) -> dict[Key, Entry]:
         found: dict[Key, Entry] = {}

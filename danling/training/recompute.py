@@ -28,7 +28,8 @@ _WATCHED = 2
 class Recompute:
     """Takes the micro-batches of an update back, so that they can be run again.
 
-    Puts back everything that they change: buffers, meters, counters, the carry, the user's attributes, the window and its gradient.
+    Puts back everything that they change: buffers, meters, counters, the carry, the user's attributes, the states of observers, the window
+    and its gradient.
     Random numbers follow from their keys. Batches are not copied: a step that has written to its batch cannot be run again, which is
     refused.
     """
@@ -47,6 +48,8 @@ class Recompute:
         buffers.take()
         put_figures_back = remember_figures(runner, self.train_metrics)
         put_attributes_back = self._attributes.remember()
+        # Of padding, observers hear nothing.
+        put_observers_back = runner._parts.observer_states.remember() if window else None
         micro_step = runner.state.train.micro_step
 
         def take_back() -> None:
@@ -56,6 +59,8 @@ class Recompute:
             put_attributes_back()
             buffers.put_back()
             put_figures_back()
+            if put_observers_back is not None:
+                put_observers_back()
             runner.state.train.micro_step = micro_step
 
         return take_back

@@ -37,7 +37,8 @@ class Observer:
         """Return what a checkpoint keeps: tensors, NumPy arrays, numbers, text, and containers of them. Called on all ranks at each save.
 
         Does not communicate. Values that differ between ranks are saved for each rank. A skipped update does not take back what an
-        observer has counted: it hears of the update in `update_ended`.
+        observer has counted: it hears of the update in `update_ended`. Where the micro-batches of an update are computed again, the state
+        of its beginning is put back by `load_state_dict`; runs that may do so call `state_dict` before each update.
         """
         return {}
 

@@ -12,6 +12,23 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
+from danling.utils.observers import Observer
+
+
+class Lengths(Observer):
+    """Sums the norms of what micro-batches have read."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def micro_batch_started(self, data: object, *, read: Any, samples: float) -> None:
+        self.norms.append(float(read[0].norm()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"norms": self.norms}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.norms = state["norms"]
 
 
 class Noisy(dl.TorchRunner):
@@ -48,8 +65,11 @@ def gradients(runner: Any) -> list[Tensor]:
 
 def test_repeated_micro_batches_give_the_same(tmp_path: Path) -> None:
     with Noisy(tmp_path) as runner:
+        lengths = Lengths()
+        runner.observers.append(lengths)
         runner.train_step(batches()[0])
         runner.step()
+        heard = list(lengths.norms)
         before, carried = whole_state(runner), runner.carry
         held = runner.norms, runner.names, runner.largest, runner.teacher
         take_back = runner._parts.recompute.remember()
@@ -58,11 +78,13 @@ def test_repeated_micro_batches_give_the_same(tmp_path: Path) -> None:
             for batch in batches():
                 runner.train_step(batch)
             found.append((gradients(runner), whole_state(runner), runner.window.loss))
+            assert len(lengths.norms) == len(heard) + 3
             take_back()
             assert differences(whole_state(runner), before) == [] and torch.equal(runner.carry, carried)
             assert (runner.count, len(runner.norms)) == (1, 2) and list(runner.names) == ["first"]
             assert all(a is b for a, b in zip(held, (runner.norms, runner.names, runner.largest, runner.teacher)))
             assert runner.names["first"] is runner.norms
+            assert lengths.norms == heard
             assert runner.window.count == 0 and all(p.grad is None for p in runner.model.parameters())
         assert differences(*(list(each) for each in found)) == []
         assert differences(found[0][1], before) != []
