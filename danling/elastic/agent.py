@@ -5,16 +5,20 @@ Rendezvous, logs, error files and signals are those of torch's `LocalElasticAgen
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import selectors
+import shlex
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -23,6 +27,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, registry
+
+from danling.utils.process import ERROR_FILE, LAUNCH_COMMAND
 
 from .coordinator import Coordinator
 from .spare import Spare
@@ -35,6 +41,9 @@ _STORE_KEY = "danling/elastic/coordinator"
 _CONNECT_SECONDS = 60.0
 _EXIT_SECONDS = 300.0
 """How long the agent of the first machine waits for the others at the end, as torchrun does."""
+_SECOND_STOP_SECONDS = 5
+"""How long ranks have to end after a second signal."""
+_DEFAULT_RUN_ID = "danling"
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,16 @@ class Launch:
     run_id: str = ""
     spares: int = 1
 
+    @property
+    def command(self) -> str:
+        """The command line up to the program."""
+        words = ["danling", "run", "--ranks", str(self.ranks)]
+        if self.endpoint:
+            words += ["--nnodes", str(self.machines), "--rdzv-endpoint", self.endpoint]
+            words += ["--rdzv-id", self.run_id] if self.run_id != _DEFAULT_RUN_ID else []
+        words += ["--spares", str(self.spares)] if self.spares != 1 else []
+        return shlex.join([*words, "--"])
+
 
 class ElasticAgent(LocalElasticAgent):
     """Starts the ranks of this machine, and replaces those that end with an error while the others train."""
@@ -68,11 +87,11 @@ class ElasticAgent(LocalElasticAgent):
         self._link: AgentLink | None = None
         self._spares: list[Spare] = []
         self._variables: dict[str, str] = {}
-        self._starts = 0
+        self._starts = self._stops = 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.close()
-        self._starts += 1
+        self._starts, self._stops = self._starts + 1, 0
         key = f"{_STORE_KEY}/{self._starts}"
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
@@ -82,7 +101,7 @@ class ElasticAgent(LocalElasticAgent):
             store.set(key, f"{self._coordinator.token} {host}:{self._coordinator.port}")
         token, _, address = bytes(store.get(key)).decode().partition(" ")
         # The agent adds its environment to that of each process.
-        self._variables = {ADDRESS: address, TOKEN: token}
+        self._variables = {ADDRESS: address, TOKEN: token, LAUNCH_COMMAND: self._launch.command}
         if self._launch.machines > 1:
             self._variables[MACHINE] = f"{socket.gethostname()}, machine {worker_group.group_rank}"
         os.environ.update(self._variables)
@@ -105,16 +124,26 @@ class ElasticAgent(LocalElasticAgent):
         if coordinator is not None and coordinator.verdict:
             logger.error("%s", coordinator.verdict)
             return RunResult(state=WorkerState.FAILED)
-        for rank, handler in list(context.subprocess_handlers.items()):
+        for rank in sorted(context._running_local_ranks):
+            handler = context.subprocess_handlers[rank]
             code = handler.proc.poll()
-            if (
-                code is not None
-                and rank in context._running_local_ranks
-                and link.should_replace(handler.proc.pid, code)
-            ):
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                logger.warning("Process %d %s: a replacement is started.", handler.proc.pid, how)
+            if code is None:
+                continue
+            _show_error(context.envs[rank])
+            is_replaced = link.should_replace(handler.proc.pid, code)
+            if not (is_replaced or link.others_continue):
+                continue
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            what = "a replacement is started" if is_replaced else "it is not replaced, and the others continue"
+            logger.warning("Process %d %s: %s.", handler.proc.pid, how, what)
+            if is_replaced:
                 self._replace(worker_group, context, rank)
+            else:
+                # torch's agent would end all ranks.
+                context._running_local_ranks.discard(rank)
+        if not context._running_local_ranks and not link.is_complete:
+            # Ranks of other machines are left, or the coordinator is about to say that none is.
+            return RunResult(state=WorkerState.HEALTHY if link.is_alive else WorkerState.FAILED)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
@@ -125,13 +154,22 @@ class ElasticAgent(LocalElasticAgent):
         while coordinator is not None and coordinator.has_other_machines and time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)
 
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """End the ranks; a second signal does not wait for what they do at the first one."""
+        self._stops += 1
+        if self._stops > 1:
+            death_sig, timeout = signal.SIGINT, _SECOND_STOP_SECONDS
+        super()._shutdown(death_sig, timeout)
+
     def _replace(self, worker_group: WorkerGroup, context: Any, rank: int) -> None:
         variables = {**context.envs[rank], **self._variables, JOINS: "1"}
-        ready = [spare for spare in self._spares if spare.is_ready]
-        if ready:
-            self._spares.remove(ready[0])
-            new: Any = ready[0].start(self._launch.program[1:], variables, rank)
-        else:
+        new: Any = None
+        for spare in [each for each in self._spares if each.is_ready]:
+            self._spares.remove(spare)
+            new = spare.start(self._launch.program[1:], variables, rank)
+            if new is not None:
+                break
+        if new is None:
             new = get_subprocess_handler(
                 context.entrypoint,
                 context.args[rank],
@@ -148,7 +186,12 @@ class ElasticAgent(LocalElasticAgent):
         self._fill_spares()
 
     def close(self) -> None:
-        """End the coordinator and the spare processes."""
+        """End the coordinator and the spare processes, and ranks that signals have not ended."""
+        context: Any = self._pcontext
+        for handler in context.subprocess_handlers.values() if context is not None else ():
+            if handler.proc.poll() is None:
+                with suppress(ProcessLookupError):  # it has just ended
+                    handler.close(signal.SIGKILL)
         for spare in self._spares:
             spare.close()
         self._spares = []
@@ -179,12 +222,15 @@ class AgentLink:
 
     Attributes:
         pids: The ranks of this machine.
+        others_continue: Whether the others continue without the rank that ended last, if it is not replaced.
+        is_complete: Whether the training is complete.
     """
 
     def __init__(self, address: str, machine: int) -> None:
         hello = {"agent": machine, "pid": os.getpid(), "host": machine_name()}
         self._channel, _ = connect(address, hello, seconds=_CONNECT_SECONDS)
         self.pids: set[int] = set()
+        self.others_continue = self.is_complete = False
         self._answer: bool | None = None
         self._answered = threading.Event()
         self._has_closed = False
@@ -215,17 +261,26 @@ class AgentLink:
                 os.kill(message["pid"], 9)
         elif message["kind"] == "replace":
             self._answer = bool(message["may"])
+            self.others_continue = bool(message["others_continue"])
             self._answered.set()
+        elif message["kind"] == "complete":
+            self.is_complete = True
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a coordinator."""
+        return self._thread.is_alive()
 
     def should_replace(self, pid: int, code: int) -> bool:
         """Say that a rank has ended, once, and return whether it is replaced."""
+        self.others_continue = False
         if pid in self._exits:
             return False
         self._exits.add(pid)
         self._answered.clear()
         self._channel.send({"kind": "exit", "pid": pid, "code": code})
         while not self._answered.wait(_LOOK_SECONDS):
-            if not self._thread.is_alive():
+            if not self.is_alive:
                 return False
         return bool(self._answer)
 
@@ -234,6 +289,19 @@ class AgentLink:
         self._has_closed = True
         self._thread.join()
         self._channel.close()
+
+
+def _show_error(variables: Mapping[str, str]) -> None:
+    """Print the traceback that a rank has left for torchrun, which prints it at the end, and make room for that of its replacement."""
+    file = Path(variables.get(ERROR_FILE, ""))
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["message"]
+        text = found if isinstance(found, str) else found["extraInfo"]["py_callstack"]
+        file.unlink()
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    sys.stderr.write(f"{text.rstrip()}\n")
+    sys.stderr.flush()
 
 
 def _state(pid: int) -> str:

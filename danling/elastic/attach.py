@@ -17,7 +17,7 @@ from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -105,31 +105,32 @@ class ElasticDomain(Domain):
     def __init__(self, *, rank: int, size: int) -> None:
         self.group, self.device = None, torch.device("cpu")
         self.rank, self.size = rank, size
+        self.may_change = False
+        """Whether ranks can be left behind. Before and after the training, the error of a collective is that of this rank."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        return _guarded(lambda: super(ElasticDomain, self).all_reduce(tensor, op))
+        return self._guarded(lambda: super(ElasticDomain, self).all_reduce(tensor, op))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        return _guarded(lambda: super(ElasticDomain, self).broadcast(tensor, source))
+        return self._guarded(lambda: super(ElasticDomain, self).broadcast(tensor, source))
 
     def gather_objects(self, value: T) -> list[T]:
-        return _guarded(lambda: super(ElasticDomain, self).gather_objects(value))
+        return self._guarded(lambda: super(ElasticDomain, self).gather_objects(value))
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
-        return _guarded(lambda: super(ElasticDomain, self).broadcast_object(value, source))
+        return self._guarded(lambda: super(ElasticDomain, self).broadcast_object(value, source))
 
     def barrier(self) -> None:
-        _guarded(super().barrier)
+        self._guarded(super().barrier)
 
-
-def _guarded(collective: Callable[[], T]) -> T:
-    try:
-        return collective()
-    except RuntimeError as error:
-        if not is_lost_collective(error):
-            raise
-    # Outside of `except`: an exception in the context of another one keeps its frames, and they keep the sockets open.
-    raise MembershipChanged
+    def _guarded(self, collective: Callable[[], T]) -> T:
+        try:
+            return collective()
+        except RuntimeError as error:
+            if not (self.may_change and is_lost_collective(error)):
+                raise
+        # Outside of `except`: an exception in the context of another one keeps its frames, and they keep the sockets open.
+        raise MembershipChanged
 
 
 class ElasticRanks(Observer):
@@ -142,7 +143,15 @@ class ElasticRanks(Observer):
 
     critical = True
 
+    _is_made: ClassVar[bool] = False
+
     def __init__(self, runner: BaseRunner) -> None:
+        if ElasticRanks._is_made:
+            raise ValueError(
+                "Expected one runner for each start of `danling run` with elastic.enabled, at the end of whose training the ranks part. "
+                "Received: a second one. Start a program of its own for it, or unset elastic.enabled."
+            )
+        ElasticRanks._is_made = True
         self._runner: Any = runner
         limit = runner.config.comm.init_timeout_seconds
         self._timeout = default_pg_timeout if limit is None else timedelta(seconds=limit)
@@ -152,7 +161,8 @@ class ElasticRanks(Observer):
         self._has_state = not self.joins
         self._take_back: Callable[[], None] | None = None
         self._remembered_at = -1
-        self._has_changed = False
+        self._has_changed = self._has_finished = self._is_untold = False
+        self._told = 0
         self._asked_in = -1
         self.repeated = 0
         self.changes = 0
@@ -200,8 +210,20 @@ class ElasticRanks(Observer):
                 runner.id, str(runner.workspace.dir), runner.code_id, runner.config_id, runner.timestamp, runner.seed
             )
             self._store.set(_RUN_KEY, json.dumps(asdict(place)))
+            self._say_what_is_off()
         if self.joins:
             runner._parts.evaluator._has_tried = True
+        else:
+            self._told = self._domain.size
+
+    def _say_what_is_off(self) -> None:
+        """Name what other runs of several ranks do in collectives between two updates."""
+        watched = self._runner.config.comm
+        if watched.slow_rank_share is not None or watched.hang_warning_seconds is not None:
+            logger.info(
+                "With elastic.enabled, ranks are not timed (comm.slow_rank_share), hangs are not reported (comm.hang_warning_seconds), and "
+                "data_share and memory are those of the main process."
+            )
 
     def _check_program(self) -> None:
         """Refuse what is not a function of the place in the run."""
@@ -232,21 +254,48 @@ class ElasticRanks(Observer):
 
     # Training
 
+    def check_training(self, *, whole: bool) -> None:
+        """Refuse a training in which the ranks cannot change. Called on all ranks.
+
+        Args:
+            whole: Whether it is one of `train()`.
+        """
+        if not whole:
+            raise ValueError(
+                "Expected train() with elastic.enabled, which begins again where the ranks change. Received: a call of train_epoch() by "
+                "itself. Call train(), or unset elastic.enabled."
+            )
+        if self._has_finished:
+            raise ValueError(
+                "Expected one training for each start of `danling run` with elastic.enabled, at whose end the ranks part. Received: a "
+                "second call of train(). Start a program of its own for it, which continues with auto_resume, or unset elastic.enabled."
+            )
+
     def train(self, train: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Train, and begin again from the state as it is whenever the ranks change; then do what follows the training."""
-        runner, call = self._runner, then or train
-        settings = runner.config.elastic
+        settings = self._runner.config.elastic
         self._member.say_trains(
             least=settings.min_ranks,
             wait_seconds=settings.wait_seconds,
             fence_seconds=settings.fence_seconds,
             replacements=settings.replacements,
         )
+        self._domain.may_change = True
+        try:
+            self._train(train, then)
+        finally:
+            self._domain.may_change = False
+        if then is not None:
+            self._finish()
+
+    def _train(self, train: Callable[[], None], then: Callable[[], None] | None) -> None:
+        call = then or train
         if not self._has_state:
             self._enter()
             call = train
         while True:
             try:
+                self._tell_change()
                 self._redo_save()
                 with suppress(EndOfPass, EvaluationStopped) if then is not None else nullcontext():
                     call()
@@ -257,8 +306,8 @@ class ElasticRanks(Observer):
                 pass
             except SystemExit:
                 # Saved, and stopped by a signal; else the program of this rank ends by itself, and the others continue.
-                if runner._parts.session.stop_reason is not None:
-                    self._member.say_finished()
+                if self._runner._parts.session.stop_reason is not None:
+                    self._finish()
                 raise
             except RuntimeError as error:
                 if not is_lost_collective(error):
@@ -268,10 +317,13 @@ class ElasticRanks(Observer):
                 self._change()
             except TrainingComplete:
                 logger.info("The other ranks have finished the training.")
-                return
+                break
             call = train
-        if then is not None:
-            self._member.say_finished()
+
+    def _finish(self) -> None:
+        """Leave the others at the end of the training."""
+        self._has_finished = True
+        self._member.say_finished()
 
     def _enter(self) -> None:
         """Wait until the other ranks take this one in, which has no state of the run yet."""
@@ -281,7 +333,7 @@ class ElasticRanks(Observer):
         except TrainingComplete:
             pass
         # What the program does after the training needs what was trained.
-        self._member.say_finished()
+        self._finish()
         raise SystemExit(0)
 
     def update_started(self) -> None:
@@ -312,7 +364,6 @@ class ElasticRanks(Observer):
     def _change(self) -> None:
         """Form the ranks again, and make the runner one of them."""
         began, runner = time.monotonic(), self._runner
-        before = self._domain.size if self._has_state else 0
         had_main = self._has_state and runner.is_main_process
         self._drop_open()
         repeats = self._put_back()
@@ -342,10 +393,16 @@ class ElasticRanks(Observer):
                 runner.config.elastic.min_ranks,
             )
             runner._parts.session.stop_reason = "terminate"
-        self._has_changed = True
-        self._log_change(now, before, repeats=repeats, seconds=time.monotonic() - began)
-        runner.membership_changed(before, now.size)
-        runner._parts.session.observers.notify("membership_changed", before, now.size)
+        self._has_changed = self._is_untold = True
+        self._log_change(now, repeats=repeats, seconds=time.monotonic() - began)
+
+    def _tell_change(self) -> None:
+        """Tell the program of the ranks that there are now, where the loops may be left again if they change meanwhile."""
+        before, now = self._told, self._domain.size
+        if self._is_untold:
+            self._is_untold, self._told = False, now
+            self._runner.membership_changed(before, now)
+            self._runner._parts.session.observers.notify("membership_changed", before, now)
 
     def _drop_open(self) -> None:
         """Forget what is under way between ranks."""
@@ -548,7 +605,7 @@ class ElasticRanks(Observer):
 
     # What is said
 
-    def _log_change(self, now: Membership, before: int, *, repeats: bool, seconds: float) -> None:
+    def _log_change(self, now: Membership, *, repeats: bool, seconds: float) -> None:
         runner = self._runner
         step = runner.state.train.global_step
         if not runner.is_main_process:

@@ -9,17 +9,23 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from .protocol import CoordinatorSide, StateLost, StatesDiffer
-from .wire import Channel, Closed
+from .wire import LONGEST_HELLO, LONGEST_LINE, Channel, Closed, line_of
 
 logger = logging.getLogger("danling")
 
-_REPEAT_SECONDS = 0.03
+_REPEAT_SECONDS, _LONGEST_REPEAT_SECONDS = 0.03, 1.0
+"""When what is not answered is repeated first, and how the pause grows."""
+_READ_SECONDS = 0.001
+"""For each rank that is asked: the answers of a thousand take longer to read than of two."""
 _TICK_SECONDS = 0.05
+_MOST_STRANGERS = 64
+"""Connections that have not said the token yet. With one more the oldest is closed; a rank says it at once, and tries again."""
 _LONGEST_TICK_SECONDS = 1.0
 """If the coordinator itself was stopped, as in a suspended job, that time does not count."""
 
@@ -41,7 +47,7 @@ class Settings:
     replacements: int | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Peer:
     """A process that is connected: a rank, or the agent of a machine."""
 
@@ -90,9 +96,11 @@ class Coordinator:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._peers: list[Peer] = []
-        self._pids: set[int] = set()
+        self._strangers: list[Peer] = []
+        self._processes: set[tuple[str, int]] = set()
         self._next = expected
-        self._repeats_at = 0.0
+        self._repeats_at, self._repeat_seconds = 0.0, _REPEAT_SECONDS
+        self._told_phase = ""
         self._since = time.monotonic()
         self._deaths_in_update = 0
         self._failed_births = 0
@@ -147,8 +155,11 @@ class Coordinator:
             connection, _ = self._listener.accept()
         except OSError:
             return  # it has gone again, or this process has no file descriptor left
-        peer = Peer(Channel(connection))
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._drop(self._strangers[0])
+        peer = Peer(Channel(connection, longest_line=LONGEST_HELLO))
         self._peers.append(peer)
+        self._strangers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _read(self, peer: Peer) -> None:
@@ -175,6 +186,8 @@ class Coordinator:
         if message.get("kind") != "hello" or not knows:
             self._drop(peer)
             return False
+        self._strangers.remove(peer)
+        peer.channel.longest_line = LONGEST_LINE
         peer.pid, peer.host = int(message["pid"]), str(message["host"])
         if "agent" in message:
             peer.agent = int(message["agent"])
@@ -184,7 +197,7 @@ class Coordinator:
         if number is None:
             number, self._next = self._next, self._next + 1
         peer.member = int(number)
-        self._pids.add(peer.pid)
+        self._processes.add((peer.host, peer.pid))
         self.side.join(peer.member)
         peer.channel.send({"kind": "welcome", "member": peer.member})
         if self.verdict:
@@ -198,6 +211,8 @@ class Coordinator:
         self._selector.unregister(peer.channel.socket)
         peer.channel.close()
         self._peers.remove(peer)
+        if peer in self._strangers:
+            self._strangers.remove(peer)
         if peer.member is None:
             if peer.agent is not None:
                 self._lose_machine(peer.host)
@@ -241,7 +256,8 @@ class Coordinator:
         return max(2 * self.side.expected, 4)
 
     def _all_train(self) -> bool:
-        members = [each for each in self._peers if each.member in self.side.roster]
+        roster = set(self.side.roster)
+        members = [each for each in self._peers if each.member in roster]
         for each in members:
             if not each.trains:
                 # It may have said so before another one ended, and not be read yet.
@@ -259,7 +275,9 @@ class Coordinator:
                 self._note_stopped(peer.host, set(message["pids"]), float(message["seconds"]))
             elif kind == "exit":
                 self._note_exit(peer.host, int(message["pid"]), int(message["code"]))
-                peer.channel.send({"kind": "replace", "pid": message["pid"], "may": self._may_replace(message["pid"])})
+                peer.channel.send(
+                    {"kind": "replace", "pid": message["pid"], **self._after_end(peer.host, message["pid"])}
+                )
             return
         assert peer.member is not None
         if kind == "trains":
@@ -302,25 +320,25 @@ class Coordinator:
             for message in peer.channel.receive():
                 self._hear(peer, message)
 
-    def _may_replace(self, pid: int) -> bool:
-        """Return whether a rank that has ended is replaced, and count it."""
-        is_death = any(death["pid"] == pid for death in self.deaths.values())
-        if not is_death and pid not in self._pids and self.side.generation and self._all_train():
+    def _after_end(self, host: str, pid: int) -> dict[str, bool]:
+        """Return whether a rank that has ended is replaced, which is counted, and whether the others continue without it else."""
+        is_death = any((death["host"], death["pid"]) == (host, pid) for death in self.deaths.values())
+        if not is_death and (host, pid) not in self._processes and self.side.generation and self._all_train():
             # A replacement that never came here.
             is_death = True
             self._failed_births += 1
-        if is_death and self._failed_births > self._most_failures:
+        others_continue = is_death and not self.verdict and not self._is_complete
+        limit = self.settings.replacements
+        may = others_continue and (limit is None or self._replaced < limit)
+        if may and self._failed_births > self._most_failures:
             logger.error(
                 "%d replacements ended one after the other before the other ranks took them in: no more is started. The run continues "
                 "without them; their own errors are above.",
                 self._failed_births,
             )
-            return False
-        limit = self.settings.replacements
-        if not is_death or self.verdict or self._is_complete or (limit is not None and self._replaced >= limit):
-            return False
-        self._replaced += 1
-        return True
+            may = False
+        self._replaced += may
+        return {"may": may, "others_continue": others_continue}
 
     # What follows
 
@@ -332,8 +350,10 @@ class Coordinator:
             # A member that lacks the last answer of the others has all that they have.
             if now >= self._repeats_at:
                 self._repeats_at = now + _REPEAT_SECONDS
-                for member in side.living:
-                    self._tell(member, {"kind": "complete", "generation": side.generation})
+                complete = {"kind": "complete", "generation": side.generation}
+                self._tell(side.living, complete)
+                for agent in [each for each in self._peers if each.agent is not None]:
+                    agent.channel.send(complete)
             return
         if not side.lacks_members:
             self._since = now
@@ -341,21 +361,26 @@ class Coordinator:
             side.accepts_fewer = True
         self._end_silent(passed)
         while side.advance():
-            self._repeats_at = 0.0
+            self._told_phase = ""
             if side.phase == "form":
                 side.accepts_fewer = False
             if side.phase == "run":
                 self._report()
+        if side.phase != self._told_phase:
+            self._told_phase, self._repeats_at, self._repeat_seconds = side.phase, 0.0, _REPEAT_SECONDS
         if now >= self._repeats_at:
-            self._repeats_at = now + _REPEAT_SECONDS
-            for member, message in side.messages():
-                if message["kind"] == "form":
-                    message = {**message, "lost": self._change.lost if self._change is not None else []}
-                self._tell(member, message)
+            members, message = side.repeated()
+            self._repeats_at = now + max(self._repeat_seconds, _READ_SECONDS * len(members))
+            # Several times before one that does not answer is ended.
+            longest = min(_LONGEST_REPEAT_SECONDS, self.settings.wait_seconds / 8)
+            self._repeat_seconds = min(2 * self._repeat_seconds, longest) if members else _REPEAT_SECONDS
+            if message["kind"] == "form":
+                message = {**message, "lost": self._change.lost if self._change is not None else []}
+            self._tell(members, message)
 
     def _end_silent(self, passed: float) -> None:
         """End ranks whose listener does not answer while others wait for them; one that is busy answers."""
-        awaited = self.side.awaited if self.side.generation else []
+        awaited = set(self.side.awaited if self.side.generation else ())
         limit = self.settings.wait_seconds
         for peer in self._peers:
             peer.silent_for = peer.silent_for + passed if peer.member in awaited else 0.0
@@ -391,10 +416,13 @@ class Coordinator:
         for agent in [each for each in self._peers if each.agent is not None and each.host == peer.host]:
             agent.channel.send({"kind": "kill", "pid": peer.pid})
 
-    def _tell(self, member: int, message: dict[str, Any]) -> None:
+    def _tell(self, members: Collection[int], message: dict[str, Any]) -> None:
+        if not members:
+            return
+        line, told = line_of(message), set(members)
         for peer in self._peers:
-            if peer.member == member:
-                peer.channel.send(message)
+            if peer.member in told:
+                peer.channel.send_line(line)
 
     def _end(self, why: str) -> None:
         if not self.verdict:

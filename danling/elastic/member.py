@@ -20,7 +20,7 @@ from .wire import ADDRESS, JOINS, Closed, connect, machine_name
 logger = logging.getLogger("danling")
 
 _CONNECT_SECONDS = 60.0
-_REPEAT_SECONDS = 0.03
+_REPEAT_SECONDS, _LONGEST_REPEAT_SECONDS = 0.03, 1.0
 _ENDED = 143
 _LOST_WORDS = (
     "gloo",
@@ -219,6 +219,7 @@ class Member:
                 return membership
 
     def _await_order(self, progress: int, digest: str) -> Message:
+        seconds = _REPEAT_SECONDS
         while True:
             self._changed.clear()
             if self._why is not None:
@@ -231,7 +232,8 @@ class Member:
             if order is not None:
                 return order
             self._channel.send(message)
-            self._changed.wait(_REPEAT_SECONDS)
+            self._changed.wait(seconds)
+            seconds = min(2 * seconds, _LONGEST_REPEAT_SECONDS)
 
     def _attempt(
         self, membership: Membership, handles: Sequence[str], patience: float, take: Callable[[Membership], None]

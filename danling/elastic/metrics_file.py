@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from danling.reporting.telemetry import MEASURED
+from danling.reporting.trackers import parse_line
 from danling.utils.files import replacing
 
 Recent = Sequence[tuple[dict[str, float], int]]
@@ -16,11 +16,8 @@ Recent = Sequence[tuple[dict[str, float], int]]
 def _lines(file: Path) -> list[tuple[bytes, dict[str, object]]]:
     found = []
     for line in file.read_bytes().splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int):
+        record = parse_line(line)
+        if line.endswith(b"\n") and record is not None:
             found.append((line, record))
     return found
 

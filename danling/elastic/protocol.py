@@ -189,29 +189,32 @@ class CoordinatorSide:
     @property
     def newcomers(self) -> list[int]:
         """Members that are ready and in no generation yet."""
-        return [m for m in sorted(self.living) if m not in self.roster and m in self.ready]
+        return sorted(member for member in self.living.difference(self.roster) if member in self.ready)
 
     @property
     def awaited(self) -> list[int]:
         """Members whose answer the others wait for."""
         if self.phase == "collect":
-            return [member for member in self.members if not self._is_ready(member)]
+            return [member for member in self.members if not self._is_ready(member, self.generation)]
         if self.phase == "form":
             return [member for member in self.members if self.formed.get(member) != self.generation]
         return []
 
-    def _is_ready(self, member: int) -> bool:
+    def _is_ready(self, member: int, generation: int) -> bool:
         said = self.ready.get(member)
-        wanted = self.generation if member in self.roster else 0
+        return said is not None and said.generation == generation
+
+    @property
+    def _taking_part(self) -> list[int]:
         # One that has been in a generation and was left out of a later one does not come back.
-        return said is not None and said.generation == wanted
+        wanted = dict.fromkeys(self.roster, self.generation)
+        return sorted(member for member in self.living if self._is_ready(member, wanted.get(member, 0)))
 
     @property
     def lacks_members(self) -> bool:
         """Whether every living member is ready and there are too few."""
-        ready = [member for member in self.living if self._is_ready(member)]
         least = self.least if self.generation else self.expected
-        return self.phase == "collect" and not self.awaited and len(ready) < least
+        return self.phase == "collect" and not self.awaited and len(self._taking_part) < least
 
     def advance(self) -> bool:
         """Go on to the next phase if everything for it is there; return whether the phase has changed.
@@ -232,7 +235,7 @@ class CoordinatorSide:
                     "newest checkpoint."
                 )
             return False
-        taking_part = sorted(member for member in self.living if self._is_ready(member))
+        taking_part = self._taking_part
         if not taking_part:
             return False
         self._begin_form(taking_part)
@@ -274,16 +277,14 @@ class CoordinatorSide:
         }
         self.phase = "form"
 
-    def messages(self) -> list[tuple[int, Message]]:
-        """Return what is repeated now, and to which members."""
+    def repeated(self) -> tuple[list[int], Message]:
+        """Return to which members something is repeated now, and what."""
         if self.phase == "collect":
-            return [(member, {"kind": "lost", "generation": self.generation}) for member in self.awaited]
+            return self.awaited, {"kind": "lost", "generation": self.generation}
         if self.phase == "form":
             assert self.order is not None
-            return [(member, self.order) for member in self.awaited]
-        if self.newcomers:
-            return [(member, {"kind": "regroup", "generation": self.generation}) for member in self.members]
-        return []
+            return self.awaited, self.order
+        return self.members if self.newcomers else [], {"kind": "regroup", "generation": self.generation}
 
 
 def copied(side: Any) -> Any:

@@ -48,12 +48,20 @@ class Spare:
                 self._is_warm = os.read(self._answer, 1) == _READY
         return self._is_warm and self.is_alive
 
-    def start(self, program: Sequence[str], variables: Mapping[str, str], rank: int) -> Started:
-        """Have it run a program of Python as the rank of this machine with that number, and return what torch's agent watches."""
+    def start(self, program: Sequence[str], variables: Mapping[str, str], rank: int) -> Started | None:
+        """Have it run a program of Python as the rank of this machine with that number.
+
+        Returns:
+            What torch's agent watches; `None` if the spare has ended in the meantime.
+        """
         assert self.proc.stdin is not None
         order = {"program": list(program), "variables": dict(variables)}
-        self.proc.stdin.write(json.dumps(order).encode() + b"\n")
-        self.proc.stdin.close()
+        try:
+            self.proc.stdin.write(json.dumps(order).encode() + b"\n")
+            self.proc.stdin.close()
+        except BrokenPipeError:
+            self.close()
+            return None
         self._close_answer()
         return Started(self.proc, rank)
 
@@ -61,7 +69,8 @@ class Spare:
         """End it."""
         self._close_answer()
         if self.proc.stdin is not None:
-            self.proc.stdin.close()
+            with suppress(BrokenPipeError):  # what it has not read
+                self.proc.stdin.close()
         if self.is_alive:
             self.proc.kill()
         self.proc.wait()

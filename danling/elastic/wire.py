@@ -17,7 +17,9 @@ ADDRESS, TOKEN, JOINS = "DANLING_ELASTIC_ADDRESS", "DANLING_ELASTIC_TOKEN", "DAN
 """Variables by which a process finds its coordinator, proves that it belongs to the job, and knows that it joins late."""
 MACHINE = "DANLING_ELASTIC_MACHINE"
 """Variable with the name of a machine where there are several; two agents on one host are two machines."""
-_LONGEST_LINE = 4 << 20
+LONGEST_LINE = 4 << 20
+LONGEST_HELLO = 4 << 10
+"""Bytes of a line of a process that has not said the token yet."""
 _CHUNK = 1 << 16
 
 
@@ -34,20 +36,26 @@ class Channel:
     """One end of a connection. Neither sending nor receiving ever waits: a process that is stopped reads nothing.
 
     What cannot be sent is kept and sent later; messages are repeated anyway, so that a backlog beyond one message is dropped.
+
+    Attributes:
+        longest_line: The other end is taken for gone if it sends a longer one.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, longest_line: int = LONGEST_LINE) -> None:
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket = connection
+        self.socket, self.longest_line = connection, longest_line
         self._received = bytearray()
         self._unsent = b""
         self._lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message, or drop it where the other end does not read."""
-        line = json.dumps(message).encode() + b"\n"
+        self.send_line(line_of(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Send a message of which `line_of` has made a line, maybe for many."""
         with self._lock:
             self._unsent = self._unsent + line if len(self._unsent) < _CHUNK else self._unsent
             try:
@@ -67,7 +75,7 @@ class Channel:
         try:
             ended = False
             # What is left is read the next time: a process that was stopped has many messages to read.
-            while len(self._received) <= _LONGEST_LINE and not ended:
+            while len(self._received) <= self.longest_line and not ended:
                 chunk = self.socket.recv(_CHUNK)
                 self._received += chunk
                 ended = not chunk
@@ -77,7 +85,7 @@ class Channel:
             ended = True
         *lines, rest = bytes(self._received).split(b"\n")
         self._received = bytearray(rest)
-        if len(rest) > _LONGEST_LINE:
+        if len(rest) > self.longest_line:
             raise Closed
         messages = []
         for line in lines:
@@ -91,6 +99,11 @@ class Channel:
     def close(self) -> None:
         """Close this end."""
         self.socket.close()
+
+
+def line_of(message: Mapping[str, Any]) -> bytes:
+    """Return what is sent of a message."""
+    return json.dumps(message).encode() + b"\n"
 
 
 def connect(address: str, hello: Mapping[str, Any], *, seconds: float) -> tuple[Channel, dict[str, Any]]:

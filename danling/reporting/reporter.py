@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from danling.config.schema import TopLevelConfig
 from danling.utils.messages import Paced, format_count
 from danling.utils.observers import Observer
+from danling.utils.process import launch_command
 from danling.utils.secrets import hide_secrets, names_secret, secret_values
 
 from .logging import RunLog, beside_bar
@@ -350,8 +351,7 @@ def _how_to_resume(runner: TorchRunner, latest: Path, reason: str | None) -> str
     if given is None or (spec is None and file is None):  # as in a notebook
         changed = f", {more}" if more else ""
         return f"{type(runner).__name__}.from_checkpoint({_shown(latest)!r}{changed}).train()"
-    # The options of torchrun itself, such as the address of the first machine, are not known to the processes that it starts.
-    command = ["python"] if runner.world_size == 1 else ["torchrun", "..."]
+    command = launch_command(runner.world_size)
     command += ["-m", spec.name] if spec is not None else [_shown(Path(str(file)))]
     listed = runner.config.secret_keys or ()
     secrets = secret_values(runner.config.plain(), listed)

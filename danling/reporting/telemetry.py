@@ -151,7 +151,9 @@ class Telemetry(Observer):
         train, self._at_report = runner.state.train, now
         samples, self.samples_at_log = train.samples - self.samples_at_log, train.samples
         memory, rows = memory_figures(runner.device), list[list[float]]()
-        if domain.size > 1 and self.adds_ranks:
+        if domain.size > 1 and not self.adds_ranks:
+            tokens = 0.0  # those of the other ranks are not known
+        elif domain.size > 1:
             mine = [tokens if counts else 0.0, waited, *(memory.get(name, 0.0) for name in _MEMORY), *own]
             # A sum over a row for each rank: sums and maxima in one collective.
             table = torch.zeros(domain.size, len(mine), dtype=torch.float64)

@@ -403,7 +403,7 @@ def read_jsonl(file: PathLike) -> list[dict[str, object]]:
             values += 1 + line.count(b",") + line.count(b"[") + line.count(b"{")
             if values > _MOST_VALUES:
                 raise ValueError(f"Expected at most {_MOST_VALUES:,} values. Received: {str(file)!r}, which has more.")
-            record = _parse(line)
+            record = parse_line(line)
             if record is not None:
                 records.append(record)
     return records
@@ -444,12 +444,13 @@ def _steps(file: Path) -> Iterator[tuple[bytes, int]]:
     """Yield the whole lines of a file that can be read, each with its step."""
     with open_file(file) as lines:
         for line in bounded_lines(lines):
-            record = _parse(line)
+            record = parse_line(line)
             if record is not None:
                 yield line, record["step"]
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return what a line of metrics has; `None` if it is no line of metrics."""
     try:
         record = parse_json(line)
     except ValueError:

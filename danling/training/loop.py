@@ -240,11 +240,8 @@ class TrainingLoop:
     def training(self, *, whole: bool = True) -> Iterator[None]:
         """Train inside: log messages belong to this run, signals are watched, and the end, a stop or a failure is saved."""
         runner, session = self._runner, self._session
-        if runner._parts.elastic is not None and not whole:
-            raise ValueError(
-                "Expected train() with elastic.enabled, which begins again where the ranks change. Received: a call of train_epoch() by "
-                "itself. Call train(), or unset elastic.enabled."
-            )
+        if runner._parts.elastic is not None:
+            runner._parts.elastic.check_training(whole=whole)
         session.begin(max_seconds=runner.config.max_time_seconds())
         session.running = True
         with ExitStack() as stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import socket
 import sys
 import time
@@ -21,6 +22,19 @@ if TYPE_CHECKING:
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable that names the file in which torchrun looks for the error of a rank."""
+LAUNCH_COMMAND = "DANLING_LAUNCH_COMMAND"
+"""Variable in which another launcher than torchrun tells its command line up to the program, as words of a shell."""
+
+
+def launch_command(processes: int) -> list[str]:
+    """Return the words by which a program of Python was started on so many processes, up to the name of the program.
+
+    The options of torchrun, such as the address of the first machine, are not known to the processes that it starts.
+    """
+    told = os.environ.get(LAUNCH_COMMAND)
+    if told:
+        return [*shlex.split(told), "python"]
+    return ["python"] if processes == 1 else ["torchrun", "..."]
 
 
 def shown_by_torchrun() -> bool:

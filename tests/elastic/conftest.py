@@ -10,6 +10,8 @@ import torch
 from danling.elastic.reconfigure import OLDEST, is_supported
 
 _WITHOUT_GROUPS = (
+    "test_agent.py",
+    "test_mutations.py",
     "test_protocol.py",
     "test_coordinator.py",
     "test_refusals.py",

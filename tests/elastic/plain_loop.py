@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -64,8 +65,24 @@ def strike(how: str, number: int) -> None:
     elif how == "hold":
         # A call of C that keeps the lock of the interpreter: the listener cannot answer meanwhile.
         ctypes.PyDLL(None).usleep(int(1e6 * HELD_SECONDS))
+    elif how == "abandon":
+        raise MembershipChanged
     elif how == "raise":
         raise ZeroDivisionError("a fault of the test")
+
+
+def end_at_second_interrupt() -> None:
+    """Be as a rank that saves at the first signal, and that ends at once at a second SIGINT."""
+    interrupts = []
+
+    def interrupt(number: int, frame: object) -> None:
+        interrupts.append(number)
+        note(interrupts=len(interrupts))
+        if len(interrupts) == 2:
+            os._exit(130)
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def note(**values: object) -> None:
@@ -130,6 +147,24 @@ class Loop:
         self.repeated = 0
         self.changes = 0
 
+    def take(self, now: Membership, at: Callable[[str], object]) -> None:
+        """Take the state of the rank that leads, or send it."""
+        head = torch.tensor([self.update])
+        values = flat(self.model, self.optimizer)
+        at("send_state")
+        at("in_send")
+        dist.broadcast(head, now.leader)
+        at("sending")
+        dist.broadcast(values, now.leader)
+        at("took_state")
+        if now.rank in now.behind:
+            self.put_in(int(head), values)
+
+    def put_in(self, update: int, values: torch.Tensor) -> None:
+        self.update = update
+        if update:
+            put(self.model, self.optimizer, values, update)
+
     def digest(self) -> str:
         return hashlib.sha256(flat(self.model, self.optimizer).numpy().tobytes()).hexdigest()[:16]
 
@@ -178,6 +213,11 @@ def main() -> None:
 
     member = Member(store, timeout=timedelta(seconds=60))
     faults, loop = Faults(member.number), Loop()
+    settings: dict[str, Any] = {"fence_seconds": float(os.environ.get("FENCE", "15"))}
+    if "REPLACEMENTS" in os.environ:
+        settings["replacements"] = int(os.environ["REPLACEMENTS"])
+    if "STUBBORN" in os.environ:
+        end_at_second_interrupt()
     pause_at = int(os.environ.get("PAUSE_AT", "-1"))
     note(number=member.number, began=time.time())
     has_state = not member.joins
@@ -186,23 +226,13 @@ def main() -> None:
     def take(now: Membership) -> None:
         faults.at("formed")
         if now.behind:
-            head = torch.tensor([loop.update])
-            values = flat(loop.model, loop.optimizer)
-            faults.at("send_state")
-            faults.at("in_send")
-            dist.broadcast(head, now.leader)
-            dist.broadcast(values, now.leader)
-            faults.at("took_state")
-            if now.rank in now.behind:
-                loop.update = int(head)
-                if loop.update:
-                    put(loop.model, loop.optimizer, values, loop.update)
+            loop.take(now, faults.at)
 
     try:
         if member.joins:
-            member.say_trains(fence_seconds=float(os.environ.get("FENCE", "15")))
+            member.say_trains(**settings)
         now = member.form(loop.update if has_state else None, loop.digest, take)
-        member.say_trains(fence_seconds=float(os.environ.get("FENCE", "15")))
+        member.say_trains(**settings)
         first_commit = False
         while loop.update < UPDATES:
             if loop.changes < SLOW_UNTIL:

@@ -93,6 +93,23 @@ def test_process_without_the_token_is_not_let_in(token: object) -> None:
         coordinator.close()
 
 
+def test_connections_without_the_token_are_few_and_keep_no_rank_out() -> None:
+    with _run(2) as (coordinator, _, _):
+        strangers = [socket.create_connection(("127.0.0.1", coordinator.port)) for _ in range(200)]
+        late = _Peer(coordinator, pid=105)
+        _until(lambda: late.welcome["member"] in coordinator.side.living)
+        assert len(coordinator._peers) < 100
+        chatty = socket.create_connection(("127.0.0.1", coordinator.port))
+        chatty.setblocking(True)
+        with pytest.raises(OSError):  # closed, before it has sent a line of a gigabyte
+            for _ in range(1000):
+                chatty.sendall(b"a" * (1 << 20))
+        assert not coordinator.verdict
+        for each in [*strangers, chatty]:
+            each.close()
+        late.channel.close()
+
+
 def test_others_form_without_a_rank_that_has_died() -> None:
     with _run(3) as (coordinator, peers, _):
         peers.pop(1).channel.close()
@@ -173,8 +190,9 @@ def test_rank_that_has_finished_is_no_death() -> None:
         _until(lambda: coordinator.side.roster and 0 not in coordinator.side.living)
         peers[0].channel.close()
         agent.say("exit", pid=100, code=0)
-        assert _until(lambda: agent.hears("replace"))["may"] is False
-        assert _until(lambda: peers[1].hears("complete"))
+        answer = _until(lambda: agent.hears("replace"))
+        assert not (answer["may"] or answer["others_continue"])
+        assert _until(lambda: peers[1].hears("complete")) and _until(lambda: agent.hears("complete"))
         assert not coordinator.verdict
 
 
@@ -184,7 +202,19 @@ def test_ranks_are_replaced_as_often_as_the_setting_says(limit: int) -> None:
         peers[0].say("trains", settings={**_SETTINGS, "replacements": limit})
         peers.pop(1).channel.close()
         agent.say("exit", pid=101, code=-9)
-        assert _until(lambda: agent.hears("replace"))["may"] is (limit == 1)
+        answer = _until(lambda: agent.hears("replace"))
+        assert answer["may"] is (limit == 1) and answer["others_continue"]
+
+
+def test_death_on_another_machine_is_no_death_of_a_process_with_its_number() -> None:
+    with _run(2) as (_, peers, agent):
+        there = _Peer(_, agent=1, host="there")
+        peers.pop(1).channel.close()
+        there.say("exit", pid=101, code=0)
+        _until(lambda: there.hears("replace"))
+        agent.say("exit", pid=101, code=-9)
+        assert _until(lambda: agent.hears("replace"))["may"]
+        there.channel.close()
 
 
 def test_replacement_that_is_stopped_does_not_keep_a_complete_run_waiting() -> None:

@@ -36,6 +36,15 @@ def test_lines_after_the_last_update_of_those_that_are_left_go(tmp_path: Path) -
     ]
 
 
+def test_line_that_is_nested_deep_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    deep = 100_000
+    _write(file, {"step": 1, "time": 0.0, "train/loss": 2.0}, rest=f'{{"step": 1, "x": {"[" * deep}{"]" * deep}}}\n')
+    assert missing_records(file, [({"train/loss": 2.0}, 1)]) == []
+    without_later(file, 2, [])
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1]
+
+
 def test_lines_that_the_dead_rank_has_not_written_are_missing(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     _write(file, {"step": 1, "time": 0.0, "train/loss": 2.0})

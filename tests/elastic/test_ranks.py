@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from . import plain_loop, training
+from . import mutated, plain_loop, training
 from .supervised import Ended, run_ranks
 
 _STEPS = 120
@@ -24,6 +26,8 @@ _SETTINGS = {"steps": _STEPS}
         (3, "1:reduced:10:kill;2:formed:2:kill", 1),
         (2, "1:reduced:10:kill;2:took_state:1:kill;3:born:1:kill", 1),
         (2, "1:stepped:10:stop", 1),
+        # The third rank alone has made the update, and dies while it sends it.
+        (3, "0:reduced:10:abandon;1:reduced:10:abandon;2:sending:1:kill", 1),
     ],
 )
 def test_loop_by_hand_ends_as_if_undisturbed(ranks: int, faults: str, changes: int, tmp_path: Path) -> None:
@@ -34,17 +38,34 @@ def test_loop_by_hand_ends_as_if_undisturbed(ranks: int, faults: str, changes: i
     assert all(note["repeated"] <= note["changes"] for note in ended.notes if "end" in note)
 
 
+@pytest.mark.parametrize(
+    ("broken", "faults"),
+    [
+        pytest.param(mutated.puts_in_early, "0:reduced:10:abandon;1:reduced:10:abandon;2:sending:1:kill"),
+        pytest.param(mutated.skips_leave, "2:in_reduce:10:kill", marks=pytest.mark.slow),
+    ],
+)
+def test_process_with_a_broken_rule_fails_its_test(
+    broken: Callable[[], None], faults: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plain_loop, "main", broken)
+    # Far less than the timeout of a collective, which would end the wait that a broken rule makes.
+    monkeypatch.setattr(f"{__name__}.run_ranks", partial(run_ranks, timeout=20.0))
+    with pytest.raises(AssertionError):
+        test_loop_by_hand_ends_as_if_undisturbed(3, faults, 1, tmp_path)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The end of one process without elastic ranks."""
     return training.train(str(tmp_path_factory.mktemp("alone")), **_SETTINGS)[0]
 
 
-def _train(ranks: int, faults: str, directory: Path, **elastic: Any) -> Ended:
+def _train(ranks: int, faults: str, directory: Path, settings: dict[str, Any] = _SETTINGS, **elastic: Any) -> Ended:
     variables = {
         "FAULTS": faults,
         "ROOT": str(directory),
-        "SETTINGS": json.dumps(_SETTINGS),
+        "SETTINGS": json.dumps(settings),
         "ELASTIC": json.dumps({"fence_seconds": 0.3, **elastic}),
     }
     return run_ranks(training.elastic_rank, ranks, directory / "report", variables=variables)
@@ -55,12 +76,36 @@ def _steps(directory: Path, name: str) -> list[int]:
     return [record["step"] for line in lines if name in (record := json.loads(line))]
 
 
+def test_rank_that_ends_before_the_training_ends_the_others_with_a_plain_error(tmp_path: Path) -> None:
+    # In the batch that is evaluated before the first update.
+    variables = {"FAULTS": "1:born:1:kill", "ROOT": str(tmp_path)}
+    ended = run_ranks(training.noted_error, 3, tmp_path / "report", variables=variables)
+    assert "ended before all ranks trained" in ended.verdict
+    assert {note["error"] for note in ended.notes if "error" in note} == {"RuntimeError"}
+
+
+def test_second_training_of_a_start_is_refused(tmp_path: Path) -> None:
+    ended = run_ranks(training.two_trainings, 2, tmp_path / "report", variables={"ROOT": str(tmp_path)})
+    assert ended.codes == [0, 0]
+    refused = [note["refused"] for note in ended.notes if "refused" in note]
+    assert sum("a second call of train()" in text for text in refused) == 2
+    assert sum("one runner for each start" in text for text in refused) == 2
+
+
 def test_fewer_ranks_than_needed_save_and_end(undisturbed: str, tmp_path: Path) -> None:
     ended = _train(2, "1:leaf:40:kill", tmp_path, min_ranks=2, replacements=0, wait_seconds=0.5)
     assert sorted(ended.codes) == [-9, 143]
     digest, _ = training.train(str(tmp_path), **_SETTINGS, dir=str(tmp_path / "run"), auto_resume=True)
     assert digest == undisturbed
     assert _steps(tmp_path, "train/loss") == list(range(1, _STEPS + 1))
+
+
+@pytest.mark.slow
+def test_workers_of_loaders_are_started_again(undisturbed: str, tmp_path: Path) -> None:
+    loaders = {"global_batch_size": 16, "micro_batch_size": 4, "num_workers": 2}
+    ended = _train(2, "1:leaf:15:kill", tmp_path, {**_SETTINGS, "dataloader": loaders})
+    assert not ended.verdict and ended.hashes == {undisturbed}
+    assert any(note.get("changes") for note in ended.notes)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def _left_alone(keeps: bool) -> float:
         ranks.group.leave()
         if keeps:
             time.sleep(_SOON)
+            kept.clear()
     ranks.end()
     return time.monotonic() - began
 
@@ -106,6 +107,12 @@ def _left_alone(keeps: bool) -> float:
 def test_rank_that_leaves_wakes_those_that_wait_for_it() -> None:
     waited = run_processes(_left_alone, False, world_size=3)
     assert max(waited) < _SOON
+
+
+@pytest.mark.slow
+def test_exception_that_is_kept_keeps_others_waiting() -> None:
+    waited = run_processes(_left_alone, True, world_size=3)
+    assert max(waited) >= _SOON
 
 
 def _twice() -> str:

@@ -246,6 +246,29 @@ def elastic_rank() -> None:
     sys.stdout.flush()
 
 
+def noted_error() -> None:
+    """Be one rank, and note the error with which it ends."""
+    try:
+        elastic_rank()
+    except BaseException as error:
+        note(error=type(error).__name__)
+        raise
+
+
+def two_trainings() -> None:
+    """Train, and try to train again with the same runner and with another one."""
+    quiet()
+    more = {"elastic": {"enabled": True}, "steps": 3, "dir": os.environ["ROOT"] + "/run", "evaluate_interval": None}
+    with Net(settings(workspace_root=os.environ["ROOT"], **more)) as runner:
+        runner.train()
+        runner.config.steps = 6
+        for again in (runner.train, lambda: Net(settings(workspace_root=os.environ["ROOT"], **more))):
+            try:
+                again()
+            except ValueError as error:
+                note(refused=str(error))
+
+
 def _digest_alone(runner: Net) -> str:
     # `state_dict` gathers from all ranks, of which some may have ended.
     found = hashlib.sha256()

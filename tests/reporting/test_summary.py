@@ -43,6 +43,7 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "__main__", main)
         patch.setattr("sys.argv", ["train.py", *(words.split("|") if words else [])])
+        patch.setenv("DANLING_LAUNCH_COMMAND", more.pop("launch", ""))
         if words is not None:
             config.parse()
         board = SimpleNamespace(split="val", name="acc")
@@ -80,10 +81,15 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
             "python train.py --hub.token ... --hub.api-key ... --hub.more "
             """'{'"'"'token'"'"': '"'"'...'"'"'}' --url ... --phrase ... --dir 'runs/a b' --auto_resume true""",
         ),
+        (
+            "--epochs|10",
+            {"world_size": 1, "progress": 0.5, "launch": "danling run --ranks 3 --"},
+            "danling run --ranks 3 -- python train.py --epochs 10 --dir 'runs/a b' --auto_resume true",
+        ),
         (None, {}, "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"),
         ("", {"file": None}, "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"),
     ],
-    ids=["stopped", "out of patience", "a module", "secrets", "no command line", "no script"],
+    ids=["stopped", "out of patience", "a module", "secrets", "another launcher", "no command line", "no script"],
 )
 def test_the_command_to_go_on_can_be_pasted_and_shows_no_secret(
     run: Path, words: str | None, more: dict[str, Any], command: str
