@@ -5,7 +5,6 @@ Rendezvous, logs, error files and signals are those of torch's `LocalElasticAgen
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import selectors
@@ -28,6 +27,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, registry
 
+from danling.utils.plain import parse_json
 from danling.utils.process import ERROR_FILE, LAUNCH_COMMAND
 
 from .coordinator import Coordinator
@@ -295,7 +295,7 @@ def _show_error(variables: Mapping[str, str]) -> None:
     """Print the traceback that a rank has left for torchrun, which prints it at the end, and make room for that of its replacement."""
     file = Path(variables.get(ERROR_FILE, ""))
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))["message"]
+        found = parse_json(file.read_text(encoding="utf-8"))["message"]
         text = found if isinstance(found, str) else found["extraInfo"]["py_callstack"]
         file.unlink()
     except (OSError, ValueError, KeyError, TypeError):

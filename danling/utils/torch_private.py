@@ -57,6 +57,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.distributed.distributed_c10d._get_default_store": _ALL,
     "torch.distributed.distributed_c10d._set_pg_timeout": _ALL,
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._pcontext": _ELASTIC,
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown": _ELASTIC,
     "torch.distributed.elastic.multiprocessing.SubprocessContext._numa_options": _ELASTIC,
     "torch.distributed.elastic.multiprocessing.SubprocessContext._running_local_ranks": _ELASTIC,
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": _ALL,

@@ -27,7 +27,12 @@ def test_spare_that_has_ended_is_no_replacement() -> None:
 )
 def test_ranks_are_told_how_the_command_was_started(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[Launch] = []
+
+    def run_agent(launch: Launch) -> int:
+        launches.append(launch)
+        return 0
+
     monkeypatch.setattr("danling.elastic.reconfigure.check_supported", lambda: None)
-    monkeypatch.setattr(agent, "run_agent", lambda launch: launches.append(launch) or 0)
+    monkeypatch.setattr(agent, "run_agent", run_agent)
     assert main(["run", *shlex.split(words), "--", "python", "train.py"]) == 0
     assert launches[0].command == f"danling run {words} --"

@@ -68,7 +68,7 @@ FUNCTIONS = {
     "data/packing": ["document_lengths"],
     "deepspeed/checkpoints": ["DeepSpeedCheckpointManager._save.publish"],
     "demo": ["compare"],
-    "elastic/agent": ["_state"],
+    "elastic/agent": ["_show_error", "_state"],
     "elastic/attach": ["ElasticRanks._take_over"],
     "elastic/metrics_file": ["without_later"],
     "elastic/spare": ["wait_and_run"],
