@@ -179,7 +179,7 @@ class UpdateReplay:
         if not own and len(ranks) > 1:
             where += ". The gradient is reduced over these ranks: one of them is at fault"
         mend = (
-            "A third computation gave other bits again: a step depends on something that is not put back, such as a variable "
+            "A third computation gave other bits again: a step depends on something that is not restored, such as a variable "
             "of a module or the time, or a kernel is not deterministic."
         )
         if all(repeats for _, repeats, _ in told):

@@ -374,10 +374,10 @@ class UpdateAudit(Observer):
         ranks, others = (
             f"rank {found[0]}" if len(found) == 1 else f"ranks {list(found)}" for found in (drift.ranks, drift.others)
         )
-        unsure = " Two copies do not tell which one is wrong." if len(drift.others) == len(drift.ranks) == 1 else ""
+        unsure = " Two copies do not show which one is wrong." if len(drift.others) == len(drift.ranks) == 1 else ""
         return ReplicaDriftError(
-            f"Expected ranks that hold copies of a tensor to hold the same after update {taken.step}. Received: {ranks} differs from "
+            f"Expected equal values on ranks that have copies of a tensor after update {taken.step}. Received: {ranks} differs from "
             f"{others} in {names[0]!r} and {len(names) - 1} more of {len(known)} in {drift.column!r}.{unsure} No checkpoint of this "
-            "state was published. Check the machine of that rank, and code that writes to weights on one rank alone; go on with "
-            "auto_resume."
+            "state was published. Check the machine of that rank, and code that writes to weights on one rank alone; continue "
+            "with auto_resume."
         )

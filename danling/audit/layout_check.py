@@ -351,7 +351,7 @@ def _failed(directory: Path, rank: int, how: str, alone: bool, options: CheckOpt
     mend = (
         "It has to train in one process for so many updates: take a smaller model by its own arguments, or fewer --updates."
         if alone
-        else "In one process it makes them. Mend that first; --batch gives its ranks more samples."
+        else "In one process it makes them. Fix that first; --batch gives its ranks more samples."
     )
     return NotChecked(
         f"Expected a program that makes {options.updates} updates of a runner {'in one process' if alone else 'on the layout'}. Received: "
@@ -413,7 +413,7 @@ def compare_update(
     if not math.isfinite(wanted.norm) or not wanted.weights:
         raise NotChecked(
             f"Expected updates that are finite in one process. Received: update {number} with loss {wanted.loss:.6g} and gradient norm "
-            f"{wanted.norm:.6g}. Mend that first; a precision of fp16 skips its first updates, which --dtype float64 does not."
+            f"{wanted.norm:.6g}. Fix that first; a precision of fp16 skips its first updates, which --dtype float64 does not."
         )
     eps = max(record.eps for record in (wanted, *made))
     is_coarse = eps > _COARSE

@@ -81,7 +81,7 @@ def try_quickly(command: Sequence[str], place: Path, *, updates: int, timeout: f
             saved = "" if has_saved else ", and no checkpoint"
             raise QuickRunFailed(
                 f"Expected a program that {what}. Received: {how}{saved}; the end of what it printed:\n{ended.tail.strip()}\n"
-                "Mend that first."
+                "Fix that first."
             )
         if number == 1 and steps[0] < updates:
             raise QuickRunFailed(

@@ -36,7 +36,9 @@ _LOST = (
     ": a resume lost something that the next updates need. Plain attributes of model, criterion, optimizer and their parts are not "
     "saved: give the module `get_extra_state` and `set_extra_state`, make it a buffer, or name the object that has it on the runner too"
 )
-_FAILS = "Mend that first. The program must run again in the same directory, and make one run: have its arguments select one."
+_FAILS = (
+    "Fix that first. The program must run again in the same directory, and make one run: have its arguments select one."
+)
 _LONGER_SECONDS = 3.0
 
 Leave = Callable[[subprocess.Popen[bytes]], None]

@@ -703,7 +703,7 @@ def read_index(directory: Path, *, trust: bool = False) -> Metadata:
         raise CheckpointError(
             f"Expected {INDEX} in a sharded checkpoint. Received: {directory}, which another program wrote. Convert it with `python -m "
             "torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE`, or set checkpoint.trust=true, which unpickles "
-            "`.metadata` and so runs what is in it."
+            "`.metadata` and so runs the code in it."
         )
     places = (metadata.storage_data or {}).values()
     sizes = {place.relative_path: storage.size_of(directory / place.relative_path) for place in places}

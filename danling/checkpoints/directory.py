@@ -677,7 +677,7 @@ class CheckpointDirectory:
         if isinstance(store, FileStore) and not has_sums(path) and path not in self._alone:
             self._alone.add(path)
             logger.warning(
-                "%s has no checksums next to it. Those inside of it, compared as checkpoint.verify=%s asks, tell damage, but not which "
+                "%s has no checksums next to it. Those inside of it, compared as checkpoint.verify=%s asks, show damage, but not which "
                 "save it is.",
                 path,
                 self._settings.verify,
@@ -767,7 +767,7 @@ class CheckpointDirectory:
             listing = "".join(f"\n  {line}" for line in lost)
             raise CheckpointDamaged(
                 f"Expected a checkpoint in {self.path} that verifies, since there are some. Received none that does:{listing}\n"
-                "Mend or bring back one of them (is a file system not mounted?). To begin anew, name another `dir`, or move these away."
+                "Restore one of them (is a file system not mounted?). To start from scratch, name another `dir`, or move these away."
             )
 
     # All of them
@@ -796,9 +796,9 @@ class CheckpointDirectory:
             differences = self._compare(store.target(store.path_of(record)))
         others = "".join(f"\n  {line}" for line in differences)
         raise CheckpointMismatch(
-            f"Expected {store.place} to hold checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
+            f"Expected {store.place} to contain checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
             + (f", whose configuration differs:{others}\nRestore it, or give" if differences else ". Give")
-            + " this run its own directory, in which `resume` and a path go on from there; checkpoint.load_only only looks."
+            + " this run its own directory, and `resume` with the path of that checkpoint; checkpoint.load_only only reads."
         )
 
     def still_good(self) -> str:

@@ -66,7 +66,7 @@ _MENDS = {
     errno.EROFS: "The file system is mounted for reading only, often after an error of the disk (see `dmesg`): mount it for writing",
     errno.ELOOP: "Remove the links that lead to each other",
 }
-_FAILING = "The disk, or the server that it is on, may be failing (see `dmesg`): mend that"
+_FAILING = "The disk, or the server that it is on, may be failing (see `dmesg`): repair it"
 
 
 def reason(error: OSError) -> str:
@@ -79,8 +79,8 @@ def disk_error(operation: str, path: Path, error: OSError, *, free: int | None =
     space = "" if free is None else f", with {free:,} bytes free"
     mend = _MENDS.get(error.errno or 0, _FAILING)
     found = CheckpointDiskError(
-        f"Expected to {operation} {path}. Received: {reason(error)}{space}. {mend}, and start again: `auto_resume` goes on from the newest "
-        "checkpoint that verifies."
+        f"Expected to {operation} {path}. Received: {reason(error)}{space}. {mend}, and start again: `auto_resume` continues from the "
+        "newest checkpoint that verifies."
     )
     found.errno = error.errno
     return found

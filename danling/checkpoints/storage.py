@@ -236,7 +236,7 @@ def make_directory(directory: Path) -> None:
 def refuse_no_directory(directory: Path) -> None:
     """Refuse something other than a directory in the place of one, such as a link to a file system that is not mounted."""
     if os.path.lexists(directory) and not os.path.isdir(directory):
-        found = f"what is there {absence(directory)}"
+        found = f"a path that {absence(directory)}"
         raise CheckpointDiskError(
             f"Expected a directory at {directory}. Received: {found}. Bring back what it leads to, or move it away."
         )
@@ -305,7 +305,7 @@ def set_aside(path: Path) -> None:
     """Rename the file or directory at a path to a unique name `<name>.aside-<random>`, and log it."""
     aside = path.parent / f"{path.name}.aside-{uuid.uuid4().hex[:8]}"
     replace(path, aside)
-    logger.warning("%s was in the way of a checkpoint and is no part of one. It is at %s now.", path, aside)
+    logger.warning("%s was in the way of a checkpoint and is no part of one. It was moved to %s.", path, aside)
 
 
 def open_regular(path: Path) -> int:
@@ -315,7 +315,7 @@ def open_regular(path: Path) -> int:
         if stat.S_ISREG(os.fstat(handle).st_mode):
             return handle
         os.close(handle)
-    raise CheckpointDiskError(f"Expected a file at {path}. Received: what is there {absence(path)}. Move it away.")
+    raise CheckpointDiskError(f"Expected a file at {path}. Received: a path that {absence(path)}. Move it away.")
 
 
 def chunks(path: Path, size: int = _CHUNK) -> Iterator[memoryview]:

@@ -132,7 +132,7 @@ def why_unreadable(error: Exception) -> str:
     is_plain = isinstance(error, (RuntimeError, MemoryError)) and "weights_only" not in first and "\x1b" not in first
     if first and is_plain:
         return f"which torch cannot read: {first}."
-    return "which is damaged, or something else; `danling verify` tells damage of a checkpoint."
+    return "which is damaged, or something else; `danling verify` shows damage of a checkpoint."
 
 
 def check_format(payload: Any, path: Path) -> dict[str, object]:

@@ -120,7 +120,7 @@ class WriterProcess:
             error = self._pipe.recv()
         except (EOFError, ConnectionError):
             raise CheckpointError(
-                f"Expected the process that writes checkpoints to go on. Received: {self._fate()}. The next save starts "
+                f"Expected the process that writes checkpoints to run. Received: {self._fate()}. The next save starts "
                 "another one; where memory is short, set checkpoint.async_mode='async'."
             ) from None
         if error is not None:

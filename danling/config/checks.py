@@ -79,7 +79,7 @@ def _check_canonical(config: RunnerConfig) -> None:
     for is_wrong, received, mend in wrong:
         if is_wrong:
             raise ValueError(
-                f"Expected settings with one order of addition at any number of processes, as gradient_sum='canonical' asks. Received: "
+                f"Expected settings with one order of addition at any number of processes, as gradient_sum='canonical' requires. Received: "
                 f"{received}. {mend}, or set gradient_sum='fast'."
             )
 

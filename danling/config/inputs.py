@@ -498,7 +498,7 @@ def imposed() -> dict[str, object]:
         settings = None
     if not isinstance(settings, dict):
         raise ValueError(
-            f'Expected {VARIABLE} to be a JSON object of settings, such as {{"seed": 1}}. Received: {text[:80]!r}. Unset it, or mend it.'
+            f'Expected {VARIABLE} to be a JSON object of settings, such as {{"seed": 1}}. Received: {text[:80]!r}. Unset it, or fix it.'
         )
     return settings
 

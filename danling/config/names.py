@@ -124,10 +124,10 @@ _NO_SETTINGS = {
 }
 """Names of other trainers for what is no key of this library, by what does it here."""
 _OF_LAUNCHER = ["local_rank", "rank", "world_size"]
-"""What torchrun tells each process. Programs set them for their own use."""
+"""What torchrun sets for each process. Programs set them for their own use."""
 _PLACES = {name: place for place, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 _NO_PLACES = {name: answer for answer, names in _NO_SETTINGS.items() for name in names.split()}
-_ANSWERS = _NO_PLACES | dict.fromkeys(_OF_LAUNCHER, "torchrun, which tells each process")
+_ANSWERS = _NO_PLACES | dict.fromkeys(_OF_LAUNCHER, "torchrun, which sets it for each process")
 _DECIDING = ("optim.", "scheduler.", "ema.", "dataloader.")
 """Sections that change the training: their keys are refused at the top level."""
 METHODS_ELSEWHERE = {
@@ -209,7 +209,7 @@ def warn_elsewhere(name: str) -> None:
     if answer is not None:
         warn_user(
             f"The library does not read the key {name!r} of other trainers. Use {answer}. If the key is your own, declare it in a class "
-            "derived from RunnerConfig, and this line is left out.",
+            "derived from RunnerConfig, which ends this warning.",
             UserWarning,
         )
 
@@ -221,7 +221,7 @@ def refusal(name: str, received: str, root: type[Config], known: Iterable[str], 
     if place is not None:
         advice = f". Its place is {place}. To use the name for your own key, {declared}."
     elif elsewhere is not None:
-        advice = f". That is said by {elsewhere}. To use the name for your own key, {declared}."
+        advice = f". Use {elsewhere}. To use the name for your own key, {declared}."
     else:
         nearest = did_you_mean(name, [*fields_of(root), *known])
         advice = f", which neither the library nor the program knows.{nearest} For your own key, {declared}, or set it before parse()."

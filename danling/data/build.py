@@ -225,13 +225,13 @@ def divide_updates(
             raise ValueError(
                 f"Expected dataloader.global_batch_size together with dataloader.micro_batch_size, which divides it. "
                 f"Received: micro_batch_size={held!r} and no global_batch_size for split {split!r}. Set it, or leave "
-                "micro_batch_size out: batch_size is what a rank holds at once."
+                "micro_batch_size out: batch_size is the number of samples that a rank runs at once."
             )
         return loading, None
     else:
         if most is not None and accum_steps > 1:
             raise ValueError(
-                f"Expected accum_steps or dataloader.micro_batch_size to say into how many micro-batches an update is cut. "
+                f"Expected accum_steps or dataloader.micro_batch_size to set the number of micro-batches of an update. "
                 f"Received: accum_steps={accum_steps}, micro_batch_size={held} for split {split!r}. Leave one of them out."
             )
         division = Division.of_update(samples, world_size, micro_batches=accum_steps, micro_batch_size=most)

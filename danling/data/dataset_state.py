@@ -120,7 +120,7 @@ def check_savable(dataset: Any, split: str) -> None:
     except Exception as error:
         raise ValueError(
             f"Expected {type(dataset).__name__}.state_dict() of split {split!r} to return, before the first sample is read, what a "
-            f"checkpoint can hold. Received: {type(error).__name__}: {error}. Return numbers, text, tensors, arrays, and lists and "
+            f"checkpoint can contain. Received: {type(error).__name__}: {error}. Return numbers, text, tensors, arrays, and lists and "
             "mappings of them from it, or remove it. If a loader of that library calls it, put that loader into `self.dataloaders`."
         ) from error
 

@@ -120,7 +120,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         except StopIteration as error:  # with which a pass would end in silence
             raise RuntimeError(
                 "Expected a dataset that has an item at each index below its length. Received: StopIteration from one of the items "
-                f"{indices}. Mend its __getitem__, or shorten its __len__."
+                f"{indices}. Fix its __getitem__, or shorten its __len__."
             ) from error
         except Exception as error:
             self._note(error, indices if index is None else index)
@@ -140,7 +140,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         with suppress(Exception):
             length = f", a {type(self.dataset).__name__} whose len() is {len(self)}"
         if length and isinstance(error, (IndexError, KeyError)):
-            hint = ". If it has fewer samples, mend its __len__"
+            hint = ". If it has fewer samples, fix its __len__"
         error.add_note(f"Reading {which} of split {self.split!r} failed{length}{hint}.")
 
 
@@ -181,7 +181,7 @@ def draws_nothing(dataset: object) -> bool:
     if said is not None:
         raise ValueError(
             f"Expected {type(dataset).__name__}.draws_random to be True or False. Received: draws_random={said!r} "
-            f"({type(said).__name__}). Say whether reading a sample draws random numbers, or leave it out."
+            f"({type(said).__name__}). Set it to whether reading a sample draws random numbers, or leave it out."
         )
     parts = parts_of(dataset)
     if parts is not None:

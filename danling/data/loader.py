@@ -338,7 +338,7 @@ def _check_not_empty(order: PositionedBatchSampler) -> None:
         key = "global_batch_size" if whole else "batch_size"
         factors = "" if whole else f" (batch_size {division.micro_batch_size} x {order.world_size} ranks)"
         raise ValueError(
-            f"Expected split {order.split!r} to hold at least one {'update' if whole else 'global batch'} of "
+            f"Expected split {order.split!r} to have at least one {'update' if whole else 'global batch'} of "
             f"{division.samples} samples{factors}, since drop_last=True. Received: {order.length} samples. "
             f"Lower dataloader.{key}, or set dataloader.drop_last to False."
         )

@@ -115,7 +115,7 @@ class Mixture(OrderedDataset):
         if isinstance(sample, (tuple, list)) and not hasattr(sample, "_fields"):
             return (*sample, number)
         raise ValueError(
-            f"Expected samples of a labelled mixture to be mappings, tuples or lists, which can hold the number of their source. "
+            f"Expected samples of a labelled mixture to be mappings, tuples or lists, which can contain the number of their source. "
             f"Received: {type(sample).__name__} from source {self.names[number]!r}. Return a mapping, or leave labelled out."
         )
 

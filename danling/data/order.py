@@ -209,8 +209,8 @@ class OrderedDataset(Dataset[Any]):
             if value != saved.get(key):
                 raise ValueError(
                     f"Expected the {type(self).__name__} of split {split!r} to have the {key} ({saved.get(key)}), as when its position in "
-                    f"epoch {epoch} was saved. Received: {key} ({value}). Restore it, or exclude 'dataloaders' from loading to start the "
-                    f"epoch anew.{self._other_mend(epoch)}"
+                    f"epoch {epoch} was saved. Received: {key} ({value}). Restore it, or exclude 'dataloaders' from loading to restart "
+                    f"the epoch.{self._other_mend(epoch)}"
                 )
 
     def _other_mend(self, epoch: int) -> str:

@@ -181,7 +181,7 @@ class _Grouped(OrderedDataset):
         tokens = torch.as_tensor(sample[key] if isinstance(sample, Mapping) else sample)
         if tokens.ndim != 1 or len(tokens) != self.lengths[document]:
             raise ValueError(
-                f"Expected {key!r} of document {document} to have {int(self.lengths[document])} tokens, as `lengths` says. Received: shape "
+                f"Expected {key!r} of document {document} to have {int(self.lengths[document])} tokens, as in `lengths`. Received: shape "
                 f"{tuple(tokens.shape)}. Pass the lengths of this dataset, or delete the file that they are kept in."
             )
         return tokens

@@ -386,8 +386,8 @@ class RunData:
         if isinstance(loader, WindowLoader):
             if run.placement.replica_group[1] > 1:
                 raise ValueError(
-                    f"Expected a loader that replica groups can divide anew for split {split!r}. Received: a {type(loader).__name__}, "
-                    "which divides whole updates over a number of ranks that stays. Leave ft.enabled out, or put a dataset into "
+                    f"Expected a loader that replica groups can redivide for split {split!r}. Received: a {type(loader).__name__}, "
+                    "which divides whole updates over a fixed number of ranks. Leave ft.enabled out, or put a dataset into "
                     "`self.datasets`."
                 )
             trained = self._is_trained(split)

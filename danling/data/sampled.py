@@ -175,7 +175,7 @@ class SampledBatches(Sampler[BatchKey]):
             raise ValueError(
                 f"Expected the sampler of split {self.split!r} to have the length {state['length']}, as when its "
                 f"position was saved. Received: {type(self.sampler).__name__} of length {self.length}. Restore the "
-                "sampler, or exclude 'dataloaders' from loading to start the epoch anew."
+                "sampler, or exclude 'dataloaders' from loading to restart the epoch."
             )
         # A pass that is over is not begun again, and the next one finds the sampler as this one left it.
         self._load_sampler(state.get("sampler"))
@@ -221,7 +221,7 @@ class SampledBatches(Sampler[BatchKey]):
                 f"{'batches' if self.batched else 'indices'} of epoch {self.epoch} again that were consumed when the run "
                 f"was saved. Received: others from {type(self.sampler).__name__}. Define set_epoch(epoch) on it, which its order follows "
                 "from, or state_dict and load_state_dict for what it changes; and let it draw from the global streams or from a generator "
-                "that it holds as an attribute. Or exclude 'dataloaders' from loading to start the epoch anew."
+                "that is its attribute. Or exclude 'dataloaders' from loading to restart the epoch."
             )
         return drawn
 

@@ -388,8 +388,8 @@ class PositionedBatchSampler(Sampler[BatchKey]):
         if state["length"] != self.length and state["consumed"] and not _is_over(state):
             raise ValueError(
                 f"Expected split {self.split!r} to have {state['length']} samples, as when its position was saved. "
-                f"Received: {self.length} samples. Restore the dataset, or exclude 'dataloaders' from loading to start the "
-                "epoch anew."
+                f"Received: {self.length} samples. Restore the dataset, or exclude 'dataloaders' from loading to restart the "
+                "epoch."
             )
         if not 0 <= state["consumed"] <= state["length"]:
             raise ValueError(

@@ -298,12 +298,12 @@ class BatchSource:
             raise ValueError(
                 f"Expected a state of kind {self.kind!r} for split {self.split!r}, whose loader is a {type(self.loader).__name__}. "
                 f"Received: kind={kind!r}, saved by another kind of loader. Restore the loader, or exclude 'dataloaders' from loading to "
-                "start the epoch anew."
+                "restart the epoch."
             )
         if self.is_rank_local and state.get("world_size", self.world_size) != self.world_size and state.get("consumed"):
             raise ValueError(
                 f"Expected {state['world_size']} data ranks: the loader of split {self.split!r} ({type(self.loader).__name__}) counts what "
-                f"each rank has read of this epoch, which cannot be divided anew. Received: {self.world_size}. Let the library build the "
+                f"each rank has read of this epoch, which cannot be redivided. Received: {self.world_size}. Let the library build the "
                 "loader from a dataset, or exclude 'dataloaders' from loading."
             )
         self.read.load_state_dict({key: value for key, value in state.items() if key != "kind"})
@@ -504,7 +504,7 @@ class LiveLoader:
             self.loader.load_state_dict(pending)
         elif self.consumed:
             raise RuntimeError(
-                f"Expected the loader of split {self.split!r} to go on after batch {self.consumed} of the pass. Received: "
+                f"Expected the loader of split {self.split!r} to continue after batch {self.consumed} of the pass. Received: "
                 f"{type(self.loader).__name__}, which was closed or raised an error. Resume from a checkpoint, or rewind."
             )
         iterator = self._iterate()

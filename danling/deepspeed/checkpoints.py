@@ -299,7 +299,7 @@ def consolidated_weights(path: Path, *, trust: bool = False) -> dict[str, Tensor
     if missing and not whole.is_file():
         raise CheckpointError(
             f"Expected all weights of the model in {path}. Received: none for {', '.join(missing[:5])} ({len(missing)} in all), which no "
-            "optimizer held. Under ZeRO 3 give the optimizer all parameters that require a gradient, and freeze the others."
+            "optimizer had. Under ZeRO 3 give the optimizer all parameters that require a gradient, and freeze the others."
         )
     found |= {name: module[name].float() if module[name].is_floating_point() else module[name] for name in missing}
     return {canonical_name(name): tensor.detach().clone() for name, tensor in found.items()}

@@ -278,7 +278,7 @@ def _await_all(store: Store, launch: LaunchEnvironment, timeout: timedelta) -> N
     except dist.DistNetworkError as error:
         raise ConnectionError(
             "The process that joins the ranks, which is rank 0 or the agent of torchrun, ended while this rank waited for the others to "
-            "start. Its own error says why."
+            "start. Its own error has the reason."
         ) from error
 
 

@@ -72,7 +72,7 @@ def check_config(config: RunnerConfig, stack: str) -> None:
     for is_wrong, received, mend in wrong:
         if is_wrong:
             raise ValueError(
-                f"Expected settings with which a rank can be left behind, as elastic.enabled asks. Received: {received}. {mend}, or unset "
+                f"Expected settings that allow a rank to end, as elastic.enabled requires. Received: {received}. {mend}, or unset "
                 "elastic.enabled."
             )
     if not is_started_elastic():
@@ -231,7 +231,7 @@ class ElasticRanks(Observer):
         foreign = [split for split, loader in runner.dataloaders.items() if not isinstance(loader, DataLoader)]
         if foreign:
             raise ValueError(
-                f"Expected loaders that the library builds with elastic.enabled, which it divides anew when the ranks change. Received: a "
+                f"Expected loaders that the library builds with elastic.enabled, which it redivides when the ranks change. Received: a "
                 f"{type(runner.dataloaders[foreign[0]]).__name__} for split {foreign[0]!r}. Put a map-style dataset into self.datasets."
             )
         for split in runner.train_splits:

@@ -288,7 +288,7 @@ class GraphCompilation(Compilation):
                 raise RuntimeError(
                     f"Expected batches of a few sizes, each of which is compiled. Received: more than torch compiles, with "
                     f"compile.dynamic={self.options['dynamic']}. Set compile.dynamic=true, which compiles one graph for all sizes, or "
-                    "bring batches to fewer; a number that the loss reads and that changes compiles anew as well."
+                    "bring batches to fewer; a number that the loss reads and that changes causes a compilation as well."
                 ) from error
 
         return checked

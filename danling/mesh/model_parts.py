@@ -187,7 +187,7 @@ def _check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
     if loose:
         raise ValueError(
             f"Expected every module and parameter to belong to one part. Received: {', '.join(loose[:8])} in none. List them, or put "
-            "parameters that the model holds directly into their own module."
+            "parameters that belong to the model itself into their own module."
         )
     owners: dict[int, tuple[int, str]] = {}
     for index, part in enumerate(parts):

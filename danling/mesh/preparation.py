@@ -376,9 +376,9 @@ def group_of(stored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Mappi
         if set(group["params"]) == set(names):
             return group
     raise CheckpointMismatch(
-        f"Expected optimizer state of this model's parameters, grouped as here. Received: {len(stored)} groups, none of which holds "
+        f"Expected optimizer state of this model's parameters, grouped as here. Received: {len(stored)} groups, none of which has "
         f"{list(names[:5])} and nothing else. Restore optim.param_groups and the model, or add 'optimizer' to "
-        "checkpoint.exclude_from_loading to start it afresh."
+        "checkpoint.exclude_from_loading to start with a new state."
     )
 
 

@@ -70,7 +70,7 @@ class MetricSet:
             mergeable = bool(holders(metric)) or callable(getattr(metric, "merge_state", None))
             if domain is not None and domain.size > 1 and not mergeable:
                 raise ValueError(
-                    f"Expected metric {name or 'metrics'!r} to hold torchmetrics states or to have merge_state(other), so that it can "
+                    f"Expected metric {name or 'metrics'!r} to have torchmetrics states or merge_state(other), so that it can "
                     f"be computed over {domain.size} ranks. Received: {metric!r} ({type(metric).__name__}). Derive it from "
                     "torchmetrics.Metric, add merge_state, or use a callable that returns (sum, weight)."
                 )
@@ -208,7 +208,7 @@ class TrainMetrics(MetricSet):
         )
         if other is not None:
             raise ValueError(
-                f"Expected metrics of training that are callables or hold torchmetrics states, so that they can be saved within a pass. "
+                f"Expected metrics of training that are callables or have torchmetrics states, so that they can be saved within a pass. "
                 f"Received: {other!r}, a {type(chosen[other]).__name__}. Name the others in train_metrics."
             )
         super().__init__(

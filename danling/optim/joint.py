@@ -162,7 +162,7 @@ class JointOptimizer(Optimizer):
         """Step every member in order."""
         if closure is not None:
             raise ValueError(
-                "Expected no closure: every member would evaluate it anew. Received: closure. Compute the losses before."
+                "Expected no closure: every optimizer would evaluate it again. Received: closure. Compute the losses before the step."
             )
         for member in self.optimizers:
             member.step()

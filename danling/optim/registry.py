@@ -445,7 +445,7 @@ def build_scheduler(
             options["total_steps"] = length
         elif by_epoch and steps is not None:
             raise ValueError(
-                f"Expected a budget of epochs for scheduler.interval='epoch'. Received: steps={steps}, which says no number of epochs. Set "
+                f"Expected a budget of epochs for scheduler.interval='epoch'. Received: steps={steps}, which is no number of epochs. Set "
                 "scheduler.interval='step', or `epochs` instead of `steps`, or scheduler.total_steps as a number of epochs."
             )
     by_metric = needs_metric(SCHEDULERS.lookup(options["type"])) and SCHEDULERS.accepts(options["type"], "mode")
@@ -491,8 +491,8 @@ def check_metric_of_schedule(scheduler: object, *, interval: str, evaluates: boo
     kind = type(scheduler).__name__
     if takes_position(scheduler) and isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
         raise ValueError(
-            f"Expected a schedule by a metric as torch makes it. Received: a {kind}, which leaves the learning rate as it is where it is "
-            "told an epoch without a metric. Take torch.optim.lr_scheduler.ReduceLROnPlateau."
+            f"Expected a schedule by a metric as torch makes it. Received: a {kind}, whose step without a "
+            "metric does not change the learning rate. Take torch.optim.lr_scheduler.ReduceLROnPlateau."
         )
     if scheduler is None or not needs_metric(scheduler):
         return

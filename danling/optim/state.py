@@ -111,7 +111,7 @@ def check_kind(
             raise ValueError(
                 f"Expected the state of {type(optimizer).__name__}, the optimizer of this run. Received: that of another one, with "
                 f"{', '.join(f'{name}={stored[name]}' for name in shown)}. Restore the optimizer, or add 'optimizer' to "
-                "checkpoint.exclude_from_loading to begin afresh with the new one."
+                "checkpoint.exclude_from_loading to start with a new optimizer state."
             )
 
 
@@ -332,7 +332,7 @@ def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:
         raise ValueError(
             f"Expected the state of an optimizer over the parameters of this one. Received: one without {missing[:5]} and with "
             f"{unexpected[:5]} in addition ({len(missing)} and {len(unexpected)} in all). Restore the optimizer, or add 'optimizer' to "
-            "checkpoint.exclude_from_loading to begin afresh with the new one."
+            "checkpoint.exclude_from_loading to start with a new optimizer state."
         )
     if sorted(map(sorted, names)) != sorted(map(sorted, stored)):
         raise ValueError(
@@ -362,8 +362,8 @@ def warn_if_replaced(asked: Options, loaded: Options, *, scheduled: bool) -> Non
                 replaced.setdefault(name, f"{name}={after[name]} (here {before[name]})")
     if replaced:
         logger.warning(
-            "The optimizer goes on with the options of the checkpoint, which are not those of the program: %s. To have the program's, add "
-            "'optimizer.param_groups' to checkpoint.exclude_from_loading.",
+            "The optimizer continues with the options of the checkpoint, which differ from those of the program: %s. For the program's, "
+            "add 'optimizer.param_groups' to checkpoint.exclude_from_loading.",
             ", ".join(replaced.values()),
         )
 

@@ -157,8 +157,8 @@ class RunMirror:
         last = newest(there.values())
         if last is not None and not local and checkpoints.resumed is None:
             raise RemoteError(
-                f"Expected {self.run.url} to hold no run, since this one begins from scratch. Received: one at step {last.step}. Set "
-                "auto_resume=true to go on from it, or give this run another lineage."
+                f"Expected {self.run.url} to contain no run, since this one begins from scratch. Received: one at step {last.step}. Set "
+                "auto_resume=true to continue it, or give this run another lineage."
             )
         last = newest(record for record in there.values() if record.name != "model")
         self.committed_step = last.step if last is not None else None

@@ -166,7 +166,7 @@ class RemoteStore:
             self._client = _open(self.url, settings, credentials)
         except Exception as error:
             raise RemoteError(
-                f"Expected a URL of an object store, such as s3://bucket/prefix. Received: {url}: {_first_line(error)}. Mend it."
+                f"Expected a URL of an object store, such as s3://bucket/prefix. Received: {url}: {_first_line(error)}. Fix it."
             ) from error
 
     def put(self, key: str, content: bytes | Path) -> None:

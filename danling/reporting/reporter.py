@@ -142,7 +142,7 @@ class Reporter(Observer):
         try:
             more = describe_end(runner, self._session.stop_reason)
         except OSError as error:
-            more = [f"(what there is to go on with cannot be looked up: {error})"]
+            more = [f"(the checkpoints to continue from cannot be read: {error})"]
         logger.info("%s", "\n  ".join([f"{ending}: {self.telemetry.summary(runner)}", *more]))
         try:
             self._write_streams(runner)
@@ -324,7 +324,7 @@ def describe_end(runner: TorchRunner, reason: str | None) -> list[str]:
         place = f": {_shown(kept['best'])}" if "best" in kept else ""
         lines.append(f"best     {score} {format_number(runner.best_score)} at {unit} {runner.best_index}{place}")
     if "latest" in kept:
-        lines.append(f"go on    {_how_to_resume(runner, kept['latest'], reason)}")
+        lines.append(f"resume   {_how_to_resume(runner, kept['latest'], reason)}")
     if (directory / "metrics.jsonl").is_file():
         needs = "" if find_spec("matplotlib") is not None else "  # needs matplotlib"
         lines.append(f"curves   danling plot {shlex.quote(_shown(directory))} -o curves.png{needs}")

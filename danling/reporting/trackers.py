@@ -245,7 +245,7 @@ class TrackerSet:
                 try:
                     tell(status)
                 except Exception:
-                    logger.exception("A tracker could not be told that the run is %s.", status)
+                    logger.exception("A tracker failed to set the status of the run to %s.", status)
 
     def set_status_after(self, error: BaseException) -> None:
         """Tell the status of a run that an exception has ended; `SystemExit` gives its code."""

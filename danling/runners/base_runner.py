@@ -987,7 +987,7 @@ class BaseRunner(metaclass=MetaRunner):
             names = [name for name in here if before.get(name, here[name]) != here[name]]
             if names and self.is_main_process:
                 logger.warning(
-                    "The run goes on, but not bitwise as it would have. Its checkpoint was computed with %s.",
+                    "The run continues, but it is no longer bitwise reproducible. Its checkpoint was computed with %s.",
                     "; ".join(f"{name} {before[name]}, now {here[name]}" for name in names),
                 )
 

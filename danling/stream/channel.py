@@ -134,7 +134,7 @@ class RefChannel(ABC):
                 raise RuntimeError(
                     f"Expected the log of stream {self.name} to be open. Received: it is {end.kind} after {end.published} samples"
                     + (f": {end.reason}. " if end.reason else ". ")
-                    + ("A complete log stays: begin another stream." if complete else "Call reopen to go on there.")
+                    + ("A complete log stays: begin another stream." if complete else "Call reopen to continue there.")
                 )
             return self._append(refs)
 
@@ -183,7 +183,7 @@ class RefChannel(ABC):
         end, count = self._state()[0], self._count()
         if end is not None and end.published != count:
             raise ValueError(
-                f"Expected {end.published} samples in the log of stream {self.name}, as its end says ({end.kind}). Received: {count}. "
+                f"Expected {end.published} samples in the log of stream {self.name}, as its end records ({end.kind}). Received: {count}. "
                 f"The log is damaged. {_REPAIR}"
             )
         return end

@@ -280,6 +280,6 @@ def _serialize(object_id: str, tensors: Mapping[str, Tensor]) -> bytes:
     except (KeyError, ValueError, safetensors.SafetensorError) as error:  # it differs between versions
         received = ", ".join(f"{name!r} of {tensor.dtype}" for name, tensor in tensors.items())
         raise TypeError(
-            f"Expected names and dtypes that safetensors can hold in object {object_id!r}. Received: {received} ({error!r}). Return them "
+            f"Expected names and dtypes that safetensors can store in object {object_id!r}. Received: {received} ({error!r}). Return them "
             "from capture otherwise, such as the real and imaginary parts of complex128 by view_as_real."
         ) from error

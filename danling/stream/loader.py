@@ -285,8 +285,8 @@ class StreamLoader(WindowLoader):
             raise RuntimeError(
                 f"Expected the features of stream {name}, which this run needs from sample {self.consumed} on. Received: {missing} samples "
                 f"less, since those before {freed} were freed. Resume from the latest checkpoint of the run, set on_gap='skip' with "
-                "retain='step' to go on without them, or make the features anew in another stream. (If they were kept with retain='all', "
-                "pass that.)"
+                "retain='step' to continue without them, or make the features again in another stream. (If they were kept with "
+                "retain='all', pass that.)"
             )
         self.skipped += missing
         self.consumed, self._last_id = freed, ""
@@ -375,9 +375,9 @@ class StreamLoader(WindowLoader):
             # It may have grown, and ended, since it was counted.
             if end is not None and (published := self.channel.published()) < stop:
                 raise RuntimeError(
-                    f"Expected the producer of stream {name} to go on: its log is not complete. Received: it is {end.kind} after "
+                    f"Expected the producer of stream {name} to continue: its log is not complete. Received: it is {end.kind} after "
                     f"{published} samples, of which {start} are trained on ({end.reason.rstrip('.') or 'no reason'}). Start the producer "
-                    "again, which goes on behind the last one, and then this run, which goes on from its last checkpoint."
+                    "again, which continues after the last sample, then this run, which continues from its last checkpoint."
                 )
             now = time.monotonic()
             if published > self._published:
@@ -385,8 +385,8 @@ class StreamLoader(WindowLoader):
             elif now - grown > self.idle_timeout:
                 raise TimeoutError(
                     f"Expected samples {published} to {stop - 1} from the producer of stream {name}. Received: nothing for "
-                    f"{self.idle_timeout:g} seconds (idle_timeout). See whether the producer lives, start it again, or raise idle_timeout "
-                    "where it takes so long; this run goes on from its last checkpoint."
+                    f"{self.idle_timeout:g} seconds (idle_timeout). Check whether the producer runs, start it again, or raise idle_timeout "
+                    "where it takes so long; this run continues from its last checkpoint."
                 )
             self.free()
             if not self._opened:

@@ -82,8 +82,8 @@ def check_like(sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str,
                 continue
         raise ValueError(
             f"Expected {describe(other)} as feature {name!r} of sample {sample!r}, as in the first sample of the log: dtype, number of "
-            f"dimensions and width, the last one, are the same in all. Received: {describe(one)}. Nothing of it was stored: mend `capture` "
-            "and start the producer again, which goes on here."
+            f"dimensions and width, the last one, are the same in all. Received: {describe(one)}. Nothing of it was stored: fix `capture` "
+            "and start the producer again, which continues here."
         )
 
 
@@ -143,7 +143,7 @@ class Production:
             received = f"metadata with {_ALLOWED!r}, which the log keeps" if sample.features else "none"
             raise ValueError(
                 f"Expected features of sample {sample.id!r}, and metadata under other names. Received: {received}. Nothing of it was "
-                "stored: mend `capture` or `metadata` and start the producer again, which goes on here."
+                "stored: fix `capture` or `metadata` and start the producer again, which continues here."
             )
         specs = specs_of(sample.features)
         if self._first is None:
@@ -192,9 +192,9 @@ class Production:
                 if time.monotonic() - began > idle_seconds:
                     raise TimeoutError(
                         f"Expected the trainer of stream {self._channel.name} to give credit back. Received: nothing for {idle_seconds:g} "
-                        f"seconds (idle_timeout), with {self._channel.published() - self._committed} samples in flight. See whether the "
-                        "trainer lives and saves checkpoints often enough, or raise max_in_flight; start this producer again, and it goes "
-                        "on here."
+                        f"seconds (idle_timeout), with {self._channel.published() - self._committed} samples in flight. Check whether the "
+                        "trainer runs and saves checkpoints often enough, or raise max_in_flight; start this producer again, and it "
+                        "continues here."
                     )
                 time.sleep(pause)
                 pause = min(pause * 2, _POLL_SECONDS[1])

@@ -81,7 +81,7 @@ class SampleRef:
             meta = json.loads(json.dumps(dict(self.meta), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"Expected plain JSON in the metadata of sample {self.id!r}: the log of a stream holds no tensors, and no NaN or infinity. "
+                f"Expected plain JSON in the metadata of sample {self.id!r}: the log of a stream has no tensors, and no NaN or infinity. "
                 f"Received: {error}. Return tensors as features, which go to the store, and None for a number that is none."
             ) from None
         object.__setattr__(self, "meta", meta)
@@ -110,7 +110,7 @@ class SampleRef:
         if len(line) >= LONGEST_LINE:
             raise ValueError(
                 f"Expected the reference of a sample in fewer than {LONGEST_LINE:,} characters. Received: sample {self.id[:80]!r} with "
-                f"{len(line):,}. Put what is large into the features, which go to the store."
+                f"{len(line):,}. Put large values into the features, which go to the store."
             )
         return line
 

@@ -107,7 +107,7 @@ class CheckedStore(FeatureStore):
         except ValueError as error:
             raise ValueError(
                 f"Expected the features of sample {ref.id!r} in {place}. Received: {error}. Bring them back from a copy, or make the "
-                "features anew in another stream: this log counts the sample as made."
+                "features again in another stream: this log counts the sample as made."
             ) from error
         there, expected = specs_of(found), dict(ref.tensors)
         if there != expected:

@@ -85,7 +85,7 @@ class Heartbeat(Observer):
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                logger.warning("The heartbeat %s cannot be written: %s. Training goes on.", self.file, error)
+                logger.warning("The heartbeat %s cannot be written: %s. The training continues.", self.file, error)
 
     def _write(self, status: str) -> None:
         train = self._runner.state.train

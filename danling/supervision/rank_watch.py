@@ -243,7 +243,9 @@ class RankWatch(Observer):
                     due = time.monotonic() + _SECONDS_BETWEEN_CHECKS
         except Exception:
             # Nothing that goes wrong here may end the training.
-            logger.exception("What watches over rank %d has failed; training goes on without it.", self._rank)
+            logger.exception(
+                "The thread that watches rank %d has failed; the training continues without it.", self._rank
+            )
 
     def look(self) -> str:
         """Look once, count the time since the last look for the activity that it sees, and return that activity."""

@@ -58,7 +58,7 @@ def check_sizes(own: str, ids: Sequence[str], *, is_behind: bool, groups_ahead: 
     others = ", ".join(f"{other} with {ranks}" for other, ranks in names if ranks != mine)
     raise ReplicaSizeError(
         f"Expected replica groups of one size. Received: {name} with {mine} ranks, and {others}. Start this group with as many "
-        "processes as the others have; they go on without it."
+        "processes as the others have; they continue without it."
     )
 
 
@@ -144,7 +144,7 @@ def host_and_port(url: str) -> tuple[str, int]:
     """Return where `url` leads."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     if parts.hostname is None or parts.port is None:
-        raise ValueError(f"Expected {LIGHTHOUSE} to hold an address such as http://127.0.0.1:29510. Received: {url!r}.")
+        raise ValueError(f"Expected {LIGHTHOUSE} to be an address such as http://127.0.0.1:29510. Received: {url!r}.")
     return parts.hostname, parts.port
 
 

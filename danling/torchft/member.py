@@ -134,7 +134,7 @@ class ReplicaMember(Extension):
         self._lighthouse = os.environ.get(LIGHTHOUSE, "")
         if not self._lighthouse:
             raise ValueError(
-                f"Expected {LIGHTHOUSE} to hold the address of a lighthouse, such as http://127.0.0.1:29510. Received: nothing. Start one "
+                f"Expected {LIGHTHOUSE} to be the address of a lighthouse, such as http://127.0.0.1:29510. Received: nothing. Start one "
                 f"with `torchft_lighthouse --min_replicas 1` and set {LIGHTHOUSE} for every replica group."
             )
         try:
@@ -275,7 +275,7 @@ class ReplicaMember(Extension):
                 raise QuorumError(
                     f"Expected {asked} at {self._lighthouse}, to name the replica groups of the next update within "
                     f"{self.quorum_timeout:g} seconds. Received: {error}. See that the lighthouse runs and that "
-                    "all ranks of this group do, and start what has ended again: it goes on from the last checkpoint."
+                    "all ranks of this group do, and start again those that have ended: they continue from the last checkpoint."
                 ) from error
             time.sleep(_LONGEST_PAUSE)
 

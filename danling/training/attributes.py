@@ -175,7 +175,7 @@ class KeptAttributes:
         mine, unsavable = self._changed(now)
         self._warn_of_unsaved(
             unsavable,
-            "changed since the program set it, and a checkpoint cannot hold it: a resumed run goes on with another one. Make the object in "
+            "changed since the program set it, and no checkpoint can contain it: a resumed run has another one. Make the object in "
             "__init__ and give it `state_dict` and `load_state_dict`, or name the attribute in `not_saved` on the class",
         )
         self._list_without_encoding(now, unsavable)
@@ -255,7 +255,7 @@ class KeptAttributes:
         self._restored = {}
         self._warn(
             [name for name, digest in restored.items() if snapshot.digest(name) != digest],
-            "set anew after the checkpoint was restored; the run goes on with the new value",
+            "set again after the checkpoint was restored; the run continues with the new value",
         )
         for path, reason in snapshot.unseen.items():
             self._warn_of_unsaved(

@@ -110,11 +110,11 @@ def check_components(runner: TorchRunner) -> None:
         for split, data in splits.items():
             if data is None or isinstance(data, (str, bytes, PathLike, type)):
                 raise ValueError(
-                    f"Expected `self.{name}[{split!r}]` to hold samples. Received: {data!r}. Make a dataset of it, or leave the split out."
+                    f"Expected `self.{name}[{split!r}]` to have samples. Received: {data!r}. Make a dataset of it, or leave the split out."
                 )
             if name == "datasets" and isinstance(data, tuple) and len(data) > 1 and is_columns(data):
                 raise ValueError(
-                    f"Expected `self.datasets[{split!r}]` to hold samples. Received: a tuple of {len(data)} tensors or arrays of "
+                    f"Expected `self.datasets[{split!r}]` to have samples. Received: a tuple of {len(data)} tensors or arrays of "
                     f"{len(data[0])} rows each, which is a dataset of {len(data)} samples. Write TensorDataset(inputs, targets) with "
                     "tensors; where each tensor is a sample, put them into a list."
                 )
@@ -533,7 +533,7 @@ class MetricsInTraining(Observer):
         if changed and self._is_main:
             names = listed([f"self.metrics[{name!r}]" if name else "self.metrics" for name in sorted(changed)])
             logger.warning(
-                "%s had updates outside of an evaluation. Evaluations reset what is in self.metrics, and no checkpoint has it. Set "
+                "%s had updates outside of an evaluation. Evaluations reset the objects in self.metrics, and no checkpoint has them. Set "
                 "train_metrics for metrics of training, or keep another object in another attribute, such as self.trained, which is "
                 "saved.",
                 names,
@@ -591,7 +591,7 @@ class FiniteWeights:
         self._seen.update(id(p) for p, _ in held.values() if not p.requires_grad)
         for name in _not_finite(frozen)[:1]:
             logger.warning(
-                "The frozen parameter %s is not finite. It is saved as it is; a buffer holds what is -inf by design.",
+                "The frozen parameter %s is not finite. It is saved as it is; values that are -inf by design belong in a buffer.",
                 name,
             )
         flag = torch.tensor(float(bool(bad)), dtype=torch.float64)

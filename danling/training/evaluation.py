@@ -316,8 +316,8 @@ class Evaluator:
                 if not all_arrive(f"tried/{split}", seconds=_PATIENCE_SECONDS):
                     raise
                 logger.warning(
-                    "Of one batch, the metrics of split %r cannot be computed (%s: %s). Where those of the whole split can, all is well; "
-                    "else mend the metric or `summarize` now.",
+                    "The metrics of split %r cannot be computed from one batch (%s: %s). If they can be computed from the whole split, "
+                    "ignore this; otherwise fix the metric or `summarize` now.",
                     split,
                     type(error).__name__,
                     error,

@@ -192,9 +192,9 @@ class TrainingLoop:
         nothing = None
         if self._is_used_up() and not (runner.is_step_mode and results.open):
             done = runner.state.train.global_step if runner.is_step_mode else runner.state.train.epoch
-            nothing = f"the run has completed {done} of {getattr(runner, unit)} {unit}. Raise {unit} to go on."
+            nothing = f"the run has completed {done} of {getattr(runner, unit)} {unit}. Raise {unit} to continue."
         elif results.patience_exhausted():
-            nothing = "the patience of the run is used up. Raise patience to go on."
+            nothing = "the patience of the run is used up. Raise patience to continue."
         if nothing is not None:
             if runner.is_main_process:
                 logger.warning("Nothing is left to train: %s", nothing)
@@ -221,8 +221,8 @@ class TrainingLoop:
         runner = self._runner
         if self._closers.closed:
             raise ValueError(
-                "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it anew; "
-                "auto_resume goes on from its last checkpoint."
+                "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it again; "
+                "auto_resume continues from its last checkpoint."
             )
         runner._check_settings()
         self._checks.check_optimizer()
@@ -264,7 +264,7 @@ class TrainingLoop:
                 except EndOfPass:
                     logger.debug("A pass was left between two updates.")
                 except EvaluationStopped:
-                    logger.debug("An evaluation was left; it is made anew when the run is resumed.")
+                    logger.debug("An evaluation was left; a resumed run makes it again.")
                 except TrainingAbandoned:
                     session.apply_requests(agree(runner.placement.optimizer, session.local_requests()))
                 session.running = False

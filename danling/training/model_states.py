@@ -210,8 +210,8 @@ class FrozenWeights:
         if changed:
             raise ValueError(
                 "Expected weights without a gradient to stay as they are with checkpoint.trainable_only=true. Received: other values of "
-                f"{', '.join(changed[:5])} ({len(changed)} in all) than at the first save, or when the run was resumed. Make what is "
-                "changed by hand, such as a teacher, a buffer, or set checkpoint.trainable_only=false."
+                f"{', '.join(changed[:5])} ({len(changed)} in all) than at the first save, or when the run was resumed. Register "
+                "weights that you change by hand, such as a teacher's, as buffers, or set checkpoint.trainable_only=false."
             )
         self._sums = sums
         names = frozenset(frozen)

@@ -341,8 +341,8 @@ def _load_carry(runner: TorchRunner, stored: Mapping[str, Any] | None) -> None:
     elif any(source.consumed and source.remaining_batches() != 0 for source in sources):
         raise CheckpointMismatch(
             f"Expected {len(stored['ranks'])} ranks, {stored['replicas']} of which read different data: each has its own self.carry in "
-            f"the middle of this pass. Received: {runner.world_size}, of which {runner.placement.data_replicas} read different data. Go on "
-            "with the same number, or from a checkpoint at the end of a pass."
+            f"the middle of this pass. Received: {runner.world_size}, of which {runner.placement.data_replicas} read different data. "
+            "Continue with the same number, or from a checkpoint at the end of a pass."
         )
 
 
@@ -405,10 +405,10 @@ def share_of_rank(runner: BaseRunner, split: str, state: Mapping[str, Any]) -> M
         return own
     received = f"the loader of split {split!r} keeps its own state on each of {len(ranks)} data replicas"
     if runner.config.parallel.allow_degree_change:
-        logger.warning("%s, and there are %d now: it starts anew.", received, domain.size)
+        logger.warning("%s, and there are %d now: the loader starts from its beginning.", received, domain.size)
         return None
     raise CheckpointMismatch(
-        f"Expected {len(ranks)} data replicas: {received}, which cannot be divided anew. Received: {domain.size}. Let "
+        f"Expected {len(ranks)} data replicas: {received}, which cannot be redivided. Received: {domain.size}. Let "
         "the library build the loader from a dataset, or exclude 'dataloaders' from loading."
     )
 
@@ -422,7 +422,7 @@ def check_complete(payload: Mapping[str, object], excluded: Collection[str], nee
     if missing:
         raise CheckpointMismatch(
             f"Expected a full checkpoint. Received one without: {', '.join(missing)}. Name them in "
-            "checkpoint.exclude_from_loading to start them afresh, or load the weights only with `pretrained`."
+            "checkpoint.exclude_from_loading to start without their saved state, or load only the weights with `pretrained`."
         )
 
 
@@ -458,7 +458,7 @@ def check_same_run(runner: BaseRunner, payload: Mapping[str, Any]) -> None:
     compiled = identity.compile_differences(stored, runner.config.plain())
     if compiled and runner.placement.optimizer.rank == 0:
         logger.warning(
-            "The run goes on, but not bitwise as it would have: other code is compiled than that which made the checkpoint (%s).",
+            "The run continues, but it is no longer bitwise reproducible: its checkpoint was made with differently compiled code (%s).",
             "; ".join(compiled),
         )
 

@@ -173,7 +173,7 @@ class RunSaver:
             else:
                 then = "What was trained since the last checkpoint is lost: it takes all ranks to save it."
                 if saved:
-                    then = "What was trained is saved; a run that goes on from it begins with this evaluation."
+                    then = "What was trained is saved; a run that resumes from it begins with this evaluation."
                 logger.log(logging.WARNING if saved and not failed else logging.ERROR, "%s. %s", what, then)
             raise
 

@@ -147,7 +147,7 @@ def clear_places(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()
             if os.path.lexists(path) and not is_fitting(path):
                 aside = path.with_name(f"{path.name}.aside-{uuid.uuid4().hex[:8]}")
                 os.replace(path, aside)
-                logger.warning("%s was in the way of this run and is no part of it. It is in %s now.", path, aside)
+                logger.warning("%s was in the way of this run and is no part of it. It was moved to %s.", path, aside)
 
 
 def is_text(path: str | os.PathLike[str]) -> bool:

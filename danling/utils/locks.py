@@ -353,7 +353,7 @@ def _share(handle: int, path: Path, seconds: float) -> None:
             if time.monotonic() > end:
                 raise TimeoutError(
                     f"Expected to read {path} within {seconds:g} seconds. Received: it is locked by a process that "
-                    "writes. See whether a producer hangs or was suspended, and let it go on or end it."
+                    "writes. Check whether a producer hangs or was suspended, and continue or end it."
                 ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:

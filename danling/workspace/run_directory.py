@@ -314,7 +314,7 @@ class RunDirectory:
             if self._reruns and not lock.held:
                 raise RunInUseError(
                     f"Expected the runner that was constructed last to write into {directory}. Received: an earlier one of this notebook. "
-                    "Use the later one, or construct this one anew."
+                    "Use the later one, or construct this one again."
                 )
             if not lock.confirm():
                 raise RunInUseError(

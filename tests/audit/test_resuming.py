@@ -114,7 +114,7 @@ def test_too_short_program_is_named_after_its_first_start(
 
 def test_program_without_a_second_start_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        ScriptFailed, match=r"(?s)exit code 1 after 0 updates.*Mend that first. The program must run again"
+        ScriptFailed, match=r"(?s)exit code 1 after 0 updates.*Fix that first. The program must run again"
     ):
         _examined([sys.executable, "-S", "-c", "open('/no/such/place')"], tmp_path / "scratch")
 

@@ -26,7 +26,7 @@ MENDS = (
     "Bring it back",
     "may be failing",
     "Use another checkpoint",
-    "Mend or bring back",
+    "Restore one of them",
     "or bring it back",
 )
 
@@ -155,7 +155,7 @@ def test_error_names_the_call_the_free_space_and_the_good_checkpoint(
     assert re.search(
         rf"Expected to write {place}/\S+\. Received: No space left on device, with [\d,]+ bytes free\.", told
     )
-    assert "Free some space" in told and "`auto_resume` goes on" in told
+    assert "Free some space" in told and "`auto_resume` continues" in told
     assert f"Still good in {place}: " in told and "latest (step 3)" in told
 
 

@@ -212,7 +212,7 @@ def test_script_asks_for_a_check_by_itself(program: list[str]) -> None:
         pytest.param(
             "stuck",
             "on the layout. Received: exit code 1 of rank",
-            ")\nIn one process it makes them. Mend that",
+            ")\nIn one process it makes them. Fix that",
             marks=pytest.mark.slow,
         ),
     ],

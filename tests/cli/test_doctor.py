@@ -78,4 +78,4 @@ def test_training_without_a_start_is_a_failure(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_line_with_the_cause_is_shown(line: str) -> None:
-    assert doctor.cause(f"[rank1]: {line}\nSet TORCH_LOGS for more.\nMend that first.") == line
+    assert doctor.cause(f"[rank1]: {line}\nSet TORCH_LOGS for more.\nFix that first.") == line

@@ -72,7 +72,7 @@ def test_undeclared_name_is_refused_with_its_place(name: str, place: str, tmp_pa
 def test_other_names_are_refused_with_the_nearest_and_the_mend() -> None:
     with pytest.raises(ValueError, match=r"--width 3, which neither.*For your own key, declare it in a class"):
         dl.RunnerConfig().parse(["--width", "3"])
-    with pytest.raises(ValueError, match="That is said by torchrun --nproc-per-node N"):
+    with pytest.raises(ValueError, match="Use torchrun --nproc-per-node N"):
         dl.RunnerConfig().parse(["--gpus", "2"])
     with pytest.raises(ValueError, match=r"--modle.width 3. Did you mean 'model'"):
         dl.RunnerConfig({"model.width": 4}).parse(["--modle.width", "3"])

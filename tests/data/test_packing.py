@@ -237,7 +237,7 @@ class Endless(IterableDataset[Any]):
         (lambda: Packed([[]], 4), "documents with tokens"),
         (lambda: Packed([[1]], 4, [1, 2]), "each of the 1 documents of list"),
         (lambda: Packed([[1]], 4, [-1]), "at least 0"),
-        (lambda: Packed([[1, 2], [3]], 4, [2, 2])[0], "document 1 to have 2 tokens, as `lengths` says"),
+        (lambda: Packed([[1, 2], [3]], 4, [2, 2])[0], "document 1 to have 2 tokens, as in `lengths`"),
         (
             lambda: source_over(TokenBudget([[1]], 4), batch_size=2),
             r"dataloader.batch_size=2. Set dataloader.train.batch_size to None",

@@ -276,7 +276,7 @@ def test_changing_replica_groups_cannot_divide_a_stream() -> None:
     run.placement = replace(run.placement, replica_group=(0, 2))
     loader = StreamLoader(MemoryStore(), MemoryChannel("a stream"), 2)
     with pytest.raises(
-        ValueError, match="can divide anew for split 'train'. Received: a StreamLoader.*Leave ft.enabled out"
+        ValueError, match="can redivide for split 'train'. Received: a StreamLoader.*Leave ft.enabled out"
     ):
         run.data.open("train", loader)
     assert run.data.open("train", TorchDataLoader(points(8), batch_size=4)).remaining_batches() == 2

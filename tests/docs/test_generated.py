@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import runpy
 import sys
 from importlib import metadata
@@ -63,6 +65,42 @@ def page_of(source: str) -> str:
 
 def test_page_matches_its_sources() -> None:
     assert LIST["main"](["--check"]) == 0, "run: python scripts/list_errors.py"
+
+
+AWKWARD = re.compile(
+    r"\b(afresh|all is well|anew|as far as|aside|go(es)? on|held|lies|mend(ed)?|nobody|somebody|stands?|told|what there is|whoever)\b",
+    re.IGNORECASE,
+)
+"""Words that messages avoid: *again, continue, fix* and the name of who does it are plain."""
+
+
+def test_messages_are_in_plain_words() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}: {text}"
+        for file in sorted((ROOT / "danling").rglob("*.py"))
+        for text in whole_messages_of(file.read_text())
+        if AWKWARD.search(text)
+    ]
+    assert found == [], "\n".join(found)
+
+
+def test_awkward_message_is_found() -> None:
+    source = 'raise ValueError(f"Expected a number. Received: {held}. The run goes on.")\nraise ValueError(f"Expected {mend}. Set it.")'
+    [found] = [text for text in whole_messages_of(source) if AWKWARD.search(text)]
+    assert found == "Expected a number. Received: . The run goes on."
+
+
+def whole_messages_of(source: str) -> list[str]:
+    """Return the messages of a source, from their first to their last sentence, without values."""
+
+    class Whole(LIST["Collector"]):  # type: ignore[misc]
+        def _note(self, node: ast.expr, text: str) -> None:
+            super()._note(node, text)
+            self.found[-1] = LIST["words_of"](text)
+
+    collector = Whole()
+    collector.visit(ast.parse(source))
+    return list(collector.found)
 
 
 def test_first_sentence_of_an_error_is_found_with_its_values_and_its_file() -> None:

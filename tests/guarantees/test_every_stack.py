@@ -167,7 +167,7 @@ def exercise(name: str, root: str) -> dict[str, Any]:
 
 
 def continue_elsewhere(pairs: list[tuple[str, str]], root: str) -> list[dict[str, Any]]:
-    """Go on with a run of each first stack on the second one, from the last checkpoint of one that was stopped within a pass."""
+    """Continue with a run of each first stack on the second one, from the last checkpoint of one that was stopped within a pass."""
     unsaved = {"checkpoint": {**UNSAVED["checkpoint"], "trust": True}}
     ended = []
     for source, target in pairs:

@@ -103,7 +103,7 @@ def test_metric_undefined_for_one_batch_is_a_warning(tmp_path: Path, caplog: pyt
 
     with caplog.at_level(logging.WARNING, logger="danling"), Perplexing(settings(tmp_path / "run", "epochs")) as runner:
         assert len(runner.train()) == 3
-    (said,) = [message for message in caplog.messages if "Of one batch" in message]
+    (said,) = [message for message in caplog.messages if "cannot be computed from one batch" in message]
     assert "only one class" in said
 
 

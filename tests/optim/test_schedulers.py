@@ -193,7 +193,7 @@ def test_metric_schedule_with_an_epoch_alone_is_refused() -> None:
             """Do nothing."""
 
     scheduler = PlateauLRScheduler(_build("constant")[0])
-    with pytest.raises(ValueError, match="a PlateauLRScheduler, which leaves the learning rate as it is"):
+    with pytest.raises(ValueError, match="a PlateauLRScheduler, whose step without a metric does not change"):
         check_metric_of_schedule(scheduler, interval="epoch", evaluates=True, monitors=False)
 
 

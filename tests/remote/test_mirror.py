@@ -326,7 +326,7 @@ def test_run_from_scratch_does_not_overwrite_an_existing_one(place: Place, tmp_p
     manager.close()
     place.directory = tmp_path / "elsewhere"
     with pytest.raises(
-        RemoteError, match=r"to hold no run, since this one begins from scratch\. Received: one at step 7\."
+        RemoteError, match=r"to contain no run, since this one begins from scratch\. Received: one at step 7\."
     ):
         place.manager()
     assert place.step("latest") == 7

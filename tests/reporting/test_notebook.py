@@ -95,7 +95,7 @@ def test_cells_show_a_bar_and_may_be_run_again() -> None:
     first, second, named, again, on, further = cells[1:]
     html = first["html"]
     assert html.count("<progress") == 1 and 'max="8" value="8"' in html and "epoch 2/2" in html
-    assert "Finished: 8 updates" in first["stderr"] and "go on    Toy.from_checkpoint(" in first["stderr"]
+    assert "Finished: 8 updates" in first["stderr"] and "resume   Toy.from_checkpoint(" in first["stderr"]
     assert "|" not in first["stdout"], "no bar of a terminal"
     # From scratch, a cell that is run again makes a run of its own, and says so; none of them fails.
     place = first["stdout"].split()[1]

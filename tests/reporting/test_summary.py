@@ -94,13 +94,13 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
 def test_the_command_to_go_on_can_be_pasted_and_shows_no_secret(
     run: Path, words: str | None, more: dict[str, Any], command: str
 ) -> None:
-    assert lines(run, words, **more)[1] == f"go on    {command}"
+    assert lines(run, words, **more)[1] == f"resume   {command}"
 
 
 def test_the_commands_have_the_place_of_the_run(run: Path) -> None:
     assert lines(run) == [
         "best     val.acc 0.9833 at epoch 7: runs/a b/checkpoints/best.pth",
-        "go on    python train.py --dir 'runs/a b' --auto_resume true --epochs 20",
+        "resume   python train.py --dir 'runs/a b' --auto_resume true --epochs 20",
         "curves   danling plot 'runs/a b' -o curves.png",
         "weights  danling export 'runs/a b/checkpoints/best.pth' model.safetensors",
     ]
@@ -143,7 +143,7 @@ def test_offered_settings_continue_a_run_out_of_patience(
     with Worse({"dir": str(tmp_path / "run"), "seed": 1, **scored}) as runner, caplog.at_level(logging.INFO, "danling"):
         runner.train()
     assert runner.state.train.epoch == 3
-    [offer] = re.findall(r"go on    (.*)", caplog.text)
+    [offer] = re.findall(r"resume   (.*)", caplog.text)
     assert str(more) in offer
     [checkpoint] = re.findall(r"'(.*latest.pth)'", offer)
     with eval(offer.removesuffix(".train()"), {"Worse": Worse}) as goes_on:

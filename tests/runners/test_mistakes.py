@@ -74,7 +74,7 @@ COMMAND_LINE = {
     "--lr 1e-3": "Its place is optim.lr.",
     "--batch_size 8": "Its place is dataloader.batch_size.",
     "--max_epochs 3": "Its place is epochs.",
-    "--nproc_per_node 2": "That is said by torchrun --nproc-per-node N.",
+    "--nproc_per_node 2": "Use torchrun --nproc-per-node N.",
     "--foo 3": "which neither the library nor the program knows.",
     "--checkpoint.keep_last_k 2": "Did you mean 'keep_latest_k'?",
     "--checkpoint 5": "Expected keys of the section 'checkpoint'.",
@@ -158,7 +158,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"dir": "/proc/no/where"}, "Expected a run directory that can be"),
     ({"dir": __file__}, "Expected a directory, or nothing yet"),
     ({"dataloader": {"batch_size": 4, "trian": {"batch_size": 2}}}, "'trian' for split 'train'. Did you mean 'train'?"),
-    ({"dataloader": {"batch_size": 64}}, "Expected split 'train' to hold at least one global batch of 64 samples"),
+    ({"dataloader": {"batch_size": 64}}, "Expected split 'train' to have at least one global batch of 64 samples"),
     ({"dataloader": {"batch_size": 0}}, "to be a number >= 1. Received: dataloader.batch_size=0"),
     ({"dataloader": {"batch_size": 4, "num_workers": -1}}, "num_workers option should be non-negative"),
     ({"dataloader": {"batch_size": 4, "colate_fn": list}}, "Did you mean 'collate_fn'"),
@@ -204,8 +204,8 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"datasets": {"train": TensorDataset(INPUTS, TARGETS + 5)}}, "is out of bounds"),
     ({"datasets": {}}, "Expected at least one split to train on."),
     ({"datasets": DATA}, "Expected `self.datasets` to be a mapping by split."),
-    ({"datasets": {"train": None}}, "Expected `self.datasets['train']` to hold samples. Received: None."),
-    ({"datasets": {"train": "data/train"}}, "`self.datasets['train']` to hold samples. Received: 'data/train'."),
+    ({"datasets": {"train": None}}, "Expected `self.datasets['train']` to have samples. Received: None."),
+    ({"datasets": {"train": "data/train"}}, "`self.datasets['train']` to have samples. Received: 'data/train'."),
     ({"datasets": {"train": object()}}, "Expected split 'train' to be a map-style dataset"),
     ({"datasets": {"train": TensorDataset(INPUTS[:0], TARGETS[:0])}}, "to have samples. Received: an empty dataset"),
     ({"datasets": {"trian": DATA, "val": DATA}}, "Did you mean 'train' instead of 'trian'?"),
@@ -335,7 +335,7 @@ def test_training_at_the_end_of_the_budget_names_the_way_to_continue(capfd: pyte
         runner.train()
         assert "Nothing is left" not in capfd.readouterr().err
         runner.train()
-    assert "the run has completed 2 of 2 epochs. Raise epochs to go on." in capfd.readouterr().err
+    assert "the run has completed 2 of 2 epochs. Raise epochs to continue." in capfd.readouterr().err
 
 
 def test_training_after_close_is_refused() -> None:

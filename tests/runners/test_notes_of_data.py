@@ -67,7 +67,7 @@ READ = [
     (
         Rows(length=12),
         {},
-        "Reading sample 10 of split 'train' failed, a Rows whose len() is 12. If it has fewer samples, mend its __len__.",
+        "Reading sample 10 of split 'train' failed, a Rows whose len() is 12. If it has fewer samples, fix its __len__.",
     ),
     (Rows(odd=6), {}, SHAPES.format(4, 6)),
     (Rows(odd=6), {"collate_fn": torch.utils.data.default_collate}, SHAPES.format(4, 6)),

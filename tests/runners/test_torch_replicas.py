@@ -465,7 +465,7 @@ def test_a_group_of_another_size_is_refused_and_the_others_train_on(tmp_path: Pa
         (message,) = second.values()
         steady = first.values()
     assert "replica-000001 with 1 ranks, and replica-000000 with 2" in message
-    assert "go on without it" in message
+    assert "continue without it" in message
     # 24 samples in batches of two for two groups of two ranks: three updates an epoch, even if one is away.
     assert [rank["step"] for rank in steady] == [18, 18]
     assert differences(steady[0]["state"]["model"], steady[1]["state"]["model"]) == []

@@ -114,7 +114,7 @@ def test_plot_of_too_many_metrics_asks_for_names(tmp_path: Path) -> None:
 
 
 def test_too_long_line_of_a_stream_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Put what is large into the features"):
+    with pytest.raises(ValueError, match="Put large values into the features"):
         SampleRef("a", "object", {}, {"text": "x" * LONGEST_LINE}).to_json(0)
     channel = FileChannel(tmp_path / "log")
     channel.close()

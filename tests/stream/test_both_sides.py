@@ -141,7 +141,7 @@ def test_the_directory_of_a_trainer_is_refused(tmp_path: Path) -> None:
         runner.train()
     with pytest.raises(
         CheckpointMismatch,
-        match=r"(?s)Expected .*run/checkpoints to hold checkpoints of this run.*its own directory",
+        match=r"(?s)Expected .*run/checkpoints to contain checkpoints of this run.*its own directory",
     ):
         Target(config, indices=range(19), store=MemoryStore(), channel=MemoryChannel())
 

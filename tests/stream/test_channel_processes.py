@@ -124,7 +124,7 @@ def test_visible_append_is_never_taken_back(tmp_path: Path, monkeypatch: pytest.
     def write_half(handle: int, data: memoryview) -> int:
         write(handle, data[: len(data) // 2])
         with pytest.raises(
-            TimeoutError, match=f"to read {tmp_path / 'lock'} .*by a process that writes. See whether a"
+            TimeoutError, match=f"to read {tmp_path / 'lock'} .*by a process that writes. Check whether a"
         ):
             seen.extend(ids(reader))
         raise OSError(errno.ENOSPC, "full")

@@ -108,7 +108,7 @@ def test_a_damaged_object_names_sample_and_file(tmp_path: Path, damage: object) 
     file.write_bytes(damage(file.read_bytes()))  # type: ignore[operator]
     with pytest.raises(
         ValueError,
-        match=rf"features of sample 'sample 7' in {file}. Received: a damaged object: .*make the features anew",
+        match=rf"features of sample 'sample 7' in {file}. Received: a damaged object: .*make the features again",
     ):
         store.get(reference("a", tensors))
     with pytest.raises(ValueError, match="Expected object 'a' in .* Received: a damaged object: .*put it again"):

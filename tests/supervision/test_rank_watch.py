@@ -133,7 +133,7 @@ def test_failure_in_the_watch_ends_the_watch_alone(tmp_path: Path, caplog: pytes
         watch.training_started()
         until(lambda: caplog.records)
     watch.training_ended()
-    assert "training goes on without it" in caplog.text and "out of order" in caplog.text
+    assert "training continues without it" in caplog.text and "out of order" in caplog.text
 
 
 def test_no_frame_is_kept_alive(tmp_path: Path) -> None:

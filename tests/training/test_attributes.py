@@ -82,7 +82,7 @@ def test_states_with_shared_values_and_generators_come_back(tmp_path: Path, capl
         assert "self.late: changed since the program set it" in caplog.text
         runner.size = torch.Size([5])
         runner.train()
-    assert caplog.text.count("self.size: set anew after the checkpoint was restored") == 1
+    assert caplog.text.count("self.size: set again after the checkpoint was restored") == 1
 
 
 class Own(dict[str, int]):

@@ -109,5 +109,5 @@ def test_a_frozen_parameter_is_named_once_and_buffers_are_not_looked_at(
         runner.train()
         assert runner.train_state.global_step == 3
     assert [message for message in caplog.messages if "not finite" in message] == [
-        "The frozen parameter mask is not finite. It is saved as it is; a buffer holds what is -inf by design."
+        "The frozen parameter mask is not finite. It is saved as it is; values that are -inf by design belong in a buffer."
     ]

@@ -169,7 +169,7 @@ def test_states_of_each_replica_are_handed_back_to_it(caplog: pytest.LogCaptureF
     run.config.parallel.allow_degree_change = True
     with caplog.at_level("WARNING", logger="danling"):
         assert share_of_rank(run, "train", state) is None
-    assert "there are 3 now: it starts anew" in caplog.text
+    assert "there are 3 now: the loader starts from its beginning" in caplog.text
 
 
 def test_positions_of_the_splits_to_train_on_are_put_back() -> None:
