@@ -104,7 +104,7 @@ def read_settings(
     asked |= {name: environment.get(name) for name in (f"ACCELERATE_{variable}" for variable in _VARIABLES)}
     for name, value in asked.items():
         kind = str(value) if name == "accelerate.distributed_type" else name.partition("accelerate.")[2] or name
-        if _asks(value) and _mend(kind) is not None:
+        if _asks(value) and _fix(kind) is not None:
             raise _decided(f"{name}={value!r}", kind)
     modes = {
         "accelerate.mixed_precision": section.get("mixed_precision"),
@@ -158,12 +158,12 @@ def _asks(value: object) -> bool:
     return value if isinstance(value, bool) else value is not None and str(value).lower() not in _NEUTRAL
 
 
-def _mend(name: str) -> str | None:
-    return next((mend for part, mend in _DECIDED.items() if part in name.lower()), None)
+def _fix(name: str) -> str | None:
+    return next((fix for part, fix in _DECIDED.items() if part in name.lower()), None)
 
 
 def _decided(received: str, name: str) -> ValueError:
-    return ValueError(f"Expected the library to decide this. Received: {received}. {_mend(name)}")
+    return ValueError(f"Expected the library to decide this. Received: {received}. {_fix(name)}")
 
 
 _users = 0
@@ -195,7 +195,7 @@ def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, mo
         )
     handlers = [type(handler).__name__ for handler in more.get("kwargs_handlers") or ()]
     for name in (*handlers, *(name for name in more if name != "kwargs_handlers")):
-        if _mend(name) is not None:
+        if _fix(name) is not None:
             raise _decided(f"{name} from accelerate_kwargs", name)
     # Also under a launcher one process is one process to Accelerate, which would make a group of it that nothing leaves.
     hidden = {} if launch.world_size > 1 else {name: os.environ[name] for name in ("LOCAL_RANK",) if name in os.environ}

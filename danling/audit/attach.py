@@ -178,18 +178,18 @@ class UpdateReplay:
         )
         if not own and len(ranks) > 1:
             where += ". The gradient is reduced over these ranks: one of them is at fault"
-        mend = (
+        fix = (
             "A third computation gave other bits again: a step depends on something that is not restored, such as a variable "
             "of a module or the time, or a kernel is not deterministic."
         )
         if all(repeats for _, repeats, _ in told):
-            mend = (
+            fix = (
                 "A third computation agrees with one of the two. Suspect the memory or the chip of that machine: take it out and continue "
                 "with auto_resume from the state before this update, which is saved."
             )
         return ReplayMismatchError(
             f"Expected forward and backward of update {self._runner.state.train.global_step + 1} to give the same bits when they are "
-            f"computed again. Received: {where}. {mend}"
+            f"computed again. Received: {where}. {fix}"
         )
 
 

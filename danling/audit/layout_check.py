@@ -348,14 +348,14 @@ def _failed(directory: Path, rank: int, how: str, alone: bool, options: CheckOpt
     # Where the ranks were that waited for each other, a line for each.
     hangs = [f.read_text(errors="replace").partition("\n")[0] for f in sorted((directory / "run/hangs").glob("*.txt"))]
     waited = "\n".join(["\nBefore, no update came to its end:", *hangs]) if hangs else ""
-    mend = (
+    fix = (
         "It has to train in one process for so many updates: take a smaller model by its own arguments, or fewer --updates."
         if alone
         else "In one process it makes them. Fix that first; --batch gives its ranks more samples."
     )
     return NotChecked(
         f"Expected a program that makes {options.updates} updates of a runner {'in one process' if alone else 'on the layout'}. Received: "
-        f"{how} of rank {rank} after {done} updates; the end of what it printed:\n{tail}{waited}\n{mend} If it insists on its own dtype, "
+        f"{how} of rank {rank} after {done} updates; the end of what it printed:\n{tail}{waited}\n{fix} If it insists on its own dtype, "
         "add --dtype own."
     )
 

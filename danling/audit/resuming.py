@@ -83,8 +83,8 @@ class ResumeCheck:
             # What was trained after the last checkpoint is trained again, and compared again.
             divergences = compare_digests(reference, read_digests(parts))
             if divergences:
-                mend = _BEGINNING if number == 2 else _LOST
-                yield name, "failed", f"{divergences[0].what} diverged first, at update {divergences[0].step}{mend}"
+                fix = _BEGINNING if number == 2 else _LOST
+                yield name, "failed", f"{divergences[0].what} diverged first, at update {divergences[0].step}{fix}"
                 return
             compared = (
                 f"updates 1 to {done} of two starts",

@@ -59,7 +59,7 @@ def restoring(what: str, entry: str, *, own: tuple[type[Exception], ...] = ()) -
 _GONE = "Bring it back (is the file system mounted?)"
 _DENIED = "Give this user the right to do that, or name another directory in checkpoint_dir"
 _FULL = "Free some space, or let checkpoint.keep_latest_k keep fewer checkpoints"
-_MENDS = {
+_FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
     **dict.fromkeys((errno.EACCES, errno.EPERM), _DENIED),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV, errno.ENXIO), _GONE),
@@ -77,9 +77,9 @@ def reason(error: OSError) -> str:
 def disk_error(operation: str, path: Path, error: OSError, *, free: int | None = None) -> CheckpointDiskError:
     """Return the error to raise for one of the operating system."""
     space = "" if free is None else f", with {free:,} bytes free"
-    mend = _MENDS.get(error.errno or 0, _FAILING)
+    fix = _FIXES.get(error.errno or 0, _FAILING)
     found = CheckpointDiskError(
-        f"Expected to {operation} {path}. Received: {reason(error)}{space}. {mend}, and start again: `auto_resume` continues from the "
+        f"Expected to {operation} {path}. Received: {reason(error)}{space}. {fix}, and start again: `auto_resume` continues from the "
         "newest checkpoint that verifies."
     )
     found.errno = error.errno

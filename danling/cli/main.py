@@ -156,7 +156,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _explained(error: Exception) -> int:
-    """Say what went wrong in one line and return its exit code; what no user can mend keeps its traceback."""
+    """Say what went wrong in one line and return its exit code; what no user can fix keeps its traceback."""
     if isinstance(error, ImportError) and str(error).startswith("Expected"):
         code = MISSING_PACKAGE
     elif isinstance(error, FileNotFoundError) or type(error).__name__ == "RemoteMissing":  # of an extension

@@ -76,11 +76,11 @@ def _check_canonical(config: RunnerConfig) -> None:
             "Unset it: its bits depend on where tensors are cut",
         ),
     ]
-    for is_wrong, received, mend in wrong:
+    for is_wrong, received, fix in wrong:
         if is_wrong:
             raise ValueError(
                 f"Expected settings with one order of addition at any number of processes, as gradient_sum='canonical' requires. Received: "
-                f"{received}. {mend}, or set gradient_sum='fast'."
+                f"{received}. {fix}, or set gradient_sum='fast'."
             )
 
 

@@ -259,20 +259,20 @@ def split_options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Return the options and the words after each, in order."""
     options: list[tuple[str, list[str]]] = []
     for word in map(str, arguments):
-        mend = ""
+        fix = ""
         if word.startswith("-"):
-            mend = f" Did you mean '-{word}'?"
+            fix = f" Did you mean '-{word}'?"
         elif word.endswith(FORMATS):
-            mend = f" Did you mean '--config {word}'?"
+            fix = f" Did you mean '--config {word}'?"
         is_option = _OPTION.match(word) is not None
         if is_option and word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             options.append((name, [value] if equals else []))
         elif not options:
-            raise ValueError(f"Expected --KEY VALUE. Received: {word!r} with no key before it.{mend}")
+            raise ValueError(f"Expected --KEY VALUE. Received: {word!r} with no key before it.{fix}")
         elif is_option:
             raise ValueError(
-                f"Expected --KEY VALUE. Received: {word!r}.{mend} A value that begins with a dash is written --{options[-1][0]}={word}."
+                f"Expected --KEY VALUE. Received: {word!r}.{fix} A value that begins with a dash is written --{options[-1][0]}={word}."
             )
         else:
             options[-1][1].append(word)

@@ -138,8 +138,8 @@ def build_dataloader(
             decided = ("batch_size", "sampler", "shuffle", "drop_last") if "batch_sampler" in orders else ("shuffle",)
             others = [name for name in decided if options.get(name)]
             if others:
-                mend = "it" if len(others) == 1 else "them"
-                raise ValueError(f"{orders[0]} decides {', '.join(others)}: leave {mend} out.")
+                pronoun = "it" if len(others) == 1 else "them"
+                raise ValueError(f"{orders[0]} decides {', '.join(others)}: leave {pronoun} out.")
             return sampled_loader(dataset, share, **options)
         if isinstance(dataset, TokenBudget):
             if division is not None or options.get("batch_size") is not None:

@@ -205,7 +205,7 @@ class Mixture(OrderedDataset):
             "shuffle": str(self.shuffle),
         }
 
-    def _other_mend(self, epoch: int) -> str:
+    def _other_fix(self, epoch: int) -> str:
         return f" New weights may begin at a later epoch: weights by epoch, with a key {epoch + 1}."
 
     # Weights by epoch

@@ -210,8 +210,8 @@ class OrderedDataset(Dataset[Any]):
                 raise ValueError(
                     f"Expected the {type(self).__name__} of split {split!r} to have the {key} ({saved.get(key)}), as when its position in "
                     f"epoch {epoch} was saved. Received: {key} ({value}). Restore it, or exclude 'dataloaders' from loading to restart "
-                    f"the epoch.{self._other_mend(epoch)}"
+                    f"the epoch.{self._other_fix(epoch)}"
                 )
 
-    def _other_mend(self, epoch: int) -> str:
+    def _other_fix(self, epoch: int) -> str:
         return ""

@@ -79,10 +79,10 @@ class _Grouped(OrderedDataset):
             raise ValueError(f"Expected documents with tokens. Received: {len(self.lengths)} documents of length 0.")
         if longest > limit and not splits:
             index, more = int(self.lengths.argmax()), int((self.lengths > limit).sum())
-            mend = "raise length, or set too_long='split'" if isinstance(self, Packed) else "raise tokens"
+            fix = "raise length, or set too_long='split'" if isinstance(self, Packed) else "raise tokens"
             raise ValueError(
                 f"Expected documents of at most {limit} tokens. Received: {more} longer ones, the longest at index {index} with "
-                f"{longest} tokens. Shorten or leave them out, {mend}."
+                f"{longest} tokens. Shorten or leave them out, {fix}."
             )
         self.tokens_in_all = int(self.lengths.sum())
         documents = len(self.lengths)

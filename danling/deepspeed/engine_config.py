@@ -86,15 +86,15 @@ def _refuse_contradictions(given: Mapping[str, Any], runner: DeepSpeedRunner) ->
             raise _contradiction(key, given[key], own_key, value, f"Leave deepspeed.{key} out")
     for key in ("fp16", "torch_autocast"):
         if given.get(key, {}).get("enabled", False):
-            mend = "Set precision, which autocasts and scales the loss"
-            raise _contradiction(f"{key}.enabled", True, "precision", precision, mend)
+            fix = "Set precision, which autocasts and scales the loss"
+            raise _contradiction(f"{key}.enabled", True, "precision", precision, fix)
     in_bf16 = uses_bf16_weights(given)
     if in_bf16 and precision == "fp16":
         raise _contradiction("bf16.enabled", True, "precision", precision, "Choose one of them")
     if in_bf16 and zero_stage(given) == 0:
         # Without ZeRO the engine makes its own step when it is built, and the run diverges.
-        mend = "Set deepspeed.zero_optimization.stage to 1, 2 or 3, or precision=bf16 to autocast"
-        raise _contradiction("bf16.enabled", True, "deepspeed.zero_optimization.stage", 0, mend)
+        fix = "Set deepspeed.zero_optimization.stage to 1, 2 or 3, or precision=bf16 to autocast"
+        raise _contradiction("bf16.enabled", True, "deepspeed.zero_optimization.stage", 0, fix)
     for key, section in (("optimizer", "optim"), ("scheduler", "scheduler")):
         own, kind = getattr(runner, key), (runner.config.get(section) or {}).get("type")
         # A scheduler is built from its section after the engine.
@@ -107,9 +107,9 @@ def _refuse_contradictions(given: Mapping[str, Any], runner: DeepSpeedRunner) ->
         raise _contradiction("managed_gradient_accumulation", False, "accum_steps", accum_steps, "Leave it out")
 
 
-def _contradiction(key: str, value: object, own_key: str, own_value: object, mend: str) -> ValueError:
+def _contradiction(key: str, value: object, own_key: str, own_value: object, fix: str) -> ValueError:
     return ValueError(
-        f"Expected deepspeed.{key} to agree with {own_key}. Received: deepspeed.{key}={value!r}, {own_key}={own_value!r}. {mend}."
+        f"Expected deepspeed.{key} to agree with {own_key}. Received: deepspeed.{key}={value!r}, {own_key}={own_value!r}. {fix}."
     )
 
 

@@ -188,11 +188,11 @@ class CollectiveCalls:
         where = self.differences()
         calls = f" ({where})" if where else ""
         by_itself = reason.endswith(("has died", _in(_FAILED)))
-        mend = "This follows from it" if by_itself else "Call it on all ranks, outside of `if self.is_main_process`"
+        fix = "This follows from it" if by_itself else "Call it on all ranks, outside of `if self.is_main_process`"
         # The others are to find this rank in the call that it gave up.
         self._has_ended = True
         raise CollectiveCallError(
-            f"Expected {name}() on all {self._size} ranks. Received: {arrived}; {reason}{calls}. {mend}."
+            f"Expected {name}() on all {self._size} ranks. Received: {arrived}; {reason}{calls}. {fix}."
         )
 
     def _report(self, name: str, arrived: int, key: str) -> None:

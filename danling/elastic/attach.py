@@ -69,10 +69,10 @@ def check_config(config: RunnerConfig, stack: str) -> None:
         (checkpoint.remote.url is not None, f"checkpoint.remote.url={checkpoint.remote.url!r}", "Unset it"),
         (audits or audit.quick is not None, "a setting of `audit`", "Unset it"),
     ]
-    for is_wrong, received, mend in wrong:
+    for is_wrong, received, fix in wrong:
         if is_wrong:
             raise ValueError(
-                f"Expected settings that allow a rank to end, as elastic.enabled requires. Received: {received}. {mend}, or unset "
+                f"Expected settings that allow a rank to end, as elastic.enabled requires. Received: {received}. {fix}, or unset "
                 "elastic.enabled."
             )
     if not is_started_elastic():

@@ -38,19 +38,19 @@ def check_compiler(backend: str | None, device: str, *, setting: str, otherwise:
     """
     if backend not in (None, "inductor") or "1" in map(os.environ.get, _SWITCHES):
         return
-    mend = f"or set compile.backend='aot_eager', which needs none, or {otherwise}."
+    fix = f"or set compile.backend='aot_eager', which needs none, or {otherwise}."
     commands = [cxx_command()]
     if device == "cuda":
         from torch.utils._triton import has_triton  # only here: it looks at the device
 
         if not has_triton():
             raise ValueError(
-                f"Expected triton for {setting} on a GPU. Received: none that works. Install it (pip install triton), {mend}"
+                f"Expected triton for {setting} on a GPU. Received: none that works. Install it (pip install triton), {fix}"
             )
         # Triton compiles with a C compiler.
         commands += [os.environ.get("CC") or "gcc", "clang"]
     if not any(map(cxx_version, commands)):
         raise ValueError(
             f"Expected a C++ compiler for {setting}. Received: none; {commands[0]!r} does not run. Install one (apt install g++), "
-            f"name it in the environment variable CXX, {mend}"
+            f"name it in the environment variable CXX, {fix}"
         )

@@ -250,10 +250,10 @@ def _not_a_number(name: str, value: object) -> ValueError:
     shape = getattr(value, "shape", None)
     kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
     received = f"{value!r} ({kind})" if shape is None else f"a {kind} of shape {tuple(shape)}"
-    mend = "Reduce what has more than one, such as by .mean()."
+    fix = "Reduce what has more than one, such as by .mean()."
     if isinstance(value, str):
-        mend = "Send a text with log_text(name, text)."
-    return ValueError(f"Expected a single number for metric {name!r}. Received: {received}. {mend}")
+        fix = "Send a text with log_text(name, text)."
+    return ValueError(f"Expected a single number for metric {name!r}. Received: {received}. {fix}")
 
 
 def _read(figures: Sequence[float | Tensor]) -> list[float]:

@@ -442,8 +442,8 @@ def _error_of(error: Exception, operation: str, place: str, refused: type[Remote
         )
     no_bucket = any(name in text for name in _NO_BUCKET)
     if isinstance(error, FileNotFoundError) or no_bucket:
-        mend = "Make the bucket, or name another one" if no_bucket else "Name an object that is there"
-        return RemoteMissing(f"{expected} {mend}.")
+        fix = "Make the bucket, or name another one" if no_bucket else "Name an object that is there"
+        return RemoteMissing(f"{expected} {fix}.")
     if isinstance(error, exceptions.InvalidPathError):
         return RemoteBadKey(f"{expected} Remove that object.")
     if isinstance(error, exceptions.AlreadyExistsError):

@@ -119,19 +119,19 @@ def peek_target(data: object) -> object:
 
 def not_one_loss(loss: object) -> ValueError:
     """Return the error for a loss that is not a single value."""
-    mend = "Return a 0-dim tensor with a gradient from the criterion or from `compute_loss`."
+    fix = "Return a 0-dim tensor with a gradient from the criterion or from `compute_loss`."
     if isinstance(loss, Tensor):
         received = f"shape {tuple(loss.shape)}"
-        mend = "Give the criterion reduction='mean' instead of 'none', or return a 0-dim tensor from `compute_loss`."
+        fix = "Give the criterion reduction='mean' instead of 'none', or return a 0-dim tensor from `compute_loss`."
     elif isinstance(loss, Mapping):
         received = f"a {type(loss).__name__} with the keys {[str(key) for key in loss]}"
-        mend = "Override `compute_loss` to return the sum that is trained on, and add the parts to `self.meters`."
+        fix = "Override `compute_loss` to return the sum that is trained on, and add the parts to `self.meters`."
     elif isinstance(loss, (tuple, list)):
         received = f"a {type(loss).__name__} of {len(loss)}"
-        mend = "Override `compute_loss` to return the one that is trained on, and add the others to `self.meters`."
+        fix = "Override `compute_loss` to return the one that is trained on, and add the others to `self.meters`."
     else:
         received = f"loss={loss!r}"
-    return ValueError(f"Expected a loss of one value. Received: {received}. {mend}")
+    return ValueError(f"Expected a loss of one value. Received: {received}. {fix}")
 
 
 def check_returned(returned: object, step: str) -> None:

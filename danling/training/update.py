@@ -701,14 +701,14 @@ class UpdateStep:
         if gradients is None:
             where = "gradients that have been dropped since"
         samples = [f"{sample} on rank {rank}" for rank, (_, _, sample) in enumerate(found) if sample]
-        mend = "Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
+        fix = "Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
         if samples:
-            mend = f"The data has {'; '.join(samples[:3])}. Look at that first. If the value is meant: {mend[0].lower()}{mend[1:]}"
+            fix = f"The data has {'; '.join(samples[:3])}. Look at that first. If the value is meant: {fix[0].lower()}{fix[1:]}"
         elif all(sample == "" for _, _, sample in found):
-            mend = f"The data of the update is finite. {mend}"
+            fix = f"The data of the update is finite. {fix}"
         return NonFiniteError(
             f"Expected a finite loss and gradient at step {step}. Received: a loss that is not finite on ranks {ranks}, and "
-            f"{where}. {mend}"
+            f"{where}. {fix}"
         )
 
     def _conclude(self, outcome: UpdateOutcome, *, steps_schedule: bool) -> None:

@@ -131,9 +131,9 @@ def write_all(handle: int, data: bytes) -> None:
 def write_error(what: str, path: Path, error: OSError, *, room: str = "Free space there") -> OSError:
     """Return an error of a write that says what to do."""
     code = error.errno or errno.EIO
-    mend = room if code in _FULL else "Make it writable for this process"
+    fix = room if code in _FULL else "Make it writable for this process"
     return OSError(
-        code, f"Expected to write {what} to {path}. Received: {os.strerror(code)}. {mend}, and start it again."
+        code, f"Expected to write {what} to {path}. Received: {os.strerror(code)}. {fix}, and start it again."
     )
 
 
