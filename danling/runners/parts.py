@@ -71,6 +71,7 @@ class Parts:
 
     def __init__(self, runner: BaseRunner) -> None:
         self.owner = runner
+        """The runner; `TorchParts` has it as `runner`, with the type of one that trains."""
         self.closers = Closers()
         self.session = TrainingSession()
         self.extensions: list[Extension] = []
@@ -79,8 +80,10 @@ class Parts:
     def open(self) -> None:
         """Make what needs the configuration and the device."""
         owner, session, closers = self.owner, self.session, self.closers
-        is_recorded = owner.config.audit.gradients.dir is not None
-        divided = load("audit").divide_for_check(owner, closers) if is_recorded else None
+        divided = None
+        if owner.config.audit.gradients.dir is not None:
+            # `danling check-layout` compares layouts on the same samples: it divides the data in the same way on all of them.
+            divided = load("audit").divide_for_check(owner, closers)
         own_accum_steps = is_overridden(owner, "accum_steps")
         self.data = RunData(owner, session, own_accum_steps=own_accum_steps, divided=divided)
         self.keys = RandomKeys(owner, session, self.extensions)
@@ -94,14 +97,14 @@ class Parts:
 
     @cached_property
     def remote(self) -> RemoteStores:
-        """The object stores that the run and URLs name; the extension is loaded here. `stores` is the same where the run is copied."""
+        """The object stores of URLs and of the run, which load the extension. `stores` is the same object if the run is copied to one."""
         stores: RemoteStores = load("remote").RemoteStores(self.owner, self.reporter)
         return stores
 
     def join(self) -> None:
         """Make what needs the other ranks. Called on all ranks."""
         owner = self.owner
-        # A rank that ends is not one that has called another method.
+        # An elastic rank may end at any time, which the comparison would take for a call of another method.
         if self.elastic is None:
             self.calls = CollectiveCalls.of(
                 owner.world.rank, owner.world.size, limit=lambda: collective_timeout(owner.device)
@@ -113,7 +116,7 @@ class Parts:
         self.closers.callback(self.reporter.trackers.close)
 
     def follow_store(self) -> None:
-        """Follow `checkpoint.remote.url`, which the user's `__init__` may set or unset. No communication."""
+        """Read `checkpoint.remote.url` again, which the user's `__init__` may set or unset. No communication."""
         stores = self.remote if is_asked("remote", self.owner.config) else None
         self.stores = self.saver.stores = self.run_place.stores = stores
         if stores is not None:
@@ -148,24 +151,27 @@ class TorchParts(Parts):
 
     def prepare(self) -> None:
         """Make what sums gradients and metrics. The components are known, and not prepared yet."""
-        runner, config = self.runner, self.runner.config
-        is_exact = config.gradient_sum == "canonical"
+        runner = self.runner
         self._wrap_metrics()
         self.recompute = Recompute(runner, self.attributes, self.train_metrics)
-        self.canonical = CanonicalSum(runner, self.attributes, self.recompute) if is_exact else None
+        self.canonical: CanonicalSum | None = None
+        if runner.config.gradient_sum == "canonical":
+            self.canonical = CanonicalSum(runner, self.attributes, self.recompute)
         self.audits = self._audits()
         self.recorder = None if self.audits is None else self.audits.recorder
         if self.recorder is not None:
             self.recorder.prepare(runner.model, runner.criterion)
 
     def _wrap_metrics(self) -> None:
+        """Make the metrics of evaluation and of training from those that the user has set."""
         runner, config = self.runner, self.runner.config
-        self._given_metrics, is_exact = runner.metrics, config.gradient_sum == "canonical"
+        is_exact = config.gradient_sum == "canonical"
+        self._given_metrics = runner.metrics
         self.metrics = MetricSet.wrap(
             runner.metrics, domain=runner.placement.metrics, device=runner.device, exact=is_exact
         )
-        asked = config.train_metrics
-        self.train_metrics = TrainMetrics(self.metrics, asked, runner.meters) if asked else None
+        names = config.train_metrics
+        self.train_metrics = TrainMetrics(self.metrics, names, runner.meters) if names else None
 
     def _audits(self) -> Audits | None:
         """Return what checks updates while they are made; `None` where no setting of `audit` asks for it."""
@@ -178,7 +184,7 @@ class TorchParts(Parts):
         """Make what trains and evaluates. Model, optimizer, schedule and loaders are prepared."""
         runner, session = self.runner, self.session
         if runner.metrics is not self._given_metrics:
-            # Set in a hook, such as `build_dataloaders`.
+            # A hook such as `build_dataloaders` has set others.
             self._wrap_metrics()
             self.recompute.train_metrics = self.train_metrics
         self.phases = phases_of(runner, session, self.data)

@@ -108,7 +108,7 @@ class TorchRunner(BaseRunner):
     compilation: Compilation | None = None
     """What was compiled; `None` unless `compile.enable`."""
     shifts_labels: bool | None = None
-    """Whether the loss that the model returns compares each position with the label of the next one; `None` is what its class tells."""
+    """Whether the loss that the model returns compares each position with the label of the next one; `None` looks it up by class."""
     fault_tolerance: ReplicaMember | None = None
     """This process's replica group among the others; `None` unless `ft.enabled`."""
 
@@ -118,7 +118,7 @@ class TorchRunner(BaseRunner):
     preparation: ModelPreparation
     _parts: TorchParts
     _enters_contexts = True
-    """Whether `train_context` or `forward_context` returns one that does something."""
+    """Whether `train_step` enters `train_context` and `forward_context`: one of them does something."""
 
     def _make_parts(self) -> TorchParts:
         return TorchParts(self)
@@ -148,7 +148,8 @@ class TorchRunner(BaseRunner):
         if self._parts.recorder is not None:
             self._parts.recorder.divided()
         if self.config.checkpoint.trainable_only:
-            self._parts.frozen.note_trained()  # also what is frozen before the first save
+            # Weights that the program freezes before the first save are saved too: they may have been trained until then.
+            self._parts.frozen.note_trained()
         check_reduced(self)
         self._build_optimizer()
         self.build_dataloaders()
@@ -171,13 +172,14 @@ class TorchRunner(BaseRunner):
             self.scheduler = JointScheduler(**self.scheduler)
 
     def _build_optimizer(self) -> None:
-        asked = self.config.get("optim", None) or is_overridden(self, "build_optimizer")
-        if self.optimizer is None and asked:
+        is_described = self.config.get("optim", None) or is_overridden(self, "build_optimizer")
+        if self.optimizer is None and is_described:
             self.optimizer = self._parts.built_optimizer = self.build_optimizer()
 
     def _build_scheduler(self) -> None:
-        asked = self.config.get("scheduler", None) or is_overridden(self, "build_scheduler")
-        if self.scheduler is None and self.optimizer is not None and asked:
+        is_described = self.config.get("scheduler", None) or is_overridden(self, "build_scheduler")
+        is_missing = self.scheduler is None and self.optimizer is not None
+        if is_missing and is_described:
             self.scheduler = self._parts.checks.built_scheduler = self.build_scheduler()
 
     def __post_init__(self) -> None:
@@ -205,30 +207,30 @@ class TorchRunner(BaseRunner):
 
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting that has no effect in this run. No communication: may be called on one rank."""
-        splits, trained = self._parts.data, self.train_splits
+        data = self._parts.data
+        trained = self.train_splits
         built = [self.sources[split] for split in self.datasets if split in self.sources]
-        return [
-            *idle_settings(
-                self.config,
-                evaluates=bool(self.evaluate_splits),
-                step_mode=self.is_step_mode,
-                positioned=all(source.kind in ("position", "sampled") for source in built),
-                writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
-                divides_updates=not trained
-                or any(
-                    splits.division(split) or isinstance(self.datasets.get(split), LoaderSettings) for split in trained
-                ),
-            ),
-            *splits.idle_settings(),
-            *self.preparation.idle_settings(),
-            *([] if self.is_step_mode else endless_streams(trained, splits.lengths or {})),
-            *misnamed(self, self._parts.built_optimizer, self._parts.checks.built_scheduler),
-        ]
+        divides = any(data.division(split) or isinstance(self.datasets.get(split), LoaderSettings) for split in trained)
+        sentences = idle_settings(
+            self.config,
+            evaluates=bool(self.evaluate_splits),
+            step_mode=self.is_step_mode,
+            positioned=all(source.kind in ("position", "sampled") for source in built),
+            writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
+            divides_updates=divides or not trained,
+        )
+        sentences += data.idle_settings()
+        sentences += self.preparation.idle_settings()
+        if not self.is_step_mode:
+            sentences += endless_streams(trained, data.lengths or {})
+        sentences += misnamed(self, self._parts.built_optimizer, self._parts.checks.built_scheduler)
+        return sentences
 
     def _is_plain(self, *hooks: str) -> bool:
-        """Whether hooks are those of `TorchRunner`, neither the user's nor another stack's."""
-        kind, held = type(self), vars(self)
-        return not [hook for hook in hooks if hook in held or getattr(kind, hook) is not getattr(TorchRunner, hook)]
+        """Whether nothing overrides these hooks of `TorchRunner`: no subclass, no other stack, no attribute of the instance."""
+        kind = type(self)
+        own = vars(self)
+        return not [hook for hook in hooks if hook in own or getattr(kind, hook) is not getattr(TorchRunner, hook)]
 
     def bind_optimizer(self) -> None:
         """Bind model and optimizer to each other, on stacks that need it, before the scheduler is built."""
@@ -245,20 +247,25 @@ class TorchRunner(BaseRunner):
     def _wrap(self) -> None:
         """Put the model into the wrapper of the stack."""
         # DistributedDataParallel reads the compiler's setting as well.
-        with self.compilation.settings() if self.compilation is not None else nullcontext():
+        settings: AbstractContextManager[object] = nullcontext()
+        if self.compilation is not None:
+            settings = self.compilation.settings()
+        with settings:
             self.model = self.wrap_model(self.model)
         self.preparation.note_wrapped(self.unwrapped_model)
         if isinstance(self.model, DistributedDataParallel):
-            # As the wrapper does with the model's.
+            # The wrapper has made the model's parameters equal on all ranks, and knows no criterion.
             for parameter in self._criterion_tensors("parameters"):
                 self.world.broadcast(parameter.data)
-            # Two numbers have one sum in either order.
+            # The order in which buckets add matters from three ranks on: a + b is b + a.
             if self.world.size > 2 and not self._parts.data.finds_micro_batch_size:
                 settle_buckets(self.model, self.world)
 
     def _criterion_tensors(self, kind: Literal["parameters", "buffers"]) -> list[Tensor]:
         """Return the parameters or the buffers of the criterion, if it is a module."""
-        return list(getattr(self.criterion, kind)()) if isinstance(self.criterion, nn.Module) else []
+        if not isinstance(self.criterion, nn.Module):
+            return []
+        return list(getattr(self.criterion, kind)())
 
     def _build_ema(self) -> None:
         settings = {key: value for key, value in self.config.ema.items() if key != "enabled"}
@@ -279,7 +286,7 @@ class TorchRunner(BaseRunner):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return the model that training calls: DistributedDataParallel when there are several ranks."""
         if self._parts.canonical is not None:
-            # Gradients are added after the backward; ranks only begin alike.
+            # The canonical sum adds the gradients of the ranks after the backward: no wrapper is needed, only equal values to begin with.
             for tensor in (*model.parameters(), *model.buffers(), *self._criterion_tensors("parameters")):
                 self.world.broadcast(tensor.data)
             return model
@@ -291,7 +298,8 @@ class TorchRunner(BaseRunner):
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph."""
-        return {"device_ids": [self.device] if self.device.type == "cuda" else None}
+        device_ids = [self.device] if self.device.type == "cuda" else None
+        return {"device_ids": device_ids}
 
     def unwrap(self, model: Any) -> Any:
         # The user's `__init__` may ask before anything is prepared.
@@ -370,12 +378,13 @@ class TorchRunner(BaseRunner):
         return build_scheduler(settings, self.optimizer, steps=self.steps, epochs=self.epochs, mode=mode)
 
     def _follow_setting(self, key: str) -> None:
-        """Follow the change of a live setting: with another budget, the schedule has the shape that it has after a resume with it."""
+        """Follow the change of a live setting. Another budget rebuilds the schedule for its length, as a resume with that budget does."""
         super()._follow_setting(key)
-        checks = self._parts.checks
         self._parts.loop.read_intervals()
-        if key not in BUDGET or self.scheduler is None or self.config[key] is None:
+        is_budget = key in BUDGET and self.config[key] is not None
+        if not is_budget or self.scheduler is None:
             return
+        checks = self._parts.checks
         if self.scheduler is checks.built_scheduler:
             self.scheduler = checks.built_scheduler = rebuilt(self.scheduler, self.optimizer, self.build_scheduler)
         elif self.is_main_process:
@@ -409,7 +418,9 @@ class TorchRunner(BaseRunner):
             NonFiniteError: If an update is not finite and must not be skipped.
             SystemExit: After a signal that asked the run to stop; its full state has been saved.
         """
-        return (self.train_steps if self.is_step_mode else self.train_epochs)(train_splits, evaluate_splits)
+        if self.is_step_mode:
+            return self.train_steps(train_splits, evaluate_splits)
+        return self.train_epochs(train_splits, evaluate_splits)
 
     def train_epochs(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
         """Train epoch by epoch until `epochs` are completed, as `train` does."""
@@ -482,8 +493,8 @@ class TorchRunner(BaseRunner):
     def on_pass_start(self, split: str) -> None:
         """Called on all ranks at the beginning of a pass over a split to train on, before its first batch is read; override it.
 
-        It is not called for the rest of a pass after a resume: what a pass begins with, such as `self.carry`, is made here. Only a
-        batch of a stream shows that there is one more pass, so that it is read before.
+        Make here what a pass begins with, such as `self.carry`: it is not called for the rest of a pass after a resume. Of a stream, the
+        first batch is read before the call, since only that shows whether there is one more pass.
         """
 
     def build_agreement(self) -> PassAgreement:
@@ -574,7 +585,7 @@ class TorchRunner(BaseRunner):
             pred, loss = self._pred_and_loss(inputs, target)
             self.backward(loss)
             return pred, loss
-        with self.train_context() or nullcontext():
+        with self.train_context() or nullcontext():  # an override may return None
             with self.forward_context() or nullcontext():
                 pred, loss = self._pred_and_loss(inputs, target)
             self.backward(loss)
@@ -675,31 +686,30 @@ class TorchRunner(BaseRunner):
 
     @cached_property
     def reduction(self) -> GradientReduction:
-        """The component that completes, measures, clips and applies the gradient; made again when training begins, and in each pass."""
-        return self._chosen_reduction()
+        """The component that completes, measures, clips and applies the gradient; made again when training and each pass begin."""
+        return self._new_reduction()
 
     def _bind_reduction(self) -> None:
         """Make the reduction again for the present model and optimizer. Called on all ranks, between updates."""
         if self.preparation.trainables_changed(self.unwrapped_model):
-            # DistributedDataParallel reduces what required a gradient when it was made, and nothing else.
+            # DistributedDataParallel reduces the parameters that required a gradient when it was made: wrap the model again.
             self.model = self.unwrap(self.model)
             self._wrap()
             self.preparation.note_constructed(self.model)
-        self.reduction = self._chosen_reduction()
-        self._enters_contexts = (
-            not self._is_plain("train_context", "forward_context")
-            # That of replica groups has the context of the reduction within it.
-            or getattr(type(self.reduction), "context", None) is not GradientReduction.context
-            or self.precision.autocast is not no_autocast
-        )
-        # Once the program has been able to set a method on the runner.
-        is_plain = type(self).to_device is TorchRunner.to_device and "to_device" not in vars(self)
-        self._parts.update.moves_batches = self.device.type != "cpu" or not is_plain
+        self.reduction = self._new_reduction()
+        # Decided here and not at construction, after which the program may have set a method on the runner.
+        is_overridden_context = not self._is_plain("train_context", "forward_context")
+        # The reduction of replica groups derives from no `GradientReduction`, and enters the context of the one within it.
+        has_context = getattr(type(self.reduction), "context", None) is not GradientReduction.context
+        casts = self.precision.autocast is not no_autocast
+        self._enters_contexts = is_overridden_context or has_context or casts
+        self._parts.update.moves_batches = self.device.type != "cpu" or not self._is_plain("to_device")
         self._parts.skipped.bind()
         if self._parts.phases is not None:
             self._parts.phases.bind()
 
-    def _chosen_reduction(self) -> GradientReduction:
+    def _new_reduction(self) -> GradientReduction:
+        """Return the reduction for the present model and optimizer, within that of the replica groups if there are any."""
         self._parts.checks.check_optimizer_given()
         reduction = self.build_reduction()
         return reduction if self.fault_tolerance is None else self.fault_tolerance.around(reduction)
@@ -713,7 +723,9 @@ class TorchRunner(BaseRunner):
             return GradientReduction(self)
         if parts.phases is not None:
             return DDPReduction(self, averages="optimizer")
-        return DDPReduction(self, averages="all" if parts.data.finds_micro_batch_size else "criterion")
+        if parts.data.finds_micro_batch_size:
+            return DDPReduction(self, averages="all")
+        return DDPReduction(self, averages="criterion")
 
     def train_context(self) -> AbstractContextManager[object]:
         """Return the context of the forward and backward of one micro-batch; gradients are reduced on the last one only."""
@@ -763,7 +775,7 @@ class TorchRunner(BaseRunner):
         """Apply a committed update to the weights, with the gradient as it is."""
         in_phase = self._parts.phases is not None and self._parts.phases.current is not None
         if self.reduction.optimizer is not self.optimizer and not in_phase:
-            self.reduction = self._chosen_reduction()
+            self.reduction = self._new_reduction()
         if self.precision.scaler is not None and not self._parts.session.running:
             self.window.check_open()
         self.reduction.apply()
@@ -863,7 +875,9 @@ class TorchRunner(BaseRunner):
         """
         if steps is not None and steps < 1:
             raise ValueError(f"Expected steps to be at least 1, or None. Received: steps={steps!r}.")
-        return self._parts.evaluator.evaluate(split, steps if steps is not None else max((self.steps or 0) // 20, 1))
+        if steps is None:
+            steps = max((self.steps or 0) // 20, 1)
+        return self._parts.evaluator.evaluate(split, steps)
 
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
         """Run one batch forward, without gradients.
@@ -975,7 +989,8 @@ class TorchRunner(BaseRunner):
         options = options_of(self.optimizer) if self.optimizer is not None else []
         super().load_components(payload, excluded)
         if self.ema is not None and "ema" not in payload:
-            self.ema.reset()  # else the averages would be those of the weights before the restore
+            # The averages were begun from the weights before the restore.
+            self.ema.reset()
         if self.optimizer is not None and "optimizer" in payload:
             allows = self.run_state.excluded.allows_setting
             adopt_options(
@@ -1039,8 +1054,10 @@ class TorchRunner(BaseRunner):
         payload, excluded = exclude({"model": weights}, self.run_state.excluded.parts_of("model"))
         ties = untied(self.unwrapped_model, payload["model"])
         self.load_model(payload["model"], partial=bool(excluded))
-        for sentence in ties if self.is_main_process else ():
-            logger.warning("%s", sentence)
+        if self.is_main_process:
+            for sentence in ties:
+                logger.warning("%s", sentence)
         if self.ema is not None:
             self.ema.reset()
-        logger.info("Loaded the weights of %s.", "a mapping" if isinstance(checkpoint, Mapping) else checkpoint)
+        source = "a mapping" if isinstance(checkpoint, Mapping) else checkpoint
+        logger.info("Loaded the weights of %s.", source)

@@ -50,7 +50,7 @@ logger = logging.getLogger("danling")
 
 
 class PassAgreement:
-    """Keeps the ranks together in their passes: all end a pass at the same update, and are told where they read the same data.
+    """Keeps the ranks together in their passes: all end a pass at the same update, and a warning names ranks that read the same data.
 
     Args:
         domain: Ranks that make updates together.
@@ -78,7 +78,8 @@ class PassAgreement:
         if self.ends_alike(source):
             return batch is not None
         # A rank that ran out would leave the others waiting in the gradient reduction, so the pass ends for all of them.
-        ended = agree(self.domain, () if batch is not None else ("exhausted",))
+        words = ("exhausted",) if batch is None else ()
+        ended = agree(self.domain, words)
         if ended and batch is not None:
             logger.warning(
                 "Another rank has no batch left in split %r: this pass ends early on rank %d.",
@@ -89,18 +90,23 @@ class PassAgreement:
 
     def is_over(self, source: BatchSource) -> bool:
         """Return whether a pass is known to have no batch left, without reading on. The same answer on all ranks, which all call it."""
-        over = source.remaining_batches() == 0
-        return over if self.ends_alike(source) else bool(agree(self.domain, ("exhausted",) if over else ()))
+        is_over = source.remaining_batches() == 0
+        if self.ends_alike(source):
+            return is_over
+        words = ("exhausted",) if is_over else ()
+        return bool(agree(self.domain, words))
 
     def compare(self, source: BatchSource, batch: Batch) -> None:
-        """Say once a split where ranks that should read different data read the same."""
+        """Warn, once a split, of ranks that should read different data and read the same."""
         if source.split in self._compared:
             return
         self._compared.add(source.split)
         if self.ends_alike(source) or self.data_domain.size == 1:
             return
-        seen = self.data_domain.gather_objects(source.described(batch) if batch.data is not PLACEHOLDER else None)
-        if seen[0] is not None and seen.count(seen[0]) == len(seen) and self.domain.rank == 0:
+        described = None if batch.data is PLACEHOLDER else source.described(batch)
+        seen = self.data_domain.gather_objects(described)
+        is_same = seen[0] is not None and seen.count(seen[0]) == len(seen)
+        if is_same and self.domain.rank == 0:
             logger.warning(
                 "All ranks read the same data in split %r. A loader that you made, or over a stream, is not divided for you: divide "
                 "it by self.data_domain.rank and self.data_domain.size, or put a map-style dataset into `self.datasets`.",
@@ -161,7 +167,8 @@ class TrainingLoop:
         self._evaluator = evaluator
         self._results = results
         self._last_split: str | None = None
-        self._evaluate_every = self._checkpoint_every = 1
+        self._evaluate_every = 1
+        self._checkpoint_every = 1
         self._train_on: Callable[[], None] = _nothing
         self.is_at_boundary = False
         """Whether the evaluation or the save after the last update is not done yet, in step mode."""
@@ -172,14 +179,17 @@ class TrainingLoop:
 
     def train(self, unit: str, train_splits: SplitNames, evaluate_splits: SplitNames) -> None:
         """Train to the end of the budget, which is to be of steps or epochs. Called on all ranks."""
-        runner, set_unit = self._runner, "steps" if self._runner.is_step_mode else "epochs"
+        runner = self._runner
+        set_unit = "steps" if runner.is_step_mode else "epochs"
         self.check_trainable()
         if runner.epochs is None and runner.steps is None:
             raise ValueError(
                 "Expected a budget: `steps` (optimizer updates) or `epochs`. Received: steps=None, epochs=None. Set one of them."
             )
-        splits, evaluated = self._data.choose(train_splits, runner.train_splits, "train on"), list[str]()
-        if runner.evaluate_splits if evaluate_splits is None else evaluate_splits:
+        splits = self._data.choose(train_splits, runner.train_splits, "train on")
+        evaluated: list[str] = []
+        asked = runner.evaluate_splits if evaluate_splits is None else evaluate_splits
+        if asked:
             evaluated = self._data.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
         else:
             self._checks.check_schedule(evaluates=False)
@@ -190,7 +200,9 @@ class TrainingLoop:
             )
         results = self._results
         nothing = None
-        if self._is_used_up() and not (runner.is_step_mode and results.open):
+        # A run by updates that was stopped within its last evaluation makes that evaluation.
+        ends_in_evaluation = runner.is_step_mode and results.open
+        if self._is_used_up() and not ends_in_evaluation:
             done = runner.state.train.global_step if runner.is_step_mode else runner.state.train.epoch
             nothing = f"the run has completed {done} of {getattr(runner, unit)} {unit}. Raise {unit} to continue."
         elif results.patience_exhausted():
@@ -200,12 +212,14 @@ class TrainingLoop:
                 logger.warning("Nothing is left to train: %s", nothing)
             return
         with self.training():
-            # One batch of each split before the first update, unless an evaluation is under way, or is the user's own.
-            own = is_overridden(runner, "evaluate_steps" if runner.is_step_mode else "evaluate_epoch")
-            if runner.config.try_evaluation and not (own or is_overridden(runner, "evaluate") or results.open):
+            verb = "evaluate_steps" if runner.is_step_mode else "evaluate_epoch"
+            is_users = is_overridden(runner, verb) or is_overridden(runner, "evaluate")
+            # One batch of each split before the first update, unless an evaluation is under way.
+            if runner.config.try_evaluation and not (is_users or results.open):
                 self._evaluator.try_once(evaluated)
             train = self._train_steps if runner.is_step_mode else self._train_epochs
-            self._train_on, self.is_at_boundary = partial(train, splits, evaluated), False
+            self._train_on = partial(train, splits, evaluated)
+            self.is_at_boundary = False
             self._through_changes(self._train_on)
 
     def _through_changes(self, train: Callable[[], None], then: Callable[[], None] | None = None) -> None:
@@ -269,7 +283,7 @@ class TrainingLoop:
                     session.apply_requests(agree(runner.placement.optimizer, session.local_requests()))
                 session.running = False
                 self._update.raise_pending_error()
-                # Requests of the last update, which an accelerator hands out with the next one.
+                # Requests that travelled with the last update: on an accelerator, the next update reads them.
                 late = first_stop(self._update.sync.take_pending_requests())
                 session.stop_reason = session.stop_reason or late
                 if session.stop_reason is not None or whole:
@@ -287,7 +301,7 @@ class TrainingLoop:
 
     def _detach(self, observers: Sequence[Observer]) -> None:
         for each in observers:
-            if each in self._runner.observers:  # one that failed was dropped
+            if each in self._runner.observers:  # one that failed has been removed
                 self._runner.observers.remove(each)
 
     def begin_updates(self) -> None:
@@ -326,7 +340,7 @@ class TrainingLoop:
             extension.training_finished()
 
     def _fail(self, error: Exception) -> None:
-        """Save a state that is whole, and say what failed and where the memory of a device went that ran out."""
+        """Save a state that is whole, and log the failure and, if the memory of a device ran out, a snapshot of that memory."""
         runner, step = self._runner, self._runner.state.train.global_step
         if isinstance(error, IntactStateError) and not runner.saver.is_saved:
             logger.error("Training failed between two updates; saving the state after step %d.", step)
@@ -335,8 +349,9 @@ class TrainingLoop:
                 runner.checkpoint_manager.wait()
             except Exception:
                 logger.exception("That save failed; the error of the training follows.")
-        for note in getattr(error, "__notes__", ()) if runner.is_main_process else ():
-            logger.error("%s", note)
+        if runner.is_main_process:
+            for note in getattr(error, "__notes__", ()):
+                logger.error("%s", note)
         if is_out_of_memory(error):
             directory = runner.workspace.dir / runner.config.profiling.trace_dir
             write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
@@ -346,7 +361,9 @@ class TrainingLoop:
 
     def _train_epochs(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
         """Train epoch by epoch."""
-        runner, counters, self._session.data_ended = self._runner, self._runner.state.train, False
+        runner = self._runner
+        counters = runner.state.train
+        self._session.data_ended = False
         try:
             while counters.epoch < (runner.epochs or 0) and not self._session.stop_reason:
                 self.has_jumped = False
@@ -385,8 +402,10 @@ class TrainingLoop:
         return metrics
 
     def train_epoch_directly(self, split: str, train_epoch: Callable[[], object], splits: Sequence[str]) -> object:
-        """Train a pass that no loop has asked for; the epoch is counted where every split to train on has had its pass."""
-        runner, results, self.has_jumped = self._runner, self._results, False
+        """Train a pass that a program asks for by `train_epoch`; the epoch is over when every split to train on has had its pass."""
+        runner = self._runner
+        results = self._results
+        self.has_jumped = False
         self._keys.begin_pass(split)
         metrics = train_epoch()
         self._keep(split, metrics)
@@ -418,7 +437,8 @@ class TrainingLoop:
         runner, counters, results = self._runner, self._runner.state.train, self._results
         begun_at = counters.global_step
         is_due = begun_at and begun_at not in runner.results and self._evaluation_is_due(begun_at)
-        if is_due and not results.open and not self.is_at_boundary:
+        has_begun = results.open or self.is_at_boundary
+        if is_due and not has_begun:
             # The state was saved in an override of `step`, before the evaluation that follows its update.
             split = next((split for split in splits if not self._is_trained(split)), splits[-1])
             results.open[split] = self._trained_metrics()
@@ -460,7 +480,8 @@ class TrainingLoop:
                     self._after_update(outcome)
                 step = runner.state.train.global_step
                 final = step == runner.steps  # the budget may change at any time
-                if outcome.committed and final and self._agreement.is_over(runner.source(split)):
+                is_last = outcome.committed and final
+                if is_last and self._agreement.is_over(runner.source(split)):
                     # Before the last evaluation and save: no loop reaches the end of this pass any more.
                     runner.source(split).finish_pass()
                     if split == splits[-1]:
@@ -487,7 +508,8 @@ class TrainingLoop:
         """
         runner, step = self._runner, self._runner.state.train.global_step
         is_due = (final or step % self._evaluate_every == 0) and runner.is_step_mode
-        if is_due and not (again and self._results.scored_at == step):
+        is_made = again and self._results.scored_at == step
+        if is_due and not is_made:
             self._results.open[split] = self._trained_metrics()
             self._validate(evaluated, final=final)
         elif is_due or step % self._checkpoint_every == 0 or step in runner.results:
@@ -555,26 +577,30 @@ class TrainingLoop:
                 self._data.check_unchanged(split)
             source.commit(consumed)
 
-        # Where the ranks change in the first update of a pass, it has begun already.
+        # A change of the ranks in the first update of a pass leads here again.
         is_begun = runner._parts.elastic is not None and self.begun_pass == (split, source.epoch)
-        compared, begins = False, source.consumed == 0 and not is_begun
-        # Whether there is one more pass over a stream is known only when it is read.
+        begins = source.consumed == 0 and not is_begun
+        # Only the first batch of a stream shows whether there is one more pass: see below.
         if begins and source.kind != "window":
             self._start_pass(split)
             begins = False
             self.begun_pass = (split, source.epoch)
-            source = self._data.begin(split)  # it may have replaced or extended the dataset
+            source = self._data.begin(split)  # the hook may have replaced or extended the dataset
         self._data.agree_lengths()
-        batches, ends_alike, found = read(), agreement.ends_alike(source), source.consumed > 0
+        batches = read()
+        ends_alike = agreement.ends_alike(source)
+        is_compared = False
+        has_batches = source.consumed > 0
         while True:
             batch = next(batches, None)
-            if batch is None if ends_alike else not agreement.all_have(source, batch):
+            is_over = batch is None if ends_alike else not agreement.all_have(source, batch)
+            if is_over:
                 break
             assert batch is not None
-            found = True
-            if not compared:
+            has_batches = True
+            if not is_compared:
                 agreement.compare(source, batch)
-                compared = True
+                is_compared = True
             replaced = self._replaced_state() if self.extensions else None
             if replaced is not None:
                 # Other parameters may be frozen now.
@@ -602,12 +628,12 @@ class TrainingLoop:
             if outcome.reason == UNCOMMITTED:
                 batches = chain(consumed, batches)
                 continue
-            if update.move_source is not None:  # an override of `step` makes updates in its own way
+            if update.move_source is not None:  # an override of `step` has not called `super().step()`
                 update.end_batches()
             yield outcome
             if self.extensions and any(extension.ends_pass() for extension in self.extensions):
                 break
-        if not found:
+        if not has_batches:
             raise ValueError(
                 f"Expected at least one batch on every rank in split {split!r}. Received: an empty loader on some rank. Check the "
                 "dataset, and `drop_last` against the batch size."
@@ -631,7 +657,7 @@ class TrainingLoop:
         runner, losses, trained = self._runner, self._update.losses, self._train_metrics
         self._update.raise_pending_error()
         metrics = losses.averages()
-        # Always, since what this rank has seen says nothing of the others.
+        # Called also where this rank has summed nothing: another rank may have, and the sum is a collective.
         totals = runner.meters.totals(runner.placement.metrics)
         for extension in self.extensions:
             totals = extension.sum_totals(totals)
@@ -680,9 +706,14 @@ class TrainingLoop:
         periodic = index % self._checkpoint_every == 0
         if final or periodic:
             runner.save_checkpoint(history=periodic)
-        elif requested or (index in runner.results and runner.is_best and runner.standing.latest_index == index):
+        elif requested or self._is_best(index):
             runner.save_checkpoint()
         self._session.save_requested = False
+
+    def _is_best(self, index: int) -> bool:
+        """Whether the evaluation at an epoch or a step has the best score so far."""
+        runner = self._runner
+        return index in runner.results and runner.is_best and runner.standing.latest_index == index
 
 
 def _nothing() -> None:

@@ -46,7 +46,7 @@ _ATTEMPTS_TO_READ = 3
 
 @dataclass(frozen=True)
 class StatePart:
-    """One entry of a state: how it is read off a run and restored.
+    """One entry of a state: how it is read from a run and restored.
 
     Attributes:
         name: Its key.
@@ -82,13 +82,23 @@ class StatePart:
 
 
 def stateful(name: str, component: Any, *, resets: bool = False) -> StatePart:
-    """Return the part that is the state of an object, or empty if there is no such object."""
+    """Return the part that is the state of an object, or empty if there is no such object.
+
+    Args:
+        name: The key of the part.
+        component: An object with `state_dict` and `load_state_dict`, or `None`.
+        resets: Whether an empty state is loaded too, and so resets the object.
+    """
+
+    def read() -> dict[str, Any]:
+        return {} if component is None else dict(component.state_dict())
 
     def restore(state: Any, _: Collection[str]) -> None:
-        if component is not None and (state or resets):
+        is_loaded = state or resets
+        if component is not None and is_loaded:
             component.load_state_dict(dict(state))
 
-    return StatePart(name, lambda: {} if component is None else dict(component.state_dict()), restore, default=dict)
+    return StatePart(name, read, restore, default=dict)
 
 
 class RunState:
@@ -261,8 +271,12 @@ def progress_parts(
         loss.targetless = known
 
     def load_sums(meters: Any) -> Callable[[Any, Collection[str]], None]:
-        # Sums over all ranks were saved, so only one of the ranks whose sums are added may restore them.
-        return lambda sums, _: meters.load_state_dict(sums if runner.placement.metrics.rank == 0 else {})
+        def load(sums: Any, _: Collection[str]) -> None:
+            # Sums over all ranks were saved, so only one of the ranks whose sums are added may restore them.
+            restores = runner.placement.metrics.rank == 0
+            meters.load_state_dict(sums if restores else {})
+
+        return load
 
     def counters() -> dict[str, Any]:
         return {**asdict(runner.state.train), "weight_reference": runner.window.agreed_reference}
@@ -304,7 +318,9 @@ def progress_parts(
 
 def _attributes_part(runner: TorchRunner, evaluated: MetricSet, trained: TrainMetrics | None) -> StatePart:
     """Return what metrics keep in attributes, beyond what an evaluation or a pass resets."""
-    sets = {"evaluation": evaluated, **({} if trained is None else {"training": trained})}
+    sets: dict[str, MetricSet | TrainMetrics] = {"evaluation": evaluated}
+    if trained is not None:
+        sets["training"] = trained
 
     def read(domain: Domain | None) -> dict[str, Any]:
         return {name: metrics.attributes(domain) for name, metrics in sets.items()}
@@ -371,14 +387,14 @@ def loader_states(
         if runner.is_main_process and sentence not in named_changes:
             named_changes.add(sentence)
             logger.warning("%s", sentence)
-    # The first rank of several that read the same data counts.
-    ranks = [(replica, states) for replica, states, _ in gathered]
-    return {
-        split: {"ranks": {str(replica): states[split] for replica, states in ranks if split in states}}
-        if source.is_rank_local
-        else source.state_dict()
-        for split, source in sources.items()
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for split, source in sources.items():
+        if source.is_rank_local:
+            # In reverse order above: of several ranks that read the same data, the state of the first one is kept.
+            found[split] = {"ranks": {str(replica): states[split] for replica, states, _ in gathered if split in states}}
+        else:
+            found[split] = source.state_dict()
+    return found
 
 
 def restore_positions(runner: BaseRunner, data: RunData, states: Mapping[str, Mapping[str, object] | None]) -> None:
@@ -471,9 +487,10 @@ def _differences_of_passes(runner: BaseRunner, stored: Mapping[str, object]) -> 
         if not isinstance(state, Mapping):
             raise CheckpointDamaged(f"Expected a mapping as dataloaders.{split}. Received: {type(state).__name__}.")
         before = state.get("end")
-        if before is None or not isinstance(loader, DataLoader) or state.get("length") != loader.order.length:
+        if before is None or not isinstance(loader, DataLoader):
             continue
-        if before != loader.order.end:
+        is_same_length = state.get("length") == loader.order.length
+        if is_same_length and before != loader.order.end:
             lines.append(
                 f"dataloader.batch_size: stored passes of {before} out of {loader.order.length} samples over split {split!r}, "
                 f"now of {loader.order.end} (drop_last leaves out what does not fill batch_size x ranks: keep that product too)"
@@ -484,8 +501,9 @@ def _differences_of_passes(runner: BaseRunner, stored: Mapping[str, object]) -> 
 def log_exclusions(excluded: ExcludedFromLoading, loaded_since: Collection[str], *, was_named: bool) -> None:
     """Log which parts are not loaded, and which entries of `checkpoint.exclude_from_loading` do not count."""
     if loaded_since:
+        level = logging.WARNING if was_named else logging.INFO
         logger.log(
-            logging.WARNING if was_named else logging.INFO,
+            level,
             "%s is loaded: the run of this checkpoint left it out when it began, as checkpoint.exclude_from_loading asks for, and has "
             "saved its own since. With `pretrained` the weights of a checkpoint are loaded without it.",
             ", ".join(loaded_since),
@@ -518,7 +536,9 @@ def restore_run(runner: BaseRunner) -> None:
         if not config.ft.enabled:
             manager.on_main(manager.checkpoints.tidy)
         manager.on_main(manager.checkpoints.refuse_foreign)
-    for _ in range(_ATTEMPTS_TO_READ - 1 if config.ft.enabled and config.auto_resume else 0):
+    others_write = config.ft.enabled and config.auto_resume
+    attempts = _ATTEMPTS_TO_READ if others_write else 1
+    for _ in range(attempts - 1):
         with suppress(CheckpointDamaged, CheckpointNotFound):
             # Another replica group may replace a checkpoint between finding and reading it; then there is a newer one.
             return _load_first(runner)
@@ -527,7 +547,9 @@ def restore_run(runner: BaseRunner) -> None:
 
 def _load_first(runner: BaseRunner) -> None:
     config, manager = runner.config, runner.checkpoint_manager
-    source = config.resume or (manager.find_latest() if config.auto_resume else None)
+    source = config.resume
+    if not source and config.auto_resume:
+        source = manager.find_latest()
     while source:
         try:
             runner.load_checkpoint(source)
@@ -535,7 +557,7 @@ def _load_first(runner: BaseRunner) -> None:
         except (CheckpointDamaged, CheckpointDiskError) as error:
             if config.resume:
                 raise
-            # It is the newest whose files are as they were written, and still cannot be read.
+            # Its checksums fit and it still cannot be read: skip it, and take the one before.
             manager.on_main(partial(manager.checkpoints.skip, source, error))
         source = manager.find_latest()
     if config.auto_resume:

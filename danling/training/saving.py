@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from danling.checkpoints.torch_files import FORMAT_VERSION
@@ -32,12 +33,12 @@ class RunSaver:
     """Saves the full state of a run, and remembers at which position it was saved.
 
     Attributes:
-        before: Called before a save; what they raise refuses it.
+        checks: Called before the state is read, also for a save that is prepared for a failure. An exception refuses the save.
+        before: Called after `checks`, before a save is made. An exception refuses it.
         saved: Called after a save.
         loaded: Called after the run was restored from a checkpoint on disk.
-        checks: Called before the state is read for a save; what they raise refuses it.
         saved_at: Updates, epochs and attempted updates at the last save.
-        best_elsewhere: Index of the best score, where its checkpoint is not among the run's own.
+        best_elsewhere: Index of the best score if its checkpoint is next to the one that was loaded, and not among the run's own.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class RunSaver:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the last save was made at the present position; a skipped update is past the samples of one."""
+        """Whether the last save was made at the present position. A skipped update moves it: the data has advanced."""
         return self.saved_at == self._position
 
     @property
@@ -103,19 +104,20 @@ class RunSaver:
         After a signal, weights that are not finite are an error in the log only: the process ends with the exit code of the signal, and
         the checkpoint before stays the last one.
         """
-        if not self.is_saved:
-            try:
-                self._runner.save_checkpoint()
-            except NonFiniteError as error:
-                if not signalled:
-                    raise
-                logger.error("%s", error)
-                return False
+        if self.is_saved:
+            return True
+        try:
+            self._runner.save_checkpoint()
+        except NonFiniteError as error:
+            if not signalled:
+                raise
+            logger.error("%s", error)
+            return False
         return True
 
     def _writes(self) -> bool:
-        """Whether this replica group writes; another one may."""
-        # Each one is asked, since it may agree with other ranks.
+        """Whether this run writes the checkpoint, and not another replica group."""
+        # A list, so that every extension is asked: its answer may be a collective.
         answers = [extension.saves() for extension in self._extensions]
         return all(answers)
 
@@ -123,30 +125,29 @@ class RunSaver:
         """Write weights only, floating ones in the dtype that `checkpoint.export_dtype` names. Called on all ranks."""
         if not self._writes():
             return
-        runner, (step, epoch) = self._runner, self.at
+        runner = self._runner
+        step, epoch = self.at
         name = runner.config.checkpoint.export_dtype
         dtype = None if name is None else floating_dtype(name, key="checkpoint.export_dtype")
-
-        def cast(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {
-                key: w.to(dtype) if dtype is not None and w.is_floating_point() else w for key, w in weights.items()
-            }
-
         weights = runner.model_state_dict()
-        payload = {"format_version": FORMAT_VERSION, "runner": runner.config.public(), "model": cast(weights)}
+        payload = {
+            "format_version": FORMAT_VERSION,
+            "runner": runner.config.public(),
+            "model": {key: _cast(weight, dtype) for key, weight in weights.items()},
+        }
         if runner.ema is not None:
-            averages = cast(runner.ema.weights)
+            averages = {key: _cast(each, dtype) for key, each in runner.ema.weights.items()}
             if dtype is None:
-                # They are kept in float32, also of a narrower model.
-                averages = {name: average.to(weights[name].dtype) for name, average in averages.items()}
+                # Averages are kept in float32, also those of a narrower model.
+                averages = {key: each.to(weights[key].dtype) for key, each in averages.items()}
             payload["ema"] = {**runner.ema.state_dict(), "weights": averages}
         runner.checkpoint_manager.export_model(payload, epoch=epoch, global_step=step)
 
     def note_loaded(self, source: object) -> None:
         """Note that the run was restored from a checkpoint on disk. Called on all ranks."""
-        # The store is asked by one rank, and fails all of them where it fails that one.
+        # Rank 0 asks the object store. If that fails, all ranks raise its error.
         self.best_elsewhere = self._runner.world.on_first(
-            lambda: warn_if_best_is_elsewhere(self._runner, source, self.stores)
+            lambda: index_of_best_elsewhere(self._runner, source, self.stores)
         )
         self.saved_at = self._position
         for action in self.loaded:
@@ -154,45 +155,53 @@ class RunSaver:
 
     @contextmanager
     def keeping_trained(self, *, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """Save what was trained when an evaluation inside fails, then let the failure go on its way. Called on all ranks."""
-        save, step = self.prepare_emergency_save(), self.at[0]
+        """Save what was trained if an evaluation inside fails, and raise its error. Called on all ranks.
+
+        Args:
+            passing: Exceptions that are no failure: they are raised without a save.
+        """
+        save = self.prepare_emergency_save()
+        step, _ = self.at
         try:
             yield
         except passing:
             raise
         except BaseException as error:
             # KeyboardInterrupt and SystemExit, by which schedulers of trials end a training, lose as much as an error does.
-            failed = isinstance(error, Exception)
-            what = (
-                f"The evaluation after step {step} {'failed with' if failed else 'was ended by'} {type(error).__name__}"
-            )
+            has_failed = isinstance(error, Exception)
+            ending = "failed with" if has_failed else "was ended by"
+            what = f"The evaluation after step {step} {ending} {type(error).__name__}"
             try:
-                saved = save()
+                is_saved = save()
             except Exception:
                 logger.exception("%s, and what was trained could not be saved; the failure follows.", what)
             else:
+                level = logging.ERROR
                 then = "What was trained since the last checkpoint is lost: it takes all ranks to save it."
-                if saved:
+                if is_saved:
+                    level = logging.ERROR if has_failed else logging.WARNING
                     then = "What was trained is saved; a run that resumes from it begins with this evaluation."
-                logger.log(logging.WARNING if saved and not failed else logging.ERROR, "%s. %s", what, then)
+                logger.log(level, "%s. %s", what, then)
             raise
 
     def prepare_emergency_save(self) -> Callable[[], bool]:
-        """Return what saves the state as it is now after a failure of this rank, and returns whether that worked. Called on all ranks.
+        """Return a function that saves the present state after a failure, and returns whether it is saved. Called on all ranks.
 
-        A rank that fails finds no other rank to save with, if it fails alone. So a state that takes all ranks to gather, or to write, is
-        gathered or written here.
+        The ranks may fail one by one, and a rank that fails alone cannot save a state that all ranks hold or write. So where that is
+        possible, the state is gathered or written here, before the evaluation; else the function saves if all ranks call it.
         """
-        runner, settings, (step, epoch) = self._runner, self._runner.config.checkpoint, self.at
+        runner = self._runner
+        settings = runner.config.checkpoint
+        step, epoch = self.at
         if self.is_saved or settings.load_only:
             return lambda: self.saved_at is not None and self.saved_at[:2] == (step, epoch)
         manager = runner.checkpoint_manager
-        # Of the ranks of a replica group, all fail or none.
+        # In a replica group, all ranks fail or none.
         may_fail_alone = runner.world_size > 1 and runner.fault_tolerance is None
-        is_able = hasattr(manager, "prepare_emergency_save") and (
+        can_prepare = hasattr(manager, "prepare_emergency_save") and (
             settings.before_evaluation or manager.saves_on_main_only
         )
-        if not (may_fail_alone and is_able):
+        if not (may_fail_alone and can_prepare):
             return self._save_together
         with self._session.saving():
             for check in self.checks:
@@ -203,6 +212,7 @@ class RunSaver:
         return save
 
     def _save_together(self) -> bool:
+        """Save if the evaluation has failed on all ranks; return whether it has."""
         self._failures += 1
         if not all_arrive(f"failed/{self._failures}", seconds=_PATIENCE_SECONDS):
             return False
@@ -211,18 +221,26 @@ class RunSaver:
         return True
 
 
-def warn_if_best_is_elsewhere(runner: BaseRunner, source: object, stores: RemoteStores | None) -> int | None:
-    """Return the index of the best score if its checkpoint is next to the one that was loaded, not among the run's own, and log it.
+def _cast(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a weight in a dtype; `None`, and weights that are not floating, keep theirs."""
+    return weight if dtype is None or not weight.is_floating_point() else weight.to(dtype)
+
+
+def index_of_best_elsewhere(runner: BaseRunner, source: object, stores: RemoteStores | None) -> int | None:
+    """Return the index of the best score, and log it, if its checkpoint is next to the one that was loaded and not among the run's own.
 
     May be called on one rank, which asks the object store.
     """
     index = runner.best_index
-    here = any((runner.workspace.checkpoints / name).exists() for name in ("best", "best.pth"))
-    if index is None or here or (stores is not None and stores.has("best")):
+    if index is None:
+        return None
+    is_on_disk = any((runner.workspace.checkpoints / name).exists() for name in ("best", "best.pth"))
+    is_in_store = stores is not None and stores.has("best")
+    if is_on_disk or is_in_store:
         return None
     if runner.is_main_process:
         logger.info(
-            "The best score so far, %s at %d, was kept next to %s; here a best is kept from the next better one on.",
+            "The checkpoint of the best score so far, %s at %d, is next to %s; this run keeps one from its next better score on.",
             format_number(runner.best_score or 0.0),
             index,
             source,

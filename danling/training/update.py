@@ -107,10 +107,10 @@ class Window:
         self.on_host = device.type == "cpu"
         self.agreed_reference: float | None = None
         self.fixed_reference: float | None = None
-        """A reference that depends on neither ranks nor batches, instead of the others."""
+        """The reference where it must depend on neither ranks nor batches, as for the canonical sum; `None` elsewhere."""
         self.sum_reduced = False
         self.may_divide_by_zero = True
-        """Whether the loss of a micro-batch that weighs nothing may have a gradient of NaN; asked where the weight is on a device."""
+        """Whether the loss of a micro-batch that weighs nothing may have a gradient of NaN; read where the weight is on a device."""
         self.is_first = True
         """Whether this process has not looked at the gradients of an update yet."""
         self.reduces = True
@@ -131,7 +131,8 @@ class Window:
         self._reference: float | Tensor = 1.0
         self.unscaled = 0
         """Micro-batches of non-zero weight for which `backward` was not called, the open one included."""
-        self._awaits_loss = self._is_cut = False
+        self._awaits_loss = False
+        self._is_cut = False
 
     def set_current(self, weight: float | Tensor) -> None:
         """Set the weight of the losses that follow: of a part of the open micro-batch."""
@@ -148,7 +149,7 @@ class Window:
                 self._reference = self.fixed_reference
             elif self.domain.size > 1:
                 if self.agreed_reference is None:
-                    # Its own reference on each rank would weigh the ranks against each other, so one is fixed for the whole run.
+                    # References that differ between ranks would weigh the ranks against each other: one is fixed for the whole run.
                     largest = self.domain.all_reduce(torch.tensor(float(weight), dtype=torch.float64), "max").item()
                     self.agreed_reference = largest or None
                 self._reference = self.agreed_reference or 1.0
@@ -210,7 +211,8 @@ class Window:
         weight = 1.0 if self.sum_reduced and (isinstance(self.current, Tensor) or self.current) else self.current
         if not self.on_host:
             self._add_on_device(loss.detach().double(), weight)
-        elif weight:  # a micro-batch without a single target has a loss of 0/0 and says nothing
+        elif weight:
+            # A micro-batch without a single target is left out: its loss is 0/0.
             value = loss.item()
             self.loss += value * weight
             if not math.isfinite(value):
@@ -224,7 +226,7 @@ class Window:
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
 
     def _add_on_device(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add a loss in float64, which the host does not wait for; no number of Python is copied, for which the device would be waited."""
+        """Add a loss in float64 without waiting for the device: a number that is copied from the host to a new tensor would wait for it."""
         bad = ~torch.isfinite(loss)
         if isinstance(weight, Tensor):
             weighs = weight > 0
@@ -251,29 +253,29 @@ def _zero_unless(weight: float | Tensor, gradient: Tensor) -> Tensor:
 
 
 class WindowGradients:
-    """The gradients that a window has so far, of which a later backward asks whether they are still there.
+    """The gradients that a window has so far: a later backward checks that they are still there.
 
     Args:
-        parameters: What the optimizer updates. Gradients that are kept elsewhere, as those of FSDP2 before its last backward, are not asked
-            for.
+        parameters: Those that the optimizer updates. Gradients that are not in their `grad`, as those of FSDP2 before its last backward,
+            are not checked.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._held = [parameter for parameter in parameters if parameter.grad is not None]
-        first = self._held[0].grad if self._held else None
-        if type(first) is not Tensor:
-            first = None if first is None else local_part(first)
-        self._first = None if first is None or first.is_sparse else first
-        self._version = None if self._first is None else self._first._version
+        self._parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        first = self._parameters[0].grad if self._parameters else None
+        if first is not None and type(first) is not Tensor:
+            first = local_part(first)
+        if first is not None and first.is_sparse:
+            first = None
+        self._first = first
+        self._version = None if first is None else first._version
 
     def check(self, named: Iterable[tuple[str, nn.Parameter]], count: int) -> None:
         """Refuse a micro-batch, the `count`-th of its window, before whose backward the gradients were dropped."""
-        gone = [parameter for parameter in self._held if parameter.grad is None]
+        gone = [parameter for parameter in self._parameters if parameter.grad is None]
         first = self._first
-        if not gone and first is not None and first._version != self._version and not first.any():
-            # Written to since, which alone is no reason: read only in programs that write to gradients in `train_step`.
-            gone = [p for p in self._held if p.grad is not None and not local_part(p.grad).any()]
-            gone = gone if len(gone) == len(self._held) else []
+        if not gone and first is not None and first._version != self._version:
+            gone = self._zeroed(first)
         if not gone:
             return
         name = next((name for name, parameter in named if parameter is gone[0]), f"one of {tuple(gone[0].shape)}")
@@ -283,6 +285,12 @@ class WindowGradients:
             "gradients after each update. Take gradients for another purpose with torch.autograd.grad, and freeze with "
             "requires_grad_(False)."
         )
+
+    def _zeroed(self, first: Tensor) -> list[nn.Parameter]:
+        """Return the parameters if all of their gradients are zero, else none: `train_step` may write to them, but not drop them."""
+        if first.any() or any(local_part(p.grad).any() for p in self._parameters if p.grad is not None):
+            return []
+        return self._parameters
 
 
 class _Unchecked(NamedTuple):
@@ -400,19 +408,20 @@ class UpdateStep:
         Forward and backward must not communicate: a rank that ran out would leave the others waiting. Afterwards the ranks agree in one
         collective whether one of them did; nothing has been updated then.
         """
-        runner, loader = self._runner, source.loader
-        held = loader.held_at_once if isinstance(loader, DataLoader) else 0
-        if held == 0:
+        runner = self._runner
+        size = source.loader.held_at_once if isinstance(source.loader, DataLoader) else 0
+        if size == 0:
             return self.run_window(source, batches, consumed)
-        # What ranks otherwise do together within an update comes before it: each of them has to come through it alone.
+        # A rank that runs out of memory leaves its update. So the collectives that updates have otherwise are made before this one.
         if runner.preparation.broadcasts_buffers:
             runner.broadcast_buffers()
         if runner.window.agreed_reference is None and runner.placement.optimizer.size > 1:
-            runner.window.agreed_reference = float(held)
-        if held == 1:
+            runner.window.agreed_reference = float(size)
+        if size == 1:
             # Nothing is left to halve: the user gets the error with its traceback.
             return self.run_window(source, batches, consumed)
-        take_back, failed = self.recompute.remember(), False
+        take_back = self.recompute.remember()
+        failed = False
         try:
             self.run_window(source, batches, consumed)
         except Exception as error:
@@ -420,22 +429,22 @@ class UpdateStep:
                 raise
             failed = True
         # Not in the `except` block: the traceback would keep the tensors of the forward alive.
-        told = runner.placement.optimizer.all_reduce(torch.tensor(float(failed), dtype=torch.float64), "max")
-        if not told.item():
+        failures = runner.placement.optimizer.all_reduce(torch.tensor(float(failed), dtype=torch.float64), "max")
+        if not failures.item():
             return True
         take_back()
         gc.collect()
         free_unused_memory(runner.device)
-        runner.state.elastic.micro_batch_size = held // 2
-        self._data.limit_micro_batch(held // 2)
+        runner.state.elastic.micro_batch_size = size // 2
+        self._data.limit_micro_batch(size // 2)
         if runner.is_main_process:
             logger.warning(
                 "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "
                 "else. The size is kept, also when the run is resumed; dataloader.micro_batch_size=%d begins with it.",
                 runner.state.train.global_step + 1,
-                held,
-                held // 2,
-                held // 2,
+                size,
+                size // 2,
+                size // 2,
             )
         return False
 
@@ -444,7 +453,8 @@ class UpdateStep:
         runner, window, session = self._runner, self._runner.window, self._session
         if window.count == 0:
             runner.reduction.begin()
-            self._gradients = self.move_source = None
+            self._gradients = None
+            self.move_source = None
             self._given = []
             self.schedule.begin_update()
             if (begins := session.observers.calls.get("update_started")) is not None:
@@ -503,7 +513,7 @@ class UpdateStep:
         def leave(module: nn.Module, given: object, output: object) -> None:
             nonlocal depth
             depth -= 1
-            # In a phase the weight is its own.
+            # With several optimizers, each block has a weight of its own, which is set only within the block.
             if depth == 0 and (self._phases is None or self._phases.current is not None):
                 runner.window.cut(output)
 
@@ -541,7 +551,7 @@ class UpdateStep:
         is_last = window.reduces or self._phases is not None
         if is_last or not self._session.in_step or not runner.reduction.keeps_gradients:
             return
-        # A pipeline goes on adding to them. Those of a window without weight so far are zero anyway.
+        # A pipeline adds to the gradients later too. Those of a window that has weighed nothing so far are zero anyway.
         is_whole = getattr(runner, "pipeline", None) is None
         weighs = isinstance(window.weight, Tensor) or window.weight != 0.0
         if is_whole and weighs:
@@ -591,7 +601,7 @@ class UpdateStep:
         try:
             return self.sync.reduce(StepTotals(window.weight, window.loss, window.samples, window.nonfinite, requests))
         except MembershipChanged:
-            self._session.request(*requests)  # the others have not heard of them
+            self._session.request(*requests)  # no other rank has received them
             raise
 
     def decide(self) -> tuple[UpdateOutcome, frozenset[str]]:
@@ -627,7 +637,8 @@ class UpdateStep:
         if scaler is not None and reason != "weightless":
             scaler.update()
         elif scaler is not None and isinstance(agreed.weight, Tensor):
-            scaler.update(scaler.get_scale())  # it has looked at a gradient of zero, which says nothing about its scale
+            # It has looked at a gradient of zero, which shows nothing about its scale: keep the scale.
+            scaler.update(scaler.get_scale())
         window.reset()
         outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, grad_norm, reason)
         return outcome, agreed.requests
@@ -641,7 +652,8 @@ class UpdateStep:
         runner, window = self._runner, self._runner.window
         if isinstance(totals.weight, float) and totals.weight == 0.0:
             return "weightless"
-        scales, may_skip = runner.reduction.scaler is not None, runner.config.skip_nonfinite_grad
+        scales = runner.reduction.scaler is not None
+        may_skip = runner.config.skip_nonfinite_grad
         if runner.device.type == "cpu":
             finite = not totals.nonfinite and math.isfinite(grad_norm.item())
         else:
@@ -650,6 +662,7 @@ class UpdateStep:
                 self._check_before(step)
                 self._unchecked.append(_Unchecked(step, HostCopy(checks), window.nonfinite, self._given_batches()))
                 return None
+            # The second check is there where only the device knows the weight.
             finite, *weighs = checks.tolist()
             if weighs == [False]:
                 return "weightless"
@@ -669,8 +682,10 @@ class UpdateStep:
         source = self._runner.sources.get(self.split)
         if source is None:
             return GivenBatches(self._given, None, 0)
-        # A stream may write to the memory of its batches again.
-        return GivenBatches([] if source.kind == "window" else self._given, source, source.epoch)
+        if source.kind == "window":
+            # A stream may reuse the memory of its batches.
+            return GivenBatches([], source, source.epoch)
+        return GivenBatches(self._given, source, source.epoch)
 
     def _check_before(self, step: int | None) -> None:
         """Check what updates before one have left to be checked; those of all updates for `None`."""
@@ -747,7 +762,7 @@ class UpdateStep:
                 "Look at the data and the learning rate, or raise max_skipped_updates."
             )
 
-    # What an accelerator has not told yet
+    # What an accelerator has not reported yet
 
     def read_samples(self) -> None:
         """Add the samples that were counted on the device to the counter. May be called on one rank."""
@@ -770,7 +785,7 @@ class UpdateStep:
     def log_pending_error(self) -> None:
         """Log what would be raised with the next update, where none follows. May be called on one rank."""
         left, self._unchecked = self._unchecked, []
-        with suppress(RuntimeError):  # a device that has failed cannot be asked
+        with suppress(RuntimeError):  # a device that has failed cannot be read
             bad = next((each.step for each in left if not each.checks.read()[0]), None)
             if bad is not None:
                 logger.error(

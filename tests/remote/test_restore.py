@@ -74,7 +74,7 @@ def test_best_of_the_lost_machine_is_kept(
         assert runner.best_index is not None and runner.state.train.global_step == 4
         step = runner.read_checkpoint("best")["state"]["train"]["global_step"]
         assert step == runner.best_index
-    assert "here a best is kept from the next better one on" not in caplog.text
+    assert "this run keeps one from its next better score on" not in caplog.text
 
 
 def test_drawn_seed_of_the_lost_machine_is_kept(tmp_path: Path, url: str) -> None:

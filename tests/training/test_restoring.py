@@ -12,7 +12,7 @@ import pytest
 from danling.checkpoints import CheckpointDamaged, CheckpointDiskError, CheckpointNotFound
 from danling.config import RunnerConfig
 from danling.training.run_state import restore_run
-from danling.training.saving import warn_if_best_is_elsewhere
+from danling.training.saving import index_of_best_elsewhere
 
 
 class Begun:
@@ -96,7 +96,7 @@ def test_best_in_another_directory_is_remembered(tmp_path: Path, caplog: pytest.
     begun.workspace.checkpoints = tmp_path
 
     def elsewhere() -> int | None:
-        return warn_if_best_is_elsewhere(begun, "there", None)  # type: ignore[arg-type]
+        return index_of_best_elsewhere(begun, "there", None)  # type: ignore[arg-type]
 
     with caplog.at_level(logging.INFO, "danling"):
         assert elsewhere() is None
@@ -104,6 +104,6 @@ def test_best_in_another_directory_is_remembered(tmp_path: Path, caplog: pytest.
         assert elsewhere() == 4 and not caplog.messages
         begun.is_main_process = True
         assert elsewhere() == 4
-    assert "0.5000 at 4, was kept next to there" in caplog.text
+    assert "0.5000 at 4, is next to there" in caplog.text
     (tmp_path / "best.pth").touch()
     assert elsewhere() is None
