@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -469,15 +468,8 @@ class ElasticRanks(Observer):
     def _sent_state(self) -> bytes:
         runner = self._runner
         session, trackers = runner._parts.session, runner._parts.reporter.trackers
-        progress = runner.run_state.progress(alone=True)
         payload = {
-            **runner._parts.attributes.of_rank(),
-            **runner._parts.observer_states.of_rank(),
-            **runner.run_state.components(),
-            "state": {name: part for name, part in progress.items() if name != "rng"},
-            "dataloaders": {
-                split: source.state_dict() for split, source in runner._parts.data.trained_sources().items()
-            },
+            **runner._parts.live_state.read(),
             "elastic": {
                 "stop_reason": session.stop_reason,
                 "save_requested": session.save_requested,
@@ -496,18 +488,7 @@ class ElasticRanks(Observer):
         """Take over the whole state of another rank."""
         runner = self._runner
         state: Mapping[str, Any] = torch.load(io.BytesIO(sent), weights_only=True)
-        elastic = copy(runner.state.elastic)
-        # In the order of a resume.
-        runner._parts.attributes.take_over("requires_grad", state)
-        runner.run_state.load_components(state, frozenset())
-        runner._parts.attributes.take_over("buffers", state)
-        sources = runner._parts.data.trained_sources()
-        for split, position in state["dataloaders"].items():
-            sources[split].load_state_dict(position)
-        runner._parts.attributes.take_over("attributes", state)
-        runner.run_state.load_progress(state["state"])
-        runner._parts.observer_states.load(state)
-        runner.state.elastic = elastic
+        runner._parts.live_state.load(state)
         session, more = runner._parts.session, state["elastic"]
         session.stop_reason, session.save_requested = more["stop_reason"], more["save_requested"]
         saved_at, begun = more["saved_at"], more["begun_pass"]

@@ -20,6 +20,7 @@ from danling.training.checks import ComponentChecks, FiniteWeights, FirstGradien
 from danling.training.evaluation import Evaluator
 from danling.training.extension import Extension
 from danling.training.keys import RandomKeys
+from danling.training.live_state import LiveState
 from danling.training.loop import TrainingLoop
 from danling.training.model_states import FrozenWeights
 from danling.training.observer_states import ObserverStates
@@ -144,6 +145,7 @@ class TorchParts(Parts):
         self.frozen = FrozenWeights(runner)
         self.finite = FiniteWeights(runner)
         self.loss = BatchLoss(runner, self.data)
+        self.live_state = LiveState(runner, self.attributes, self.data, self.observer_states)
         self.losses = Meters()
         """Loss of the open epoch, or since the last evaluation in step mode."""
         self.built_optimizer: Any = None

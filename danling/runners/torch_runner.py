@@ -675,9 +675,7 @@ class TorchRunner(BaseRunner):
         if not self.config.ft.enabled:
             return
         parts = self._parts
-        member: ReplicaMember = load("torchft").ReplicaMember(
-            self, parts.session, parts.attributes, parts.data, parts.observer_states, parts.recompute
-        )
+        member: ReplicaMember = load("torchft").ReplicaMember(self, parts.session, parts.live_state, parts.recompute)
         self.fault_tolerance = member
         member.join_training(parts.extensions)
         self._parts.closers.callback(member.close)

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
@@ -20,11 +19,9 @@ from torch.utils._pytree import tree_map_only
 
 from danling.checkpoints.snapshot import convert
 from danling.config import RunnerConfig
-from danling.data.run_data import RunData
 from danling.distributed import StepTotals
-from danling.training.attributes import KeptAttributes
 from danling.training.extension import Extension, StateReplaced, Totals
-from danling.training.observer_states import ObserverStates
+from danling.training.live_state import LiveState
 from danling.training.recompute import Recompute
 from danling.training.reduction import GradientReduction
 from danling.training.run_state import StatePart
@@ -104,9 +101,7 @@ class ReplicaMember(Extension):
         self,
         runner: TorchRunner,
         session: TrainingSession,
-        attributes: KeptAttributes,
-        data: RunData,
-        observer_states: ObserverStates,
+        live_state: LiveState,
         recompute: Recompute,
     ) -> None:
         try:
@@ -117,9 +112,7 @@ class ReplicaMember(Extension):
             ) from error
         self._runner = runner
         self._session = session
-        self._attributes = attributes
-        self._data = data
-        self._observer_states = observer_states
+        self._live_state = live_state
         self._recompute = recompute
         ft = self.settings = runner.config.ft
         if ft.process_group == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
@@ -463,42 +456,28 @@ class ReplicaMember(Extension):
 
     def sent_state(self) -> dict[str, Any]:
         """Return what another group heals from: the state of this rank, shards as plain tensors, without communication."""
-        runner = self._runner
-        progress = runner.run_state.progress(alone=True)
-        payload: dict[str, Any] = {
-            **self._attributes.of_rank(),
-            **self._observer_states.of_rank(),
-            **runner.run_state.components(),
-            "state": {name: part for name, part in progress.items() if name != "rng"},
-            "dataloaders": {split: source.state_dict() for split, source in self._data.trained_sources().items()},
-        }
-        changing = {buffer.data_ptr() for buffer in runner.unwrapped_model.buffers()}
+        changing = {buffer.data_ptr() for buffer in self._runner.unwrapped_model.buffers()}
 
         def plain(tensor: Tensor) -> Tensor:
             local = local_part(tensor)
             # A forward changes buffers.
             return local.clone() if local.data_ptr() in changing else local
 
-        converted: dict[str, Any] = convert(payload, plain)
+        converted: dict[str, Any] = convert(self._live_state.read(), plain)
         return converted
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Take over what `sent_state` returned on the same rank of another group. Called on every rank of the group that heals."""
         runner = self._runner
-        elastic, reference = copy(runner.state.elastic), runner.window.agreed_reference
-        # In the order of a resume.
-        self._attributes.take_over("requires_grad", state)
-        runner.run_state.load_components(self._laid_out(state), frozenset())
-        self._attributes.take_over("buffers", state)
-        sources = self._data.trained_sources()
-        for split, position in state["dataloaders"].items():
-            if not (sources[split].is_rank_local and position_owner(runner.config) is not None):
-                sources[split].load_state_dict(position)
-        self._attributes.take_over("attributes", state)
-        runner.run_state.load_progress(state["state"])
-        self._observer_states.load(state)
-        # Those are of the group: ranks of one group may heal from different ones.
-        runner.state.elastic, runner.window.agreed_reference = elastic, reference
+        reference = runner.window.agreed_reference
+        saves_position = position_owner(runner.config) is not None
+        self._live_state.load(
+            state,
+            components=self._laid_out(state),
+            keeps_position=lambda source: source.is_rank_local and saves_position,
+        )
+        # The reference is one of the group, whose ranks may heal from different groups.
+        runner.window.agreed_reference = reference
         if runner.is_main_process:
             logger.info("Healed from another replica group at step %d.", runner.state.train.global_step)
 

@@ -391,7 +391,9 @@ def loader_states(
     for split, source in sources.items():
         if source.is_rank_local:
             # In reverse order above: of several ranks that read the same data, the state of the first one is kept.
-            found[split] = {"ranks": {str(replica): states[split] for replica, states, _ in gathered if split in states}}
+            found[split] = {
+                "ranks": {str(replica): states[split] for replica, states, _ in gathered if split in states}
+            }
         else:
             found[split] = source.state_dict()
     return found
