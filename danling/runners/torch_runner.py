@@ -67,9 +67,9 @@ from danling.training.checks import (
 from danling.training.evaluation import EvaluationForward
 from danling.training.model_states import ModelStates
 from danling.training.phases import PhasedModel
+from danling.training.precision import no_autocast
 from danling.training.preparation import ModelPreparation, settle_buckets
 from danling.training.progress_file import ProgressFile
-from danling.training.reduction import no_autocast
 from danling.training.run_state import StatePart, component_parts, progress_parts
 from danling.training.schedule import mode_of_schedule
 from danling.utils.hooks import is_overridden

@@ -18,7 +18,8 @@ from .batches import (
 )
 from .ema import EMA
 from .loop import PassAgreement
-from .reduction import DDPReduction, GradientReduction, Precision
+from .precision import Precision
+from .reduction import DDPReduction, GradientReduction
 from .session import TrainingSession
 from .update import UNCOMMITTED, NonFiniteError, UpdateOutcome, Window
 

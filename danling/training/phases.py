@@ -53,7 +53,7 @@ class Phase:
         self.optimizer = optimizer
         self.window = Window(runner.placement.optimizer, runner.device)
         self.window.is_first = False
-        self.scaler = torch.amp.GradScaler(runner.device.type) if runner.precision.scaler is not None else None
+        self.scaler = runner.precision.new_scaler()
         self.reduction: GradientReduction
         self.outcome: UpdateOutcome | None = None
         self.is_due = True

@@ -96,6 +96,11 @@ class Recompute:
                 )
 
 
+def may_skip_updates(runner: TorchRunner) -> bool:
+    """Whether an update whose loss or gradient is not finite is skipped; else it is an error."""
+    return runner.config.skip_nonfinite_grad or runner.reduction.scaler is not None
+
+
 class SkippedUpdates:
     """Puts back what the micro-batches of a skipped update have changed, but for the numbers of samples and micro-batches.
 
@@ -127,18 +132,17 @@ class SkippedUpdates:
     def begin(self, weight: float | Tensor) -> None:
         """Remember where an update begins, if it may be skipped. Called before the first micro-batch, whose weight is given."""
         runner = self._runner
-        may_skip = runner.config.skip_nonfinite_grad or runner.precision.scaler is not None
-        if not may_skip and not (isinstance(weight, float) and weight == 0.0):
+        weighs_nothing = isinstance(weight, float) and weight == 0.0
+        if not weighs_nothing and not may_skip_updates(runner):
             return
         self.remembers = True
         is_watched = self._watched < _WATCHED
         if is_watched:
             self.before = self._attributes.digests()
         self._buffers.take()
-        self._put_back = (
-            remember_figures(runner, self._train_metrics),
-            self._attributes.remember(None if is_watched else self._found),
-        )
+        # In the first updates it is not known yet which attributes change: remember all.
+        names = None if is_watched else self._found
+        self._put_back = remember_figures(runner, self._train_metrics), self._attributes.remember(names)
 
     def look(self) -> None:
         """Find the attributes that a micro-batch has changed, in the first updates. Called after each micro-batch."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from ctypes import c_float
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from danling.distributed import StepTotals
 from danling.utils.tensors import bucketed, flattened
 
+from .precision import NO_CONTEXT
+
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
 
 logger = logging.getLogger("danling")
-
-NO_CONTEXT: AbstractContextManager[object] = nullcontext()
 
 
 class GradientReduction:
@@ -291,42 +290,3 @@ def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
 
 _EPSILON = c_float(1e-6).value
 """What torch adds to a norm, in float32."""
-
-
-# Precision
-
-_DTYPES = {
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    **dict.fromkeys((None, "fp32", "float32", "none", "no")),
-}
-
-
-class Precision:
-    """Forward context and gradient scaler of one precision.
-
-    Attributes:
-        dtype: Autocast dtype, `None` for full precision.
-        autocast: Returns the context of a forward.
-        scaler: `torch.amp.GradScaler` for float16, else `None`.
-
-    Raises:
-        ValueError: If the name is unknown.
-    """
-
-    def __init__(self, name: str | None, device: torch.device) -> None:
-        key = name.lower() if isinstance(name, str) else name
-        if key not in _DTYPES:
-            raise ValueError(f"Expected precision to be 'fp16', 'bf16' or none. Received: precision={name!r}.")
-        self.dtype: torch.dtype | None = _DTYPES[key]
-        self.autocast: Callable[[], AbstractContextManager[object]] = no_autocast
-        if self.dtype is not None:
-            self.autocast = partial(torch.autocast, device.type, dtype=self.dtype)
-        self.scaler = torch.amp.GradScaler(device.type) if self.dtype is torch.float16 else None
-
-
-def no_autocast() -> AbstractContextManager[object]:
-    """Return the context of a forward in full precision."""
-    return NO_CONTEXT

@@ -35,7 +35,7 @@ from danling.utils.tensors import local_part
 
 from .bad_samples import GivenBatches
 from .batches import BatchLoss, check_returned, not_one_loss, note_batch, peek_target, prediction_of
-from .recompute import Recompute, SkippedUpdates, map_carry
+from .recompute import Recompute, SkippedUpdates, map_carry, may_skip_updates
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -652,13 +652,11 @@ class UpdateStep:
         runner, window = self._runner, self._runner.window
         if isinstance(totals.weight, float) and totals.weight == 0.0:
             return "weightless"
-        scales = runner.reduction.scaler is not None
-        may_skip = runner.config.skip_nonfinite_grad
         if runner.device.type == "cpu":
             finite = not totals.nonfinite and math.isfinite(grad_norm.item())
         else:
             checks = _checks_on_device(totals, grad_norm)
-            if not (scales or may_skip):
+            if not may_skip_updates(runner):
                 self._check_before(step)
                 self._unchecked.append(_Unchecked(step, HostCopy(checks), window.nonfinite, self._given_batches()))
                 return None
@@ -668,9 +666,9 @@ class UpdateStep:
                 return "weightless"
         if finite:
             return None
-        if scales:
+        if runner.reduction.scaler is not None:
             return "overflow"
-        if may_skip:
+        if runner.config.skip_nonfinite_grad:
             bad_sample = self._given_batches().bad_sample()
             if bad_sample:
                 logger.warning("The data of update %d has %s.", step, bad_sample)

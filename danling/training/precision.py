@@ -1,0 +1,52 @@
+"""Mixed precision: the context of a forward, and the scaler of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+
+NO_CONTEXT: AbstractContextManager[object] = nullcontext()
+
+_DTYPES = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    **dict.fromkeys((None, "fp32", "float32", "none", "no")),
+}
+
+
+class Precision:
+    """Forward context and gradient scaler of one precision.
+
+    Attributes:
+        dtype: Autocast dtype, `None` for full precision.
+        autocast: Returns the context of a forward.
+        scaler: `torch.amp.GradScaler` for float16, else `None`.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+
+    def __init__(self, name: str | None, device: torch.device) -> None:
+        key = name.lower() if isinstance(name, str) else name
+        if key not in _DTYPES:
+            raise ValueError(f"Expected precision to be 'fp16', 'bf16' or none. Received: precision={name!r}.")
+        self.dtype: torch.dtype | None = _DTYPES[key]
+        self.autocast: Callable[[], AbstractContextManager[object]] = no_autocast
+        if self.dtype is not None:
+            self.autocast = partial(torch.autocast, device.type, dtype=self.dtype)
+        self._device = device
+        self.scaler = self.new_scaler()
+
+    def new_scaler(self) -> torch.amp.GradScaler | None:
+        """Return a scaler for the gradients of one optimizer; `None` unless the dtype is float16."""
+        return torch.amp.GradScaler(self._device.type) if self.dtype is torch.float16 else None
+
+
+def no_autocast() -> AbstractContextManager[object]:
+    """Return the context of a forward in full precision."""
+    return NO_CONTEXT
