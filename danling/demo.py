@@ -114,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare(place: Path, *, kills: int, seed: int) -> bool:
     """Make both runs below a directory, and return whether they are the same."""
-    draw, begun = random.Random(seed), time.monotonic()
+    draw = random.Random(seed)
+    begun = time.monotonic()
     updates = UPDATES_BETWEEN_KILLS[1] * (kills + 1)
     print(f"Two runs of {updates} updates, at once. One is left alone, the other is killed {kills} times:", flush=True)
     place.mkdir(parents=True, exist_ok=True)

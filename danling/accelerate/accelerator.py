@@ -223,7 +223,8 @@ def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, mo
 
 def check_place(accelerator: Any, settings: AccelerateSettings, launch: LaunchEnvironment) -> None:
     """Refuse an accelerator with another rank than its process, or another precision than was asked for."""
-    place, own = (accelerator.num_processes, accelerator.process_index), (launch.world_size, launch.rank)
+    place = (accelerator.num_processes, accelerator.process_index)
+    own = (launch.world_size, launch.rank)
     if place != own:
         raise ValueError(
             f"Expected Accelerate to know all processes that were launched. Received: num_processes={place[0]}, process_index={place[1]} "
@@ -242,7 +243,8 @@ def check_place(accelerator: Any, settings: AccelerateSettings, launch: LaunchEn
             f"mixed_precision={accelerator.mixed_precision!r} instead. Set precision='bf16'."
         )
     if launch.world_size > 1:
-        device, backends = accelerator.device.type, str(dist.get_backend_config())
+        device = accelerator.device.type
+        backends = str(dist.get_backend_config())
         if device not in [pair.partition(":")[0] for pair in backends.split(",")]:
             raise ValueError(
                 f"Expected a process group with collectives for the device that Accelerate picked. Received: device={device!r}, "
@@ -296,7 +298,8 @@ class AcceleratePreparation(ModelPreparation):
 
     def bind(self, optimizer: object) -> None:
         """Take the optimizer that is prepared together with the model; `None` where nothing is trained."""
-        self._optimizer, self._is_bound = optimizer, True
+        self._optimizer = optimizer
+        self._is_bound = True
 
     def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
         """Return the model as Accelerate prepares it, together with the optimizer; see `ModelPreparation.wrap`."""
@@ -341,7 +344,8 @@ class AccelerateReduction(DDPReduction):
         self.accelerator: Any = runner.accelerator
         self.stepped = runner.preparation.stepped(self.optimizer)
         if not isinstance(self.model, DistributedDataParallel):
-            self.domain, self.mean_over = LocalDomain(), 1
+            self.domain = LocalDomain()
+            self.mean_over = 1
 
     def begin(self) -> None:
         """Refuse an accelerator that divides the loss: another one of this process may have changed the state that they share."""

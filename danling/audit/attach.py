@@ -138,7 +138,8 @@ class UpdateReplay:
         take_back = self._recompute.remember()
         if not self._inner(source, batches, consumed):
             return False
-        first, domain = self._digests(), runner.placement.optimizer
+        first = self._digests()
+        domain = runner.placement.optimizer
         for _ in range(settings.replays):
             second = self._again(take_back, source, consumed)
             differs = torch.tensor(float(first != second), dtype=torch.float64)
@@ -206,7 +207,8 @@ class Until(Observer):
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
         """Have the run save after the last update, and end where it has come beyond it. Called on all ranks."""
-        step, session = self._runner.saver.at[0], self._session
+        step = self._runner.saver.at[0]
+        session = self._session
         if step == self.target[0]:
             # At once, and not as a request, of which an accelerator hears an update later.
             session.save_requested = True

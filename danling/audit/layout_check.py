@@ -249,7 +249,8 @@ def recording_settings(
     layout: Layout, place: Path, options: CheckOptions, *, alone: bool, is_reversed: bool = False
 ) -> dict[str, object]:
     """Return the settings imposed on a program that records its first updates."""
-    directory, samples = directory_of(place, alone=alone, is_reversed=is_reversed), options.batch
+    directory = directory_of(place, alone=alone, is_reversed=is_reversed)
+    samples = options.batch
     if layout.stack == "parallel":
         axes = {f"parallel.axes.{axis}": 1 if alone else layout.degrees.get(axis, 1) for axis in AXES}
         stack: dict[str, object] = {"stack": "parallel", "fsdp.enabled": False, **axes}

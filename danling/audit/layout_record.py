@@ -111,7 +111,8 @@ def divide_for_check(runner: BaseRunner, closers: ExitStack) -> DividedSettings:
         closers.enter_context(default_dtype(dtype_of(section.dtype)))
     if config.seed is None:
         config.seed = 0
-    replicas, accum_steps = int(section.replicas), int(config.accum_steps)
+    replicas = int(section.replicas)
+    accum_steps = int(config.accum_steps)
 
     def divided(settings: Mapping[str, Any], divides_itself: bool) -> Mapping[str, object]:
         batch: int | None = settings.get("batch_size")

@@ -151,7 +151,8 @@ class Retraining:
     """A stretch of a run that is trained again in its own directory."""
 
     def __init__(self, run: Path, scratch: Path, start: int | None, end: int | None, *, is_ours: bool = False) -> None:
-        self.run, self.directory = run, scratch.absolute() / "run"
+        self.run = run
+        self.directory = scratch.absolute() / "run"
         self.start, self.end = stretch_of(checkpoints_of(run, is_ours=is_ours), start, end)
         config = Run(run, "stored").config
         self.settings: dict[str, object] = {

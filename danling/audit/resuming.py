@@ -61,12 +61,16 @@ class ResumeCheck:
 
     def examine(self) -> Iterator[Found]:
         """Yield each check as it ends; behind the first that failed there is nothing to compare."""
-        whole, parts, updates = self.place / "whole", self.place / "parts", self.updates
+        whole = self.place / "whole"
+        parts = self.place / "parts"
+        updates = self.updates
         begin = time.monotonic()
         announce(f"1 of 4: the program trains {4 * updates} updates without a break, within {self.timeout:g} s")
         # Longer than the other: a quick program makes more updates before a signal stops it.
         self._train(whole, 4 * updates, leave=kill_program, seconds=_LONGER_SECONDS)
-        reference, took, done = read_digests(whole), time.monotonic() - begin, 0
+        reference = read_digests(whole)
+        took = time.monotonic() - begin
+        done = 0
         last = max(reference)
         if last < 2 * updates + 2:
             # It ended by itself, and would end before it is killed, too.
@@ -101,7 +105,8 @@ class ResumeCheck:
         """Train until a run has so many updates and so many seconds have passed since the first; stop it and return how many it has."""
         settings = {**scratch_settings(run), "auto_resume": resumes, "audit.digest_interval": 1}
         process = start_program(self.command, settings, log=self._log)
-        begin, first = time.monotonic(), None
+        begin = time.monotonic()
+        first = None
         try:
             while True:
                 done = max(read_digests(run), default=0)

@@ -166,7 +166,8 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
     def _write(self, payload: dict[str, object], record: Record, names: list[str], ahead: bool) -> None:
         """Write a target together with the other ranks; then, on rank 0, let the names lead to it and prune."""
         # Another process may have another working directory by then.
-        path, before = self.store.path(record.name).absolute(), self._ahead
+        path = self.store.path(record.name).absolute()
+        before = self._ahead
         self._ahead = None
         try:
             writer = TargetWriter(path, record)
@@ -339,7 +340,8 @@ class TargetWriter(FileSystemWriter):
         self, metadata: Metadata, path: Path
     ) -> tuple[Metadata, list[WriteResult], dict[str, tuple[int, str]]]:
         """Link the tensor files of the earlier target; return the index with their entries, their places, and their checksums."""
-        source, names = path.parent / self.earlier, self.taken_over
+        source = path.parent / self.earlier
+        names = self.taken_over
         manifest, other = read_manifest(source / SUMS, f"{self.earlier}/{SUMS}"), read_index(source)
         assert metadata.planner_data is not None and other.planner_data is not None and other.storage_data is not None
         places = {index: place for index, place in other.storage_data.items() if index.fqn in names}
@@ -477,7 +479,8 @@ def destinations(
             found[name] = None
             continue
         # The state of an optimizer is laid out as its parameter is: `optimizer.state.NAME.exp_avg` as `optimizer.state.NAME`.
-        like, dtype = layouts.get(name, layouts.get(name.rpartition(".")[0])), entry.properties.dtype
+        like = layouts.get(name, layouts.get(name.rpartition(".")[0]))
+        dtype = entry.properties.dtype
         if like is None and template is not None and _is_of_another_rank(metadata.planner_data[name], template):
             found[name] = torch.empty(entry.size, dtype=dtype, device="meta")
         elif isinstance(like, Tensor) and is_sharded(like) and like.shape == entry.size:
@@ -631,7 +634,8 @@ def parse_index(text: str) -> Metadata:
             entries[name] = TensorStorageMetadata(properties, _numbers(about["shape"]), chunks)
             paths[name] = _keys(about["path"])
         for name, about in content["values"].items():
-            entries[name], paths[name] = BytesStorageMetadata(), _keys(about["path"])
+            entries[name] = BytesStorageMetadata()
+            paths[name] = _keys(about["path"])
             places[MetadataIndex(name)] = stored(about["place"])
     except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(f"a part of it is missing or of another kind: {error!r}") from error

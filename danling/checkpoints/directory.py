@@ -664,7 +664,8 @@ class CheckpointDirectory:
         Args:
             follows: Whether this rank removes, on its machine, what the main process has removed on its own.
         """
-        self.is_split, self.follows = True, follows
+        self.is_split = True
+        self.follows = follows
         for store in self.stores:
             store.is_part = not store.is_elsewhere
 

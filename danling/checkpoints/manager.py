@@ -247,7 +247,8 @@ class CheckpointManager(ABC):
             CheckpointDamaged: If it is not what was written.
             CheckpointMismatch: If it is in this run's directory and belongs to another run, or has a format that is not known.
         """
-        path, trust = self._fetched(source), self.settings.trust
+        path = self._fetched(source)
+        trust = self.settings.trust
         return self.on_all(partial(read_payload, path, template=template, sections=sections, trust=trust))
 
     def _fetched(self, source: str | Path) -> Path:

@@ -127,7 +127,8 @@ class Manifest:
 
     def text(self) -> str:
         """Return the manifest; comments hold what `sha256sum -c` does not know."""
-        record, files = self.record, sorted(self.files.items())
+        record = self.record
+        files = sorted(self.files.items())
         lines = [
             HEADER,
             f"# name: {record.name}",
@@ -255,7 +256,8 @@ def archive_complaints(source: Path | BinaryIO, *, tensors: bool = True, require
     try:
         opened = os.fdopen(storage.open_regular(source), "rb") if isinstance(source, Path) else nullcontext(source)
         with opened as file, ZipFile(file) as archive:
-            records, size = archive.infolist(), file.seek(0, os.SEEK_END)
+            records = archive.infolist()
+            size = file.seek(0, os.SEEK_END)
             if any(record.compress_type != ZIP_STORED for record in records):
                 return ["its records are compressed, which torch never does"]
             total = sum(record.file_size for record in records)

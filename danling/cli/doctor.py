@@ -186,7 +186,8 @@ def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:
     try:
         state, detail = check()
     except (RuntimeError, OSError) as error:
-        state, detail = "failed", str(error)
+        state = "failed"
+        detail = str(error)
     return Check(name, state, detail, round(time.monotonic() - start, 2))
 
 

@@ -89,7 +89,8 @@ def run(options: argparse.Namespace) -> int:
     degrees = {axis: getattr(options, axis) for axis in AXES}
     names = ("stage", "optimizer", "precision", "grad_precision", "master", "ema")
     parts = bytes_per_rank(model, degrees, **{name: getattr(options, name) for name in names})
-    ranks, parameters = math.prod(degrees.values()), model.dense + model.experts
+    ranks = math.prod(degrees.values())
+    parameters = model.dense + model.experts
     if options.json:
         facts = {"layout": {**degrees, "stage": options.stage}, "world_size": ranks}
         print_json({**facts, "parameters": parameters, "bytes_per_rank": parts})

@@ -176,7 +176,8 @@ def idle_settings(
         idle, reason = reasons.get(known, (False, ""))
         for section, switch in _SWITCHES.items():
             if key.startswith(f"{section}.") and not config[section][switch]:
-                idle, reason = True, f"{section}.{switch} is not set"
+                idle = True
+                reason = f"{section}.{switch} is not set"
         if idle:
             found.setdefault(reason, []).append(key)
     return [f"{', '.join(keys)} has no effect: {reason}." for reason, keys in found.items()]

@@ -87,7 +87,8 @@ def from_datamodule(datamodule: Any, *, splits: Iterable[str] | str | None = Non
         own = callable(method) and getattr(method, "__module__", "").partition(".")[0] not in _LIBRARY
         return own or name in vars(datamodule)  # as `LightningDataModule.from_datasets` sets it
 
-    launch, kind = LaunchEnvironment.read(), type(datamodule).__name__
+    launch = LaunchEnvironment.read()
+    kind = type(datamodule).__name__
     present = [split for split in STAGES if is_own(f"{split}_dataloader")]
     asked = present if splits is None else [splits] if isinstance(splits, str) else list(splits)
     unknown = [split for split in asked if split not in present]
@@ -140,7 +141,8 @@ _rounds = count()
 
 def _agreed(failure: str | None, launch: LaunchEnvironment) -> str | None:
     """Wait for all ranks, and return what failed on one of them."""
-    store, key = default_store(), f"danling/prepare_data/{next(_rounds)}"
+    store = default_store()
+    key = f"danling/prepare_data/{next(_rounds)}"
     if failure is not None:
         store.set(f"{key}/failed", f"{failure} on rank {launch.rank}")
     store.add(f"{key}/arrived", 1)

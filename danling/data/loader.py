@@ -166,7 +166,8 @@ class KeyedLoader(LibraryLoader):
         # In this process, without the bookkeeping that torch has for processes. The keys are taken here and not where the first batch is
         # asked for: moving the position must not disturb the iterator. Not a chain of `map`: that takes a StopIteration of the user's for
         # its own end.
-        dataset, keys = self._view()["dataset"], iter(self.order)
+        dataset = self._view()["dataset"]
+        keys = iter(self.order)
         read = dataset.__getitem__ if self.batch_sampler is None else dataset.__getitems__
         return (read(key) for key in keys)
 
@@ -273,7 +274,8 @@ class DataLoader(KeyedLoader):
                 f"Expected no dataloader.shuffle for split {share.split!r}: a {type(dataset).__name__} has its own order. Received: "
                 "shuffle=True. Leave it out."
             )
-        length, cut = length_of(dataset, f"split {share.split!r}"), division
+        length = length_of(dataset, f"split {share.split!r}")
+        cut = division
         if cut is None:
             cut = Division.of_batches(batch_size or 1, share.world_size)
         order = PositionedBatchSampler(length, share, cut, shuffle=shuffle, drop_last=drop_last, pad=pad)

@@ -94,7 +94,8 @@ class Mixture(OrderedDataset):
         self.labelled = labelled
         self._weights = by_epoch
         self._orders: dict[int, tuple[int, Order]] = {}
-        self._stage, self._offset = _Stage(0, self._turns_at(0), (0,) * len(self.names)), 0
+        self._stage = _Stage(0, self._turns_at(0), (0,) * len(self.names))
+        self._offset = 0
         self._stages = [self._stage]
         self._known_until = 0
         self._length = self._chosen_length(length)
@@ -212,7 +213,8 @@ class Mixture(OrderedDataset):
 
     def _stage_of(self, epoch: int) -> _Stage:
         for later in range(self._known_until + 1, epoch + 1):
-            last, turns = self._stages[-1], self._turns_at(later)
+            last = self._stages[-1]
+            turns = self._turns_at(later)
             self._known_until = later
             if turns.shares != last.turns.shares:
                 counts = last.turns.counts((later - last.first) * self._length)

@@ -78,7 +78,8 @@ class _Grouped(OrderedDataset):
         if not longest:
             raise ValueError(f"Expected documents with tokens. Received: {len(self.lengths)} documents of length 0.")
         if longest > limit and not splits:
-            index, more = int(self.lengths.argmax()), int((self.lengths > limit).sum())
+            index = int(self.lengths.argmax())
+            more = int((self.lengths > limit).sum())
             fix = "raise length, or set too_long='split'" if isinstance(self, Packed) else "raise tokens"
             raise ValueError(
                 f"Expected documents of at most {limit} tokens. Received: {more} longer ones, the longest at index {index} with "
@@ -367,7 +368,8 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
             room, block = found >> _ROOM_BITS, found & ((1 << _ROOM_BITS) - 1)
             blocks[block].append(number)
         else:
-            room, block = length, len(blocks)
+            room = length
+            block = len(blocks)
             blocks.append([number])
         if room > size:
             insort(rooms, (room - size) << _ROOM_BITS | block)

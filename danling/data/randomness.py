@@ -113,7 +113,8 @@ def set_cublas_workspace() -> None:
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
     """Ask torch for deterministic kernels inside; its switches are put back on exit."""
-    before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    before = torch.are_deterministic_algorithms_enabled()
+    benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     try:
@@ -171,7 +172,8 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 def seed_device(seed: int, device: torch.device) -> None:
     """Seed the generator of an accelerator."""
-    own, module = _stream_seed(seed, _OF_DEVICE), torch.get_device_module(device)
+    own = _stream_seed(seed, _OF_DEVICE)
+    module = torch.get_device_module(device)
     if device.index is None or not hasattr(module, "default_generators"):
         module.manual_seed(own)
     else:

@@ -162,7 +162,9 @@ class RunData:
         """Return the settings under `dataloader` with those that a dataset comes with, and the overrides of the split, merged in."""
         section = self._run.config.get("dataloader", None)
         given = dict(section.items()) if section else {}
-        own, names, is_trained = given.get(split), self.names, split in self.to_train()
+        own = given.get(split)
+        names = self.names
+        is_trained = split in self.to_train()
         merged: dict[str, Any] = {key: value for key, value in given.items() if key not in names}
         if not is_trained:
             merged = _without_order(merged)
@@ -230,7 +232,8 @@ class RunData:
             split = next(iter(self._run.train_splits), None) if self.names else None
         if split is None:
             return None
-        loader, config = self._run.dataloaders.get(split), self._run.config
+        loader = self._run.dataloaders.get(split)
+        config = self._run.config
         if loader is not None:
             return loader.division if isinstance(loader, DataLoader) else None
         return divide_updates(
@@ -294,7 +297,8 @@ class RunData:
         Raises:
             ValueError: If a dataset that the library divides has another length on another rank.
         """
-        mine, loaders = self._own_lengths(), self._run.dataloaders
+        mine = self._own_lengths()
+        loaders = self._run.dataloaders
         samples = {split: loaders[split].order.length for split in mine if isinstance(loaders[split], DataLoader)}
         ranks = self._run.placement.optimizer.gather_objects((mine, samples, self._uncompared()))
         for split in samples:
@@ -382,7 +386,8 @@ class RunData:
 
     def open(self, split: str, loader: object) -> BatchSource:
         """Return the batches of a loader of a split."""
-        run, share = self._run, self._share(split)
+        run = self._run
+        share = self._share(split)
         if isinstance(loader, WindowLoader):
             if run.placement.replica_group[1] > 1:
                 raise ValueError(
@@ -423,7 +428,8 @@ class RunData:
         one within a pass whose position was restored and not read behind: the program may have replaced it so before it was stopped.
         """
         self.check(split)
-        run, known = self._run, self.sources.get(split)
+        run = self._run
+        known = self.sources.get(split)
         restored = None
         if known is not None and self._change_of(split) and known.remaining_batches() != 0:
             restored = known.restored if known.consumed else None

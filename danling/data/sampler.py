@@ -254,7 +254,9 @@ class PositionedBatchSampler(Sampler[BatchKey]):
     ) -> None:
         self.length, self.division = length, division
         self.split, self.seed, self.rank, self.world_size = share
-        self.shuffle, self.drop_last, self.pad = shuffle, drop_last, pad or division.is_update
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.pad = pad or division.is_update
         self.epoch = 0
         self.consumed = 0
 
@@ -287,7 +289,8 @@ class PositionedBatchSampler(Sampler[BatchKey]):
 
     def _walk(self, start: int) -> Iterator[tuple[int, _Cut]]:
         """Yield the batches of this rank from a position on, each with the position where its stretch begins."""
-        full, whole = self.division.samples, self._cut(self.division.samples)
+        full = self.division.samples
+        whole = self._cut(self.division.samples)
         for _ in range((self.length - start) // full):
             for cut in whole:
                 yield start, cut
@@ -346,7 +349,8 @@ class PositionedBatchSampler(Sampler[BatchKey]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
-        self.epoch, self.consumed = epoch, 0
+        self.epoch = epoch
+        self.consumed = 0
 
     def advance(self, batches: int) -> None:
         """Move the position: each rank has consumed `batches` more.
@@ -354,7 +358,8 @@ class PositionedBatchSampler(Sampler[BatchKey]):
         Raises:
             ValueError: If they are a part of an update only, which is divided as a whole.
         """
-        division, left = self.division, self.length - self.consumed
+        division = self.division
+        left = self.length - self.consumed
         stretches, rest = divmod(batches, division.micro_batches)
         if rest and division.is_update:
             if (stretches, rest) != (left // division.samples, division.count(left % division.samples)):

@@ -89,7 +89,8 @@ def open_source(
             f"single sample would be a batch. Write self.datasets[{split!r}] = ..., and the loader is made of it; a dataset whose items "
             "are batches goes into DataLoader(dataset, batch_size=None)."
         )
-    read, share = loader, Share(split, seed, rank, world_size)
+    read = loader
+    share = Share(split, seed, rank, world_size)
     if not isinstance(loader, (KeyedLoader, WindowLoader)):
         if reads:
             _check_share(loader, share)
@@ -188,7 +189,8 @@ class BatchSource:
 
         Call after `state_dict`. May be called on one rank.
         """
-        dataset, workers = getattr(self.loader, "dataset", None), getattr(self.loader, "num_workers", 0)
+        dataset = getattr(self.loader, "dataset", None)
+        workers = getattr(self.loader, "num_workers", 0)
         who = f"The dataset of split {self.split!r} ({type(dataset).__name__})"
         found = []
         is_keyed = isinstance(self.read, KeyedLoader)
@@ -288,7 +290,8 @@ class BatchSource:
         Raises:
             ValueError: If it was saved by another kind of loader, or does not fit this one.
         """
-        self.restored, self.misfit = state, None
+        self.restored = state
+        self.misfit = None
         if not (self.reads or self.length_is_known):  # the state of the loader itself is for the ranks that read it
             self.set_epoch(int(state["epoch"]))
             self.position.advance(int(state["consumed"]))
@@ -508,7 +511,8 @@ class LiveLoader:
                 f"{type(self.loader).__name__}, which was closed or raised an error. Resume from a checkpoint, or rewind."
             )
         iterator = self._iterate()
-        self._was_iterated, self._fetched = True, self.consumed
+        self._was_iterated = True
+        self._fetched = self.consumed
         if self.consumed or pending is None:
             return iterator
         # The state may be that of a finished pass, after which the next one begins.
@@ -559,7 +563,8 @@ class LiveLoader:
         Raises:
             ValueError: If workers keep parts of it, and there is another number of them.
         """
-        loader, is_stream = self.loader, isinstance(self.loader, StreamLoader)
+        loader = self.loader
+        is_stream = isinstance(self.loader, StreamLoader)
         if self.kind == "stateful":
             workers = getattr(loader, "num_workers", None)
             by_worker = is_stream or isinstance(loader, of_torchdata("StatefulDataLoader"))

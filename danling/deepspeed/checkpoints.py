@@ -144,7 +144,8 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         record = self.on_main(lambda: self._open_target(needed, epoch, global_step))
         target = self.store.path(record.name)
         plain = self.on_all(lambda: to_host(payload))
-        files, is_main = HashingFiles(), self.domain.rank == 0
+        files = HashingFiles()
+        is_main = self.domain.rank == 0
         if not exported:
             client = {CLIENT_STATE: {name: value for name, value in plain.items() if name != "ema"}}
             with single_writer(self._engine, files):
@@ -338,7 +339,8 @@ def _universal_states(path: Path, engine: Mapping[str, Any], trust: bool) -> dic
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             converter.main(options)
         for name in (name for group in engine["param_groups"] for name in group["params"]):
-            shape, state = weights[name].shape, {}
+            shape = weights[name].shape
+            state = {}
             for file in sorted(Path(folder, "zero", name).glob("*.pt")):
                 if file.stem not in ("fp32", "step"):
                     found = read_engine_file(file)

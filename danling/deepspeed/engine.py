@@ -210,7 +210,9 @@ def load_full_states(engine: Any, states: Sequence[tuple[Any, Mapping[str, Any]]
     like = next((state for _, state in states if state), None)
     if like is None:
         return
-    utils, inner, flat_ones = import_module("deepspeed.utils"), engine.basic_optimizer, flat_parameters(engine)
+    utils = import_module("deepspeed.utils")
+    inner = engine.basic_optimizer
+    flat_ones = flat_parameters(engine)
     for flat in flat_ones:
         inner.state[flat] = {
             key: torch.zeros_like(flat, dtype=value.dtype) if _is_wide(value) else _copied(value)

@@ -163,7 +163,9 @@ class CollectiveCalls:
         self._counts[family] += 1
         counter = f"{self._prefix}/{family}/{self._counts[family]}"
         limit = self._limit() or _DEFAULT_LIMIT_SECONDS
-        began, pause, has_reported = time.monotonic(), _SHORTEST_PAUSE_SECONDS, False
+        began = time.monotonic()
+        pause = _SHORTEST_PAUSE_SECONDS
+        has_reported = False
         checks_at = began + _SECONDS_BETWEEN_CHECKS
         arrived = self._store.add(counter, 1)
         while arrived < self._size:

@@ -271,8 +271,10 @@ def all_arrive(name: str, *, seconds: float) -> bool:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return True
-    store, size = default_store(), dist.get_world_size()
-    end, counter = time.monotonic() + seconds, f"danling/{name}/arrived"
+    store = default_store()
+    size = dist.get_world_size()
+    end = time.monotonic() + seconds
+    counter = f"danling/{name}/arrived"
     store.add(counter, 1)
     while (arrived := store.add(counter, 0)) < size and time.monotonic() <= end:
         time.sleep(_PAUSE_SECONDS)

@@ -149,7 +149,8 @@ def init_process_group(
     store = _next_store(launch, init_method, timeout or default_pg_timeout, device)
     _check_shared(store, launch, device, backend)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-    _own_group, _users = dist.group.WORLD, 1
+    _own_group = dist.group.WORLD
+    _users = 1
     return True
 
 
@@ -286,7 +287,8 @@ def _await(
     has_come: Callable[[], bool], timeout: timedelta, *, report: Callable[[], str], failure: Callable[[], str]
 ) -> None:
     """Wait for something in Python, so that signals are handled meanwhile; log `report` once, or raise `failure` at the end."""
-    began, has_reported = time.monotonic(), False
+    began = time.monotonic()
+    has_reported = False
     while not has_come():
         waited = time.monotonic() - began
         if waited >= timeout.total_seconds():

@@ -41,7 +41,8 @@ class HostCopy:
     """Numbers on their way to the host, which does not wait for the device before it reads them."""
 
     def __init__(self, values: Tensor) -> None:
-        self._host, self._event = values, None
+        self._host = values
+        self._event = None
         if values.device.type == "cpu":
             return
         pins = pins_memory(values.device.type)

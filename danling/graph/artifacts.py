@@ -136,7 +136,8 @@ def _user_key() -> bytes:
 def _is_own_group(group: int) -> bool:
     """Whether this user is the only one in a group."""
     try:
-        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+        found = grp.getgrgid(group)
+        user = pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return False
     return found.gr_name == user and set(found.gr_mem) <= {user}
@@ -401,7 +402,8 @@ class Artifacts:
                 with suppress(OSError):
                     os.unlink(staged, dir_fd=self._directory)
                 raise
-        self._seen, self._packed = _version(written), dict(sizes)
+        self._seen = _version(written)
+        self._packed = dict(sizes)
 
     # Its use
 

@@ -152,7 +152,9 @@ def _even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
         )
     sizes = [1 + sum(p.numel() for p in child.parameters()) for child in model]
     parts: list[list[str]] = [[] for _ in range(num_parts)]
-    total, done, part = sum(sizes), 0, 0
+    total = sum(sizes)
+    done = 0
+    part = 0
     for index, (name, size) in enumerate(zip(names, sizes)):
         left = len(names) - index
         full = done + size / 2 >= total * (part + 1) / num_parts

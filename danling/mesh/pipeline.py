@@ -73,7 +73,8 @@ class StagePlan:
             raise ValueError(
                 f"Expected a pipeline schedule out of {list(_NAMES)}. Received: parallel.pipeline_schedule={schedule!r}."
             )
-        kind, size = get_schedule_class(short), axes.degree("pipeline")
+        kind = get_schedule_class(short)
+        size = axes.degree("pipeline")
         if size == 1:
             if listed:
                 raise ValueError(
@@ -196,7 +197,8 @@ class Pipeline:
         """Agree on the shape of the next batch and how it is cut. Call on all ranks of the pipeline."""
         wrong = _wrong_inputs(inputs) if self.plan.has_first else None
         args = _as_args(inputs) if self.plan.has_first and wrong is None else ()
-        signature, samples = None, _REFUSED
+        signature = None
+        samples = _REFUSED
         if args:
             signature, samples = tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args), args[0].shape[0]
         known = self._signatures.index(signature) if signature in self._signatures else -1

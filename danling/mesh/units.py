@@ -78,7 +78,9 @@ class Unit:
 
     def reduce(self, *unused: object) -> None:
         """Do what `post_backward` of FSDP2 does, with a gradient for each trained parameter if the unit was run."""
-        group, found, missing = self._group, 0, {}
+        group = self._group
+        found = 0
+        missing = {}
         for place, each in enumerate(group.fsdp_params):
             parameter = getattr(each, "_unsharded_param", None)  # made by the first gather
             if parameter is None:
@@ -251,7 +253,8 @@ class UnitOrder(Observer):
 
     def _figures(self) -> Tensor:
         """Return whole numbers whose sums over the ranks are exact."""
-        low, high = self._hash & _HALF, self._hash >> 16
+        low = self._hash & _HALF
+        high = self._hash >> 16
         figures = [0] * (_FIGURES * self._sets)
         begin = _FIGURES * self._set
         figures[begin : begin + _FIGURES] = low, low * low, high, high * high

@@ -245,7 +245,8 @@ class TrainMetrics(MetricSet):
             for value in [getattr(part, name)]
         ]
         parts = [part for metric in self._objects.values() for part in holders(metric).values()]
-        counts, has_seen = [(part, part._update_count, part._computed) for part in parts], self._has_seen
+        counts = [(part, part._update_count, part._computed) for part in parts]
+        has_seen = self._has_seen
         attributes = {name: _attributes_of(metric) for name, metric in self._objects.items()}
 
         def put_back() -> None:
@@ -382,7 +383,8 @@ def _count_of(metric: object) -> object:
 
 def compute_metric(metric: Any, domain: Domain | None, *, seen: bool) -> object:
     """Compute a metric object over a domain, and leave its own states as they are; `None` where nothing was seen. Call on all members."""
-    parts, several = holders(metric), domain if domain is not None and domain.size > 1 else None
+    parts = holders(metric)
+    several = domain if domain is not None and domain.size > 1 else None
     if not parts:
         return _compute_merged(metric, several, seen) if several is not None else metric.compute() if seen else None
     owners = _owners(metric)

@@ -136,7 +136,8 @@ class Meters:
 
     def _summed(self, domain: Domain | None) -> tuple[dict[str, tuple[float, float]], set[str]]:
         """Return the totals over the domain, and the names that one of its members expects."""
-        names, expected = sorted(self._meters), set(self._expected)
+        names = sorted(self._meters)
+        expected = set(self._expected)
         shared = domain is not None and domain.size > 1
         if domain is not None and shared:
             members = domain.gather_objects((names, expected))

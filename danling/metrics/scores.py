@@ -154,5 +154,6 @@ class BestScore:
     @property
     def evaluations_since_best(self) -> int:
         """Scores after the best one; all of them where none is the best."""
-        indices, best = list(self.scores), self._runner.best_index
+        indices = list(self.scores)
+        best = self._runner.best_index
         return len(indices) - 1 - indices.index(best) if best in indices else len(indices)

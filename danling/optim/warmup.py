@@ -70,7 +70,8 @@ class WarmupScheduler(LRScheduler):
         """Return the share of the base rate after `step` updates."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        start, done = self._start(), 1.0
+        start = self._start()
+        done = 1.0
         if step < self.total_steps:
             done = (step - start) / (self.total_steps - start) if step > start else 0.0
         return self.final_lr_ratio + (1.0 - self.final_lr_ratio) * self.shape(done)
@@ -84,7 +85,8 @@ class WarmupScheduler(LRScheduler):
 
     def get_lr(self) -> list[Any]:
         """Return the rates of the groups at the current position."""
-        groups, factor = self.optimizer.param_groups, self.factor(self.last_epoch)
+        groups = self.optimizer.param_groups
+        factor = self.factor(self.last_epoch)
         for group in groups[len(self.base_lrs) :]:  # added in the run: from its own rate
             self.base_lrs.append(group.setdefault("initial_lr", group["lr"]))
         return [base * factor for base in self.base_lrs]

@@ -45,7 +45,9 @@ class LayoutProof:
                 self._run()
         except Exception as error:
             # An error of the comparison is no verdict on the script.
-            self.report.verdict, self.report.summary, self.report.step = "not checked", reason_of(error), None
+            self.report.verdict = "not checked"
+            self.report.summary = reason_of(error)
+            self.report.step = None
             self.report.gradients, self.report.weights, self.report.facts = [], [], []
         return self.report
 
@@ -152,7 +154,8 @@ class LayoutProof:
             report.weights = [] if report.gradients else each.weights()
             report.facts = list(each.clip_facts())
             if report.gradients or report.weights or report.facts:
-                report.step, report.verdict = each.number, "different"
+                report.step = each.number
+                report.verdict = "different"
                 report.summary = self._summary(each)
                 return each.number
         report.verdict, report.summary = "same", None
@@ -185,7 +188,8 @@ class LayoutProof:
 
     def _judge_by_fit(self, comparisons: Sequence[Comparison], at: int) -> None:
         """Decide by the gradients of the ranks alone, in the first update that differs."""
-        report, first = self.report, comparisons[at - 1]
+        report = self.report
+        first = comparisons[at - 1]
         is_unequal = any("between ranks" in found.what for found in (*report.gradients, *report.weights))
         if is_unequal:
             self._judge(comparisons)
@@ -246,8 +250,11 @@ class LayoutProof:
         if unfit:
             self._differs_at(comparisons)
             return
-        report.step, report.verdict, report.summary = at, "different", fit.sentence()
-        report.weights, report.gradients = [], first.gradients()
+        report.step = at
+        report.verdict = "different"
+        report.summary = fit.sentence()
+        report.weights = []
+        report.gradients = first.gradients()
 
 
 def _gradient_eps(gradients: dict[str, Tensor]) -> float:

@@ -70,7 +70,9 @@ class Update:
 
     def columns(self) -> list[dict[str, Tensor]]:
         """Return the gradient of each backward pass of a start in one process; that of all where it is not known."""
-        whole, found, before = self.of_one("gradients"), [], dict[str, Tensor]()
+        whole = self.of_one("gradients")
+        found = []
+        before = dict[str, Tensor]()
         for kept in self.first["parts"]:
             own = {name: kept[name][2] if name in kept else torch.zeros_like(tensor) for name, tensor in whole.items()}
             found.append({name: tensor - before.get(name, 0.0) for name, tensor in own.items()})
@@ -288,7 +290,8 @@ def layout_notes(updates: Sequence[Update]) -> Iterator[str]:
         if dropped:
             yield f"{dropped} backward passes before update {number} have no effect: their gradients were deleted before a step"
     for (number, one), two in zip(enumerate(updates, 2), updates[1:]):
-        before, after = one.first["divisors"], two.first["divisors"]
+        before = one.first["divisors"]
+        after = two.first["divisors"]
         full = len(before)
         is_divided = all(any(math.isclose(each, full, rel_tol=1e-5) for each in own) for own in (*before, *after))
         if 0 < len(after) < full and is_divided:
@@ -401,7 +404,8 @@ class Comparison:
 
     def weights(self) -> list[Finding]:
         """Return the parameters whose weights differ after the update."""
-        start, own = self.one.of_one("start"), self.one.of_one("weights")
+        start = self.one.of_one("start")
+        own = self.one.of_one("weights")
         share = 0.5 if self.is_coarse else _WEIGHTS
 
         def rounding(name: str, norm: float) -> Rounding:
@@ -472,7 +476,8 @@ class Comparison:
             return
         amounts = {(rank["amount"], tuple(rank["inputs"])) for rank in self.layout.ranks}
         amount, wanted = math.fsum(amount for amount, _ in amounts), float(self.one.first["amount"])
-        rows, own = sum(sum(inputs) for _, inputs in amounts), sum(self.one.first["inputs"])
+        rows = sum(sum(inputs) for _, inputs in amounts)
+        own = sum(self.one.first["inputs"])
         if abs(amount - wanted) > 1e-3 * abs(wanted) or rows != own:
             raise NotChecked(
                 f"update {self.number} differs, and it is not made of the same samples: the model gets {rows} rows on the layout and {own} "

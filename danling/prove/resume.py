@@ -69,7 +69,8 @@ class ResumeProof:
                 self._run()
         except Exception as error:
             # An error of the comparison is no verdict on the script.
-            self.report.verdict, self.report.summary = "not checked", reason_of(error)
+            self.report.verdict = "not checked"
+            self.report.summary = reason_of(error)
         return self.report
 
     def _run(self) -> None:
@@ -149,7 +150,8 @@ class ResumeProof:
             return
         rank, begins, number, others = worst
         where = f" on rank {rank}" if report.processes > 1 else ""
-        report.verdict, report.differs = "different", number or None
+        report.verdict = "different"
+        report.differs = number or None
         if begins is None:
             detail = f"begins with weights that the undisturbed script never had{where}"
         else:

@@ -81,7 +81,8 @@ def trials(store: RemoteStore) -> dict[str, Callable[[], tuple[str, str]]]:
     They leave nothing in the store.
     """
     prefix = f".danling-probe-{uuid.uuid4().hex}"
-    key, content = f"{prefix}/small", Writer.me(SECONDS).text()
+    key = f"{prefix}/small"
+    content = Writer.me(SECONDS).text()
 
     def objects() -> tuple[str, str]:
         with _removed(store, key):

@@ -206,7 +206,9 @@ class RunMirror:
             upload = self._file(saved) if saved.target is None else self._target(saved, saved.target)
         except (CheckpointError, OSError) as error:
             with self._changed:
-                self._failure, self._final, self._put_off = error, True, saved
+                self._failure = error
+                self._final = True
+                self._put_off = saved
             self._fail(error)
             return
         dropped: list[Upload] = []
@@ -308,7 +310,8 @@ class RunMirror:
         if not self._given_up:
             self.wait(timeout)
         with self._changed:
-            left, failure = not self._is_idle or self._put_off is not None, self._failure
+            left = not self._is_idle or self._put_off is not None
+            failure = self._failure
             self.drop_pending()
             self._closed = True
             self._changed.notify_all()
@@ -350,13 +353,15 @@ class RunMirror:
                 error = raised
                 self._fail(error)
             with self._changed:
-                self._running, self._failure = None, error
+                self._running = None
+                self._failure = error
                 gives_way = self._alone and upload.saved.may_give_way and bool(self._waiting)
                 is_done = error is None or gives_way or self._closed
                 if not is_done:
                     self._waiting.appendleft(upload)
                 if error is None:
-                    delay, self._given_up = _FIRST_DELAY, False
+                    delay = _FIRST_DELAY
+                    self._given_up = False
                 self._final = self._final or (error is not None and awaited)
                 self._changed.notify_all()
             if is_done:
@@ -380,7 +385,8 @@ class RunMirror:
 
     def _copy(self, upload: Upload) -> None:
         self._check_lease()
-        begun, saved = time.monotonic(), upload.saved
+        begun = time.monotonic()
+        saved = upload.saved
         put = sum(self._put(key, part) for key, part in upload.parts.items())
         if put:
             self._bytes, self._seconds = self._bytes + put, self._seconds + time.monotonic() - begun
@@ -396,7 +402,8 @@ class RunMirror:
             self.committed_step = saved.step
         self._told.clear()
         if self._lines.due() or self._ending or not saved.may_give_way:
-            size, names = sum(part.size for part in upload.parts.values()), ", ".join(saved.names)
+            size = sum(part.size for part in upload.parts.values())
+            names = ", ".join(saved.names)
             seconds = time.monotonic() - begun
             logger.info(
                 "Step %d is safe in %s (%s): %.1f MB in %.1f s.", saved.step, self.run.url, names, size / 1e6, seconds
@@ -425,7 +432,8 @@ class RunMirror:
     def _await_others(self, upload: Upload) -> None:
         """Wait until the store lists every file of a target as the manifest has it: other ranks put theirs at their own pace."""
         store, root, missing = self.run.store, self.run.layout.checkpoints, upload.others
-        delay, end = _FIRST_LOOK, time.monotonic() + _PATIENCE * store.settings.timeout_seconds
+        delay = _FIRST_LOOK
+        end = time.monotonic() + _PATIENCE * store.settings.timeout_seconds
         while missing:
             prefix = f"{root}/{TARGETS}/{upload.saved.target}"
             there = {entry.key.removeprefix(f"{root}/"): entry.size for entry in store.list(prefix)}

@@ -325,7 +325,8 @@ class RemoteStore:
                 f"Expected {self.url} to be used by the process that opened it. Received: a process that was forked from it, in which the "
                 "client hangs. Start processes that use an object store by 'spawn' or 'forkserver'."
             )
-        _user, end = os.getpid(), math.inf
+        _user = os.getpid()
+        end = math.inf
         may_renew = patient and self._credentials is not None
         while True:
             try:

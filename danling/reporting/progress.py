@@ -93,7 +93,8 @@ class Progress:
             speed: Speed in a few words, such as `5.1k samples/s`; steps a second without.
             note: What else there is to say, behind everything else.
         """
-        self._figures, self._note = dict(values), note
+        self._figures = dict(values)
+        self._note = note
         self.update(step)
         share = f"/{self.total} ({100 * step / self.total:.0f}%)" if self.total else ""
         head = f"{' '.join(filter(None, (self.desc, self.epoch))) or 'step'} {step}{share}"
@@ -143,7 +144,8 @@ class Progress:
             return
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
-            counts, left = f"  {self.step}/{self.total or '?'}", self._left()
+            counts = f"  {self.step}/{self.total or '?'}"
+            left = self._left()
             tail = f"{counts}, {left} left |" if left else f"{counts} |"
             text = self._description(columns - len(tail) - 1 - _NARROWEST_BAR)
             width = max(columns - _columns(text) - len(tail) - 1, _NARROWEST_BAR)
@@ -173,7 +175,8 @@ class Progress:
 
     def _description(self, room: float) -> str:
         """Return the text before the bar, shortened to leave room for it."""
-        doing, figures = f"[{self._doing}]" if self._doing else "", list(self._figures.items())
+        doing = f"[{self._doing}]" if self._doing else ""
+        figures = list(self._figures.items())
         text = _joined(self.desc, self.epoch, doing, figures=figures)
         if self._note and _columns(f"{text}  {self._note}") <= room:
             return f"{text}  {self._note}"
@@ -186,7 +189,9 @@ class Progress:
 
     def html(self) -> str:
         """Return the bar, for a notebook."""
-        count, left, bar = str(self.step), self._left(), ""
+        count = str(self.step)
+        left = self._left()
+        bar = ""
         if self.total:
             count = f"{self.step}/{self.total}" + (f", {left} left" if left else "")
             bar = f'<progress max="{self.total}" value="{self.step}" style="width: 20em"></progress> '

@@ -92,7 +92,8 @@ class RankTimes:
         is_slow = lost > max(self._share * seconds, _uncertainty(pending))
         if is_slow or seconds > _JUDGED_SECONDS:
             self._pending = []
-        host, words = self._watch.hosts[rank][0], "waiting for data" if cause == "data" else cause
+        host = self._watch.hosts[rank][0]
+        words = "waiting for data" if cause == "data" else cause
         return f"rank {rank} on {host} costs {100 * lost / seconds:.0f}% ({words})" if is_slow else ""
 
     def record(self, rows: Sequence[Sequence[float]]) -> dict[str, object]:

@@ -74,7 +74,9 @@ class RunRecorder(Observer):
         runner = self._runner
         model = self._model()  # on all ranks
         if runner.is_main_process and not runner.config.checkpoint.load_only:
-            division, optimizer, scheduler = self._data.division(), runner.optimizer, runner.scheduler
+            division = self._data.division()
+            optimizer = runner.optimizer
+            scheduler = runner.scheduler
             record = {
                 "model": model,
                 "criterion": _kind(runner.criterion),
@@ -172,9 +174,11 @@ class RunRecorder(Observer):
 def changed_parts(earlier: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
     """Return a text for each part that two records of a run name differently; what the earlier one lacks is not compared."""
     pairs = [("criterion", earlier.get("criterion"), record["criterion"])]
-    before, now = earlier.get("model") or {}, record["model"]
+    before = earlier.get("model") or {}
+    now = record["model"]
     pairs.append(("model", before.get("kind"), now["kind"]))
-    layers, layers_now = before.get("layers"), now["layers"]
+    layers = before.get("layers")
+    layers_now = now["layers"]
     # Rank 0 has other layers in another layout.
     if isinstance(layers, dict) and earlier.get("layout") == record["layout"]:
         for kind in sorted({*layers, *layers_now}, key=str):

@@ -180,7 +180,8 @@ class RefChannel(ABC):
 
     def _counted_end(self) -> StreamEnd | None:
         """Return how the log ended, once it is known to hold as many samples as the end says."""
-        end, count = self._state()[0], self._count()
+        end = self._state()[0]
+        count = self._count()
         if end is not None and end.published != count:
             raise ValueError(
                 f"Expected {end.published} samples in the log of stream {self.name}, as its end records ({end.kind}). Received: {count}. "

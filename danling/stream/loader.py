@@ -232,7 +232,8 @@ class StreamLoader(WindowLoader):
         ranks = self._place.share.world_size
         samples = self.global_batch_size or ranks * self.batch_size * self._place.accum_steps
         self._division = Division.of_update(samples, ranks, micro_batch_size=self.batch_size)
-        self._next, self._published = self.consumed, 0
+        self._next = self.consumed
+        self._published = 0
         if read:
             yield from self._read()
         else:
@@ -289,7 +290,8 @@ class StreamLoader(WindowLoader):
                 "retain='all', pass that.)"
             )
         self.skipped += missing
-        self.consumed, self._last_id = freed, ""
+        self.consumed = freed
+        self._last_id = ""
         if self._place.is_main:
             logger.warning(
                 "Stream %s: %d samples behind the checkpoint were freed at their updates; they are skipped (%d in this run so far).",
@@ -346,7 +348,8 @@ class StreamLoader(WindowLoader):
         refs = self.channel.read(start, stop)
         if not self._opened and start == self.consumed:
             self._check_credit(refs)
-        samples, division = len(refs), self._division
+        samples = len(refs)
+        division = self._division
         cuts = list(zip(division.cut(samples, self._place.share.rank), division.totals(samples), strict=True))
         self._opened.append((start + samples, refs[-1].id, len(cuts)))
         # Padding has the place that its sample would have, and the first sample of the window.
@@ -364,7 +367,8 @@ class StreamLoader(WindowLoader):
         if self._published >= stop:
             return stop
         name, before = self.channel.name, self._waited
-        grown, pause = time.monotonic(), _POLL_SECONDS[0]
+        grown = time.monotonic()
+        pause = _POLL_SECONDS[0]
         while (published := self.channel.published()) < stop:
             end = self.channel.ended()
             if end is not None and end.kind == "complete":
@@ -395,7 +399,8 @@ class StreamLoader(WindowLoader):
             if self._waits is not None:
                 self._waits.leave_if_asked(start)
             if self.pump is not None and self.pump():
-                grown, pause = time.monotonic(), _POLL_SECONDS[0]
+                grown = time.monotonic()
+                pause = _POLL_SECONDS[0]
             else:
                 time.sleep(pause)
                 pause = min(pause * 2, _POLL_SECONDS[1])
@@ -449,7 +454,8 @@ class StreamLoader(WindowLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
-        self.epoch, self.consumed = epoch, 0
+        self.epoch = epoch
+        self.consumed = 0
         if epoch == 0:
             self._last_id = ""  # else it is that of the pass before, which tells the log from another one
         self._opened.clear()
@@ -490,7 +496,8 @@ class StreamLoader(WindowLoader):
                 return
         if not self._owns:
             return
-        committed, position = self.channel.committed(), min(durable, self.channel.published())
+        committed = self.channel.committed()
+        position = min(durable, self.channel.published())
         if position > committed:
             if self.retain != "all":
                 for start in range(committed, position, _FREED_AT_ONCE):

@@ -181,7 +181,8 @@ class Production:
 
     def await_credit(self, idle_seconds: float, leaving: Callable[[], bool] = lambda: False) -> None:
         """Wait until the trainer gives credit back; give up where it stops the stream, or this producer is to leave."""
-        began, pause = time.monotonic(), _POLL_SECONDS[0]
+        began = time.monotonic()
+        pause = _POLL_SECONDS[0]
         try:
             while self._channel.committed() == self._committed:
                 end = self._channel.ended()
@@ -271,7 +272,8 @@ class FeatureProducer(Runner):
         Args:
             config: What the user passed.
         """
-        own, usual = super().adopt_config(config), RunnerConfig()
+        own = super().adopt_config(config)
+        usual = RunnerConfig()
         changed = {key.partition(".")[0] for key in flatten(own.changed())}
         self._left_out = [name for name in (*_LEFT_OUT, *_UNREAD) if name in changed]
         self._asked_for = list(own.evaluate_splits or ())
@@ -356,11 +358,13 @@ class FeatureProducer(Runner):
             TimeoutError: If the trainer gave no credit back for `idle_timeout` seconds.
             SystemExit: After a signal; the log stays open, and the producer goes on when it is started again.
         """
-        session, lines = self._parts.session, Paced(self.config.log_seconds)
+        session = self._parts.session
+        lines = Paced(self.config.log_seconds)
         with self._parts.reporter.speaking():
             self.init_signal_handlers()
             session.begin()
-            production, progress = self.production(split), ""
+            production = self.production(split)
+            progress = ""
             try:
                 while progress != "done" and not self._is_to_stop():
                     progress = production.advance()

@@ -160,7 +160,8 @@ def has_checksum(line: str | bytes) -> bool:
     end = text[-_CHECKSUM_BYTES:]
     if not (end.startswith(_CHECKSUM) and end.endswith(b'"}')):
         return False
-    found, written = b"%08x" % crc32(text[:-_CHECKSUM_BYTES]), end[len(_CHECKSUM) : -2]
+    found = b"%08x" % crc32(text[:-_CHECKSUM_BYTES])
+    written = end[len(_CHECKSUM) : -2]
     if found != written:
         raise ValueError(f"the checksum of the line is {found.decode()}, and {written!r} was written with it")
     return True

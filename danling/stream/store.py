@@ -109,7 +109,8 @@ class CheckedStore(FeatureStore):
                 f"Expected the features of sample {ref.id!r} in {place}. Received: {error}. Bring them back from a copy, or make the "
                 "features again in another stream: this log counts the sample as made."
             ) from error
-        there, expected = specs_of(found), dict(ref.tensors)
+        there = specs_of(found)
+        expected = dict(ref.tensors)
         if there != expected:
             name = min(name for name in {**expected, **there} if expected.get(name) != there.get(name))
             raise ValueError(

@@ -99,8 +99,10 @@ class CollectiveExit:
     _STAY = "stay"
 
     def __init__(self, store: Store, name: str, *, rank: int, size: int) -> None:
-        self._store, self._key = store, f"danling/leave/{name}"
-        self._rank, self._size = str(rank), size
+        self._store = store
+        self._key = f"danling/leave/{name}"
+        self._rank = str(rank)
+        self._size = size
         self.joined = False
 
     def _read(self) -> str:

@@ -60,7 +60,8 @@ class Heartbeat(Observer):
 
     def beat(self) -> None:
         """Note that the main thread makes progress."""
-        self._stepped_at, self._has_stepped = time.monotonic(), True
+        self._stepped_at = time.monotonic()
+        self._has_stepped = True
 
     def stop(self, timeout: float | None = 10.0) -> None:
         """End the thread and write the file a last time, with the status `stopped`. A second call does nothing.

@@ -341,7 +341,8 @@ class RankWatch(Observer):
         texts = {rank: self._ask(f"state/{rank}") for rank in range(self._domain.size)}
         states = {rank: RankState(**json.loads(text)) if text else None for rank, text in texts.items()}
         if alarm == WARNING and any(state is not None and state.excuse for state in states.values()):
-            self._idle_since, self._asked = now, None
+            self._idle_since = now
+            self._asked = None
             return
         if not before:
             if self._ask("said") in (alarm, LIMIT):
@@ -354,7 +355,8 @@ class RankWatch(Observer):
         # On a busy machine the thread of a rank may get no turn for some seconds.
         if now < since + (2 * grace if None in signs.values() else grace):
             return
-        self._asked, self._said = None, alarm
+        self._asked = None
+        self._said = alarm
         self._tell("said", alarm)
         head = f"Update {self._train.global_step + 1} has not come to its end in {now - self._quiet_since:.0f} s"
         if self._updates:
@@ -374,13 +376,17 @@ class RankWatch(Observer):
         logger.warning("%s. The stacks of all threads are in %s.\n%s", head, self._directory, report(there, silent))
 
     def _state(self) -> RankState:
-        frame, part = self._thread.frame(), self._part()
+        frame = self._thread.frame()
+        part = self._part()
         waits = part != "data" and self._thread.waits(frame)
         collective, called = collective_of(frame) if waits else ("", "")
         if self._runner.device.type != "cpu" and frame is not None and frame.f_code.co_name == "synchronize":
-            waits, collective = True, _DEVICE
+            waits = True
+            collective = _DEVICE
         excuse = excuse_of(frame) or (part if part in ("evaluating", "checkpointing") else "")
-        host, place, stack = self.hosts[self._rank][0], place_of(frame), stack_text(frame)
+        host = self.hosts[self._rank][0]
+        place = place_of(frame)
+        stack = stack_text(frame)
         is_of_module = waits and any(found.f_code.co_filename.startswith(_OF_MODULES) for found in frames_of(frame))
         module = self._runner.preparation.communicated_module() if is_of_module else ""
         return RankState(self._rank, host, waits, collective, called, place, stack, excuse, time.time(), module)

@@ -125,7 +125,8 @@ def _hold_interrupts() -> None:
 
 
 def _release_interrupts() -> None:
-    mask, _forking.mask = getattr(_forking, "mask", None), None
+    mask = getattr(_forking, "mask", None)
+    _forking.mask = None
     if mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -483,7 +483,8 @@ class ReplicaMember(Extension):
 
     def _laid_out(self, state: Mapping[str, Any]) -> dict[str, object]:
         """Return a state with tensors divided as this rank divides them."""
-        own, laid_out = self._runner.run_state.components(), dict(state)
+        own = self._runner.run_state.components()
+        laid_out = dict(state)
         laid_out["model"] = laid_out_like(state["model"], own["model"])
         if "ema" in own:
             laid_out["ema"] = {**state["ema"], "weights": laid_out_like(state["ema"]["weights"], own["ema"]["weights"])}

@@ -192,7 +192,9 @@ class AttributeSnapshot:
             runner: Whose attributes.
             begun: The `members` that the program has set: one that is not there any more was deleted.
         """
-        snapshot, compared, declared = cls(runner, begun), 0, declared_names(runner, "saved")
+        snapshot = cls(runner, begun)
+        compared = 0
+        declared = declared_names(runner, "saved")
         for name, parameter in parameters_of(runner).items():
             snapshot.entries["requires_grad", name] = Entry(parameter.requires_grad)
         for name, (part, key) in unsaved_buffers(runner).items():
@@ -211,7 +213,8 @@ class AttributeSnapshot:
 
     def attribute(self, name: str, value: object, *, declared: bool = False) -> Entry:
         """Return an attribute without its digest."""
-        self._is_declared, self._entry = declared, Entry()
+        self._is_declared = declared
+        self._entry = Entry()
         self._entry.node = self._encode(value, name, name)
         return self._entry
 
@@ -322,7 +325,8 @@ class AttributeSnapshot:
 
     def _leave_all(self, path: str, node: object, what: str) -> dict[str, str]:
         """Leave out a value with its parts, which are encoded where they are met again."""
-        digest, within = self.digest_of(node), (f"{path}.", f"{path}[")
+        digest = self.digest_of(node)
+        within = (f"{path}.", f"{path}[")
         entry = self._entry
         seen = {name: each for name, each in entry.left.items() if name.startswith(within) and each is not None}
         for found in (entry.left, entry.fixed, entry.listed, entry.needs):
@@ -371,7 +375,8 @@ class AttributeSnapshot:
         if isinstance(value, deque):
             node["maxlen"] = value.maxlen
         if hasattr(value, "_fields"):
-            node["kind"], self._entry.needs[path] = "namedtuple", type(value).__name__
+            node["kind"] = "namedtuple"
+            self._entry.needs[path] = type(value).__name__
         return {**node, "items": self._items(dict(enumerate(value)), path)}
 
     def _dict(self, value: Any, path: str) -> object:

@@ -92,7 +92,8 @@ class KeptAttributes:
                 self._paths = AttributeSnapshot(runner, with_metrics=True)
             snapshot = AttributeSnapshot(runner, paths_of=self._paths, with_metrics=True)
             values = {name: value for name, value in changeable_attributes(runner).items() if name in names}
-        size, self._too_large = 0, set()
+        size = 0
+        self._too_large = set()
         for name, value in values.items():
             entry = snapshot.attribute(name, value)
             if size + entry.size <= REMEMBERED_BYTES:
@@ -118,7 +119,8 @@ class KeptAttributes:
 
     def digests(self) -> dict[str, bytes]:
         """Return a digest of each attribute and object in `metrics`, up to `COMPARED_BYTES` in sum. May be called on one rank."""
-        snapshot, size = AttributeSnapshot(self._runner, with_metrics=True), 0
+        snapshot = AttributeSnapshot(self._runner, with_metrics=True)
+        size = 0
         found = {}
         for name, value in changeable_attributes(self._runner).items():
             entry = snapshot.attribute(name, value)
@@ -130,7 +132,8 @@ class KeptAttributes:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Put attributes and the objects in `metrics` back on exit, and name those that cannot be. May be called on one rank."""
-        put_back, large = self.remember(), set(self._too_large)
+        put_back = self.remember()
+        large = set(self._too_large)
         before = self._not_copied(large)
         try:
             yield
@@ -146,7 +149,8 @@ class KeptAttributes:
 
     def _not_copied(self, large: Collection[str]) -> dict[str, object]:
         """Return by path what tells whether a value has changed that `remember` leaves out."""
-        snapshot, found = AttributeSnapshot(self._runner, with_metrics=True), dict[str, object]()
+        snapshot = AttributeSnapshot(self._runner, with_metrics=True)
+        found = dict[str, object]()
         for name, value in changeable_attributes(self._runner).items():
             entry = snapshot.attribute(name, value)
             found.update({path: seen for path, seen in entry.left.items() if seen is not None})
@@ -184,9 +188,11 @@ class KeptAttributes:
     def _changed(self, now: Mapping[Key, Entry]) -> tuple[set[Key], list[str]]:
         """Return what is saved since it has changed, and the paths of what has changed and cannot be saved."""
         kept = self._kept | {("attributes", name) for name in declared_names(self._runner, "saved")}
-        mine, unsavable = set[Key](), list[str]()
+        mine = set[Key]()
+        unsavable = list[str]()
         for key, entry in now.items():
-            begun, left = self._begun.get(key, Entry()), entry.left.items()
+            begun = self._begun.get(key, Entry())
+            left = entry.left.items()
             unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path)]
             replaced = (path for path, value in entry.fixed.items() if begun.fixed.get(path, value) != value)
             unsavable += [path for path in replaced if entry.node != {"kind": "left"}]
@@ -218,7 +224,8 @@ class KeptAttributes:
         kept = set(self._kept)
         self.load(section, payload)
         # It is in the middle of a training: what has changed is saved as ever, and what is set from here on is no surprise.
-        self._kept, self._restored = kept, {}
+        self._kept = kept
+        self._restored = {}
 
     def _list_without_encoding(self, now: Mapping[Key, Entry], named: Collection[str]) -> None:
         """Name once what no checkpoint of this run contains, less what a warning has named."""
@@ -251,7 +258,8 @@ class KeptAttributes:
 
     def before_training(self) -> None:
         """Warn of attributes that no checkpoint will contain, or that were set anew after a restore. May be called on one rank."""
-        snapshot, restored = AttributeSnapshot.at_all(self._runner), self._restored
+        snapshot = AttributeSnapshot.at_all(self._runner)
+        restored = self._restored
         self._restored = {}
         self._warn(
             [name for name, digest in restored.items() if snapshot.digest(name) != digest],
@@ -302,7 +310,9 @@ class KeptAttributes:
             self._load_attributes(stored)
 
     def _load_attributes(self, stored: Mapping[str, object]) -> None:
-        runner, own, before = self._runner, own_attributes(self._runner), AttributeSnapshot.at_all(self._runner)
+        runner = self._runner
+        own = own_attributes(self._runner)
+        before = AttributeSnapshot.at_all(self._runner)
         begun = {name: self._begun.get(("attributes", name), Entry()).digest for name in own.keys() - stored.keys()}
         self._warn(
             sorted(name for name, digest in begun.items() if before.digest(name) not in (b"", digest)),

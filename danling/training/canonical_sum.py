@@ -74,7 +74,8 @@ class Tree(Generic[T]):
 @lru_cache(maxsize=1024)
 def blocks_of(first: int, count: int) -> tuple[tuple[Block, ...], int]:
     """Return the nodes that a rank keeps of the leaves from `first` on, in order, and the most that it keeps on the way."""
-    tree, most = Tree[None](lambda left, right: None), 0
+    tree = Tree[None](lambda left, right: None)
+    most = 0
     for leaf in range(first, first + count):
         tree.add(0, leaf, None)
         most = max(most, len(tree.blocks) + 1)  # the next leaf is there before it merges
@@ -182,7 +183,8 @@ class CanonicalSum:
         number = max(division.number(division.samples) for division in divisions)
         first, count = part(number, self.domain.size, self.domain.rank)
         size = sum(local_part(p).nbytes for _, p in runner.named_parameters() if p.requires_grad)
-        most, threads = max(blocks_of(first, count)[1], 1), torch.get_num_threads()
+        most = max(blocks_of(first, count)[1], 1)
+        threads = torch.get_num_threads()
         logger.info(
             "gradient_sum: canonical adds %d micro-batches an update in one order; this rank keeps at most %d gradients, %.1f MB. The bits "
             "are those of %d thread%s a process.",
@@ -300,7 +302,8 @@ class CanonicalSum:
 
     def _check_values(self, before: Mapping[str, object]) -> None:
         """Warn of attributes that a micro-batch has changed; refuse those that the program has declared to be part of the run."""
-        runner, after = self._runner, self._values_of_program()
+        runner = self._runner
+        after = self._values_of_program()
         changed = [
             name for name, value in after.items() if before.get(name) != value and not name.startswith("self.metrics")
         ]
@@ -320,7 +323,10 @@ class CanonicalSum:
 
     def drop(self) -> None:
         """Forget the open update, which is made again."""
-        self._tree.blocks, self._losses, self._sums, self.slot = {}, {}, None, -1
+        self._tree.blocks = {}
+        self._losses = {}
+        self._sums = None
+        self.slot = -1
 
     def values(self) -> Tensor | None:
         """Return losses and weights by micro-batch, and which parameters have a gradient, for the one collective of an update."""
@@ -381,7 +387,8 @@ class CanonicalSum:
 
     def _exchange(self, sent: list[Tensor], kept: list[tuple[Block, ...]], like: Tensor, size: int) -> Tensor:
         """Return the sum of flat nodes over all ranks: each rank adds one part of them in the order of the tree."""
-        ranks, piece = self.domain.size, -(-size // self.domain.size)
+        ranks = self.domain.size
+        piece = -(-size // self.domain.size)
         parts = like.new_zeros(ranks, len(sent), piece)
         for index, flat in enumerate(sent):
             for rank, values in enumerate(torch.split(flat, piece)):

@@ -319,8 +319,10 @@ class ComponentChecks(Observer):
 
     def _check_mode(self, scheduler: object) -> None:
         """Name the mode of a schedule that follows a metric where it is another one than that of the score, or a guess."""
-        runner, names = self._runner, {"min": "lowest", "max": "highest"}
-        mode, board = getattr(scheduler, "mode", None), runner.standing.board
+        runner = self._runner
+        names = {"min": "lowest", "max": "highest"}
+        mode = getattr(scheduler, "mode", None)
+        board = runner.standing.board
         section = runner.config.get("scheduler", None) or {}
         monitor = section.get("monitor", None)
         if mode not in names:
@@ -415,7 +417,8 @@ class ComponentChecks(Observer):
             )
 
     def _look_at_rate(self) -> None:
-        runner, rate = self._runner, self._rate()
+        runner = self._runner
+        rate = self._rate()
         self._highest_rate = max(self._highest_rate, rate)
         # A schedule with restarts comes near zero for a moment.
         self._times_low = self._times_low + 1 if rate < _COLLAPSED * self._highest_rate else 0
@@ -698,7 +701,8 @@ def untied(model: nn.Module, weights: Mapping[str, object]) -> list[str]:
     for name, value in loaded.items():
         if value.numel():
             shared[value.data_ptr(), value.shape].append(name)
-    found, first = [], {name: names[0] for names in tied.values() for name in names}
+    found = []
+    first = {name: names[0] for names in tied.values() for name in names}
     for names in tied.values():
         given = [name for name in names if name in loaded]
         if any(not loaded[given[0]].equal(loaded[name]) for name in given[1:]):

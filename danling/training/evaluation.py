@@ -194,7 +194,9 @@ class Evaluator:
 
         What a step adds to `meters` belongs to the evaluation, not to the open epoch.
         """
-        runner, metrics, totals = self.runner, self._metrics, Meters(exact=self.exact)
+        runner = self.runner
+        metrics = self._metrics
+        totals = Meters(exact=self.exact)
         scored, evaluated = False, 0.0
         metrics.reset()
         with runner.meters.isolated(exact=self.exact):
@@ -272,7 +274,9 @@ class Evaluator:
                 # Each rank averages its own buffers; a checkpoint keeps rank 0's.
                 runner.broadcast_buffers()
             bare.eval()
-            runner.model, runner.mode, runner.carry = bare, mode, None
+            runner.model = bare
+            runner.mode = mode
+            runner.carry = None
             try:
                 yield
             finally:

@@ -226,7 +226,8 @@ class FrozenWeights:
         self._stored_without = bool(stored) or "frozen" in excluded
         if not stored:
             return
-        trained, base = set(stored["trained"]), self._runner.config.pretrained
+        trained = set(stored["trained"])
+        base = self._runner.config.pretrained
         frozen = self._without(trained)
         found = digest_of(frozen)
         if found != stored["sha256"] and base:

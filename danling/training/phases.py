@@ -193,8 +193,11 @@ class Phases:
 
         The loss is the sum of the mean losses. The outcome is committed unless every phase was skipped.
         """
-        used, requests, self._has_plain_loss = self._used, self._requests, False
-        self._used, self._requests = [], frozenset()
+        used = self._used
+        requests = self._requests
+        self._has_plain_loss = False
+        self._used = []
+        self._requests = frozenset()
         if not used:
             return None
         window = self._runner.window

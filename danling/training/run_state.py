@@ -119,7 +119,8 @@ class RunState:
 
         No communication: may be called on one rank.
         """
-        runner, stored = self._runner, payload.get("runner") or {}
+        runner = self._runner
+        stored = payload.get("runner") or {}
         before = ExcludedFromLoading((stored.get("checkpoint") or {}).get("exclude_from_loading"))
         entries = ExcludedFromLoading(runner.config.checkpoint.exclude_from_loading)
         if not (before.entries and entries.entries):
@@ -417,7 +418,8 @@ def share_of_rank(runner: BaseRunner, split: str, state: Mapping[str, Any]) -> M
     """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning."""
     if "ranks" not in state:
         return state
-    ranks, domain = state["ranks"], runner.data_domain
+    ranks = state["ranks"]
+    domain = runner.data_domain
     if len(ranks) == domain.size:
         own: Mapping[str, Any] = ranks[str(domain.rank)]
         return own

@@ -173,10 +173,14 @@ def redact_patch(patch: bytes, values: Collection[str] = ()) -> tuple[bytes, int
         header = _FILE.match(line)
         if header:
             name = header[1].strip(b'"')
-            hidden_file, in_key, in_body, binary = bool(_FILE_OF_SECRETS.search(name)), False, False, False
+            hidden_file = bool(_FILE_OF_SECRETS.search(name))
+            in_key = False
+            in_body = False
+            binary = False
             patterns = (_KNOWN, _QUOTED, _BARE) if _PROGRAM.search(name) else (_KNOWN, _QUOTED, _BARE, _SETTING)
         elif line.startswith((b"@@ ", b"GIT binary patch")):
-            in_body, binary = True, line.startswith(b"G")
+            in_body = True
+            binary = line.startswith(b"G")
             # git repeats the last unchanged line of a function behind the numbers.
             numbers, _, context = line.partition(b" @@")
             if _is_secret(context, forbidden, patterns):

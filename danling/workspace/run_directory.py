@@ -89,7 +89,8 @@ class RunDirectory:
         if inherited is None:
             self._choose()
         else:
-            self.dir, self.from_scratch = inherited, False
+            self.dir = inherited
+            self.from_scratch = False
 
     # The choice
 
@@ -98,7 +99,8 @@ class RunDirectory:
         return bool(self._config.checkpoint.load_only)  # which `__init__` of a runner may set after the choice
 
     def _choose(self) -> None:
-        named, resume = self._config.get("dir", None), self._config.resume
+        named = self._config.get("dir", None)
+        resume = self._config.resume
         run: Path | None = None
         if named:
             self.dir = absolute(named)
@@ -114,7 +116,8 @@ class RunDirectory:
         elif self._config.auto_resume or self._only_looks or resume is not None:
             run = self._newest_run()
         if run is not None:
-            self.dir, self.from_scratch = run, False
+            self.dir = run
+            self.from_scratch = False
             self.id = self._id_in(run) or self.id
         elif not named:
             self._start_in_default_place()
@@ -138,7 +141,8 @@ class RunDirectory:
     def _take_next_name(self) -> None:
         """Choose the named directory, or the next one after it that holds no run and is not in use."""
         self._refuse_checkpoints()
-        named, number = self.dir, 1
+        named = self.dir
+        number = 1
         while self._holds_run(self.dir) or is_in_use(self.dir):
             number += 1
             self.dir = named.with_name(member(named.name, number))

@@ -314,7 +314,9 @@ class RunPlace:
             # The run is under way: this rank is told where, and writes nothing.
             self.notice: str | None = None
             self.code_id, self.config_id, self.timestamp = self._joined.names
-            self.id, self.dir, self._chosen_for = self._joined.id, Path(self._joined.dir), self._places()
+            self.id = self._joined.id
+            self.dir = Path(self._joined.dir)
+            self._chosen_for = self._places()
             return
 
         def name() -> tuple[str | None, str, str]:
@@ -386,7 +388,8 @@ class RunPlace:
 
     def write_metadata(self, workspace: Workspace, *, foreign: Callable[[], bool]) -> None:
         """Write what the run was made of, unless this process only looks at the run."""
-        config, described = self._runner.config, workspace.metadata_dir / "config.full.yaml"
+        config = self._runner.config
+        described = workspace.metadata_dir / "config.full.yaml"
         if config.checkpoint.load_only and (foreign() or self._runner.world.on_first(described.is_file)):
             return
         workspace.write_metadata(config, self.code, replicas=self._runner.placement.data_replicas)

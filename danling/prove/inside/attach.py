@@ -28,7 +28,8 @@ def active() -> Recorder:
 
 def watched(source: Iterator[Any]) -> Iterator[Any]:
     """Yield from an iterator that is no `DataLoader`'s, recorded or replayed."""
-    recorder, key = active(), _Key()
+    recorder = active()
+    key = _Key()
     while True:
         try:
             batch = recorder.fetch(key, lambda: next(source))

@@ -62,7 +62,8 @@ def has_parameters(module: nn.Module) -> bool:
 
 def names_of(params: Sequence[Tensor]) -> dict[int, str]:
     """Return the names of parameters by their ids: those in the outermost module that has most of them."""
-    wanted, found = {id(p) for p in params}, dict[int, str]()
+    wanted = {id(p) for p in params}
+    found = dict[int, str]()
     named = [list(module.named_parameters()) for module in roots()]
     named.sort(key=lambda pairs: -sum(id(p) in wanted for _, p in pairs))
     taken: set[str] = set()
