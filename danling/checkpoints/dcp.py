@@ -115,7 +115,8 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
                 "of a background save on one group abort the process."
             )
             self._background = False
-        self._exchange = (self.domain if self._group is None else Domain(self._group)).gather_objects
+        ranks = self.domain if self._group is None else Domain(self._group)
+        self._exchange = ranks.gather_objects
         """Gathers a value of every rank on all of them, over the group that nothing but saves uses."""
         # Saves never overlap.
         self._buffers = SnapshotBuffers(most=1)
@@ -226,7 +227,9 @@ def _explained(error: CheckpointException, path: object) -> CheckpointError:
     """Return what went wrong on which ranks, as an error of the disk where it was nothing else."""
     failures = {rank: failure for rank, (failure, _) in error.failures.items()}
     kind = CheckpointDiskError if all(isinstance(found, OSError) for found in failures.values()) else CheckpointError
-    told = {rank: str(f) if isinstance(f, CheckpointError) else repr(f) for rank, f in failures.items()}
+    told = {}
+    for rank, failure in failures.items():
+        told[rank] = str(failure) if isinstance(failure, CheckpointError) else repr(failure)
     reasons = "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
     return kind(f"Expected {path} to be written. Received: {reasons}")
 
@@ -330,7 +333,8 @@ class TargetWriter(FileSystemWriter):
         super().finish(metadata, results)
         files[METADATA] = self.fs.written[f"{METADATA}.tmp"]
         for result in (result for of_rank in results for result in of_rank):
-            files.update(result.written if isinstance(result, HashedResult) else {})
+            if isinstance(result, HashedResult):
+                files.update(result.written)
         files[INDEX] = storage.write_new_text(path / INDEX, index_text(metadata))
         storage.sync_directory(path)
         storage.sync_directory(path.parent)
@@ -448,7 +452,8 @@ def read_target(
 ) -> dict[str, object]:
     """Return the state in a target. Communicates nothing."""
     metadata = read_index(path, trust=trust)
-    flat = destinations(metadata, template, None if sections is None else frozenset(sections))
+    wanted = None if sections is None else frozenset(sections)
+    flat = destinations(metadata, template, wanted)
     elsewhere = {name: value for name, value in flat.items() if isinstance(value, Tensor) and value.is_meta}
     flat = {name: value for name, value in flat.items() if name not in elsewhere}
     planner = LoadPlanner()

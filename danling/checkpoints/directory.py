@@ -101,7 +101,8 @@ class CheckpointStore:
         """Return the checkpoint that a name or a path means, if there is one."""
         text = str(source)
         plain = "/" not in text and not text.startswith(".")
-        return (self.locate(self.path(text)) if plain else None) or self.locate(Path(source))
+        found = self.locate(self.path(text)) if plain else None
+        return found or self.locate(Path(source))
 
     def target(self, path: Path) -> Path:
         """Return the file or directory that a checkpoint at `path` is read from."""
@@ -313,7 +314,8 @@ class FileStore(CheckpointStore):
         last = None
         # A save was killed between file and checksums: only the contents tell which of the two describes the file.
         waiting = storage.size_of(_beside(path, NEXT)) is not None
-        for suffix in (FILE_SUMS, NEXT) if waiting else (FILE_SUMS,):
+        suffixes = (FILE_SUMS, NEXT) if waiting else (FILE_SUMS,)
+        for suffix in suffixes:
             manifest, found = _compare(path, suffix, "full" if waiting else level)
             if manifest is not None and not found:
                 return manifest, []
@@ -796,10 +798,12 @@ class CheckpointDirectory:
         with suppress(CheckpointError, OSError):  # its configuration only makes the refusal clearer
             differences = self._compare(store.target(store.path_of(record)))
         others = "".join(f"\n  {line}" for line in differences)
+        advice = ". Give"
+        if differences:
+            advice = f", whose configuration differs:{others}\nRestore it, or give"
         raise CheckpointMismatch(
             f"Expected {store.place} to contain checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
-            + (f", whose configuration differs:{others}\nRestore it, or give" if differences else ". Give")
-            + " this run its own directory, and `resume` with the path of that checkpoint; checkpoint.load_only only reads."
+            f"{advice} this run its own directory, and `resume` with the path of that checkpoint; checkpoint.load_only only reads."
         )
 
     def still_good(self) -> str:

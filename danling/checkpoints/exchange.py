@@ -87,7 +87,9 @@ def export_weights(
     storage.make_directory(directory)
     written = []
     for name, weights in sets.items():
-        stem = target.stem if single and name == "model" else f"{target.stem}.ema" if single else name
+        stem = name
+        if single:
+            stem = target.stem if name == "model" else f"{target.stem}.ema"
         limit = None if single else max_shard_bytes
         written += _write_safetensors(directory, stem, weights, limit, dict(metadata or {}))
     for path in earlier:
@@ -131,7 +133,9 @@ def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, T
         # As PyTorch Lightning and many published checkpoints have it.
         loaded = loaded["state_dict"] if isinstance(loaded.get("state_dict"), Mapping) else loaded
     nested = isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping)
-    found = loaded.get(which) if nested else loaded if which == "model" else None
+    found = loaded if which == "model" else None
+    if nested:
+        found = loaded.get(which)
     if nested and which == "ema" and isinstance(found, Mapping) and isinstance(found.get("weights"), Mapping):
         found = found["weights"]
     if found is None:
@@ -159,7 +163,8 @@ def read_model(
         averages: Return the averaged weights if there are any, since these were evaluated; otherwise the trained ones.
     """
     if isinstance(source, Mapping):
-        return _chosen(weights_in(source, "a mapping"), source.get("ema") if averages else None, "a mapping")
+        ema = source.get("ema") if averages else None
+        return _chosen(weights_in(source, "a mapping"), ema, "a mapping")
     sources = manager.checkpoints.sources_of(source)
     brought = None if sources is None else manager.on_all(lambda: sources.bring_file(str(source)))
     path = brought or Path(source)
@@ -167,7 +172,8 @@ def read_model(
         foreign, beside = manager.on_all(lambda: _import_sets(path, averages=averages))
         manager.checkpoints.release()
         return _chosen(foreign, beside, source)
-    payload = manager.load_checkpoint(source, sections=["model", "state", *(["ema"] if averages else [])])
+    sections = ["model", "state", "ema"] if averages else ["model", "state"]
+    payload = manager.load_checkpoint(source, sections=sections)
     manager.checkpoints.release()
     weights = payload.get("model")
     if not isinstance(weights, Mapping):
@@ -184,7 +190,8 @@ def _import_sets(path: Path, *, averages: bool) -> tuple[dict[str, Tensor], obje
         beside = content.get("ema") if averages and isinstance(content, Mapping) else None
         return weights_in(content, source), beside
     has_both = averages and path.is_dir() and any((path / name).is_file() for name in _AVERAGES)
-    return import_weights(path), import_weights(path, which="ema") if has_both else None
+    ema = import_weights(path, which="ema") if has_both else None
+    return import_weights(path), ema
 
 
 def _chosen(weights: dict[str, Tensor], averages: object, source: object) -> dict[str, Tensor]:
@@ -319,7 +326,9 @@ def _write_safetensors(
         path = directory / f"{file}.safetensors"
         # safetensors refuses memory that tensors share; tied names are kept in the header and restored by import_weights.
         tied = {name: first for name, first in aliases.items() if first in shard}
-        header = {"format": "pt", **metadata, **({"tied": json.dumps(tied)} if tied else {})}
+        header = {"format": "pt", **metadata}
+        if tied:
+            header["tied"] = json.dumps(tied)
         content = safetensors.save({name: _own_memory(tensor) for name, tensor in shard.items()}, metadata=header)
         _put(path, lambda writer, content=content: _write_in_order(writer, content))
         places.update(dict.fromkeys(shard, path.name))

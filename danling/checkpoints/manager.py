@@ -62,7 +62,8 @@ class CheckpointSettings:
     @classmethod
     def from_config(cls, section: Mapping[str, Any]) -> CheckpointSettings:
         """Read the section; an unset `async_mode` follows `async_enabled`."""
-        mode = section["async_mode"] or ("async" if section["async_enabled"] else "disabled")
+        usual = "async" if section["async_enabled"] else "disabled"
+        mode = section["async_mode"] or usual
         names = [name for name in cls.__dataclass_fields__ if name != "async_mode"]
         return cls(async_mode=mode, **{name: section[name] for name in names})
 
@@ -208,7 +209,8 @@ class CheckpointManager(ABC):
         return self.checkpoints.next_records(names, epoch=epoch, global_step=global_step)
 
     def _prune(self) -> None:
-        self.checkpoints.prune(self.mirror.pending() if self.mirror is not None else frozenset())
+        kept = frozenset() if self.mirror is None else self.mirror.pending()
+        self.checkpoints.prune(kept)
 
     def _mirrored(
         self, record: Record, names: Sequence[str], *, target: str | None = None, own: Iterable[str] = (), put_off: bool
@@ -489,7 +491,8 @@ class CollectiveCheckpointManager(CheckpointManager):
     def _follow(self, sequence: int, exchange: Callable[[object], list[Any]]) -> None:
         """On machines with separate disks, remove the checkpoints that the main process has removed. Called on all ranks."""
         if self.checkpoints.is_split:
-            kept = exchange(self.store.targets() if self.domain.rank == 0 else None)[0]
+            mine = self.store.targets() if self.domain.rank == 0 else None
+            kept = exchange(mine)[0]
             if self.checkpoints.follows:
                 self.store.follow(sequence, kept)
 

@@ -197,7 +197,9 @@ def read_manifest(path: Path, shown: str) -> Manifest:
             raise CheckpointDamaged(f"{shown} {storage.absence(path)}")
         return Manifest.parse(storage.read_text(path))
     except CheckpointDamaged as error:
-        raise error if str(error).startswith(shown) else CheckpointDamaged(f"{shown}: {error}") from error
+        if str(error).startswith(shown):
+            raise
+        raise CheckpointDamaged(f"{shown}: {error}") from error
     except OSError as error:
         raise CheckpointDamaged(f"{shown} cannot be read: {reason(error)}") from error
 

@@ -294,7 +294,8 @@ def _list(value: Mapping[str, Any], path: str) -> None:
     if value["kind"] in ("set", "frozenset"):
         _members(value, path)
         return
-    _items(value, path, _count if value["kind"] == "Size" else _node)
+    check = _count if value["kind"] == "Size" else _node
+    _items(value, path, check)
     _optional(_count)(value.get("maxlen"), f"{path}.maxlen")
 
 

@@ -43,7 +43,8 @@ def is_too_deep(source: BinaryIO, deepest: int) -> bool:
     for operation, argument, _ in pickletools.genops(source):
         name = operation.name
         if name in _WRITE_MEMO:
-            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1] or [0]
+            key = len(memo) if name == "MEMOIZE" else argument
+            memo[key] = stack[-1] or [0]
         elif name in _READ_MEMO:
             stack.append(memo.get(argument, [0]))
         elif name == "MARK":

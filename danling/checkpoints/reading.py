@@ -41,7 +41,9 @@ def manager_named(backend: str) -> type[CheckpointManager]:
 
 
 def _reader(path: Path) -> Any:
-    kind = "file" if not path.is_dir() else "deepspeed" if is_engine_target(path) else "dcp"
+    kind = "file"
+    if path.is_dir():
+        kind = "deepspeed" if is_engine_target(path) else "dcp"
     return import_module(READERS[kind])
 
 

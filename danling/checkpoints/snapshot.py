@@ -158,8 +158,9 @@ class SnapshotBuffers:
         blocks = sizes if self._shared else [pinned_block(size, device.type) for size in sizes]
         most = self._most * sum(blocks)
         of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        level = logging.WARNING if most > of_host / 2 else logging.INFO
         logger.log(
-            logging.WARNING if most > of_host / 2 else logging.INFO,
+            level,
             "Copies for background saves take %.1f MB of pinned memory of the host on each rank: up to %d of %.1f MB. A state has %.1f MB; "
             "torch rounds a block of pinned memory up to a power of two, and keeps it until the process ends.",
             most / 1e6,

@@ -385,7 +385,8 @@ def write_mark(path: Path, *, within: int) -> None:
 def remove(path: Path, *, within: int | None = None) -> None:
     """Remove a file that may be gone already; of a directory that is open, if its descriptor is given, whatever its path leads to now."""
     with _trying("remove", path), suppress(FileNotFoundError):
-        os.unlink(path if within is None else path.name, dir_fd=within)
+        name = path if within is None else path.name
+        os.unlink(name, dir_fd=within)
 
 
 def remove_tree(directory: Path, *, within: int | None = None) -> None:
@@ -448,7 +449,8 @@ def opened(directory: Path, expected: Pinned | None, *, within: int | None = Non
     """
     flags = _DIRECTORY if within is not None else _DIRECTORY & ~os.O_NOFOLLOW
     with _trying("open", directory):
-        handle = os.open(directory if within is None else directory.name, flags, dir_fd=within)
+        name = directory if within is None else directory.name
+        handle = os.open(name, flags, dir_fd=within)
     try:
         with _trying("look at", directory):
             is_other = expected is not None and not expected.is_open_as(handle)

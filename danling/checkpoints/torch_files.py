@@ -186,4 +186,5 @@ def read_outline(path: Path) -> Outline:
     if is_own(payload):
         payload = check_format(payload, path)
     plain = without_tensors(payload) if isinstance(payload, Mapping) else {}
-    return Outline("file" if is_own(payload) else "torch file", path, list(tensors_in(payload)), plain)
+    kind = "file" if is_own(payload) else "torch file"
+    return Outline(kind, path, list(tensors_in(payload)), plain)

@@ -96,7 +96,9 @@ def build_dataloader(
                 f"({type(size).__name__})."
             )
     # Where updates have one size at any number of processes, so have the samples.
-    keyed = settings.get("keyed") or ("batch" if settings.get("global_batch_size") is None else "sample")
+    keyed = settings.get("keyed")
+    if not keyed:
+        keyed = "batch" if settings.get("global_batch_size") is None else "sample"
     given, division = divide_updates(
         settings, split=split, train=train, world_size=world_size, accum_steps=accum_steps, canonical=canonical
     )
@@ -118,9 +120,10 @@ def build_dataloader(
     options = {name: value for name, value in options.items() if name not in (*unset, "snapshot_every_n_steps")}
     orders = [name for name in ("batch_sampler", "sampler") if options.get(name) is not None]
     if division is not None and division.is_update and (is_iterable or orders):
+        received = f"a {orders[0]}" if orders else type(dataset).__name__
         raise ValueError(
             f"Expected a map-style dataset and the library's own order for split {split!r}: dataloader.global_batch_size divides every "
-            f"update over the ranks. Received: {f'a {orders[0]}' if orders else type(dataset).__name__}, which divides itself. Set "
+            f"update over the ranks. Received: {received}, which divides itself. Set "
             "dataloader.batch_size, the samples of a batch on each rank, instead."
         )
     share = Share(split, seed, rank, world_size)
@@ -170,7 +173,8 @@ def order_setting(sampler: object, settings: Mapping[str, object]) -> dict[str, 
         settings: The other settings of the split.
     """
     asks = "batch_size" not in settings or isinstance(sampler, BatchSampler)
-    return {"batch_sampler" if asks and _yields_batches(sampler) else "sampler": sampler}
+    key = "batch_sampler" if asks and _yields_batches(sampler) else "sampler"
+    return {key: sampler}
 
 
 def _yields_batches(sampler: Any) -> bool:

@@ -90,7 +90,12 @@ def from_datamodule(datamodule: Any, *, splits: Iterable[str] | str | None = Non
     launch = LaunchEnvironment.read()
     kind = type(datamodule).__name__
     present = [split for split in STAGES if is_own(f"{split}_dataloader")]
-    asked = present if splits is None else [splits] if isinstance(splits, str) else list(splits)
+    if splits is None:
+        asked = present
+    elif isinstance(splits, str):
+        asked = [splits]
+    else:
+        asked = list(splits)
     unknown = [split for split in asked if split not in present]
     if unknown or not asked:
         methods = " or ".join(f"{split}_dataloader" for split in unknown or STAGES)
@@ -120,14 +125,16 @@ def _prepare(datamodule: Any, launch: LaunchEnvironment) -> None:
     """Call `prepare_data` where it is due, and wait for it; a failure is raised on all ranks."""
     every_node = getattr(datamodule, "prepare_data_per_node", True)
     error: Exception | None = None
-    if callable(getattr(datamodule, "prepare_data", None)) and not (launch.local_rank if every_node else launch.rank):
+    rank = launch.local_rank if every_node else launch.rank
+    if rank == 0 and callable(getattr(datamodule, "prepare_data", None)):
         try:
             datamodule.prepare_data()
         except Exception as failure:
             error = failure
     failed = None
     if launch.world_size > 1 and dist.is_initialized():
-        failed = _agreed(None if error is None else f"{type(error).__name__}: {error}", launch)
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        failed = _agreed(text, launch)
     if error is not None:
         raise error
     if failed is not None:
@@ -192,7 +199,8 @@ def _taken_over(loader: Any) -> Any:
         return loader
     settings: dict[str, Any] = {name: getattr(loader, name) for name in TAKEN if hasattr(loader, name)}
     settings |= {"batch_size": order.batch_size, "shuffle": at_random, "drop_last": order.drop_last}
-    if loader.collate_fn is not (default_convert if batches is None else default_collate):
+    usual = default_convert if batches is None else default_collate
+    if loader.collate_fn is not usual:
         settings["collate_fn"] = loader.collate_fn
     defaults = vars(TorchDataLoader(loader.dataset))
     told = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}

@@ -134,9 +134,8 @@ def parts_of(dataset: Any) -> dict[str, object] | None:
         return {".dataset": dataset.dataset}
     if kind in (ConcatDataset, StackDataset):
         held = dataset.datasets
-        return {
-            f".datasets[{key!r}]": part for key, part in (held.items() if isinstance(held, dict) else enumerate(held))
-        }
+        named = held.items() if isinstance(held, dict) else enumerate(held)
+        return {f".datasets[{key!r}]": part for key, part in named}
     return None
 
 
@@ -220,7 +219,8 @@ def _mark(value: Any, depth: int) -> tuple[Any, ...]:
         return (value,)
     if isinstance(value, Tensor):
         # One that was made in inference mode counts no changes.
-        return _Same(value), None if value.is_inference() else value._version
+        version = None if value.is_inference() else value._version
+        return _Same(value), version
     if isinstance(value, _OF_THE_PROGRAM):
         return (_Same(value),)
     inner: Any = ()

@@ -125,7 +125,8 @@ class KeyedLoader(LibraryLoader):
         """The states of its parts when workers began."""
         for part in self.stateful.values():
             check_savable(part, self.split)
-        settings["batch_sampler" if batched else "sampler"] = order
+        key = "batch_sampler" if batched else "sampler"
+        settings[key] = order
         collate_fn = collate if collate_fn is None and batched else collate_fn
         super().__init__(dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn, **settings)
 
@@ -143,7 +144,8 @@ class KeyedLoader(LibraryLoader):
         left = self.order.remaining_batches()
         if left == 0 and (read or self.length_is_known):
             return iter(())
-        batches: Iterator[Batch] = self.order.batches(iter(self) if read else repeat(PLACEHOLDER))
+        data = iter(self) if read else repeat(PLACEHOLDER)
+        batches: Iterator[Batch] = self.order.batches(data)
         if self.batch_size is None:  # only the dataset knows how many samples an item holds
             return (each._replace(samples=0 if each.samples == 0 else None, total=None) for each in batches)
         return batches
@@ -306,7 +308,8 @@ class DataLoader(KeyedLoader):
         """The most samples that a rank holds at once of the next update; 0 at the end of the pass."""
         order = self.order
         is_full = order.length - order.consumed >= order.division.samples
-        return order.division.largest(order.division.samples if is_full else order.tail(order.consumed))
+        samples = order.division.samples if is_full else order.tail(order.consumed)
+        return order.division.largest(samples)
 
     def limit_micro_batch(self, samples: int) -> None:
         """Cut updates into micro-batches of at most so many samples, from the next iterator on. Call on all ranks."""

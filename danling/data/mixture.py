@@ -282,7 +282,8 @@ def proportions_of(weights: Mapping[str, Any]) -> dict[str, Fraction]:
         return shares
     # Multiples of one in a million by largest remainders, so that they add up to one; each source keeps at least one.
     parts = {name: share * LARGEST_PERIOD for name, share in shares.items()}
-    whole = {name: max(int(part), 1 if part else 0) for name, part in parts.items()}
+    # At least one of each source that has a share.
+    whole = {name: max(int(part), int(part > 0)) for name, part in parts.items()}
     missing = LARGEST_PERIOD - sum(whole.values())
     by_remainder = sorted(parts, key=lambda name: whole[name] - parts[name])
     for name in by_remainder[:missing] if missing > 0 else [max(whole, key=lambda name: whole[name])]:

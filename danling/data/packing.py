@@ -88,7 +88,8 @@ class _Grouped(OrderedDataset):
         self.tokens_in_all = int(self.lengths.sum())
         documents = len(self.lengths)
         self.chunk = min(chunk or max(_CHUNK, _GROUPS * limit * documents // self.tokens_in_all), documents)
-        self._members = epoch_order(documents, derive_seed("chunks", documents) if shuffle else None)
+        seed = derive_seed("chunks", documents) if shuffle else None
+        self._members = epoch_order(documents, seed)
         self._counts, self._digest = [], 0
         for number in range(-(-documents // self.chunk)):
             sizes = [piece.size for piece in self._pieces(number)]
@@ -137,7 +138,8 @@ class _Grouped(OrderedDataset):
             groups = self._grouped([piece.size for piece in pieces])
             order = epoch_order(len(groups), self._derived("groups", number)).indices(0, len(groups))
             self._plans[number] = [[pieces[n] for n in groups[index]] for index in order]
-        return self._plans[number][position - (self._ends[place - 1] if place else 0)]
+        begin = self._ends[place - 1] if place else 0
+        return self._plans[number][position - begin]
 
     def fingerprint(self, epoch: int) -> dict[str, str]:
         """Return what positions depend on, as text."""

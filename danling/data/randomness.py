@@ -67,9 +67,11 @@ def derive_seed(*parts: int | str) -> int:
     for part in parts:
         if not isinstance(part, (int, str)):
             raise TypeError(f"Expected seed parts of type int or str. Received: part={part!r} ({type(part).__name__}).")
-        encoded = str(int(part) if isinstance(part, int) else part).encode()
+        is_number = isinstance(part, int)  # of a boolean too, which counts as one
+        encoded = str(int(part) if is_number else part).encode()
         # With its length and type, so that no two lists of parts read the same.
-        digest.update(b"%c%d:" % (b"i" if isinstance(part, int) else b"s", len(encoded)))
+        kind = b"i" if is_number else b"s"
+        digest.update(b"%c%d:" % (kind, len(encoded)))
         digest.update(encoded)
     return int.from_bytes(digest.digest(), "little") & _MASK63
 

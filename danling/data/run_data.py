@@ -135,7 +135,12 @@ class RunData:
         """
         if not (asked is None or isinstance(asked, Collection)):  # a loader would be read to its end
             raise self._no_name(asked)
-        names = list(default) if asked is None else [asked] if isinstance(asked, str) else list(asked)
+        if asked is None:
+            names = list(default)
+        elif isinstance(asked, str):
+            names = [asked]
+        else:
+            names = list(asked)
         if not names:
             near = nearest("train", self.names) if verb == "train on" else None
             hint = f" Did you mean 'train' instead of {near!r}?" if near else ""

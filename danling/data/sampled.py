@@ -157,7 +157,8 @@ class SampledBatches(Sampler[BatchKey]):
         }
         if self._stateful is not None:
             current = to_plain(self._stateful.state_dict())
-            state |= {"sampler": current, "sampler_found": current if self._found is None else self._found}
+            found = current if self._found is None else self._found
+            state |= {"sampler": current, "sampler_found": found}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -203,7 +204,8 @@ class SampledBatches(Sampler[BatchKey]):
             if not chunk or (self.drop_last and len(chunk) < self.batch_size):
                 return
             self._ahead.append((drawn.position, drawn.digest))
-            yield BatchKey(self.epoch, first, list(chunk[0]) if self.batched else chunk)
+            indices = list(chunk[0]) if self.batched else chunk
+            yield BatchKey(self.epoch, first, indices)
 
     def _begin(self) -> _Drawn:
         """Draw the order, up to the position."""
@@ -216,9 +218,10 @@ class SampledBatches(Sampler[BatchKey]):
         while drawn.position < self.position and drawn.take(min(self.batch_size, self.position - drawn.position)):
             pass
         if (drawn.position, drawn.digest) != (self.position, self._digest):
+            units = "batches" if self.batched else "indices"
             raise ValueError(
                 f"Expected the sampler of split {self.split!r} to give the {self.position} "
-                f"{'batches' if self.batched else 'indices'} of epoch {self.epoch} again that were consumed when the run "
+                f"{units} of epoch {self.epoch} again that were consumed when the run "
                 f"was saved. Received: others from {type(self.sampler).__name__}. Define set_epoch(epoch) on it, which its order follows "
                 "from, or state_dict and load_state_dict for what it changes; and let it draw from the global streams or from a generator "
                 "that is its attribute. Or exclude 'dataloaders' from loading to restart the epoch."

@@ -198,7 +198,10 @@ class WholeMicroBatches(Division):
     def totals(self, samples: int) -> list[int]:
         """Return the samples of each micro-batch over all ranks."""
         full, rest = divmod(self.number(samples), self.world_size)
-        totals = [self.micro_batch_size * ranks for ranks in (*[self.world_size] * full, *([rest] if rest else []))]
+        ranks = [self.world_size] * full
+        if rest:
+            ranks.append(rest)
+        totals = [self.micro_batch_size * count for count in ranks]
         # The last rank with a micro-batch has the short one, as its last.
         totals[max(full - 1, 0)] -= self.number(samples) * self.micro_batch_size - samples
         return totals
@@ -262,7 +265,8 @@ class PositionedBatchSampler(Sampler[BatchKey]):
 
     def order(self, epoch: int) -> Order:
         """Return the indices of an epoch in the order in which the ranks together read them."""
-        return epoch_order(self.length, derive_seed(self.seed, "order", epoch) if self.shuffle else None)
+        seed = derive_seed(self.seed, "order", epoch) if self.shuffle else None
+        return epoch_order(self.length, seed)
 
     # Batches
 

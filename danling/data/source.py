@@ -356,9 +356,11 @@ class BatchSource:
             batch: The first one of a pass.
         """
         loader = self.loader
-        order = order_of(loader.order if isinstance(loader, KeyedLoader) else loader)
+        ordered = loader.order if isinstance(loader, KeyedLoader) else loader
+        order = order_of(ordered)
         reads_all = isinstance(loader, TorchDataLoader) and type(order) in (RandomSampler, SequentialSampler)
-        return describe(loader.dataset if reads_all else batch.data)
+        read = loader.dataset if reads_all else batch.data
+        return describe(read)
 
 
 class LiveLoader:
@@ -448,7 +450,8 @@ class LiveLoader:
     def _derived(self, purpose: str) -> int:
         # Another sampler may draw one permutation for all ranks and take a part of it, for which all must draw the same.
         own = type(order_of(self.loader)) in (RandomSampler, SequentialSampler, DistributedSampler)
-        return derive_seed(self.seed, purpose, self.split, self.epoch, *((self.rank,) if own else ()))
+        rank = (self.rank,) if own else ()
+        return derive_seed(self.seed, purpose, self.split, self.epoch, *rank)
 
     def _iterate(self) -> Iterator[Any]:
         """Return the loader's iterator, at the beginning of the pass or at the state that the loader has loaded."""

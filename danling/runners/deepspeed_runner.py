@@ -49,7 +49,8 @@ class DeepSpeedRunner(TorchRunner):
 
     def init_distributed(self) -> None:
         """Join the process group, as every stack; alone, make one of this process, since an engine needs it."""
-        self.deepspeed = engines.import_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        self.deepspeed = engines.import_deepspeed(torch.device(kind))
         given = dist.is_initialized()
         super().init_distributed()
         self._parts.closers.enter_context(engines.local_rank_known(self.local_rank))

@@ -39,7 +39,8 @@ def preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
         if verb == "train_step":
             return _train_step(self, call, *args, **kwargs)
         if verb in ("evaluate_step", "infer_step") and self.mode == "train":
-            return parts.evaluator.call("evaluate" if verb == "evaluate_step" else "infer", call, *args, **kwargs)
+            name = "evaluate" if verb == "evaluate_step" else "infer"
+            return parts.evaluator.call(name, call, *args, **kwargs)
         return call(*args, **kwargs)
 
     return method

@@ -88,4 +88,6 @@ class GraphRunner(TorchRunner):
 
     def _pred_and_loss(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
         pred, loss = self.preparation.function(self.model)(inputs, target)
-        return pred, loss if self._has_own_loss else self.compute_loss(pred, target)
+        if not self._has_own_loss:
+            loss = self.compute_loss(pred, target)
+        return pred, loss

@@ -32,7 +32,8 @@ def begin(runner: object) -> dict[str, object]:
     for name in COMPONENTS:
         own = getattr(type(runner), name, None)
         if not isinstance(own, property) or own.fset is not None:
-            setattr(runner, name, getattr(runner, name) if name == "criterion" and callable(own) else None)
+            is_method = name == "criterion" and callable(own)
+            setattr(runner, name, getattr(runner, name) if is_method else None)
     return dict(vars(runner))
 
 
@@ -64,17 +65,21 @@ def check_assignment(runner: Any, name: str, value: object, present: Mapping[str
         # `mode` is a value of the class that the library changes while it runs.
         is_allowed = name != "mode" and _kind(original) != "property" and _may_replace(original, value)
     if not is_allowed:
-        text = " ".join(repr(value).split())
-        raise _refused(f"self.{name} = {text if len(text) <= 40 else f'{text[:37]}...'}", name, owner)
+        raise _refused(f"self.{name} = {_shown(value)}", name, owner)
 
 
 def check_method(runner: Any, name: str, value: object) -> None:
     """Refuse a value under the name of a method of the library's, which the loops call, on a constructed runner."""
     owner, original = defined(runner.__class__).get(name, ("", _MISSING))
     if original is not _MISSING and _kind(original) == "method":
-        text = " ".join(repr(value).split())
-        received = f"self.{name} = {text if len(text) <= 40 else f'{text[:37]}...'}"
-        raise AttributeError(f"{_refused(received, name, owner)} To call the method, write self.{name}(...).")
+        refused = _refused(f"self.{name} = {_shown(value)}", name, owner)
+        raise AttributeError(f"{refused} To call the method, write self.{name}(...).")
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message, in at most 40 characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def instead_of(name: str) -> str:

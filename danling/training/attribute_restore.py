@@ -97,7 +97,8 @@ class Decoder:
         if kind == "complex":
             return complex(*node["value"])
         if kind in ("bytes", "bytearray"):
-            return (bytes if kind == "bytes" else bytearray)(node["value"].tolist())
+            numbers = node["value"].tolist()
+            return bytes(numbers) if kind == "bytes" else bytearray(numbers)
         if kind in ARRAYS:
             return _array_of(node, current)
         if kind == "enum":
@@ -129,7 +130,8 @@ class Decoder:
             if value is not MISSING:
                 changed[name] = value
         _set_attributes(current, changed)
-        for name in held.keys() - set(node["keys"]) if self._exact else ():
+        surplus = held.keys() - set(node["keys"])
+        for name in surplus if self._exact else ():
             object.__delattr__(current, name)
         for name in node.get("deleted", ()):
             if name in held and not self.is_of_program(name, held[name]):
@@ -259,7 +261,8 @@ def decode_tensor(node: Any, current: object) -> Tensor:
         return value.clone()
     accelerator = torch.accelerator.current_accelerator()
     is_here = accelerator is not None and node.get("device") == accelerator.type
-    moved = value.to(node["device"] if is_here else "cpu", copy=True)
+    device = node["device"] if is_here else "cpu"
+    moved = value.to(device, copy=True)
     kind: Any = type(current)
     back: Tensor = moved.as_subclass(kind) if "class" in node else moved
     return back

@@ -87,10 +87,12 @@ def own_attributes(runner: BaseRunner) -> dict[str, object]:
 def changeable_attributes(runner: BaseRunner) -> dict[str, object]:
     """Return what a step may change: the attributes of the user's, and the objects and callables in `metrics`."""
     metrics = vars(runner).get("metrics")
-    named = (
-        metrics.items() if isinstance(metrics, (Mapping, nn.ModuleDict)) else [] if metrics is None else [("", metrics)]
-    )
-    return {**own_attributes(runner), **{f"metrics[{name!r}]" if name else "metrics": metric for name, metric in named}}
+    found: dict[str, object] = {}
+    if isinstance(metrics, (Mapping, nn.ModuleDict)):
+        found = {f"metrics[{name!r}]": metric for name, metric in metrics.items()}
+    elif metrics is not None:
+        found = {"metrics": metrics}
+    return {**own_attributes(runner), **found}
 
 
 def _modules(runner: BaseRunner) -> list[tuple[str, nn.Module]]:
@@ -124,7 +126,8 @@ def _parts_of(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, (Optimizer, LRScheduler)) or hasattr(value, "param_groups"):
         for name in ("optimizers", "schedulers", "_schedulers", "optimizer", "scheduler", "inner", "base_optimizer"):
             within = getattr(value, name, None)
-            for number, each in enumerate(within if isinstance(within, (list, tuple)) else [within]):
+            several = within if isinstance(within, (list, tuple)) else [within]
+            for number, each in enumerate(several):
                 if isinstance(each, (Optimizer, LRScheduler)):
                     yield f"{name}[{number}]", each
                     yield from _parts_of(each)
@@ -199,7 +202,8 @@ class AttributeSnapshot:
             snapshot.entries["requires_grad", name] = Entry(parameter.requires_grad)
         for name, (part, key) in unsaved_buffers(runner).items():
             buffer = part._buffers[key]
-            snapshot.entries["buffers", name] = Entry(None if buffer is None else snapshot._tensor(buffer, name))
+            node = None if buffer is None else snapshot._tensor(buffer, name)
+            snapshot.entries["buffers", name] = Entry(node)
         for name, value in own_attributes(runner).items():
             entry = snapshot.attribute(name, value, declared=name in declared)
             if compared + entry.size > COMPARED_BYTES and name not in declared:
@@ -312,7 +316,9 @@ class AttributeSnapshot:
         if isinstance(value, (*LISTS.values(), *DICTS.values())):
             # Of a class of the user's, which may hold more.
             items: Any = value
-            items = self._items(items if isinstance(value, dict) else dict(enumerate(items)), path)
+            if not isinstance(value, dict):
+                items = dict(enumerate(items))
+            items = self._items(items, path)
             return self._leave_all(path, {"items": items}, f"a {kind}, a class of containers")
         return self._object(value, path)
 

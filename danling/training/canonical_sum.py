@@ -128,7 +128,8 @@ def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: D
         gradient = gradients[index]
         base = bases[index].to(gradient.device)
         whole = torch.zeros((), dtype=torch.int64, device=gradient.device)
-        for piece in torch.split(gradient.reshape(-1), _PIECE_ON_HOST if gradient.is_cpu else _PIECE_ON_DEVICE):
+        most = _PIECE_ON_HOST if gradient.is_cpu else _PIECE_ON_DEVICE
+        for piece in torch.split(gradient.reshape(-1), most):
             # Of a gradient in float64, `double` is no copy.
             wide = piece.double().square().add_(base)
             whole += wide.view(torch.int64).sum() - base.view(torch.int64) * piece.numel()
@@ -187,12 +188,11 @@ class CanonicalSum:
         threads = torch.get_num_threads()
         logger.info(
             "gradient_sum: canonical adds %d micro-batches an update in one order; this rank keeps at most %d gradients, %.1f MB. The bits "
-            "are those of %d thread%s a process.",
+            "are those of %d thread(s) a process.",
             number,
             most,
             most * size / 1e6,
             threads,
-            "" if threads == 1 else "s",
         )
         of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         memory = total_memory(runner.device) or of_host
@@ -208,7 +208,8 @@ class CanonicalSum:
     def _check_optimizer(self) -> None:
         optimizer = self._runner.optimizer
         joint = isinstance(optimizer, JointOptimizer)
-        names = [type(each).__name__ for each in (optimizer.optimizers if joint else (optimizer,))]
+        members = optimizer.optimizers if joint else (optimizer,)
+        names = [type(each).__name__ for each in members]
         mixing = [name for name in names if name in _MIXES_ELEMENTS]
         received = None
         if joint and optimizer.named:

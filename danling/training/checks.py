@@ -144,7 +144,10 @@ def misnamed(runner: TorchRunner, built_optimizer: object, built_scheduler: obje
             for name, value in vars(kind).items()
             if callable(value) and not (name.startswith("_") or isinstance(value, type))
         }
-        (library if kind.__module__.startswith("danling.") else own).update(names)
+        if kind.__module__.startswith("danling."):
+            library.update(names)
+        else:
+            own.update(names)
     has_data = bool(runner.datasets or runner.dataloaders)
     own_loss = is_overridden(runner, "compute_loss") or is_overridden(runner, "train_step")
     given = {
@@ -658,7 +661,8 @@ def _in_evaluation(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.M
         yield canonical_name(name), model
         return
     for child, module in model.named_children():
-        yield from _in_evaluation(module, f"{name}.{child}" if name else child)
+        path = f"{name}.{child}" if name else child
+        yield from _in_evaluation(module, path)
 
 
 def _is_trained(module: nn.Module) -> bool:

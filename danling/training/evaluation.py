@@ -156,7 +156,7 @@ class Evaluator:
         self._logged_orders.add(split)
         order = "their own order" if loader.order.shuffle else "the order of the dataset"
         which = f"all {samples}" if first == samples else f"the first {first} of {samples}"
-        why = f" {' and '.join(settings)} {'hold' if len(settings) > 1 else 'holds'} for training." if settings else ""
+        why = f" For training, there is {' and '.join(settings)}." if settings else ""
         more = "" if first == samples else " Call `evaluate`, or override `evaluate_steps`, for all of them."
         logger.info("An evaluation reads %s samples of split %r, in %s.%s%s", which, split, order, why, more)
 
@@ -399,8 +399,10 @@ def even_out(batches: Iterator[Batch], *, ranks: Domain, readers: Domain, reads:
         if not some_have:
             return
         if some_lack:
-            offered = [found for found in readers.gather_objects(batch if is_real else None) if found is not None]
-            spare = spare or (Batch(offered[0].data, 0, 0) if offered else None)
+            mine = batch if is_real else None
+            offered = [found for found in readers.gather_objects(mine) if found is not None]
+            if spare is None and offered:
+                spare = Batch(offered[0].data, 0, 0)
         if batch is not None and is_real:
             spare = Batch(batch.data, 0, 0)
         chosen = batch or spare

@@ -292,7 +292,9 @@ def bit_sum(tensor: Tensor) -> int:
     """
     flat = local_part(tensor).detach().contiguous().reshape(-1)
     integers = _INTEGERS.get(flat.element_size())
-    values = flat.view(torch.uint8 if integers is None else integers)
+    if integers is None:
+        integers = torch.uint8
+    values = flat.view(integers)
     # An odd number for each place. They follow no line, on which several values could change places without a trace.
     mixed = torch.arange(1, min(values.numel(), _PIECE) + 1, dtype=torch.int64, device=values.device) * _ODD
     mixed = (mixed ^ (mixed >> 29)) * _ODD

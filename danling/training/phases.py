@@ -107,7 +107,9 @@ class Phases:
             for parameter, gradient in phase.gradients:
                 parameter.grad = gradient
             phase.gradients = []
-            phase.window.begin_microbatch(window.current if weight is None else weight, window.current_samples)
+            if weight is None:
+                weight = window.current
+            phase.window.begin_microbatch(weight, window.current_samples)
         whole, self.current = runner.reduction, phase
         runner.window, runner.reduction = phase.window, phase.reduction
         try:
@@ -209,14 +211,10 @@ class Phases:
             losses = [outcome.loss for outcome in made]
             norms = [torch.as_tensor(outcome.grad_norm) for outcome in made if outcome.grad_norm is not None]
             committed = any(outcome.committed for outcome in made)
-            outcome = UpdateOutcome(
-                committed,
-                first.weight,
-                sum(losses[1:], losses[0]) * first.weight,
-                first.samples,
-                torch.stack(norms).norm() if norms else None,
-                None if committed else first.reason,
-            )
+            loss_sum = sum(losses[1:], losses[0]) * first.weight
+            norm = torch.stack(norms).norm() if norms else None
+            reason = None if committed else first.reason
+            outcome = UpdateOutcome(committed, first.weight, loss_sum, first.samples, norm, reason)
         else:  # no phase was due: the ranks agree on samples and requests all the same
             totals = update.agree(window)
             requests = totals.requests
@@ -226,10 +224,11 @@ class Phases:
 
     def state_dict(self) -> dict[str, Any]:
         """Return skips in a row and the scaler of each phase."""
-        return {
-            name: {"skips": phase.skips, "scaler": {} if phase.scaler is None else phase.scaler.state_dict()}
-            for name, phase in self._phases.items()
-        }
+        states = {}
+        for name, phase in self._phases.items():
+            scaler = {} if phase.scaler is None else phase.scaler.state_dict()
+            states[name] = {"skips": phase.skips, "scaler": scaler}
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""

@@ -60,8 +60,9 @@ class RunResults:
         index, self.scored_at = runner.index, runner.state.train.global_step
         runner.results[index] = result
         board = standing.board
-        if board is not None and not (board.split in result if board.split else index in standing.scores):
-            board = None
+        if board is not None:
+            has_score = board.split in result if board.split else index in standing.scores
+            board = board if has_score else None
         if board is not None and board.split and (board.finds(result) or not standing.own):
             self._compare_samples(board, index)
             board.record(index, result)
@@ -120,12 +121,8 @@ class RunResults:
         latest = {"index": runner.index, "weights": weights, "result": runner.latest_result}
         best_of_split = (runner.best_result or {}).get(runner.score_split or "", {})
         is_here = runner.best_index is None or runner.best_index != runner.saver.best_elsewhere
-        best = {
-            "index": runner.best_index,
-            "weights": weights,
-            "score": runner.best_score,
-            **({"samples": best_of_split["samples"]} if "samples" in best_of_split else {}),
-            "result": runner.best_result,
-            "checkpoint_is_here": is_here,
-        }
+        best = {"index": runner.best_index, "weights": weights, "score": runner.best_score}
+        if "samples" in best_of_split:
+            best["samples"] = best_of_split["samples"]
+        best |= {"result": runner.best_result, "checkpoint_is_here": is_here}
         runner.workspace.write_results(runner.results, latest, best)

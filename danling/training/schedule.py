@@ -21,7 +21,8 @@ without an evaluation."""
 def interval_of(runner: TorchRunner) -> str:
     """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`."""
     config = runner.config
-    return scheduler_interval(config.scheduler if "scheduler" in config else {}, runner.scheduler)
+    section = config.scheduler if "scheduler" in config else {}
+    return scheduler_interval(section, runner.scheduler)
 
 
 def monitor_of(runner: TorchRunner) -> str | None:
@@ -133,7 +134,8 @@ class Schedule:
             return
         by_metric = needs_metric(scheduler)
         by_evaluation = by_metric or interval_of(self._runner) == "validation"
-        if boundary not in (("epoch", "validation") if by_evaluation else ("epoch", "pass", "alone")):
+        boundaries = ("epoch", "validation") if by_evaluation else ("epoch", "pass", "alone")
+        if boundary not in boundaries:
             return
         if by_metric:
             self._step(scheduler, self._metric(metrics))
