@@ -107,19 +107,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dir is not None and options.dir.exists():
         parser.error(f"Expected a directory that does not exist yet. Received: --dir {options.dir}.")
     with tempfile.TemporaryDirectory(prefix="danling-demo-") as temporary:
-        place = options.dir or Path(temporary)
-        is_same = compare(place, kills=options.kills, seed=options.seed)
+        directory = options.dir or Path(temporary)
+        is_same = compare(directory, kills=options.kills, seed=options.seed)
     return 0 if is_same else 1
 
 
-def compare(place: Path, *, kills: int, seed: int) -> bool:
+def compare(directory: Path, *, kills: int, seed: int) -> bool:
     """Make both runs below a directory, and return whether they are the same."""
     draw = random.Random(seed)
     begun = time.monotonic()
     updates = UPDATES_BETWEEN_KILLS[1] * (kills + 1)
     print(f"Two runs of {updates} updates, at once. One is left alone, the other is killed {kills} times:", flush=True)
-    place.mkdir(parents=True, exist_ok=True)
-    alone, killed = place / "alone", place / "killed"
+    directory.mkdir(parents=True, exist_ok=True)
+    alone, killed = directory / "alone", directory / "killed"
     undisturbed = start(alone, updates)
     try:
         done = 0

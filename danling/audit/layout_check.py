@@ -217,7 +217,7 @@ class LayoutReport:
 
 
 def check_layout(
-    command: Sequence[str], layout: Layout, place: Path, options: CheckOptions | None = None
+    command: Sequence[str], layout: Layout, root: Path, options: CheckOptions | None = None
 ) -> LayoutReport:
     """Have a program make its first updates in one process and on a layout, and compare them."""
     options = options or CheckOptions()
@@ -227,29 +227,29 @@ def check_layout(
             f"Expected a program as it is started for one process: the processes of the layout are started here. Received: "
             f"{' '.join(command[:3])}. Write `-- python train.py`."
         )
-    place = place.absolute()
-    _train(command, layout, place, options, alone=True)
-    _train(command, layout, place, options, alone=False)
-    report = compare_records(place, layout, options.tolerance)
+    root = root.absolute()
+    _train(command, layout, root, options, alone=True)
+    _train(command, layout, root, options, alone=False)
+    report = compare_records(root, layout, options.tolerance)
     if options.dtype is None and not report.is_same and not report.undecided:
         # Only then does it matter what is rounding: another order of the samples shows it.
-        _train(command, layout, place, options, alone=True, is_reversed=True)
-        report = compare_records(place, layout, options.tolerance)
+        _train(command, layout, root, options, alone=True, is_reversed=True)
+        report = compare_records(root, layout, options.tolerance)
     return report
 
 
-def directory_of(place: Path, *, alone: bool, is_reversed: bool = False) -> Path:
+def directory_of(root: Path, *, alone: bool, is_reversed: bool = False) -> Path:
     """Return where the run in one process, or that on the layout, has its records, output and run directory."""
     if is_reversed:
-        return place / "reversed"
-    return place / ("one" if alone else "layout")
+        return root / "reversed"
+    return root / ("one" if alone else "layout")
 
 
 def recording_settings(
-    layout: Layout, place: Path, options: CheckOptions, *, alone: bool, is_reversed: bool = False
+    layout: Layout, root: Path, options: CheckOptions, *, alone: bool, is_reversed: bool = False
 ) -> dict[str, object]:
     """Return the settings imposed on a program that records its first updates."""
-    directory = directory_of(place, alone=alone, is_reversed=is_reversed)
+    directory = directory_of(root, alone=alone, is_reversed=is_reversed)
     samples = options.batch
     if layout.stack == "parallel":
         axes = {f"parallel.axes.{axis}": 1 if alone else layout.degrees.get(axis, 1) for axis in AXES}
@@ -257,7 +257,7 @@ def recording_settings(
     else:
         stack = {"stack": "ddp" if alone else layout.stack}
     if not alone and layout.replicas > 1:
-        samples = int(Record.read(directory_of(place, alone=True), 0, 1).samples)
+        samples = int(Record.read(directory_of(root, alone=True), 0, 1).samples)
     settings = {
         **scratch_settings(directory / "run"),
         **stack,
@@ -273,7 +273,7 @@ def recording_settings(
         "audit.replay_interval": None,
         "audit.gradients.dir": os.fspath(directory),
         "audit.gradients.updates": options.updates,
-        "audit.gradients.weights": None if alone else os.fspath(directory_of(place, alone=True) / WEIGHTS),
+        "audit.gradients.weights": None if alone else os.fspath(directory_of(root, alone=True) / WEIGHTS),
         "audit.gradients.dtype": options.dtype,
         "audit.gradients.samples": samples,
         "audit.gradients.reversed": is_reversed,
@@ -286,14 +286,14 @@ def recording_settings(
 def _train(
     command: Sequence[str],
     layout: Layout,
-    place: Path,
+    root: Path,
     options: CheckOptions,
     *,
     alone: bool,
     is_reversed: bool = False,
 ) -> None:
     """Have the program record its first updates."""
-    number, directory = 1 if alone else layout.processes, directory_of(place, alone=alone, is_reversed=is_reversed)
+    number, directory = 1 if alone else layout.processes, directory_of(root, alone=alone, is_reversed=is_reversed)
     directory.mkdir(parents=True)
     where = (
         "1 of 2: the program makes its first updates in one process" if alone else f"2 of 2: it makes them on {layout}"
@@ -301,7 +301,7 @@ def _train(
     if is_reversed:
         where = "since they differ: it makes them again in one process, with the samples in reverse order"
     announce(f"{where}, within {options.timeout:g} s")
-    settings = recording_settings(layout, place, options, alone=alone, is_reversed=is_reversed)
+    settings = recording_settings(layout, root, options, alone=alone, is_reversed=is_reversed)
     on_devices = torch.cuda.device_count() >= layout.processes
     with _started(command, settings, directory, number, on_devices) as processes:
         end = time.monotonic() + options.timeout
@@ -373,8 +373,8 @@ def check_this_program(layout: str, options: CheckOptions, domain: Domain) -> La
                 "Expected a program that can be started again in other processes. Received: an interactive one, such as a notebook. "
                 "Write it as a script, and call `danling check-layout LAYOUT -- python script.py`."
             )
-        with tempfile.TemporaryDirectory(prefix="danling-layout-") as place:
-            return check_layout([sys.executable, *sys.orig_argv[1:]], chosen, Path(place), options)
+        with tempfile.TemporaryDirectory(prefix="danling-layout-") as root:
+            return check_layout([sys.executable, *sys.orig_argv[1:]], chosen, Path(root), options)
 
     try:
         return domain.on_first(check)
@@ -385,10 +385,10 @@ def check_this_program(layout: str, options: CheckOptions, domain: Domain) -> La
 # Comparing the records
 
 
-def compare_records(place: Path, layout: Layout, tolerance: float | None = None) -> LayoutReport:
+def compare_records(root: Path, layout: Layout, tolerance: float | None = None) -> LayoutReport:
     """Compare what the ranks of a layout recorded with what one process recorded, up to the first update that differs."""
-    one, several = directory_of(place, alone=True), directory_of(place, alone=False)
-    reverse = directory_of(place, alone=True, is_reversed=True)
+    one, several = directory_of(root, alone=True), directory_of(root, alone=False)
+    reverse = directory_of(root, alone=True, is_reversed=True)
     for number in count(1):
         wanted = Record.read(one, 0, number)
         made = [Record.read(several, rank, number) for rank in range(layout.processes)]

@@ -61,9 +61,9 @@ class QuickRunFailed(ValueError):
     """The program did not train, save, resume and evaluate."""
 
 
-def try_quickly(command: Sequence[str], place: Path, *, updates: int, timeout: float) -> str:
+def try_quickly(command: Sequence[str], directory: Path, *, updates: int, timeout: float) -> str:
     """Start a program twice, each within `timeout` seconds, and return a sentence on what it did."""
-    run, log = place / "run", place / "output.log"
+    run, log = directory / "run", directory / "output.log"
     settings = {
         **scratch_settings(run),
         "audit.quick": updates,

@@ -52,17 +52,17 @@ class ScriptFailed(ValueError):
 class ResumeCheck:
     """Starts a program, stops and kills it, resumes it, and compares."""
 
-    def __init__(self, command: Sequence[str], place: Path, *, updates: int, timeout: float) -> None:
+    def __init__(self, command: Sequence[str], directory: Path, *, updates: int, timeout: float) -> None:
         self.command = command
-        self.place = place
+        self.directory = directory
         self.updates = updates
         self.timeout = timeout
-        self._log = place / "output.log"
+        self._log = directory / "output.log"
 
     def examine(self) -> Iterator[Found]:
         """Yield each check as it ends; behind the first that failed there is nothing to compare."""
-        whole = self.place / "whole"
-        parts = self.place / "parts"
+        whole = self.directory / "whole"
+        parts = self.directory / "parts"
         updates = self.updates
         begin = time.monotonic()
         announce(f"1 of 4: the program trains {4 * updates} updates without a break, within {self.timeout:g} s")

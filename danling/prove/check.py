@@ -54,9 +54,9 @@ class LayoutProof:
     def _run(self) -> None:
         report = self.report
         report.processes = self._start("layout", self.job, "on its processes")
-        place = self.script.scratch / "layout"
-        self.layout = _updates(place)
-        rows = [_rows(place / f"rank-{rank}.batches") for rank in range(report.processes)]
+        directory = self.script.scratch / "layout"
+        self.layout = _updates(directory)
+        rows = [_rows(directory / f"rank-{rank}.batches") for rank in range(report.processes)]
         self.ranks = distinct_ranks(rows)
         note = sample_note(rows)
         report.notes += [*([] if note is None else [note]), *layout_notes(self.layout)]
@@ -263,9 +263,9 @@ def _gradient_eps(gradients: dict[str, Tensor]) -> float:
     return max((torch.finfo(tensor.dtype).eps for tensor in gradients.values()), default=0.0)
 
 
-def _updates(place: Path) -> list[Update]:
+def _updates(directory: Path) -> list[Update]:
     found: list[Update] = []
-    while (update := Update.read(place, len(found) + 1)) is not None:
+    while (update := Update.read(directory, len(found) + 1)) is not None:
         found.append(update)
     if not found:
         raise NotChecked("no update of a torch optimizer was seen")

@@ -40,9 +40,11 @@ class Update:
     ranks: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def read(cls, place: Path, number: int) -> Update | None:
+    def read(cls, directory: Path, number: int) -> Update | None:
         """Read an update, counted from 1; `None` where there is none."""
-        files = sorted(place.glob(f"rank-*.update-{number}.pt"), key=lambda file: int(file.name[5:].partition(".")[0]))
+        files = sorted(
+            directory.glob(f"rank-*.update-{number}.pt"), key=lambda file: int(file.name[5:].partition(".")[0])
+        )
         if not files:
             return None
         return cls([torch.load(file, weights_only=True, mmap=True) for file in files])

@@ -95,10 +95,10 @@ class ResumeProof:
         announce(f"the script makes up to {updates} updates {where}, within {script.timeout:g} s")
         job = Job(directory="", updates=updates, mode="resume")
         self.report.processes = script.start(name, job, alone=False, directory=directory, ends=ends)
-        place = script.scratch / name
+        records = script.scratch / name
         found = []
         for rank in range(self.report.processes):
-            file = place / f"rank-{rank}.jsonl"
+            file = records / f"rank-{rank}.jsonl"
             found.append([json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [])
         if not found or not all(found):
             raise NotChecked(f"no update of a torch optimizer was seen where the script was {where.partition(' ')[0]}")
@@ -171,8 +171,8 @@ def _compared(one: Sequence[Line], two: Sequence[Line], kill: int) -> tuple[int 
     """Return the update that a resumed script begins with, the first one that differs, and in what."""
     best: tuple[int | None, int, list[str]] = (None, 0, [])
     # Weights that do not change, as with a learning rate of 0, are those before several updates.
-    places = [at for at, line in enumerate(one[: kill + 1]) if line["before"] == two[0]["before"]]
-    for at in reversed(places):
+    matches = [at for at, line in enumerate(one[: kill + 1]) if line["before"] == two[0]["before"]]
+    for at in reversed(matches):
         pairs = enumerate(zip(one[at:], two), at + 1)
         number, others = next(((n, d) for n, (a, b) in pairs if (d := _differing(a, b))), (0, []))
         if not others:

@@ -253,17 +253,17 @@ def _launcher(command: Sequence[str]) -> str | None:
     return next((_LAUNCHERS[word] for word in words if word in _LAUNCHERS), None)
 
 
-def private_directory(place: Path) -> Path:
+def private_directory(directory: Path) -> Path:
     """Return a directory for records and copies, which only its owner reads: it has pickles that are read again.
 
     Raises:
         ValueError: If it is not empty.
     """
-    if place.exists() and any(place.iterdir()):
-        raise ValueError(f"Expected --scratch to be a new or an empty directory. Received: {str(place)!r}.")
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    place.chmod(0o700)
-    return place
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"Expected --scratch to be a new or an empty directory. Received: {str(directory)!r}.")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    return directory
 
 
 def mirror(source: Path, target: Path) -> list[Path]:

@@ -166,9 +166,9 @@ def _watch_clipping(recorder: Recorder) -> None:
         with_norm(keep(parameters), max_norm, total_norm, *args, **kwargs)
         recorder.clipped(total_norm)
 
-    for place in (nn.utils, nn.utils.clip_grad):
+    for module in (nn.utils, nn.utils.clip_grad):
         for function in (clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_):
-            setattr(place, function.__name__, function)
+            setattr(module, function.__name__, function)
 
 
 def _watch_steps(recorder: Recorder) -> None:

@@ -74,7 +74,7 @@ class Recorder:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.place = Path(job.directory)
+        self.directory = Path(job.directory)
         self.inside = 0
         """Depth of calls of a stack, whose own steps and batches are not counted."""
         self.running: object | None = None
@@ -322,7 +322,7 @@ class Recorder:
         return not (is_each_done or self.made >= 8 * self.job.updates)
 
     def _write_tensors(self, weights: dict[str, stacks.Piece]) -> None:
-        rank, _ = stacks.place_of()
+        rank, _ = stacks.rank_and_size()
         gradients = self._gradients
         unchanged = [
             name
@@ -352,10 +352,10 @@ class Recorder:
             "parts": self._parts,
             "eps": self._eps,
         }
-        torch.save(record, self.place / f"rank-{rank}.update-{self.made}.pt")
+        torch.save(record, self.directory / f"rank-{rank}.update-{self.made}.pt")
 
     def _write_digests(self, weights: dict[str, stacks.Piece]) -> None:
-        rank, _ = stacks.place_of()
+        rank, _ = stacks.rank_and_size()
         line = {
             "samples": self._inputs,
             "loss": self._losses,
@@ -363,22 +363,22 @@ class Recorder:
             "before": digest([part for _, _, part in self._held.values()]),
             "after": digest([part for _, _, part in weights.values()]),
         }
-        with open(self.place / f"rank-{rank}.jsonl", "a") as file:
+        with open(self.directory / f"rank-{rank}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 
     def _end(self) -> NoReturn:
-        rank, world = stacks.place_of()
+        rank, world = stacks.rank_and_size()
         if self.job.checks and not self.job.replays:
-            (self.place / f"rank-{rank}.batches").write_bytes(pickle.dumps(self.loaders.kept))
-            torch.save(self._roots, self.place / f"rank-{rank}.first.pt")
+            (self.directory / f"rank-{rank}.batches").write_bytes(pickle.dumps(self.loaders.kept))
+            torch.save(self._roots, self.directory / f"rank-{rank}.first.pt")
             if rank == 0:
-                (self.place / "lengths.json").write_text(json.dumps(self.loaders.lengths))
-        self._mark(self.place / f"rank-{rank}.end", str(world))
+                (self.directory / "lengths.json").write_text(json.dumps(self.loaders.lengths))
+        self._mark(self.directory / f"rank-{rank}.end", str(world))
 
     def _claim(self) -> None:
         """Have one process be a rank: of two the records would be mixed."""
-        rank, _ = stacks.place_of()
-        file = self.place / f"rank-{rank}.pid"
+        rank, _ = stacks.rank_and_size()
+        file = self.directory / f"rank-{rank}.pid"
         with contextlib.suppress(FileExistsError), open(file, "x") as new:
             new.write(str(os.getpid()))
         if file.read_text() not in ("", str(os.getpid())):
@@ -386,7 +386,7 @@ class Recorder:
 
     def fail(self, reason: str) -> NoReturn:
         """Say why the script cannot be compared."""
-        self._mark(self.place / f"rank-{stacks.place_of()[0]}.failed", reason)
+        self._mark(self.directory / f"rank-{stacks.rank_and_size()[0]}.failed", reason)
 
     def _mark(self, file: Path, text: str) -> NoReturn:
         staged = file.with_suffix(".new")

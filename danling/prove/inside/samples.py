@@ -147,9 +147,9 @@ class Loaders:
         """Return the next batch of an iterator."""
         if iterator not in self._iterators:
             self._iterators[iterator] = [next(self._next_iterator), 0]
-        place = self._iterators[iterator]
-        at, number = place
-        place[1] += 1
+        entry = self._iterators[iterator]
+        at, number = entry
+        entry[1] += 1
         if self._ranks is not None:
             batch = self._replayed(self._ranks, at, number)
             self.seen += 1

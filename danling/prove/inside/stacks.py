@@ -20,7 +20,7 @@ Piece = tuple[tuple[int, ...], tuple[int, ...], Tensor]
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
 
 
-def place_of() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """Return the rank and the number of processes."""
     if has_group():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -97,7 +97,7 @@ def piece(tensor: Tensor, of: Tensor | None = None) -> Piece:
 def _flat_piece(local: Tensor, size: int) -> Piece:
     """Return this rank's part of the parameter into which FSDP1 has joined others; the last ranks have padding."""
     shards = -(-size // local.numel())
-    start = min(place_of()[0] % shards * local.numel(), size)
+    start = min(rank_and_size()[0] % shards * local.numel(), size)
     return (start,), (size,), local[: size - start].to("cpu", copy=True)
 
 
