@@ -62,10 +62,10 @@ _NAMED = 4
 
 
 class CheckpointStore:
-    """The checkpoints of one run in one place."""
+    """The checkpoints of one run in one location."""
 
     is_elsewhere: ClassVar[bool] = False
-    """Whether checkpoints are in another place than the directory, and are brought there by `verify`."""
+    """Whether checkpoints are elsewhere, and are brought into the directory by `verify`."""
 
     def __init__(self, directory: Path) -> None:
         self.is_part = False
@@ -75,7 +75,7 @@ class CheckpointStore:
         self._skipped: dict[Path | str, str] = {}
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where these checkpoints are, for errors."""
         return str(self.directory)
 
@@ -718,7 +718,7 @@ class CheckpointDirectory:
         there = ", ".join(sorted({r.name for store in stores for r in store.records(complete=True)})) or "none"
         if sources is not None:
             raise CheckpointNotFound(
-                f"Expected a checkpoint at {source}. Received: none (in {stores[0].place} there are: {there}). Give the URL of one that "
+                f"Expected a checkpoint at {source}. Received: none (in {stores[0].location} there are: {there}). Give the URL of one that "
                 "is there."
             )
         raise CheckpointNotFound(
@@ -802,7 +802,7 @@ class CheckpointDirectory:
         if differences:
             advice = f", whose configuration differs:{others}\nRestore it, or give"
         raise CheckpointMismatch(
-            f"Expected {store.place} to contain checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
+            f"Expected {store.location} to contain checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
             f"{advice} this run its own directory, and `resume` with the path of that checkpoint; checkpoint.load_only only reads."
         )
 

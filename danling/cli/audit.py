@@ -48,10 +48,10 @@ def run(options: argparse.Namespace) -> int:
     """Train again and compare."""
     from danling.audit.rerun import audit_run  # torch
 
-    place, start, end = stretch(options.stretch)
+    run, start, end = stretch(options.stretch)
     with tempfile.TemporaryDirectory(prefix="danling-audit-") as temporary:
         scratch = options.scratch or Path(temporary)
-        found = audit_run(place, options.program, scratch=scratch, start=start, end=end, timeout=options.timeout)
+        found = audit_run(run, options.program, scratch=scratch, start=start, end=end, timeout=options.timeout)
     beyond = found.beyond(options.tolerance or 0.0)
     is_accepted = found.is_same or (options.tolerance is not None and not beyond)
     if options.json:
@@ -117,7 +117,7 @@ def _some(names: Sequence[str]) -> str:
 
 def stretch(text: str) -> tuple[Path, int | None, int | None]:
     """Return the run and the updates that `RUN[:FROM..TO]` names; `None` for one that is left out."""
-    place, colon, updates = text.rpartition(":")
+    run, colon, updates = text.rpartition(":")
     if not colon or Path(text).is_dir():
         return Path(text), None, None
     start, dots, end = updates.partition("..")
@@ -125,4 +125,4 @@ def stretch(text: str) -> tuple[Path, int | None, int | None]:
         raise ValueError(
             f"Expected RUN:FROM..TO, such as run:1000..2000. Received: {text!r}. Write two updates, or leave one out."
         )
-    return Path(place), int(start) if start else None, int(end) if end else None
+    return Path(run), int(start) if start else None, int(end) if end else None

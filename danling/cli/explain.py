@@ -35,11 +35,11 @@ def run(options: argparse.Namespace) -> int:
     """Print the sections."""
     with one_run(options.path) as found:
         sections = explain(found)
-        place = found.place or str(found.path)
+        location = found.location or str(found.path)
         if options.json:
-            print_json({"run": place, "sections": sections, "record": found.record, "config": found.config})
+            print_json({"run": location, "sections": sections, "record": found.record, "config": found.config})
             return name_problems([found])
-        print(place)
+        print(location)
         for name, lines in sections.items():
             head = name
             for line in lines:

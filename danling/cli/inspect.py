@@ -42,9 +42,9 @@ def run(options: argparse.Namespace) -> int:
     """Print the contents."""
     with checkpoint_at(options.checkpoint) as path:
         contents = read_contents(path)
-    place = options.checkpoint if is_url(options.checkpoint) else str(contents.path)
+    location = options.checkpoint if is_url(options.checkpoint) else str(contents.path)
     if options.json:
-        facts: dict[str, Any] = {"path": place, "kind": contents.kind, **describe(contents)}
+        facts: dict[str, Any] = {"path": location, "kind": contents.kind, **describe(contents)}
         facts["sections"] = contents.sections()
         if options.tensors:
             facts["tensors"] = [vars(entry) for entry in contents.entries]
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             facts["config"] = contents.plain.get("runner", {})
         print_json(facts)
         return OK
-    print(f"{as_text(place)} ({contents.kind})")
+    print(f"{as_text(location)} ({contents.kind})")
     for name, value in describe(contents).items():
         print(f"{name}: {as_text(value)}")
     print()
@@ -120,13 +120,13 @@ def read_contents(source: str | Path) -> Outline:
 def _read_index(path: Path) -> Outline:
     """Return what the headers of the files say that an index of safetensors names."""
     try:
-        places = dict(parse_json(read_text(path))["weight_map"])
-        names = sorted({plain_name(file) for file in places.values()})
+        files = dict(parse_json(read_text(path))["weight_map"])
+        names = sorted({plain_name(file) for file in files.values()})
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointDamaged(f"Expected an index of safetensors. Received: {path}: {error!r}") from error
     parts = [read_safetensors(path.parent / name) for name in names]
     entries = [entry for part in parts for entry in part.entries]
-    missing = sorted(places.keys() - {entry.name for entry in entries})
+    missing = sorted(files.keys() - {entry.name for entry in entries})
     if missing:
         raise CheckpointDamaged(f"Expected all tensors of {path}. Received files without: {', '.join(missing[:10])}.")
     return Outline("safetensors", path, entries, parts[0].plain if parts else {})

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         runs = list({run.path.resolve(): run for below in found for run in below}.values())
         names = [run.name for run in runs]
         # Two roots may have runs of the same name: then only the path tells them apart.
-        runs = [replace(r, name=r.place or str(r.path)) if names.count(r.name) > 1 else r for r in runs]
+        runs = [replace(r, name=r.location or str(r.path)) if names.count(r.name) > 1 else r for r in runs]
         logged = [run for run in runs if run.figures]
         if not logged and any(run.problems for run in runs):
             return name_problems(runs)  # what was logged cannot be read

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print_json(
                 {
-                    "run": found.place or str(found.path),
+                    "run": found.location or str(found.path),
                     "ranks": [vars(row) for row in rows],
                     "changes": [dict(zip(_CHANGE, change)) for change in changes],
                 }

@@ -84,7 +84,7 @@ class RemoteCheckpoints(CheckpointStore):
         self._digests: dict[str, str] = {}
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return self.run.url
 
     def shown(self, path: Path | str) -> str:
@@ -304,8 +304,8 @@ def runs_below(url: str, directory: Path) -> list[Run]:
         raise FileNotFoundError(f"Expected runs below {store.url!r}. Received: none. Name another URL.")
     runs = find_runs(directory)
     if roots == [""]:
-        return [replace(run, place=store.url, name=store.url.rpartition("/")[2]) for run in runs]
-    return [replace(run, place=f"{store.url}/{run.name}") for run in runs]
+        return [replace(run, location=store.url, name=store.url.rpartition("/")[2]) for run in runs]
+    return [replace(run, location=f"{store.url}/{run.name}") for run in runs]
 
 
 def _runs(store: RemoteStore, prefix: str, depth: int) -> Iterator[str]:

@@ -63,7 +63,8 @@ class Run:
 
     path: Path
     name: str
-    place: str = ""
+    location: str = ""
+    """Its URL, where it is in an object store."""
     problems: list[str] = field(default_factory=list, compare=False, repr=False)
 
     @cached_property
@@ -208,7 +209,7 @@ class Run:
         """Return the run as one row of plain values."""
         return {
             "run": self.name,
-            "path": self.place or str(self.path),
+            "path": self.location or str(self.path),
             "step": self.step,
             "attempts": self.attempts,
             "score_name": self.score_name,
