@@ -555,7 +555,7 @@ class ElasticRanks(Observer):
     def _become_main(self) -> None:
         """Do from here on what the main process does, in the place of one that has ended."""
         runner = self._runner
-        runner._parts.run_place.inherit(runner.workspace)
+        runner._parts.run_location.inherit(runner.workspace)
         runner._parts.reporter.become_main(runner.workspace.log_file if runner.config.log else None)
         manager = runner.checkpoint_manager
         if not runner.config.checkpoint.load_only:

@@ -19,7 +19,7 @@ from .stored_run import RunLayout, StoredRun, place_of, runs_of_id
 if TYPE_CHECKING:
     from danling.reporting import Reporter
     from danling.runners.base_runner import BaseRunner
-    from danling.workspace.workspace import RunPlace
+    from danling.workspace.workspace import RunLocation
 
 logger = logging.getLogger("danling")
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("danling")
 class RemoteStores:
     """The object stores that a run names: its own copy in one, and those of other runs that it reads."""
 
-    place: RunPlace
+    run_location: RunLocation
     """The directory of the run; set by `follow` when that is chosen."""
 
     def __init__(self, runner: BaseRunner, reporter: Reporter) -> None:
@@ -47,9 +47,9 @@ class RemoteStores:
         store.starting = True
         return store
 
-    def follow(self, place: RunPlace) -> None:
+    def follow(self, run_location: RunLocation) -> None:
         """Belong to the directory of the run, and to the store that the settings name now: the program's `__init__` may change them."""
-        self.place = place
+        self.run_location = run_location
         settings = dict(self._runner.config.checkpoint.remote.items())
         if settings != self._followed:
             self._followed = settings
@@ -61,7 +61,7 @@ class RemoteStores:
     def home(self) -> StoredRun:
         """The run itself, where `checkpoint.remote.url` is set."""
         url = str(self._runner.config.checkpoint.remote.url)
-        return StoredRun(self.connect(url), RunLayout(self.place.family, self.place.instance))
+        return StoredRun(self.connect(url), RunLayout(self.run_location.family, self.run_location.instance))
 
     @cached_property
     def sources(self) -> RemoteSources:
@@ -98,7 +98,7 @@ class RemoteStores:
             self._runner.world.on_first(self._bring_files)
 
     def _bring_files(self) -> None:
-        brought = bring_files(self.home.store, self.home.layout.files, self.place.dir)
+        brought = bring_files(self.home.store, self.home.layout.files, self.run_location.dir)
         if brought:
             logger.info("Brought %d files of the run from %s.", brought, self.home.url)
 

@@ -198,7 +198,7 @@ class BaseRunner(metaclass=MetaRunner):
             self.placement = replace(self.placement, replica_group=group)
         # Must precede `set_seed`: a seed that is drawn there must not enter the run's id. Nothing is written yet.
         self._parts.join()
-        place = self._parts.run_place
+        place = self._parts.run_location
         self.id, self.timestamp = place.id, place.timestamp
         self.code_id, self.config_id = place.code_id, place.config_id
         self.workspace: Workspace = place.workspace(self.timestamp)
@@ -296,7 +296,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     def _write_metadata(self) -> None:
         """Write what the run is made of. Called on all ranks."""
-        self._parts.run_place.write_metadata(
+        self._parts.run_location.write_metadata(
             self.workspace,
             foreign=lambda: self.checkpoint_manager.on_main(self.checkpoint_manager.checkpoints.is_foreign),
         )
@@ -488,7 +488,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     def open_workspace(self) -> None:
         """Create the run directory and open its log, on the main process."""
-        place = self._parts.run_place
+        place = self._parts.run_location
         self.workspace = place.open(code_id=self.code_id, config_id=self.config_id, timestamp=self.timestamp)
         self.id = place.id
         log_file = self.workspace.log_file if self.config.log else None
@@ -848,7 +848,7 @@ class BaseRunner(metaclass=MetaRunner):
         if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
             # Such a runner may read the directory of another run, but must not replace its metrics.
             self.checkpoint_manager.on_main(self.checkpoint_manager.checkpoints.refuse_foreign)
-            self._parts.run_place.enter_to_train(resumed=self.state.train.global_step > 0)
+            self._parts.run_location.enter_to_train(resumed=self.state.train.global_step > 0)
         # Closed before the log is, so that messages of a tracker are in the log of the run.
         self._parts.closers.callback(self._parts.reporter.trackers.close)
         self._parts.reporter.trackers.open()
@@ -934,7 +934,7 @@ class BaseRunner(metaclass=MetaRunner):
             step_mode=self.is_step_mode,
             compare=self.config_differences,
         )
-        self.checkpoint_manager.before_save = self._parts.run_place.confirm
+        self.checkpoint_manager.before_save = self._parts.run_location.confirm
         self.checkpoint_manager.planned_history = lambda: (
             ((self.steps if self.is_step_mode else self.epochs) or 0) // self.checkpoint_interval
         )

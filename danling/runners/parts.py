@@ -32,7 +32,7 @@ from danling.training.saving import RunSaver
 from danling.training.schedule import Schedule
 from danling.training.update import RunWindow, UpdateStep
 from danling.utils.hooks import is_overridden
-from danling.workspace.workspace import RunPlace
+from danling.workspace.workspace import RunLocation
 
 from .extensions import is_asked, load
 
@@ -110,18 +110,18 @@ class Parts:
             self.calls = CollectiveCalls.of(
                 owner.world.rank, owner.world.size, limit=lambda: collective_timeout(owner.device)
             )
-        self.run_place = RunPlace(owner, self.stores)
+        self.run_location = RunLocation(owner, self.stores)
         self.follow_store()
-        self.closers.callback(self.run_place.release)
+        self.closers.callback(self.run_location.release)
         # Trackers that were added but never opened are closed too, before the right to write into the run directory is given up.
         self.closers.callback(self.reporter.trackers.close)
 
     def follow_store(self) -> None:
         """Read `checkpoint.remote.url` again, which the user's `__init__` may set or unset. No communication."""
         stores = self.remote if is_asked("remote", self.owner.config) else None
-        self.stores = self.saver.stores = self.run_place.stores = stores
+        self.stores = self.saver.stores = self.run_location.stores = stores
         if stores is not None:
-            stores.follow(self.run_place)
+            stores.follow(self.run_location)
 
 
 class TorchParts(Parts):

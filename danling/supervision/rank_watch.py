@@ -111,7 +111,7 @@ class RankState:
     waits: bool
     collective: str
     called: str
-    place: str
+    location: str
     stack: str
     excuse: str
     time: float
@@ -122,7 +122,7 @@ class RankState:
             called = f", called at {self.called}" if self.called else ""
             module = f" of the module {self.module}" if self.module else ""
             return f"waits in {self.collective or 'communication'}{module}{called}"
-        return f"at {self.place}" + (f" ({self.excuse})" if self.excuse else "")
+        return f"at {self.location}" + (f" ({self.excuse})" if self.excuse else "")
 
 
 class RankWatch(Observer):
@@ -298,7 +298,7 @@ class RankWatch(Observer):
         if not mine.waits and not mine.excuse and self._at_since < now and self._device_works():
             # A collective of an accelerator returns at once: the host waits later, wherever it reads a number. Only a thread that has
             # not moved is taken for waiting, and the device is asked only now: a query would break the capture of a graph.
-            mine = replace(mine, waits=True, collective=_DEVICE, called=mine.place)
+            mine = replace(mine, waits=True, collective=_DEVICE, called=mine.location)
         if mine.collective == _DEVICE:
             self._waits_since = min(self._waits_since, max(self._at_since, self._quiet_since))
         self._tell(f"state/{self._rank}", json.dumps(asdict(mine)))
@@ -385,11 +385,11 @@ class RankWatch(Observer):
             collective = _DEVICE
         excuse = excuse_of(frame) or (part if part in ("evaluating", "checkpointing") else "")
         host = self.hosts[self._rank][0]
-        place = place_of(frame)
+        location = location_of(frame)
         stack = stack_text(frame)
         is_of_module = waits and any(found.f_code.co_filename.startswith(_OF_MODULES) for found in frames_of(frame))
         module = self._runner.preparation.communicated_module() if is_of_module else ""
-        return RankState(self._rank, host, waits, collective, called, place, stack, excuse, time.time(), module)
+        return RankState(self._rank, host, waits, collective, called, location, stack, excuse, time.time(), module)
 
     def _device_works(self) -> bool:
         """Return whether something that was queued on the accelerator has not ended, such as a collective that lacks a rank."""
@@ -539,7 +539,7 @@ def collective_of(frame: FrameType | None) -> tuple[str, str]:
     return name, ""
 
 
-def place_of(frame: FrameType | None) -> str:
+def location_of(frame: FrameType | None) -> str:
     """Return where a thread is: in the innermost function that is of no library, else in the innermost one."""
     found = list(frames_of(frame))
     libraries = (_STANDARD, _TORCH, _DANLING, "<")

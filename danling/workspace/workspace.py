@@ -294,7 +294,7 @@ def _holds(path: Path, content: bytes) -> bool:
         return False
 
 
-class RunPlace:
+class RunLocation:
     """Names a run, chooses its directory, and holds the right to write into it.
 
     Every method but `workspace`, `confirm` and `release` is called on all ranks: the main process acts, the others are told the result.

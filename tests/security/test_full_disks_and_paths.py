@@ -38,7 +38,7 @@ def no_room() -> Iterator[None]:
 WRITES: dict[str, Callable[[Any, Path], object]] = {
     ".lock": lambda runner, place: FileLock(place / ".lock").acquire(),
     "config.full.yaml": lambda runner, place: runner.workspace.write_metadata(
-        runner.config, runner._parts.run_place.code, replicas=1
+        runner.config, runner._parts.run_location.code, replicas=1
     ),
     "run.json": lambda runner, place: runner.workspace.write_record({"model": 1}),
     "results.json": lambda runner, place: runner.workspace.write_results({1: {}}, None, None),

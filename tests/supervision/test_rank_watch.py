@@ -22,7 +22,15 @@ from support.processes import fork, wait
 from danling.config import RunnerConfig
 from danling.runners.state import TrainState
 from danling.supervision import RankWatch
-from danling.supervision.rank_watch import RankState, WatchedThread, collective_of, excuse_of, fate_of, place_of, report
+from danling.supervision.rank_watch import (
+    RankState,
+    WatchedThread,
+    collective_of,
+    excuse_of,
+    fate_of,
+    location_of,
+    report,
+)
 
 TORCH = Path(torch.__file__).parent
 
@@ -169,7 +177,7 @@ def test_the_fate_of_a_process() -> None:
 
 
 def state(rank: int, **more: Any) -> RankState:
-    given = {"host": "a", "waits": True, "collective": "all_reduce", "called": "x", "place": "", "stack": "s"}
+    given = {"host": "a", "waits": True, "collective": "all_reduce", "called": "x", "location": "", "stack": "s"}
     return RankState(**{"rank": rank, **given, "excuse": "", "time": 0.0, **more})
 
 
@@ -185,7 +193,7 @@ def test_report_has_stacks_then_waiting_ranks_then_their_cause() -> None:
         "Rank 4 on b waits in barrier, called at user.py:3 in f.",
         "Rank 6 gives no sign: process 3 on c.",
     ]
-    busy = {"waits": False, "place": "p", "excuse": "compiling"}
+    busy = {"waits": False, "location": "p", "excuse": "compiling"}
     assert report([state(0, **busy), state(1, **busy)], {}).endswith("Ranks 0, 1 on a are at p (compiling).")
     assert report([state(0, **busy), state(1)], {}).endswith("Rank 0 on a is not in it, but at p (compiling).")
 
@@ -211,10 +219,10 @@ def test_stacks_are_read_as_people_do() -> None:
     assert collective_of(frame_in("train.py", threading.__file__)) == ("", "")
     backward = frame_in(str(TORCH / "autograd" / "graph.py"), innermost="_engine_run_backward")
     assert collective_of(backward)[0] == "the reduction of gradients at the end of a backward"
-    assert place_of(frame_in("train.py", str(TORCH / "nn" / "functional.py"))) == "train.py:1 in step_1, in step_0"
+    assert location_of(frame_in("train.py", str(TORCH / "nn" / "functional.py"))) == "train.py:1 in step_1, in step_0"
     loader = frame_in("train.py", str(TORCH / "utils" / "data" / "dataloader.py"), innermost="_try_get_data")
-    assert place_of(loader) == "train.py:1 in step_1, waiting for a worker of its data loader"
-    assert place_of(None) == "nowhere" and excuse_of(frame_in("train.py")) == ""
+    assert location_of(loader) == "train.py:1 in step_1, waiting for a worker of its data loader"
+    assert location_of(None) == "nowhere" and excuse_of(frame_in("train.py")) == ""
     for file, excuse in (
         (str(TORCH / "_dynamo" / "convert_frame.py"), "compiling"),
         ("/usr/lib/python3.11/pdb.py", "in a debugger"),
