@@ -39,8 +39,9 @@ def preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
         if verb == "train_step":
             return _train_step(self, call, *args, **kwargs)
         if verb in ("evaluate_step", "infer_step") and self.mode == "train":
-            name = "evaluate" if verb == "evaluate_step" else "infer"
-            return parts.evaluator.call(name, call, *args, **kwargs)
+            if verb == "evaluate_step":
+                return parts.evaluator.call("evaluate", call, *args, **kwargs)
+            return parts.evaluator.call("infer", call, *args, **kwargs)
         return call(*args, **kwargs)
 
     return method

@@ -121,7 +121,7 @@ class RunResults:
         latest = {"index": runner.index, "weights": weights, "result": runner.latest_result}
         best_of_split = (runner.best_result or {}).get(runner.score_split or "", {})
         is_here = runner.best_index is None or runner.best_index != runner.saver.best_elsewhere
-        best = {"index": runner.best_index, "weights": weights, "score": runner.best_score}
+        best: dict[str, Any] = {"index": runner.best_index, "weights": weights, "score": runner.best_score}
         if "samples" in best_of_split:
             best["samples"] = best_of_split["samples"]
         best |= {"result": runner.best_result, "checkpoint_is_here": is_here}
