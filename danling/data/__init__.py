@@ -10,7 +10,7 @@ from .mixture import Mixture
 from .packing import Packed, TokenBudget, cu_seqlens
 from .randomness import derive_seed, mix_seed, seed_streams
 from .sampler import Batch, Division, PositionedBatchSampler, Share
-from .source import BatchSource, ReaderPlace, WindowLoader, open_source
+from .source import BatchSource, LoaderContext, UpdateLoader, open_source
 
 __all__ = [
     "PLACEHOLDER",
@@ -18,14 +18,14 @@ __all__ = [
     "BatchSource",
     "DataLoader",
     "Division",
+    "LoaderContext",
     "LoaderSettings",
     "Mixture",
     "Packed",
     "PositionedBatchSampler",
-    "ReaderPlace",
     "Share",
     "TokenBudget",
-    "WindowLoader",
+    "UpdateLoader",
     "build_dataloader",
     "cu_seqlens",
     "derive_seed",

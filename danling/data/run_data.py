@@ -16,7 +16,7 @@ from .comparison import series_of
 from .datamodule import LoaderSettings
 from .loader import DataLoader, KeyedLoader, StreamLoader
 from .sampler import Division, Share
-from .source import BatchSource, ReaderPlace, WindowLoader, open_source
+from .source import BatchSource, LoaderContext, UpdateLoader, open_source
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -393,7 +393,7 @@ class RunData:
         """Return the batches of a loader of a split."""
         run = self._run
         share = self._share(split)
-        if isinstance(loader, WindowLoader):
+        if isinstance(loader, UpdateLoader):
             if run.placement.replica_group[1] > 1:
                 raise ValueError(
                     f"Expected a loader that replica groups can redivide for split {split!r}. Received: a {type(loader).__name__}, "
@@ -401,8 +401,8 @@ class RunData:
                     "`self.datasets`."
                 )
             trained = self._is_trained(split)
-            place = ReaderPlace(share, self.undivided(), run.is_main_process, trained, self._session)
-            loader.take_place(place, run)
+            context = LoaderContext(share, self.undivided(), run.is_main_process, trained, self._session)
+            loader.bind_context(context, run)
         own_state = bool(self.settings(split).get("own_state"))
         return open_source(loader, **share._asdict(), reads=run.placement.reads_data, own_state=own_state)
 
@@ -543,7 +543,7 @@ class RunData:
 
     # Loaders of windows, such as streams, which free their data after training on it
 
-    def windows(self) -> dict[str, WindowLoader]:
+    def update_loaders(self) -> dict[str, UpdateLoader]:
         """Return the loaders to train on that divide whole updates themselves, by split. May be called on one rank."""
         return {split: source.read for split, source in self.trained_sources().items() if source.kind == "window"}
 
@@ -553,13 +553,13 @@ class RunData:
         May be called on one rank, and from another thread.
         """
         states = payload.get("dataloaders", {})
-        for split, loader in self.windows().items():
+        for split, loader in self.update_loaders().items():
             if (state := states.get(split)) is not None and state.get("kind") == "window":
                 loader.commit_state(state)
 
     def commit_loaded(self) -> None:
         """Do the same for the positions that the run was restored to."""
-        for loader in self.windows().values():
+        for loader in self.update_loaders().values():
             loader.commit_state(loader.state_dict())
 
 

@@ -61,7 +61,7 @@ def open_source(
     - `"sampled"`, a loader over a map-style dataset in the order of a sampler: what the sampler was like when it began the pass, and how
       far it got; one state per rank. A loader of torch or torchdata that a user made is read by one of this kind, in the order of its
       sampler;
-    - `"window"`, a `WindowLoader`, such as that of a stream: samples consumed of the one order that all ranks share;
+    - `"window"`, an `UpdateLoader`, such as that of a stream: samples consumed of the one order that all ranks share;
     - `"stateful"`, a loader with `state_dict` and `load_state_dict`: its own state; one per rank;
     - `"counted"`, any other iterable: the number of batches consumed, which are read again and dropped when the run is resumed.
 
@@ -91,7 +91,7 @@ def open_source(
         )
     read = loader
     share = Share(split, seed, rank, world_size)
-    if not isinstance(loader, (KeyedLoader, WindowLoader)):
+    if not isinstance(loader, (KeyedLoader, UpdateLoader)):
         if reads:
             _check_share(loader, share)
         if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True) and rank == 0:
@@ -608,8 +608,8 @@ class _Failed:
 # Loaders of one order of samples that grows while it is read
 
 
-class ReaderPlace(NamedTuple):
-    """Where a loader is read.
+class LoaderContext(NamedTuple):
+    """Where an `UpdateLoader` is read.
 
     Attributes:
         share: Its split, and which share of each update this rank reads.
@@ -626,7 +626,7 @@ class ReaderPlace(NamedTuple):
     session: TrainingSession | None = None
 
 
-class WindowLoader(ABC):
+class UpdateLoader(ABC):
     """A loader that divides whole updates over the ranks itself, so that all of them end a pass at the same one without a word.
 
     Its position counts samples over all ranks, and means the same on any number of them. In addition to the methods here, it has
@@ -637,7 +637,7 @@ class WindowLoader(ABC):
         consumed: Samples of the pass that are consumed.
     """
 
-    kind = "window"
+    kind = "window"  # as in the states of earlier checkpoints
     is_rank_local = False
     length_is_known = True
     set_by_epoch: frozenset[str] = frozenset()
@@ -653,8 +653,8 @@ class WindowLoader(ABC):
         return None
 
     @abstractmethod
-    def take_place(self, place: ReaderPlace, runner: BaseRunner | None = None) -> None:
-        """Hear where it is read, and by which run; called before anything else."""
+    def bind_context(self, context: LoaderContext, runner: BaseRunner | None = None) -> None:
+        """Take where the loader is read, and by which run. Called before all else."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -225,7 +225,7 @@ class Reporter(Observer):
         values |= pace
         named, known = {f"train/{name}": value for name, value in values.items()}, dict[str, float]()
         groups: dict[str, Mapping[str, float]] = {
-            split: loader.metrics() for split, loader in self._data.windows().items()
+            split: loader.metrics() for split, loader in self._data.update_loaders().items()
         }
         for further in self.figures:
             groups.update(further(train.global_step))
@@ -261,7 +261,9 @@ class Reporter(Observer):
         self.trackers.log(flat, step)
 
     def _write_streams(self, runner: TorchRunner) -> None:
-        streams = {split: found for split, loader in self._data.windows().items() if (found := loader.standing())}
+        streams = {
+            split: found for split, loader in self._data.update_loaders().items() if (found := loader.standing())
+        }
         if streams:
             runner.workspace.write_streams(streams)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from danling.checkpoints import CheckpointSettings
-from danling.data import PLACEHOLDER, Batch, Division, ReaderPlace, WindowLoader, derive_seed
+from danling.data import PLACEHOLDER, Batch, Division, LoaderContext, UpdateLoader, derive_seed
 from danling.data.randomness import seed_host_streams
 from danling.training.session import DataEnded
 
@@ -84,7 +84,7 @@ def unsaved_updates(runner: BaseRunner) -> int | None:
     return runner.checkpoint_interval * (2 if CheckpointSettings.from_config(settings).is_async else 1)
 
 
-class StreamLoader(WindowLoader):
+class StreamLoader(UpdateLoader):
     """Trains on the samples of a log, in its order, while another process may still append to it; goes into `self.dataloaders`.
 
     An update takes the next `ranks x batch_size x accum_steps` samples, of which this rank reads its share. It begins once the log
@@ -156,7 +156,7 @@ class StreamLoader(WindowLoader):
         """Samples that a resumed run has left out, since their features were gone."""
         self.pump: Callable[[], bool] | None = None
         """Brings the log forward from within a wait, where producer and trainer share a process; returns whether it did."""
-        self._place = ReaderPlace()
+        self._context = LoaderContext()
         self._runner: BaseRunner | None = None
         self._waits: Waits | None = None
         self._last_id = ""
@@ -176,22 +176,22 @@ class StreamLoader(WindowLoader):
 
     # Reading
 
-    def take_place(self, place: ReaderPlace, runner: BaseRunner | None = None) -> None:
-        """Hear where the loader is read, and by which run; see `danling.data.WindowLoader`.
+    def bind_context(self, context: LoaderContext, runner: BaseRunner | None = None) -> None:
+        """Take where the loader is read, and by which run; see `danling.data.UpdateLoader`.
 
         Raises:
             ValueError: If it is to be evaluated on: an evaluation reads a list of samples that does not grow.
         """
-        if not place.trained:
+        if not context.trained:
             raise ValueError(
-                f"Expected a list of samples that stays as it is to evaluate split {place.share.split!r}. Received: a StreamLoader "
+                f"Expected a list of samples that stays as it is to evaluate split {context.share.split!r}. Received: a StreamLoader "
                 f"over {self.channel.name}. Put danling.stream.FeatureDataset(store, channel.read(0, n)) into `self.datasets`, or name the "
                 "split in train_splits."
             )
-        self._place, self._runner = place, runner
+        self._context, self._runner = context, runner
         self._waits = None
-        if runner is not None and place.session is not None:
-            self._waits = Waits(place.session, runner.placement.optimizer)
+        if runner is not None and context.session is not None:
+            self._waits = Waits(context.session, runner.placement.optimizer)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the data of the micro-batches of this rank, and move the position behind each update."""
@@ -200,7 +200,7 @@ class StreamLoader(WindowLoader):
             self.advance(1)
 
     def micro_batches(self, *, read: bool) -> Iterator[Batch]:
-        """Yield the micro-batches of this rank from the position on; see `danling.data.WindowLoader`.
+        """Yield the micro-batches of this rank from the position on; see `danling.data.UpdateLoader`.
 
         Args:
             read: Whether their data is needed; else it is `PLACEHOLDER`.
@@ -217,20 +217,20 @@ class StreamLoader(WindowLoader):
         self._claim()
         if self.epoch and self.retain != "all":
             self.free()
-            if self._place.is_main:
+            if self._context.is_main:
                 logger.warning(
                     "Stream %s is complete: all of its %d samples are trained on, and their features are freed, so the training ends "
                     "here. retain='all' keeps them for more passes.",
                     self.channel.name,
                     self.channel.published(),
                 )
-            if self._place.session is not None and self._place.session.running:
+            if self._context.session is not None and self._context.session.running:
                 raise DataEnded  # at the same update on all ranks
             return
         if self.retain != "all":
             self._check_gap()
-        ranks = self._place.share.world_size
-        samples = self.global_batch_size or ranks * self.batch_size * self._place.accum_steps
+        ranks = self._context.share.world_size
+        samples = self.global_batch_size or ranks * self.batch_size * self._context.accum_steps
         self._division = Division.of_update(samples, ranks, micro_batch_size=self.batch_size)
         self._next = self.consumed
         self._published = 0
@@ -257,7 +257,7 @@ class StreamLoader(WindowLoader):
 
     def _claim(self) -> None:
         """Take the log for this run, on the main process."""
-        if self._owns is None and self._place.is_main:
+        if self._owns is None and self._context.is_main:
             self._owns = self.channel.claim(f"process {os.getpid()}" if self._runner is None else self._runner.id)
             if not self._owns and self.retain != "all":
                 logger.info(
@@ -292,7 +292,7 @@ class StreamLoader(WindowLoader):
         self.skipped += missing
         self.consumed = freed
         self._last_id = ""
-        if self._place.is_main:
+        if self._context.is_main:
             logger.warning(
                 "Stream %s: %d samples behind the checkpoint were freed at their updates; they are skipped (%d in this run so far).",
                 name,
@@ -320,7 +320,7 @@ class StreamLoader(WindowLoader):
             if self.collate_fn is None:
                 yield batch._replace(data=default_collate([dict(sample) for sample in samples]))
             else:
-                share = self._place.share
+                share = self._context.share
                 seed_host_streams(derive_seed(share.seed, "read", share.split, self.epoch, batch.place[0]))
                 yield batch._replace(data=self.collate_fn(samples))
 
@@ -350,7 +350,7 @@ class StreamLoader(WindowLoader):
             self._check_credit(refs)
         samples = len(refs)
         division = self._division
-        cuts = list(zip(division.cut(samples, self._place.share.rank), division.totals(samples), strict=True))
+        cuts = list(zip(division.cut(samples, self._context.share.rank), division.totals(samples), strict=True))
         self._opened.append((start + samples, refs[-1].id, len(cuts)))
         # Padding has the place that its sample would have, and the first sample of the window.
         return [
@@ -486,7 +486,7 @@ class StreamLoader(WindowLoader):
     def free(self) -> None:
         """Free the features that are due; called in the thread that reads."""
         durable = self._durable
-        if not self._place.is_main or durable <= self._freed:
+        if not self._context.is_main or durable <= self._freed:
             return
         if self._owns is None:  # nothing was read, since the run had come to its end before
             try:

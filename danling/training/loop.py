@@ -295,7 +295,7 @@ class TrainingLoop:
                 session.leave()
                 session.uninstall_signals(keep=runner.placement.optimizer.size > 1)
                 self._reporter.end()
-                for loader in self._data.windows().values():
+                for loader in self._data.update_loaders().values():
                     loader.free()
             session.redeliver_signal()
 

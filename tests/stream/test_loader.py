@@ -14,7 +14,7 @@ import torch
 from support.streams import Draft, Stopped, assert_same, publish, settings
 
 from danling.config import RunnerConfig
-from danling.data import Batch, ReaderPlace, Share
+from danling.data import Batch, LoaderContext, Share
 from danling.distributed import LocalDomain
 from danling.stream import (
     DirectoryStore,
@@ -48,7 +48,7 @@ def runner(interval: int | None = None) -> Any:
 def read(
     loader: StreamLoader, accum_steps: int = 1, run: Any = None, *, is_main: bool = True, **share: Any
 ) -> list[Batch]:
-    loader.take_place(ReaderPlace(Share(**share), accum_steps, is_main), run)
+    loader.bind_context(LoaderContext(Share(**share), accum_steps, is_main), run)
     return list(loader.micro_batches(read=True))
 
 
@@ -83,7 +83,7 @@ def test_ranks_read_each_sample_once_and_make_equally_many_micro_batches(samples
 def test_rank_without_reads_counts_the_same_batches() -> None:
     store, channel = stream(13)
     loader = StreamLoader(store, channel, 2)
-    loader.take_place(ReaderPlace(Share(rank=1, world_size=2), 2))
+    loader.bind_context(LoaderContext(Share(rank=1, world_size=2), 2))
     known = [batch[1:] for batch in loader.micro_batches(read=True)]
     store.discard(ref.object_id for ref in channel.read(0, 13))
     assert [batch[1:] for batch in loader.micro_batches(read=False)] == known
@@ -115,7 +115,7 @@ def test_a_window_opens_only_when_the_log_holds_all_of_it() -> None:
     loader = StreamLoader(store, channel, 2, collate_fn=as_they_are)
     session = Looking()
     session.running = True
-    loader.take_place(ReaderPlace(accum_steps=2, session=session), runner())
+    loader.bind_context(LoaderContext(accum_steps=2, session=session), runner())
     batches = loader.micro_batches(read=True)
     assert ids_of([next(batches)]) == [["0", "1"]]
     assert looks == [3, 3, 3]
@@ -162,7 +162,7 @@ def test_failed_producer_is_not_the_end_of_data(kind: str) -> None:
     store, channel = stream(5, end=False)
     channel.end(kind, "ValueError: no more disk")
     loader = StreamLoader(store, channel, 2)
-    loader.take_place(ReaderPlace())
+    loader.bind_context(LoaderContext())
     batches = loader.micro_batches(read=True)
     # Whole windows are there for good, so they are trained on; the rest of one is not taken for the last.
     assert [next(batches).samples, next(batches).samples] == [2, 2]
@@ -240,7 +240,7 @@ def test_credit_smaller_than_the_interval_of_saves_is_refused(
 ) -> None:
     store, channel = stream(8, end=False, max_in_flight=8)
     loader = StreamLoader(store, channel, 4, retain=retain)
-    loader.take_place(ReaderPlace(), runner(unsaved))
+    loader.bind_context(LoaderContext(), runner(unsaved))
     if expected is None:
         assert next(loader.micro_batches(read=True)).samples == 4
     else:
@@ -253,7 +253,7 @@ def test_credit_smaller_than_the_interval_of_saves_is_refused(
 def test_producer_without_credit_for_an_update_is_refused_during_the_wait(retain: Any) -> None:
     store, channel = stream(3, end=False, max_in_flight=3)
     loader = StreamLoader(store, channel, 4, retain=retain, idle_timeout=1)
-    loader.take_place(ReaderPlace(), runner(1))
+    loader.bind_context(LoaderContext(), runner(1))
     with pytest.raises(ValueError, match=r"at least 4 samples ahead.*max_in_flight=3"):
         next(loader.micro_batches(read=True))
     loader.close()
@@ -281,7 +281,7 @@ def test_arguments_are_checked(options: dict[str, Any]) -> None:
 def test_commit_of_a_thread_is_freed_by_the_reader() -> None:
     store, channel = stream(8)
     loader = StreamLoader(store, channel, 2)
-    loader.take_place(ReaderPlace())
+    loader.bind_context(LoaderContext())
     batches = loader.micro_batches(read=True)
     next(batches)
     thread = threading.Thread(target=loader.commit_state, args=({"epoch": 0, "consumed": 6},))
