@@ -169,12 +169,14 @@ class UpdateReplay:
     def _error(self, first: dict[str, int], second: dict[str, int], third: dict[str, int]) -> ReplayMismatchError:
         """Return the error that names the ranks and the first tensors. Called on all ranks."""
         names = [name for name in first if second.get(name) != first[name]]
-        told = self._runner.placement.optimizer.gather_objects((names, third in (first, second), socket.gethostname()))
+        answers = self._runner.placement.optimizer.gather_objects(
+            (names, third in (first, second), socket.gethostname())
+        )
         # A gradient that is reduced over ranks differs on all of them; a loss only where the fault is.
-        own = [rank for rank, (found, *_) in enumerate(told) if any("gradient" not in name for name in found)]
-        ranks = own or [rank for rank, (found, *_) in enumerate(told) if found]
+        own = [rank for rank, (found, *_) in enumerate(answers) if any("gradient" not in name for name in found)]
+        ranks = own or [rank for rank, (found, *_) in enumerate(answers) if found]
         where = "; ".join(
-            f"rank {rank} on {self._runner.device.type} of {told[rank][2]}: {' and '.join(told[rank][0][:3])}"
+            f"rank {rank} on {self._runner.device.type} of {answers[rank][2]}: {' and '.join(answers[rank][0][:3])}"
             for rank in ranks[:8]
         )
         if not own and len(ranks) > 1:
@@ -183,7 +185,7 @@ class UpdateReplay:
             "A third computation gave other bits again: a step depends on something that is not restored, such as a variable "
             "of a module or the time, or a kernel is not deterministic."
         )
-        if all(repeats for _, repeats, _ in told):
+        if all(repeats for _, repeats, _ in answers):
             fix = (
                 "A third computation agrees with one of the two. Suspect the memory or the chip of that machine: take it out and continue "
                 "with auto_resume from the state before this update, which is saved."

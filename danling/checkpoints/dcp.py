@@ -227,10 +227,10 @@ def _explained(error: CheckpointException, path: object) -> CheckpointError:
     """Return what went wrong on which ranks, as an error of the disk where it was nothing else."""
     failures = {rank: failure for rank, (failure, _) in error.failures.items()}
     kind = CheckpointDiskError if all(isinstance(found, OSError) for found in failures.values()) else CheckpointError
-    told = {}
+    texts = {}
     for rank, failure in failures.items():
-        told[rank] = str(failure) if isinstance(failure, CheckpointError) else repr(failure)
-    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
+        texts[rank] = str(failure) if isinstance(failure, CheckpointError) else repr(failure)
+    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
     return kind(f"Expected {path} to be written. Received: {reasons}")
 
 

@@ -185,8 +185,8 @@ def read_weights(
     if model is None or (which in ("instead", "beside") and averaged is None):
         wanted = "a model" if model is None else "averaged weights; leave --ema out"
         # The payload has only what was asked for.
-        held = sorted(payload if is_engine_target(target) else read_contents(found).sections())
-        raise CheckpointMismatch(f"Expected a checkpoint with {wanted}. Received: {found} with {held}.")
+        sections = sorted(payload if is_engine_target(target) else read_contents(found).sections())
+        raise CheckpointMismatch(f"Expected a checkpoint with {wanted}. Received: {found} with {sections}.")
     for name, value in model.items():
         if not isinstance(name, str) or not hasattr(value, "untyped_storage"):
             raise CheckpointMismatch(

@@ -203,14 +203,14 @@ def divide_updates(
     Raises:
         ValueError: If the settings contradict one another, or there are more ranks than samples.
     """
-    samples, held = settings.get("global_batch_size"), settings.get("micro_batch_size")
+    samples, micro_batch_size = settings.get("global_batch_size"), settings.get("micro_batch_size")
     # Settings that a program changes in its constructor are checked only here.
     if train and samples is not None and settings.get("batch_size") is not None:
         raise ValueError(
             f"Expected dataloader.batch_size or dataloader.global_batch_size, not both. Received: batch_size={settings['batch_size']!r}, "
             f"global_batch_size={samples!r} for split {split!r}. Set one of them to none."
         )
-    most = held if isinstance(held, int) else None
+    most = micro_batch_size if isinstance(micro_batch_size, int) else None
     loading = {name: value for name, value in settings.items() if name not in OWN}
     division: Division
     if canonical:
@@ -221,14 +221,14 @@ def divide_updates(
             raise ValueError(
                 f"Expected dataloader.global_batch_size and an integer dataloader.micro_batch_size for split {split!r} with "
                 f"gradient_sum='canonical', which adds micro-batches in one order. Received: global_batch_size={samples!r}, "
-                f"micro_batch_size={held!r}. Set both, or gradient_sum='fast'."
+                f"micro_batch_size={micro_batch_size!r}. Set both, or gradient_sum='fast'."
             )
         division = WholeMicroBatches.of(samples, world_size, most, is_update=True)
     elif samples is None:
-        if held is not None and train:
+        if micro_batch_size is not None and train:
             raise ValueError(
                 f"Expected dataloader.global_batch_size together with dataloader.micro_batch_size, which divides it. "
-                f"Received: micro_batch_size={held!r} and no global_batch_size for split {split!r}. Set it, or leave "
+                f"Received: micro_batch_size={micro_batch_size!r} and no global_batch_size for split {split!r}. Set it, or leave "
                 "micro_batch_size out: batch_size is the number of samples that a rank runs at once."
             )
         return loading, None
@@ -236,7 +236,7 @@ def divide_updates(
         if most is not None and accum_steps > 1:
             raise ValueError(
                 f"Expected accum_steps or dataloader.micro_batch_size to set the number of micro-batches of an update. "
-                f"Received: accum_steps={accum_steps}, micro_batch_size={held} for split {split!r}. Leave one of them out."
+                f"Received: accum_steps={accum_steps}, micro_batch_size={micro_batch_size} for split {split!r}. Leave one of them out."
             )
         division = Division.of_update(samples, world_size, micro_batches=accum_steps, micro_batch_size=most)
         if not train:

@@ -157,12 +157,12 @@ def _agreed(failure: str | None, launch: LaunchEnvironment) -> str | None:
         time.sleep(_PAUSE_SECONDS)
     if not store.check([f"{key}/failed"]):
         return None
-    told = bytes(store.get(f"{key}/failed")).decode()
+    failure = bytes(store.get(f"{key}/failed")).decode()
     store.add(f"{key}/told", 1)
     # The store lives in the process of the first rank, which therefore ends only when the others have read what failed.
     while launch.rank == 0 and store.add(f"{key}/told", 0) < launch.world_size:
         time.sleep(_PAUSE_SECONDS)
-    return told
+    return failure
 
 
 def _named(split: str, loaders: Any) -> dict[str, Any]:
@@ -203,5 +203,5 @@ def _taken_over(loader: Any) -> Any:
     if loader.collate_fn is not usual:
         settings["collate_fn"] = loader.collate_fn
     defaults = vars(TorchDataLoader(loader.dataset))
-    told = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}
-    return LoaderSettings(loader.dataset, {**told, **{name: settings[name] for name in ("batch_size", "drop_last")}})
+    changed = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}
+    return LoaderSettings(loader.dataset, {**changed, **{name: settings[name] for name in ("batch_size", "drop_last")}})

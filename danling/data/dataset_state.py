@@ -133,8 +133,8 @@ def parts_of(dataset: Any) -> dict[str, object] | None:
     if kind is Subset:
         return {".dataset": dataset.dataset}
     if kind in (ConcatDataset, StackDataset):
-        held = dataset.datasets
-        named = held.items() if isinstance(held, dict) else enumerate(held)
+        datasets = dataset.datasets
+        named = datasets.items() if isinstance(datasets, dict) else enumerate(datasets)
         return {f".datasets[{key!r}]": part for key, part in named}
     return None
 

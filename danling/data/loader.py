@@ -152,11 +152,11 @@ class KeyedLoader(LibraryLoader):
 
     def __iter__(self) -> Any:
         """Return an iterator over the batches from the position to the end of the pass."""
-        told = hasattr(self.dataset, "set_epoch")
+        takes_epoch = hasattr(self.dataset, "set_epoch")
         if isinstance(self.dataset, OrderedDataset):
             self.dataset.set_seed(self.order.seed)
         self.tell_epoch()
-        if told or self.stateful or (self._copies is not None and self._copies.differ_from(self.dataset)):
+        if takes_epoch or self.stateful or (self._copies is not None and self._copies.differ_from(self.dataset)):
             # Persistent workers have copies of the dataset that would not hear of it.
             shut_down_workers(self)
         if self.persistent_workers:

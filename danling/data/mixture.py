@@ -129,11 +129,11 @@ class Mixture(OrderedDataset):
             if source.epoch != passes:
                 source.set_epoch(passes)
             return number, place
-        held = self._orders.get(number)
-        if held is None or held[0] != passes:
+        order = self._orders.get(number)
+        if order is None or order[0] != passes:
             seed = derive_seed(self.seed, "mixture", self.names[number], passes) if self.shuffle else None
-            held = self._orders[number] = passes, epoch_order(self.lengths[number], seed)
-        return number, held[1].indices(place, 1)[0]
+            order = self._orders[number] = passes, epoch_order(self.lengths[number], seed)
+        return number, order[1].indices(place, 1)[0]
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; sources with `set_epoch` get it, those with their own order get the number of their own pass."""
@@ -188,9 +188,9 @@ class Mixture(OrderedDataset):
         numbers = sources.to(values.device)
         sums = torch.zeros(size, dtype=torch.float64, device=values.device)
         counts = torch.zeros_like(sums)
-        held = values.detach().to(torch.float64)
-        sums.index_add_(0, numbers, held)
-        counts.index_add_(0, numbers, torch.ones_like(held))
+        wide = values.detach().to(torch.float64)
+        sums.index_add_(0, numbers, wide)
+        counts.index_add_(0, numbers, torch.ones_like(wide))
         return {name: (sums[number], counts[number]) for number, name in enumerate(self.names)}
 
     # What a position is good for

@@ -207,7 +207,7 @@ class Generators:
 
     def look(self) -> bool:
         """Look again, breadth first; return whether there is something to seed that was not there before."""
-        known = {id(held) for held, _ in self._seeded}
+        known = {id(generator) for generator, _ in self._seeded}
         numpy, mtrand = sys.modules.get("numpy"), sys.modules.get("numpy.random.mtrand")
         leaves = LEAVES if numpy is None else (*LEAVES, numpy.generic, numpy.dtype, numpy.ndarray)
         streams = (torch.default_generator, getattr(random, "_inst", None), getattr(mtrand, "_rand", None))
@@ -224,20 +224,20 @@ class Generators:
                 self.found[path] = value
             elif isinstance(value, nn.Module) or not callable(getattr(type(value), "train", None)):
                 # What drives the training has generators that are not the data's.
-                held = list(_held_by(path, value))
-                if _asks_for_seed(value) and not any(is_generator(part) for _, part in held):
+                parts = list(_held_by(path, value))
+                if _asks_for_seed(value) and not any(is_generator(part) for _, part in parts):
                     asking[path] = value
-                queue.extend(held)
+                queue.extend(parts)
         for path in list(asking):
             if any(name.startswith((f"{path}.", f"{path}[")) for name in self.found):
                 del asking[path]
-        self._seeded = [(held, crc32(path.encode())) for path, held in {**self.found, **asking}.items()]
-        return any(id(held) not in known for held, _ in self._seeded)
+        self._seeded = [(generator, crc32(path.encode())) for path, generator in {**self.found, **asking}.items()]
+        return any(id(generator) not in known for generator, _ in self._seeded)
 
     def seed(self, seed: int) -> None:
         """Seed each generator with its own member of a family, and then the global streams of the host, which a method may touch."""
-        for held, salt in self._seeded:
-            seed_generator(held, mix_seed(seed, salt))
+        for generator, salt in self._seeded:
+            seed_generator(generator, mix_seed(seed, salt))
         seed_host_streams(seed)
 
 
@@ -251,9 +251,9 @@ def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
         yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
     elif isinstance(value, types.MethodType):
         yield f"{path}.__self__", value.__self__
-    held = _attribute(value, "__dict__")
-    if isinstance(held, dict):
-        yield from ((f"{path}.{name}", item) for name, item in list(held.items()))
+    attributes = _attribute(value, "__dict__")
+    if isinstance(attributes, dict):
+        yield from ((f"{path}.{name}", item) for name, item in list(attributes.items()))
     for kind in type(value).__mro__:
         if kind.__module__.partition(".")[0] in _FOREIGN:
             continue

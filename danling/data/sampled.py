@@ -89,8 +89,8 @@ class SampledBatches(Sampler[BatchKey]):
         self._ahead: deque[tuple[int, int]] = deque()
         """Position and checksum after each batch whose key was handed out."""
         holders = [held for held in (sampler, getattr(sampler, "sampler", None)) if held is not None]
-        self._told = [held for held in holders if callable(getattr(held, "set_epoch", None))]
-        self._stateful: Any = None if self._told else next(filter(is_stateful, holders), None)
+        self._take_epoch = [held for held in holders if callable(getattr(held, "set_epoch", None))]
+        self._stateful: Any = None if self._take_epoch else next(filter(is_stateful, holders), None)
         """What keeps the state of the sampler; none where the order follows from the epoch."""
         self._found: object = None
         """The state that it had when the pass began."""
@@ -187,7 +187,7 @@ class SampledBatches(Sampler[BatchKey]):
             self._stateful.load_state_dict(from_plain(state))
 
     def _tell_epoch(self) -> None:
-        for holder in self._told:
+        for holder in self._take_epoch:
             holder.set_epoch(self.epoch)
 
     # Order

@@ -207,8 +207,8 @@ class Pipeline:
         ).tolist()
         samples, self._known, self.key = (int(value) for value in header)
         if samples == _REFUSED:
-            told = self.domain.broadcast_object(wrong, source=self.rank_of_stage[0])
-            raise inputs if isinstance(inputs, Exception) else ValueError(told)
+            text = self.domain.broadcast_object(wrong, source=self.rank_of_stage[0])
+            raise inputs if isinstance(inputs, Exception) else ValueError(text)
         cut = self.cut_of(samples)
         if self._known < 0:
             self._signatures.append(self.domain.broadcast_object(signature, source=self.rank_of_stage[0]))
@@ -318,7 +318,7 @@ class Pipeline:
                     answer = self._shapes_after(self.parts[self.plan.indices.index(stage)], stage, shapes)
                     found[stage] = (shapes, answer)
                 except Exception as error:
-                    # The other ranks wait for this stage's answer, and are told why there is none.
+                    # The other ranks wait for this stage's answer, and learn why there is none.
                     failure, answer = error, f"{type(error).__name__}: {error}"
             shapes = self.domain.broadcast_object(answer, source=self.rank_of_stage[stage])
             if failure is not None:

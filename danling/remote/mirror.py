@@ -108,7 +108,7 @@ class RunMirror:
         """Whether `wait` has waited long for a save that could not be copied, and nothing was saved or copied since."""
         self._failure: BaseException | None = None
         self._error: BaseException | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._lines = Paced(seconds_between_lines)
         self._bytes, self._seconds = 0, 0.0
         self._copied: dict[Path, tuple[int, int]] = {}
@@ -378,9 +378,9 @@ class RunMirror:
             with self._changed:
                 self._error = self._error or error
         kind = type(error).__name__ if isinstance(error, RemoteError) else str(error)
-        if kind in self._told:
+        if kind in self._warned:
             return
-        self._told.add(kind)
+        self._warned.add(kind)
         logger.warning("A save is not safe in %s yet, and is tried again: %s", self.run.url, error)
 
     def _copy(self, upload: Upload) -> None:
@@ -400,7 +400,7 @@ class RunMirror:
             self.run.put(key, text)
         if "model" not in saved.names:
             self.committed_step = saved.step
-        self._told.clear()
+        self._warned.clear()
         if self._lines.due() or self._ending or not saved.may_give_way:
             size = sum(part.size for part in upload.parts.values())
             names = ", ".join(saved.names)
@@ -460,8 +460,8 @@ class RunMirror:
             self.run.retire(keep=self.settings.keep_latest_k, up_to=up_to, spared=spared)
         except RemoteError as error:
             self.run.forget()
-            if "retire" not in self._told:
-                self._told.add("retire")
+            if "retire" not in self._warned:
+                self._warned.add("retire")
                 logger.warning("An old checkpoint in %s is still there: %s", self.run.url, error)
 
     def _copy_files(self) -> None:

@@ -127,7 +127,7 @@ class RemoteCheckpoints(CheckpointStore):
         found = self.run.describe(path.name)
         problems = self.run.problems(found)
         if level == "full" and not problems:
-            problems = [told for file in found.manifest.files for told in self._differences(found, file)]
+            problems = [problem for file in found.manifest.files for problem in self._differences(found, file)]
         if found.target is not None:
             problems += misled(path, found.record)
         return found.manifest, problems

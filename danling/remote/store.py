@@ -334,14 +334,14 @@ class RemoteStore:
             except RemoteError:
                 raise
             except Exception as error:
-                told = _error_of(error, operation, f"{self.url}/{key}".rstrip("/"), refused)
-                if may_renew and isinstance(told, RemoteDenied):
+                failure = _error_of(error, operation, f"{self.url}/{key}".rstrip("/"), refused)
+                if may_renew and isinstance(failure, RemoteDenied):
                     # The client keeps credentials until they expire, and does not notice that they were revoked.
                     may_renew = False
                     self._client = _open(self.url, self.settings, self._credentials)
                     continue
-                if not (patient and self.starting and isinstance(told, RemoteUnavailable)) or time.monotonic() > end:
-                    raise told from error
+                if not (patient and self.starting and isinstance(failure, RemoteUnavailable)) or time.monotonic() > end:
+                    raise failure from error
                 if end == math.inf:
                     end = time.monotonic() + STARTING_SECONDS
                     logger.warning(

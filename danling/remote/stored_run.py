@@ -191,13 +191,13 @@ class StoredRun:
 
     def problems(self, found: Described) -> list[str]:
         """Return which objects of a checkpoint are missing or have another size than was written; nothing of them is read."""
-        told = []
+        problems = []
         for name, (size, _) in sorted(found.manifest.files.items()):
             key = found.key(name)
             there = self.sizes.get(key)
             if there != size:
-                told.append(f"{key} is missing" if there is None else f"{key} has {there} bytes instead of {size}")
-        return told
+                problems.append(f"{key} is missing" if there is None else f"{key} has {there} bytes instead of {size}")
+        return problems
 
     def chunks(self, found: Described, file: str) -> Iterator[memoryview]:
         """Yield the contents of a file of a checkpoint."""

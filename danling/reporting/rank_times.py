@@ -64,7 +64,7 @@ class RankTimes:
         self._clock = clock
         self._opened = clock()
         self._pending: list[list[float]] = []
-        self._has_told_hosts = False
+        self._has_logged_hosts = False
 
     def own(self, waited_for_data: float) -> list[float]:
         """Return the times of this rank since the last call, and the number of looks they come from, as the collective carries them."""
@@ -99,8 +99,8 @@ class RankTimes:
     def record(self, rows: Sequence[Sequence[float]]) -> dict[str, object]:
         """Return what `metrics.jsonl` has of them: seconds by rank for each activity, and in the first line of a training the hosts."""
         record: dict[str, object] = {n: [round(row[index], 4) for row in rows] for index, n in enumerate(ACTIVITIES)}
-        if not self._has_told_hosts:
-            self._has_told_hosts = True
+        if not self._has_logged_hosts:
+            self._has_logged_hosts = True
             record["hosts"] = [host for host, _ in self._watch.hosts]
         return record
 

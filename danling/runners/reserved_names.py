@@ -39,12 +39,12 @@ def begin(runner: object) -> dict[str, object]:
 
 def guard(runner: Any, early: Mapping[str, object]) -> None:
     """Guard the names of the library from now on, and check those that the user set early."""
-    held = vars(runner)
-    set_here = {name for name, value in held.items() if early.get(name, _MISSING) is not value}
-    held["library_names"] = frozenset({*SETTABLE, *defined(runner.__class__), *set_here})
+    attributes = vars(runner)
+    set_here = {name for name, value in attributes.items() if early.get(name, _MISSING) is not value}
+    attributes["library_names"] = frozenset({*SETTABLE, *defined(runner.__class__), *set_here})
     for name in early.keys() - set_here:
-        check_assignment(runner, name, held[name], {})
-    held[GUARDED] = True
+        check_assignment(runner, name, attributes[name], {})
+    attributes[GUARDED] = True
 
 
 def check_assignment(runner: Any, name: str, value: object, present: Mapping[str, object] | None = None) -> None:

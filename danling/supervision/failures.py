@@ -79,17 +79,17 @@ def lost_a_peer(error: BaseException) -> bool:
 
 def users_traceback(error: BaseException, trace: TracebackType | None) -> str:
     """Return a traceback without the frames inside of danling and torch: the user's own, and where it was raised."""
-    told = traceback.TracebackException(type(error), error, trace)
-    left_out = 0 if os.environ.get("DANLING_FULL_TRACEBACK") else _trim(told)
+    summary = traceback.TracebackException(type(error), error, trace)
+    left_out = 0 if os.environ.get("DANLING_FULL_TRACEBACK") else _trim(summary)
     note = f"({left_out} frames inside of danling and torch are left out; DANLING_FULL_TRACEBACK=1 shows them)\n"
-    return (note if left_out else "") + "".join(told.format())
+    return (note if left_out else "") + "".join(summary.format())
 
 
-def _trim(told: traceback.TracebackException) -> int:
-    frames = list(told.stack)
+def _trim(summary: traceback.TracebackException) -> int:
+    frames = list(summary.stack)
     kept = [frame for frame in frames[:-1] if not frame.filename.startswith(_INSIDE)] + frames[-1:]
-    told.stack[:] = kept
-    others = [other for other in (told.__cause__, told.__context__) if other is not None]
+    summary.stack[:] = kept
+    others = [other for other in (summary.__cause__, summary.__context__) if other is not None]
     return len(frames) - len(kept) + sum(map(_trim, others))
 
 

@@ -159,7 +159,7 @@ class RankWatch(Observer):
         """Machine and process of each rank, once a training has begun."""
         self._directory = runner.workspace.dir / "hangs"
         self._store: Any = None
-        self._has_told = False
+        self._has_written = False
         self._thread = WatchedThread(on_accelerator=runner.device.type != "cpu")
         self._parts: tuple[str, ...] = ()
         self._last = clock()
@@ -322,9 +322,9 @@ class RankWatch(Observer):
             if self._has_updated:
                 self._updates.append((now - self._idle_since) / max(self._seen[0] - before[0], 1))
             self._has_updated = True
-        for key in ("alarm", "said", f"state/{self._rank}") if self._has_told else ():
+        for key in ("alarm", "said", f"state/{self._rank}") if self._has_written else ():
             self._tell(key, "")
-        self._has_told = False
+        self._has_written = False
         self._quiet_since = self._idle_since = self._waits_since = now
         self._cpu_before = self._thread.cpu_seconds()
         self._dumped = self._said = ""
@@ -433,7 +433,7 @@ class RankWatch(Observer):
     def _tell(self, key: str, text: str) -> None:
         store, prefix = self._opened_store()
         store.set(prefix + key, text)
-        self._has_told = True
+        self._has_written = True
 
     def _ask(self, key: str) -> str:
         store, prefix = self._opened_store()

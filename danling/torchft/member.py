@@ -324,11 +324,11 @@ class ReplicaMember(Extension):
             present: Which of them have a gradient in any group; where this one has none, it is zero.
             factor: What the gradients of this group are multiplied with first.
         """
-        held = [parameter for parameter, there in zip(parameters, present, strict=True) if there]
-        for parameter in held:
+        given = [parameter for parameter, there in zip(parameters, present, strict=True) if there]
+        for parameter in given:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [local_part(parameter.grad) for parameter in held if parameter.grad is not None]
+        gradients = [local_part(parameter.grad) for parameter in given if parameter.grad is not None]
         for bucket in bucketed(gradients):
             flat = flattened(bucket)
             if not (isinstance(factor, float) and factor == 1.0):

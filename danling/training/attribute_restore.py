@@ -118,23 +118,23 @@ class Decoder:
         return current
 
     def _object(self, node: Any, current: Any, path: str) -> Any:
-        held = attributes_of(current)
+        attributes = attributes_of(current)
         parameters = getattr(type(current), "__dataclass_params__", None)
         if parameters is not None and parameters.frozen:
             # Another object of its kind: others that refer to this one count on it to stay as it is.
             current = object.__new__(type(current))
-            _set_attributes(current, held)
+            _set_attributes(current, attributes)
         changed = {}
         for name, item in zip(node["keys"], _items(node)):
-            value = self.decode(item, held.get(name, MISSING), f"{path}.{name}", name)
+            value = self.decode(item, attributes.get(name, MISSING), f"{path}.{name}", name)
             if value is not MISSING:
                 changed[name] = value
         _set_attributes(current, changed)
-        surplus = held.keys() - set(node["keys"])
+        surplus = attributes.keys() - set(node["keys"])
         for name in surplus if self._exact else ():
             object.__delattr__(current, name)
         for name in node.get("deleted", ()):
-            if name in held and not self.is_of_program(name, held[name]):
+            if name in attributes and not self.is_of_program(name, attributes[name]):
                 object.__delattr__(current, name)
         return current
 

@@ -459,15 +459,15 @@ class AttributeSnapshot:
         if self._depth >= _DEPTH or self._objects >= _MOST_OBJECTS:
             bound = f"deeper than {_DEPTH} objects" if self._depth >= _DEPTH else f"after {_MOST_OBJECTS:,} objects"
             return self._leave(path, id(value), f"a {kind}, {bound}")
-        held = attributes_of(value)
+        attributes = attributes_of(value)
         others, self._entry.left = self._entry.left, {}
         self._depth += 1
         self._objects += 1
-        items = self._items(held, path, form="{}.{}")
+        items = self._items(attributes, path, form="{}.{}")
         self._depth -= 1
-        node = {"kind": "object", "class": kind, "keys": list(held), "items": items}
-        self.members[path] = list(held)
-        deleted = [name for name in self._begun.get(path, ()) if name not in held]
+        node = {"kind": "object", "class": kind, "keys": list(attributes), "items": items}
+        self.members[path] = list(attributes)
+        deleted = [name for name in self._begun.get(path, ()) if name not in attributes]
         if deleted:
             node["deleted"] = deleted
         changing = [name for name, seen in self._entry.left.items() if seen is not None]

@@ -484,9 +484,9 @@ class FirstGradients(Observer):
     def _name_unknown(self, optimized: Iterable[nn.Parameter]) -> None:
         """Name parameters outside of the model that the loss depends on. May be called on one rank."""
         runner = self._runner
-        held = [item for _, item in _values(runner) if isinstance(item, torch.optim.Optimizer)]
+        optimizers = [item for _, item in _values(runner) if isinstance(item, torch.optim.Optimizer)]
         of_others = (
-            parameter for optimizer in held for group in optimizer.param_groups for parameter in group["params"]
+            parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
         )
         known = {id(parameter) for parameter in (*optimized, *of_others)}
         known.update(id(parameter) for _, parameter in runner.named_parameters())

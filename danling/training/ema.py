@@ -138,16 +138,16 @@ class EMA:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Put the averaged weights into the model in its own dtype, and the trained ones back on exit, bit for bit."""
-        held = self._put_in()
+        kept = self._put_in()
         try:
             yield
         finally:
-            self._take_out(held)
+            self._take_out(kept)
 
     @torch.no_grad()
     def _put_in(self) -> dict[str, Tensor]:
         """Put the averages into the model, and return the trained weights that the averages cannot hold meanwhile."""
-        held = {}
+        kept = {}
         self._see_buffers()
         for name, live in self._live.items():
             trained = live.detach().clone()
@@ -156,18 +156,18 @@ class EMA:
                 # They change places, so that an evaluation needs no memory for a third set of weights.
                 self.weights[name].copy_(trained)
             else:
-                held[name] = trained
-        return held
+                kept[name] = trained
+        return kept
 
     @torch.no_grad()
-    def _take_out(self, held: Mapping[str, Tensor]) -> None:
+    def _take_out(self, kept: Mapping[str, Tensor]) -> None:
         for name, (module, key) in self._owners.items():
             # An evaluation that assigns a new tensor leaves the buffer of training as it was.
             if module._buffers[key] is not self._live[name]:
                 module._buffers[key] = self._live[name]
         for name, live in self._live.items():
-            if name in held:
-                live.copy_(held[name])
+            if name in kept:
+                live.copy_(kept[name])
                 continue
             averaged = live.detach().clone()
             live.copy_(self.weights[name])

@@ -290,8 +290,8 @@ def config_differences(runs: Sequence[Run], *, everything: bool = False) -> dict
 def labels(runs: Sequence[Run]) -> list[str]:
     """Return what tells runs apart in a legend: one or two settings, where these do; else their names."""
     differences = config_differences(runs)
-    told = [", ".join(f"{key}={value}" for key, value in zip(differences, row)) for row in zip(*differences.values())]
-    return told if len(differences) <= 2 and len(set(told)) == len(runs) else [run.name for run in runs]
+    names = [", ".join(f"{key}={value}" for key, value in zip(differences, row)) for row in zip(*differences.values())]
+    return names if len(differences) <= 2 and len(set(names)) == len(runs) else [run.name for run in runs]
 
 
 def _seeds(run: Run) -> dict[str, object]:
