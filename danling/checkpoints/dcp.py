@@ -555,7 +555,8 @@ def flatten(state: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Plac
 
 
 def _leaves(value: Any, path: Place) -> list[tuple[Place, Any]]:
-    if (path and not any(tensors(value))) or isinstance(value, Tensor):
+    is_plain = bool(path) and not any(tensors(value))
+    if is_plain or isinstance(value, Tensor):
         return [(path, value)]
     if isinstance(value, Mapping):
         strange = next((key for key in value if not isinstance(key, str)), None)

@@ -136,7 +136,8 @@ def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, T
     found = loaded if which == "model" else None
     if nested:
         found = loaded.get(which)
-    if nested and which == "ema" and isinstance(found, Mapping) and isinstance(found.get("weights"), Mapping):
+    is_ema_state = which == "ema" and isinstance(found, Mapping) and isinstance(found.get("weights"), Mapping)
+    if nested and is_ema_state:
         found = found["weights"]
     if found is None:
         raise CheckpointNotFound(f"Expected weights ({which}). Received: {source}, which has none of that name.")

@@ -171,7 +171,7 @@ def without_untrusted_settings(stored: Mapping[str, object], prefix: str = "") -
         key = f"{prefix}{name}"  # a name may be dotted itself
         if isinstance(value, Mapping):
             kept[name] = without_untrusted_settings(value, f"{key}.")
-        elif key.startswith(_COMPILER) and not (value is None or isinstance(value, (bool, int, float))):
+        elif key.startswith(_COMPILER) and not isinstance(value, (bool, int, float, type(None))):
             logger.warning(
                 "%s of the checkpoint is left out, since it could name a program to run. Set it again if you want it.",
                 key,

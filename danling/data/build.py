@@ -68,7 +68,8 @@ def build_dataloader(
     """
     is_iterable = isinstance(dataset, IterableDataset)
     yields = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    if isinstance(dataset, TorchDataLoader) or (yields and not is_iterable):
+    is_iterable_of_batches = yields and not is_iterable
+    if is_iterable_of_batches or isinstance(dataset, TorchDataLoader):
         return dataset
     for name in settings:
         if name not in SETTINGS:
@@ -90,7 +91,8 @@ def build_dataloader(
     for name in ("batch_size", *sorted(SIZES)):
         size = settings.get(name)
         is_open = size is None or (name == "micro_batch_size" and size == AUTO)
-        if not is_open and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        is_count = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+        if not is_open and not is_count:
             raise ValueError(
                 f"Expected dataloader.{name} of split {split!r} to be a positive integer. Received: {name}={size!r} "
                 f"({type(size).__name__})."
@@ -119,7 +121,8 @@ def build_dataloader(
     ]
     options = {name: value for name, value in options.items() if name not in (*unset, "snapshot_every_n_steps")}
     orders = [name for name in ("batch_sampler", "sampler") if options.get(name) is not None]
-    if division is not None and division.is_update and (is_iterable or orders):
+    divides_updates = division is not None and division.is_update
+    if divides_updates and (is_iterable or orders):
         received = f"a {orders[0]}" if orders else type(dataset).__name__
         raise ValueError(
             f"Expected a map-style dataset and the library's own order for split {split!r}: dataloader.global_batch_size divides every "

@@ -193,7 +193,10 @@ def _taken_over(loader: Any) -> Any:
     order = loader if batches is None else batches
     sampler = order.sampler
     in_turn, at_random = type(sampler) is SequentialSampler, type(sampler) is RandomSampler
-    if at_random and (sampler.replacement or sampler.generator is not None or sampler._num_samples is not None):
+    draws_otherwise = at_random and (
+        sampler.replacement or sampler.generator is not None or sampler._num_samples is not None
+    )
+    if draws_otherwise:
         return loader
     if not (in_turn or at_random) or sampler.data_source is not loader.dataset:
         return loader

@@ -142,7 +142,8 @@ class KeyedLoader(LibraryLoader):
             read: Whether their data is needed; else it is `PLACEHOLDER`, without end where a user's sampler gives the order.
         """
         left = self.order.remaining_batches()
-        if left == 0 and (read or self.length_is_known):
+        knows_length = read or self.length_is_known
+        if left == 0 and knows_length:
             return iter(())
         data = iter(self) if read else repeat(PLACEHOLDER)
         batches: Iterator[Batch] = self.order.batches(data)
@@ -156,8 +157,9 @@ class KeyedLoader(LibraryLoader):
         if isinstance(self.dataset, OrderedDataset):
             self.dataset.set_seed(self.order.seed)
         self.tell_epoch()
-        if takes_epoch or self.stateful or (self._copies is not None and self._copies.differ_from(self.dataset)):
-            # Persistent workers have copies of the dataset that would not hear of it.
+        has_changed = self._copies is not None and self._copies.differ_from(self.dataset)
+        if takes_epoch or self.stateful or has_changed:
+            # Persistent workers have copies of the dataset, which do not change with it.
             shut_down_workers(self)
         if self.persistent_workers:
             self._copies = DatasetCopies(self.dataset)

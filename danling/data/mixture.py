@@ -83,7 +83,8 @@ class Mixture(OrderedDataset):
             )
         is_by_epoch = isinstance(weights, Mapping) and weights and all(isinstance(key, int) for key in weights)
         by_epoch: Any = weights if callable(weights) or is_by_epoch else {0: weights}
-        if not callable(by_epoch) and (0 not in by_epoch or min(by_epoch) < 0):
+        begins_at_zero = callable(by_epoch) or (0 in by_epoch and min(by_epoch) == 0)
+        if not begins_at_zero:
             raise ValueError(
                 f"Expected weights by epoch that begin at epoch 0. Received: epochs {sorted(by_epoch)}. Add the weights of epoch 0."
             )

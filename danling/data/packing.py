@@ -415,11 +415,13 @@ def document_lengths(dataset: Any, lengths: Lengths, key: str) -> Tensor:
     else:
         found = lengths
     found = torch.as_tensor(found)
-    if tuple(found.shape) != (documents,) or found.is_floating_point() or not documents or int(found.min()) < 0:
+    is_list = tuple(found.shape) == (documents,) and not found.is_floating_point()
+    if not documents or not is_list or int(found.min()) < 0:
+        where = f" in {path}" if path else ""
+        other = ", or delete the file" if path else ""
         raise ValueError(
             f"Expected a length of at least 0 for each of the {documents} documents of {type(dataset).__name__}. Received: "
-            f"{found.dtype} of shape {tuple(found.shape)}{f' in {path}' if path else ''}. Pass the lengths of this dataset"
-            f"{', or delete the file' if path else ''}."
+            f"{found.dtype} of shape {tuple(found.shape)}{where}. Pass the lengths of this dataset{other}."
         )
     found = found.to(torch.int32)
     if path is not None and not path.exists():

@@ -201,7 +201,8 @@ class SampledBatches(Sampler[BatchKey]):
         while True:
             first = drawn.samples
             chunk = drawn.take(self.batch_size)
-            if not chunk or (self.drop_last and len(chunk) < self.batch_size):
+            is_dropped = self.drop_last and len(chunk) < self.batch_size
+            if is_dropped or not chunk:
                 return
             self._ahead.append((drawn.position, drawn.digest))
             indices = list(chunk[0]) if self.batched else chunk

@@ -134,12 +134,8 @@ def _check_share(loader: object, share: Share) -> None:
             break
         sampler = sampler.sampler
     number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
-    if (
-        isinstance(number, int)
-        and isinstance(rank, int)
-        and number > 1
-        and (rank, number) != (share.rank, share.world_size)
-    ):
+    is_divided = isinstance(number, int) and isinstance(rank, int) and number > 1
+    if is_divided and (rank, number) != (share.rank, share.world_size):
         raise ValueError(
             f"Expected the sampler of split {share.split!r} to take share {share.rank} of {share.world_size}, as this rank reads data. "
             f"Received: {type(sampler).__name__} with rank={rank}, num_replicas={number}. Pass rank=self.data_domain.rank and "
@@ -548,7 +544,8 @@ class LiveLoader:
         return self._place() if self._ahead is None else self._ahead[1]
 
     def _may_be_over(self) -> bool:
-        if self.kind == "counted" or (isinstance(self.loader, StreamLoader) and self.loader.is_read_again):
+        is_stream_from_its_beginning = isinstance(self.loader, StreamLoader) and self.loader.is_read_again
+        if is_stream_from_its_beginning or self.kind == "counted":
             return False
         return self._fetched == self.consumed > 0 and self.remaining_batches() in (None, 0)
 
@@ -582,7 +579,8 @@ class LiveLoader:
         self._pending = state.get("loader")
         if is_stream:
             loader.share = loader.share._replace(seed=int(state["seed"]))
-        if self.kind == "counted" and self.consumed and not self._exhausted and self.rank == 0:
+        is_within = self.consumed > 0 and not self._exhausted
+        if self.kind == "counted" and is_within and self.rank == 0:
             logger.warning(
                 "The loader of split %r (%s) cannot be positioned: its first %d batches of epoch %d are read again and "
                 "dropped. Let the library build it from a dataset, or give it state_dict and load_state_dict.",

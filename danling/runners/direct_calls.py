@@ -25,8 +25,10 @@ def preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> object:
         parts = self._parts
         session = parts.session
-        # The loops are here already: in an update, this wrapper costs no more than that.
-        if session.in_step or not isinstance(parts, TorchParts) or (verb == "step" and session.in_update):
+        # The loops call too: in an update, this wrapper costs no more than these comparisons.
+        if session.in_step or (verb == "step" and session.in_update):
+            return function(self, *args, **kwargs)
+        if not isinstance(parts, TorchParts):
             return function(self, *args, **kwargs)
         call = functools.partial(function, self)
         if verb == "step":

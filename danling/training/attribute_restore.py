@@ -164,8 +164,10 @@ class Decoder:
         items = [item for item in found if item is not MISSING]
         if hasattr(kind, "_fields"):
             return kind(*items)
-        if kind is deque and (type(current) is not deque or current.maxlen != node["maxlen"]):
-            return deque(items, node["maxlen"])
+        if kind is deque:
+            is_same = type(current) is deque and current.maxlen == node["maxlen"]
+            if not is_same:
+                return deque(items, node["maxlen"])
         if kind not in (list, deque, set) or type(current) is not kind:
             return kind(items)
         current.clear()
@@ -254,7 +256,9 @@ def decode_tensor(node: Any, current: object) -> Tensor:
     if isinstance(node, dict) and node.get("class", type(current).__name__) != type(current).__name__:
         raise CannotRestore(f"a tensor of the class {node['class']}")
     fits = isinstance(current, Tensor) and (current.shape, current.dtype) == (value.shape, value.dtype)
-    if isinstance(current, Tensor) and fits and (0 not in current.stride() or current.numel() < 2):
+    # Elements of an expanded tensor share memory, into which no other values can be copied.
+    has_own_memory = isinstance(current, Tensor) and (0 not in current.stride() or current.numel() < 2)
+    if isinstance(current, Tensor) and fits and has_own_memory:
         current.copy_(value)
         return current
     if isinstance(node, Tensor):

@@ -285,7 +285,8 @@ class AttributeSnapshot:
             return self._tensor(value, path)
         if is_of_numpy(value):
             return self._array(value, path)
-        if own in LISTS.values() or (isinstance(value, tuple) and hasattr(own, "_fields")):
+        is_named_tuple = isinstance(value, tuple) and hasattr(own, "_fields")
+        if is_named_tuple or own in LISTS.values():
             return self._list(value, path)
         if own in DICTS.values():
             return self._dict(value, path)

@@ -196,7 +196,8 @@ class KeptAttributes:
             unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path)]
             replaced = (path for path, value in entry.fixed.items() if begun.fixed.get(path, value) != value)
             unsavable += [path for path in replaced if entry.node != {"kind": "left"}]
-            if (entry.digest != begun.digest or key in kept) and entry.node != {"kind": "left"}:
+            has_changed = entry.digest != begun.digest or key in kept
+            if has_changed and entry.node != {"kind": "left"}:
                 # A restore needs the objects that `__init__` made.
                 if entry.needs.items() <= begun.needs.items():
                     mine.add(key)
@@ -215,7 +216,8 @@ class KeptAttributes:
         mine, _ = self._changed(now)
         found: dict[str, dict[str, Any]] = {}
         for key, entry in now.items():
-            if (key in mine or key[0] != "attributes") and entry.node != {"kind": "left"}:
+            is_sent = key in mine or key[0] != "attributes"
+            if is_sent and entry.node != {"kind": "left"}:
                 found.setdefault(key[0], {})[key[1]] = {"value": tree_map_only(Tensor, Tensor.clone, entry.node)}
         return found
 
@@ -323,7 +325,8 @@ class KeptAttributes:
         decoder = Decoder(before)
         left_out = {*runner.library_names, *declared_names(runner, "not_saved")}
         for name, node in stored.items():
-            if name in left_out or (name not in own and is_code(type(runner), name)):
+            is_of_class = name not in own and is_code(type(runner), name)
+            if is_of_class or name in left_out:
                 continue
             current = own.get(name, MISSING)
             if is_deleted(node):

@@ -72,7 +72,8 @@ def check_components(runner: TorchRunner) -> None:
         raise ValueError(
             f"Expected `self.criterion` to be a callable (pred, target) -> loss. Received: criterion={criterion!r}.{made}"
         )
-    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
+    is_scheduler = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, type)
+    if scheduler is not None and not is_scheduler:
         raise ValueError(
             f"Expected `self.scheduler` to be a scheduler with a method step(). Received: scheduler={scheduler!r}. Make one over "
             "self.optimizer, or name it in `scheduler.type` and let the runner build it."
@@ -82,7 +83,8 @@ def check_components(runner: TorchRunner) -> None:
             f"Expected `self.optimizer` to be one optimizer. Received: a {type(optimizer).__name__} of {len(optimizer)}. Hold them "
             'together, danling.optim.JointOptimizer(first, second), or by name, {"first": first, "second": second}.'
         )
-    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
+    is_optimizer = hasattr(optimizer, "param_groups") and not isinstance(optimizer, type)
+    if optimizer is not None and not is_optimizer:
         raise ValueError(
             f"Expected `self.optimizer` to be a torch.optim.Optimizer. Received: optimizer={optimizer!r}. Make one over "
             "self.model.parameters(), or name it in `optim.type` and let the runner build it."
@@ -198,7 +200,8 @@ def check_settings(runner: TorchRunner) -> None:
     """Refuse settings that the stack cannot do. May be called on one rank."""
     config = runner.config
     in_pipeline = int(config.parallel.axes.pipeline) != 1 and runner.stack == "parallel"
-    if config.checkpoint.trainable_only and (in_pipeline or runner.stack == "deepspeed"):
+    divides_names = in_pipeline or runner.stack == "deepspeed"
+    if config.checkpoint.trainable_only and divides_names:
         received = "parallel.axes.pipeline above 1" if in_pipeline else "stack='deepspeed'"
         raise ValueError(
             "Expected a stack on which every rank knows all weights for checkpoint.trainable_only=true. Received: "

@@ -212,7 +212,9 @@ class Evaluator:
                     pred, loss = self._evaluated(split, data)
                     if loss is not None and samples:
                         totals.expect("loss")
-                    if loss is not None and (isinstance(weight, Tensor) or weight):
+                    # Whether a weight on a device is zero is not asked: the host would wait.
+                    may_weigh = isinstance(weight, Tensor) or weight
+                    if loss is not None and may_weigh:
                         if self._loss.sums:
                             totals.add_totals("loss", loss, weight)
                         else:
@@ -423,12 +425,14 @@ def split_by_sample(pred: object, samples: int, parts: Sequence[int] | None = No
         return []
     if not isinstance(pred, (Mapping, tuple)):
         pred = prediction_of(pred)
-    if isinstance(pred, Tensor) and parts is not None and pred.ndim and len(pred) == sum(parts) != len(parts):
-        whole = pred.detach().cpu()
-        of_samples: list[object] = [whole[end - count : end] for count, end in zip(parts, accumulate(parts))]
-        return of_samples[:samples]
-    if isinstance(pred, Tensor) and parts is not None and pred.ndim and len(pred) != len(parts):
-        return [pred.detach().cpu()]
+    if isinstance(pred, Tensor) and parts is not None and pred.ndim:
+        if len(pred) == sum(parts) != len(parts):
+            # A row for each part of a sample, such as the nodes of a graph.
+            whole = pred.detach().cpu()
+            of_samples: list[object] = [whole[end - count : end] for count, end in zip(parts, accumulate(parts))]
+            return of_samples[:samples]
+        if len(pred) != len(parts):
+            return [pred.detach().cpu()]
     if isinstance(pred, Tensor):
         rows = pred.detach().cpu()[:samples]
         has_single_number = rows.ndim == 1 or (rows.ndim == 2 and rows.shape[1] == 1)

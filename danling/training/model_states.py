@@ -72,7 +72,8 @@ class ModelStates:
         state = with_tied_names(model, state)
         missing = sorted(names.keys() - state.keys())
         unexpected = sorted(state.keys() - names.keys())
-        if unexpected or (missing and not partial):
+        is_incomplete = bool(missing) and not partial
+        if unexpected or is_incomplete:
             raise CheckpointMismatch(
                 f"Expected the weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]} "
                 f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from, or rename the entries."

@@ -85,7 +85,8 @@ class ModelPreparation:
     def check_reduced(self, model: object, *, trains: bool, reduced_by_user: bool) -> None:
         """Refuse a model whose gradients would not be reduced."""
         reduced = isinstance(model, DistributedDataParallel) or self._trained_when_wrapped is not None
-        if self.world.size > 1 and trains and not reduced and not reduced_by_user:
+        is_reduced = reduced or reduced_by_user
+        if self.world.size > 1 and trains and not is_reduced:
             raise ValueError(
                 "Expected `materialize_model` to wrap the model for the gradients of several ranks. Received: a model that is not wrapped. "
                 "Call super().materialize_model() in it, or self.model = self.wrap_model(self.model)."
