@@ -96,11 +96,6 @@ class Recompute:
                 )
 
 
-def may_skip_updates(runner: TorchRunner) -> bool:
-    """Whether an update whose loss or gradient is not finite is skipped; else it is an error."""
-    return runner.config.skip_nonfinite_grad or runner.reduction.scaler is not None
-
-
 class SkippedUpdates:
     """Puts back what the micro-batches of a skipped update have changed, but for the numbers of samples and micro-batches.
 
@@ -124,16 +119,20 @@ class SkippedUpdates:
         """Whether the open update was remembered, and `end` has something to do."""
         self._put_back: tuple[Callable[[], None], Callable[..., None]] | None = None
         """What puts back figures and attributes; `None` where the open update was not remembered."""
+        self.may_skip = True
+        """Whether an update whose loss or gradient is not finite is skipped; else it is an error."""
 
     def bind(self) -> None:
-        """Look again which modules have buffers. Called where a pass begins."""
+        """Look again whether updates may be skipped, and which modules have buffers. Called where a pass begins."""
+        runner = self._runner
+        self.may_skip = runner.config.skip_nonfinite_grad or runner.reduction.scaler is not None
         self._buffers.bind()
 
     def begin(self, weight: float | Tensor) -> None:
         """Remember where an update begins, if it may be skipped. Called before the first micro-batch, whose weight is given."""
         runner = self._runner
         weighs_nothing = isinstance(weight, float) and weight == 0.0
-        if not weighs_nothing and not may_skip_updates(runner):
+        if not weighs_nothing and not self.may_skip:
             return
         self.remembers = True
         is_watched = self._watched < _WATCHED

@@ -35,7 +35,7 @@ from danling.utils.tensors import local_part
 
 from .bad_samples import GivenBatches
 from .batches import BatchLoss, check_returned, not_one_loss, note_batch, peek_target, prediction_of
-from .recompute import Recompute, SkippedUpdates, map_carry, may_skip_updates
+from .recompute import Recompute, SkippedUpdates, map_carry
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -656,7 +656,7 @@ class UpdateStep:
             finite = not totals.nonfinite and math.isfinite(grad_norm.item())
         else:
             checks = _checks_on_device(totals, grad_norm)
-            if not may_skip_updates(runner):
+            if not self.skipped.may_skip:
                 self._check_before(step)
                 self._unchecked.append(_Unchecked(step, HostCopy(checks), window.nonfinite, self._given_batches()))
                 return None
