@@ -701,7 +701,8 @@ class TorchRunner(BaseRunner):
         has_context = getattr(type(self.reduction), "context", None) is not GradientReduction.context
         casts = self.precision.autocast is not no_autocast
         self._enters_contexts = is_overridden_context or has_context or casts
-        self._parts.update.moves_batches = self.device.type != "cpu" or not self._is_plain("to_device")
+        is_plain = type(self).to_device is TorchRunner.to_device and "to_device" not in vars(self)
+        self._parts.update.moves_batches = self.device.type != "cpu" or not is_plain
         self._parts.skipped.bind()
         if self._parts.phases is not None:
             self._parts.phases.bind()
