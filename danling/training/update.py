@@ -513,7 +513,7 @@ class UpdateStep:
         def leave(module: nn.Module, given: object, output: object) -> None:
             nonlocal depth
             depth -= 1
-            # With several optimizers, each block has a weight of its own, which is set only within the block.
+            # With several optimizers, each block has its own weight, which is set only within the block.
             if depth == 0 and (self._phases is None or self._phases.current is not None):
                 runner.window.cut(output)
 

@@ -259,7 +259,7 @@ def test_sampler_with_another_share_is_refused() -> None:
     assert not proxy.reads and next(iter(proxy.batches())).data is PLACEHOLDER
 
 
-def test_loader_of_windows_gets_its_place() -> None:
+def test_update_loader_gets_its_context() -> None:
     run = Run(accum_steps=3, train_splits=["train"])
     run.id, run.is_main_process = "a-run", True  # type: ignore[attr-defined]
     third = LocalDomain()
@@ -267,7 +267,7 @@ def test_loader_of_windows_gets_its_place() -> None:
     run.placement = Placement(data=third, optimizer=third, metrics=third)
     loader = run.dataloaders["train"] = StreamLoader(MemoryStore(), MemoryChannel(), 2)
     assert run.data.open("train", loader).kind == "window"
-    place = loader._place
+    place = loader._context
     assert place[:4] == (("train", 1, 2, 4), 3, True, True) and loader._runner is run
 
 

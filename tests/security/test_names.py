@@ -69,7 +69,6 @@ FUNCTIONS = {
     "deepspeed/checkpoints": ["DeepSpeedCheckpointManager._save.publish"],
     "demo": ["compare"],
     "elastic/agent": ["_show_error", "_state"],
-    "elastic/attach": ["ElasticRanks._take_over"],
     "elastic/metrics_file": ["without_later"],
     "elastic/spare": ["wait_and_run"],
     "graph/artifacts": [
@@ -113,7 +112,7 @@ FUNCTIONS = {
     "supervision/heartbeat": ["Heartbeat.__init__", "Heartbeat._write"],
     "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
     "supervision/rank_watch": ["RankWatch._dump", "WatchedThread.__init__"],
-    "torchft/member": ["ReplicaMember.take_over"],
+    "training/live_state": ["LiveState.load"],
     "training/progress_file": ["ProgressFile._write"],
     "utils/files": ["clear_places", "open_file", "read_bytes", "replacing", "sync_directory", "write_atomically"],
     "utils/locks": ["FileLock.is_taken", "_give_back", "_made", "_opened"],
