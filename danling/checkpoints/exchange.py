@@ -136,9 +136,9 @@ def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, T
     found = loaded if which == "model" else None
     if nested:
         found = loaded.get(which)
-    is_ema_state = which == "ema" and isinstance(found, Mapping) and isinstance(found.get("weights"), Mapping)
-    if nested and is_ema_state:
-        found = found["weights"]
+    if nested and which == "ema" and isinstance(found, Mapping):
+        # The state of an EMA has the weights in an entry.
+        found = found["weights"] if isinstance(found.get("weights"), Mapping) else found
     if found is None:
         raise CheckpointNotFound(f"Expected weights ({which}). Received: {source}, which has none of that name.")
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
