@@ -124,6 +124,7 @@ class ElasticAgent(LocalElasticAgent):
         if coordinator is not None and coordinator.verdict:
             logger.error("%s", coordinator.verdict)
             return RunResult(state=WorkerState.FAILED)
+        ends = False
         for rank in sorted(context._running_local_ranks):
             handler = context.subprocess_handlers[rank]
             code = handler.proc.poll()
@@ -132,6 +133,7 @@ class ElasticAgent(LocalElasticAgent):
             _show_error(context.envs[rank])
             is_replaced = link.should_replace(handler.proc.pid, code)
             if not (is_replaced or link.others_continue):
+                ends = True
                 continue
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             what = "a replacement is started" if is_replaced else "it is not replaced, and the others continue"
@@ -141,6 +143,9 @@ class ElasticAgent(LocalElasticAgent):
             else:
                 # torch's agent would end all ranks.
                 context._running_local_ranks.discard(rank)
+        if not ends and context._running_local_ranks:
+            # torch's agent looks itself, and would end all ranks for one that has ended since.
+            return RunResult(state=WorkerState.HEALTHY)
         if not context._running_local_ranks and not link.is_complete:
             # Ranks of other machines are left, or the coordinator is about to say that none is.
             return RunResult(state=WorkerState.HEALTHY if link.is_alive else WorkerState.FAILED)
