@@ -21,6 +21,7 @@ from .model import Explorer
         pytest.param({"ranks": 2, "generations": 2, "deaths": 1, "births": 1, "commits": 1}, marks=pytest.mark.slow),
         pytest.param({"ranks": 2, "generations": 3, "deaths": 1, "commits": 1}, marks=pytest.mark.slow),
         pytest.param({"ranks": 3, "generations": 2, "deaths": 1}, marks=pytest.mark.slow),
+        pytest.param({"ranks": 3, "generations": 2, "births": 1}, marks=pytest.mark.slow),
     ],
     ids=lambda options: "-".join(f"{name}{count}" for name, count in options.items()),
 )
