@@ -41,6 +41,6 @@ run python digits.py --epochs 2 --dir run
 run python digits.py --epochs 3 --dir run --auto_resume true
 run torchrun --standalone --nproc-per-node 2 digits.py --epochs 1 --dir two
 run danling verify run
-# Beside other programs, a compilation has taken more than doctor's usual three minutes.
+# On a busy machine, a compilation has taken more than doctor's usual three minutes.
 run danling doctor --timeout 900
 echo "release: $(ls "$clone/$dist" | tr '\n' ' ')work"
