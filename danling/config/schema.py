@@ -385,6 +385,8 @@ class ElasticConfig(ClosedSection, path="elastic"):
     """A rank that is stopped for so long while others wait for it is killed."""
     replacements: NonNegativeInt | None = None
     """How many ranks that end are replaced; none is no limit."""
+    shard_state: bool = False
+    """Keep the state of the optimizer for a rank's own parameters and those of the next rank, instead of all of it on each rank."""
 
 
 class OptimConfig(OpenSection, path="optim"):

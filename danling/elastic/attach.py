@@ -35,6 +35,7 @@ from danling.utils.observers import Observer
 from .member import Member, Membership, TrainingComplete, is_lost_collective, is_started_elastic
 from .metrics_file import missing_records, without_later
 from .reconfigure import check_supported
+from .shards import Shards
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -101,28 +102,38 @@ class JoinedRun:
 class ElasticDomain(Domain):
     """All ranks of the run, of which any may end: a collective that fails so raises `MembershipChanged`."""
 
+    is_over = False
+    """Whether the ranks must be formed again before they communicate."""
+
     def __init__(self, *, rank: int, size: int) -> None:
         self.group, self.device = None, torch.device("cpu")
         self.rank, self.size = rank, size
         self.may_change = False
         """Whether ranks can be left behind. Before and after the training, the error of a collective is that of this rank."""
 
+    def check(self) -> None:
+        """Raise `MembershipChanged` if the ranks must be formed again first."""
+        if self.is_over:
+            raise MembershipChanged
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        return self._guarded(lambda: super(ElasticDomain, self).all_reduce(tensor, op))
+        return self.guarded(lambda: super(ElasticDomain, self).all_reduce(tensor, op))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        return self._guarded(lambda: super(ElasticDomain, self).broadcast(tensor, source))
+        return self.guarded(lambda: super(ElasticDomain, self).broadcast(tensor, source))
 
     def gather_objects(self, value: T) -> list[T]:
-        return self._guarded(lambda: super(ElasticDomain, self).gather_objects(value))
+        return self.guarded(lambda: super(ElasticDomain, self).gather_objects(value))
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
-        return self._guarded(lambda: super(ElasticDomain, self).broadcast_object(value, source))
+        return self.guarded(lambda: super(ElasticDomain, self).broadcast_object(value, source))
 
     def barrier(self) -> None:
-        self._guarded(super().barrier)
+        self.guarded(super().barrier)
 
-    def _guarded(self, collective: Callable[[], T]) -> T:
+    def guarded(self, collective: Callable[[], T]) -> T:
+        """Make a collective; raise `MembershipChanged` if a rank is gone, or if the ranks must be formed again first."""
+        self.check()
         try:
             return collective()
         except RuntimeError as error:
@@ -166,6 +177,7 @@ class ElasticRanks(Observer):
         self.repeated = 0
         self.changes = 0
         self.joined_run: JoinedRun | None = None
+        self._shards: Shards | None = None
         self._domain: ElasticDomain
         if self.joins:
             self.joined_run = JoinedRun(**json.loads(self._store.get(_RUN_KEY)))
@@ -191,7 +203,7 @@ class ElasticRanks(Observer):
         runner = self._runner
         if "world" not in vars(runner):
             self._domain = vars(runner)["world"] = ElasticDomain(rank=rank, size=size)
-        self._domain.rank, self._domain.size = rank, size
+        self._domain.rank, self._domain.size, self._domain.is_over = rank, size, False
         vars(runner)["launch"] = replace(LaunchEnvironment.read(), rank=rank, world_size=size)
 
     # Construction
@@ -200,6 +212,8 @@ class ElasticRanks(Observer):
         """Begin to follow the run, at the end of construction. Called on all ranks."""
         runner = self._runner
         self._check_program()
+        if runner.config.elastic.shard_state:
+            self._shards = Shards(runner, self._member, self._domain)
         runner._parts.reporter.telemetry.adds_ranks = False
         runner._parts.reporter.trackers.recent = deque(maxlen=_RECENT_RECORDS)
         # Before the others, so that they do not hear of an update that is not made.
@@ -300,6 +314,9 @@ class ElasticRanks(Observer):
                     call()
                 if call is train and then is not None:
                     then()
+                if self._shards is not None and then is not None:
+                    # A rank that has not got all weights of the last update needs the others for it.
+                    self._domain.barrier()
                 break
             except MembershipChanged:
                 pass
@@ -311,7 +328,7 @@ class ElasticRanks(Observer):
             except RuntimeError as error:
                 if not is_lost_collective(error):
                     raise
-            # Outside of `except`: see `_guarded`.
+            # Outside of `except`: see `ElasticDomain.guarded`.
             try:
                 self._change()
             except TrainingComplete:
@@ -337,6 +354,9 @@ class ElasticRanks(Observer):
 
     def update_started(self) -> None:
         self._member.check()
+        if self._shards is not None:
+            self._domain.check()
+            self._shards.begin_update()
         session = self._runner._parts.session
         if session.regroup_requested:
             session.regroup_requested = False
@@ -375,8 +395,12 @@ class ElasticRanks(Observer):
         now = self._member.form(self._progress() if self._has_state else None, self._digest, take)
         self._place(now.rank, now.size)
         if "state" in taken:
-            self._take_over(taken["state"])
+            with nullcontext() if self._shards is None else self._shards.kept():
+                self._take_over(taken["state"])
             self._has_state = True
+            repeats = False  # another rank has made the update
+        if self._shards is not None:
+            self._shards.settle()
         self.repeated += repeats
         self.changes += 1
         self._settle(taken["flags"])
@@ -435,6 +459,8 @@ class ElasticRanks(Observer):
 
     def _digest(self) -> str:
         """Return what tells the weights of one state from those of another."""
+        if self._shards is not None and self._shards.is_torn:
+            return "torn"
         total = 0
         for index, (_, parameter) in enumerate(self._runner.named_parameters()):
             values = parameter.detach().reshape(-1).contiguous().view(torch.uint8)
@@ -443,6 +469,8 @@ class ElasticRanks(Observer):
 
     def _exchange(self, now: Membership) -> dict[str, Any]:
         """Send the state of the leader to the ranks that are behind, and what all do next. Raises where a rank ends meanwhile."""
+        if self._shards is not None:
+            self._shards.exchange(now)
         found: dict[str, Any] = {}
         saver = self._runner.saver
         has_save = self._has_state and saver.open is not None
@@ -468,8 +496,13 @@ class ElasticRanks(Observer):
     def _sent_state(self) -> bytes:
         runner = self._runner
         session, trackers = runner._parts.session, runner._parts.reporter.trackers
+        own = {} if self._shards is None else {"optimizer": self._shards.groups()}
+        with runner.run_state.saved_elsewhere(*own):
+            state = runner._parts.live_state.read()
         payload = {
-            **runner._parts.live_state.read(),
+            **state,
+            # The parts of other ranks are sent by `Shards.exchange`.
+            **own,
             "elastic": {
                 "stop_reason": session.stop_reason,
                 "save_requested": session.save_requested,

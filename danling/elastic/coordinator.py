@@ -289,6 +289,11 @@ class Coordinator:
             self.side.remove([peer.member])
         elif kind == "committed":
             self._deaths_in_update = 0
+        elif kind == "end_run":
+            self._end(str(message["why"]))
+        elif kind == "ready" and self.verdict:
+            # It has come since, or has not heard of it.
+            peer.channel.send(self._end_message())
         elif kind in ("ready", "formed"):
             self.side.hear(peer.member, message)
 

@@ -170,6 +170,10 @@ class Member:
         """Say that this rank has finished the training, which its end is no change of."""
         self._channel.send({"kind": "finished"})
 
+    def end_run(self, why: str) -> None:
+        """Ask the coordinator to end the run on all ranks: `form` raises `RunEnded` then."""
+        self._channel.send({"kind": "end_run", "why": why})
+
     # Changes
 
     def check(self) -> None:

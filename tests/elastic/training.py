@@ -14,7 +14,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,6 +155,30 @@ class Striker(Observer):
         self._faults.at("saved")
 
 
+def strike_in_shards(faults: Faults | Storm, shards: Any) -> None:
+    """End this rank in the collectives of a step on shards, or when parts are sent after a change."""
+    succeeds, exchange = shards._succeeds, shards.exchange
+
+    def struck_step(collective: Callable[[], object]) -> bool:
+        name = "vote" if shards._phase == "sums" else "weights"
+
+        def make() -> None:
+            faults.at(name)
+            faults.at(f"in_{name}")
+            collective()
+            faults.at(f"{name}_done")
+
+        return bool(succeeds(make))
+
+    def struck_exchange(now: Any) -> None:
+        faults.at("exchange")
+        faults.at("in_exchange")
+        exchange(now)
+        faults.at("exchange_done")
+
+    shards._succeeds, shards.exchange = struck_step, struck_exchange
+
+
 def settings(**more: Any) -> dict[str, Any]:
     return {
         "name": "elastic",
@@ -205,6 +230,16 @@ def train(root: str, **more: Any) -> tuple[str, Net]:
         return digest_of(runner), runner
 
 
+def digest_of_file(path: Path) -> str:
+    """Return the digest of what a checkpoint has of a training."""
+    found = hashlib.sha256()
+    payload = torch.load(path, weights_only=True)
+    for name in ("model", "ema", "optimizer", "scheduler"):
+        _add(found, payload[name])
+    _add(found, {name: payload["state"]["train"][name] for name in ("global_step", "samples", "micro_step")})
+    return found.hexdigest()[:16]
+
+
 def alone(root: str) -> str:
     """Train undisturbed in one process."""
     quiet()
@@ -233,6 +268,9 @@ def elastic_rank() -> None:
         files = _FILES[os.environ["OPENED"]]() if "OPENED" in os.environ else None
         faults.at("born")
         runner.observers.append(Striker(faults, runner))
+        shards = runner._parts.elastic._shards
+        if shards is not None:
+            strike_in_shards(faults, shards)
         runner.train()
         note(
             end=_digest_alone(runner),
@@ -240,6 +278,7 @@ def elastic_rank() -> None:
             changes=runner.changes,
             update=runner.state.train.global_step,
             rank=runner.rank,
+            has=_bytes_of(runner.optimizer.state.values()),
         )
         if files is not None:
             files.tell()
@@ -272,12 +311,20 @@ def two_trainings() -> None:
 def _digest_alone(runner: Net) -> str:
     # `state_dict` gathers from all ranks, of which some may have ended.
     found = hashlib.sha256()
-    parts = runner.run_state.components()
+    # A rank has its own parts of what is in shards.
+    shared = ["optimizer"] if runner.config.elastic.shard_state else []
+    with runner.run_state.saved_elsewhere(*shared):
+        parts = runner.run_state.components()
     for name in ("model", "ema", "optimizer", "scheduler"):
         _add(found, parts.get(name))
     _add(found, runner.results)
     _add(found, [runner.passes, runner.state.train.samples, runner.state.train.micro_step])
     return found.hexdigest()[:16]
+
+
+def _bytes_of(states: Iterable[dict[str, Any]]) -> int:
+    tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _elastic() -> dict[str, Any]:

@@ -1,0 +1,202 @@
+"""`elastic.shard_state`: the optimizer's state in parts, each on two ranks. Ranks that end one at a time lose nothing of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.chaos import SEED, report, share
+
+from danling.elastic.shards import check_optimizer, owners, parts_of
+from danling.optim import JointOptimizer
+
+from . import training
+from .supervised import Ended, run_ranks
+
+_STEPS = 40
+_SETTINGS = {"steps": _STEPS}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What one process without elastic ranks saves at the end."""
+    return _alone(tmp_path_factory.mktemp("alone"), **_SETTINGS)
+
+
+def _alone(directory: Path, **more: Any) -> str:
+    training.train(str(directory), **more, dir=str(directory / "run"))
+    return _saved(directory)
+
+
+def _saved(directory: Path) -> str:
+    return training.digest_of_file(directory / "run" / "checkpoints" / "latest.pth")
+
+
+def _train(
+    ranks: int,
+    faults: str,
+    directory: Path,
+    *,
+    settings: dict[str, Any] = _SETTINGS,
+    shards: bool = True,
+    **elastic: Any,
+) -> Ended:
+    variables = {
+        "FAULTS": faults,
+        "ROOT": str(directory),
+        "SETTINGS": json.dumps(settings),
+        "ELASTIC": json.dumps({"fence_seconds": 0.3, "shard_state": shards, **elastic}),
+    }
+    return run_ranks(training.elastic_rank, ranks, directory / "report", variables=variables)
+
+
+def _ends(ended: Ended) -> list[dict[str, Any]]:
+    return [note for note in ended.notes if "end" in note]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "faults"),
+    [
+        pytest.param(3, "0:vote:9:kill", id="the main process before the vote"),
+        pytest.param(3, "1:in_vote:9:kill", id="in the vote"),
+        pytest.param(4, "2:vote_done:9:kill", id="after the vote"),
+        pytest.param(3, "1:in_weights:9:kill", id="while weights are sent"),
+        pytest.param(3, "0:weights_done:9:kill", id="the main process after the step", marks=pytest.mark.slow),
+        pytest.param(3, "1:leaf:15:kill", id="in a micro-batch", marks=pytest.mark.slow),
+        pytest.param(3, "2:save:3:kill", id="in a save", marks=pytest.mark.slow),
+        pytest.param(3, "0:saved:3:exit", id="the main process after a save", marks=pytest.mark.slow),
+        pytest.param(3, "1:leaf:15:raise", id="by an error", marks=pytest.mark.slow),
+        pytest.param(3, "1:weights:9:stop", id="stopped for long", marks=pytest.mark.slow),
+        pytest.param(3, "0:evaluating:2:kill", id="in an evaluation", marks=pytest.mark.slow),
+        pytest.param(3, "1:vote_done:9:abandon", id="none, but one does not hear of the vote"),
+        pytest.param(3, "0:weights_done:9:abandon", id="none, but one does not get the weights"),
+        pytest.param(
+            4, "1:reduced:9:abandon;2:reduced:9:abandon", id="none, but two give an update up before the vote"
+        ),
+        pytest.param(4, "0:leaf:12:kill;2:leaf:12:kill", id="two that are no neighbours at once"),
+        pytest.param(4, "1:leaf:9:kill;0:exchange_done:1:abandon;3:exchange:2:kill", id="one while parts are sent"),
+        pytest.param(5, "1:leaf:9:kill;3:stepped:16:exit;0:weights:24:kill", id="one after another of five"),
+    ],
+)
+def test_training_ends_as_if_undisturbed(ranks: int, faults: str, undisturbed: str, tmp_path: Path) -> None:
+    ended = _train(ranks, faults, tmp_path)
+    assert not ended.verdict
+    assert len({note["end"] for note in _ends(ended)}) == 1
+    assert _saved(tmp_path) == undisturbed
+    assert any(note["changes"] for note in _ends(ended))
+    assert all(note["repeated"] <= len(note["changes"]) for note in _ends(ended))
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"type": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True},
+        pytest.param({"type": "adagrad", "lr": 0.05}, marks=pytest.mark.slow),
+        pytest.param({"type": "adafactor", "lr": 0.01}, marks=pytest.mark.slow),
+        pytest.param({"type": "rmsprop", "lr": 0.001, "momentum": 0.9}, marks=pytest.mark.slow),
+        pytest.param({"type": "nadam", "lr": 0.01}, marks=pytest.mark.slow),
+    ],
+    ids=lambda optim: optim["type"],
+)
+def test_other_optimizer_ends_as_if_undisturbed(optim: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"steps": 20, "optim": optim}
+    alone = _alone(tmp_path / "alone", **settings)
+    ended = _train(3, "2:weights:9:kill", tmp_path, settings=settings)
+    assert not ended.verdict
+    assert _saved(tmp_path) == alone
+
+
+_POINTS = ("update", "reduced", "vote", "in_vote", "vote_done", "weights", "in_weights", "weights_done", "stepped")
+
+
+@pytest.mark.slow
+def test_random_faults_one_at_a_time_end_as_if_undisturbed(tmp_path: Path) -> None:
+    settings = {"steps": 80}
+    alone = _alone(tmp_path / "alone", **settings)
+    choices, wanted = random.Random(SEED), share(1.0, otherwise=3)
+    struck, jobs = 0, 0
+    while struck < wanted:
+        directory, ranks = tmp_path / str(jobs), choices.choice((3, 4, 5))
+        directory.mkdir()
+        members = choices.sample(range(ranks), min(3, ranks - 1))
+        counts = [10 + 22 * index + choices.randrange(8) for index in range(len(members))]
+        how = choices.choice(("kill", "kill", "exit"))
+        faults = ";".join(f"{m}:{choices.choice(_POINTS)}:{count}:{how}" for m, count in zip(members, counts))
+        ended = _train(ranks, faults, directory, settings=settings)
+        assert not ended.verdict, f"{ranks} ranks, {faults}: {ended.verdict}"
+        assert _saved(directory) == alone, f"{ranks} ranks, {faults}"
+        struck, jobs = struck + sum("struck" in note for note in ended.notes), jobs + 1
+    report("elastic ranks with shards, one at a time", struck, jobs)
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow), 5])
+def test_each_state_is_on_two_ranks(ranks: int, undisturbed: str, tmp_path: Path) -> None:
+    ended = _train(ranks, "", tmp_path)
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "latest.pth", weights_only=True)
+    whole = sum(value.nbytes for state in saved["optimizer"]["state"].values() for value in state.values())
+    kept = [note["has"] for note in _ends(ended)]
+    assert not ended.verdict
+    assert _saved(tmp_path) == undisturbed
+    assert len(kept) == ranks
+    assert sum(kept) == 2 * whole
+    assert max(kept) < whole
+
+
+def test_saved_run_is_resumed_on_other_ranks(undisturbed: str, tmp_path: Path) -> None:
+    # Two of three ranks are left: they save, and end.
+    ended = _train(3, "1:leaf:15:kill", tmp_path, min_ranks=3, replacements=0, wait_seconds=0.5)
+    assert sorted(ended.codes) == [-9, 143, 143]
+    resumed = {**_SETTINGS, "auto_resume": True}
+    for name, ranks, shards in (("shards", 4, True), ("replicas", 2, False)):
+        directory = tmp_path / name
+        shutil.copytree(tmp_path / "run", directory / "run")
+        assert not _train(ranks, "", directory, settings=resumed, shards=shards).verdict
+        assert _saved(directory) == undisturbed
+    assert _alone(tmp_path, **resumed) == undisturbed
+
+
+def test_neighbours_that_end_at_once_end_the_run_by_name(tmp_path: Path) -> None:
+    ended = _train(4, "1:leaf:12:kill;2:leaf:12:kill", tmp_path)
+    assert "Two ranks ended at once" in ended.verdict
+    assert "Start the command again with auto_resume" in ended.verdict
+    assert not ended.hashes
+    assert set(ended.codes) == {-9, 1}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 20])
+def test_parts_are_even_and_each_is_on_two_ranks(ranks: int) -> None:
+    sizes = tuple(1 + (index * 7919) % 101 for index in range(60))
+    found = [parts_of(sizes, ranks, rank) for rank in range(ranks)]
+    loads = [sum(size for size, owner in zip(sizes, owners(sizes, ranks)) if owner == rank) for rank in range(ranks)]
+    assert max(loads) - min(loads) <= max(sizes)
+    for index in range(len(sizes)):
+        assert sum(index in each for each in found) == min(ranks, 2)
+
+
+class _Own(torch.optim.SGD):
+    pass
+
+
+def _weights() -> list[torch.Tensor]:
+    return [torch.zeros(2, 2, requires_grad=True)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scales", "received"),
+    [
+        (torch.optim.LBFGS(_weights()), False, "LBFGS"),
+        (torch.optim.Muon(_weights()), False, "Muon"),
+        (_Own(_weights(), lr=0.1), False, "_Own"),
+        (JointOptimizer(torch.optim.SGD(_weights(), lr=0.1)), False, "JointOptimizer"),
+        (torch.optim.SGD(_weights(), lr=0.1), True, "precision='fp16'"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_parts_is_refused(optimizer: torch.optim.Optimizer, scales: bool, received: str) -> None:
+    with pytest.raises(ValueError, match=f"Received: {received}.*unset elastic.shard_state"):
+        check_optimizer(optimizer, scales=scales)
